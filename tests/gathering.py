@@ -1,4 +1,4 @@
-"""An exchange of the halves of a step by collectives, so that the CPU runs steps that are cut in two as GPUs do."""
+"""An exchange by collectives, with which the CPU can run steps that are cut in two halves, as GPUs do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DONE: Any = SimpleNamespace(wait=lambda: None)
 
 
 class GatheringExchange(Exchange):
-    """The exchange of a rank, whose collectives wait. tokens: the most of a half."""
+    """The exchange of a rank by collectives that wait. tokens: maximum number of tokens in a half."""
 
     def __init__(self, group: Group, tokens: int) -> None:
         self.rank, self.size, self.tokens = group.rank, group.size, tokens
@@ -40,13 +40,16 @@ class GatheringExchange(Exchange):
         return parts
 
 
+prepare = Group.prepare
+
+
+def prepare_and_cut(self: Group, hidden: int, dtype: torch.dtype, half: int = 0) -> None:
+    """Prepare a group for steps that are cut in two, also on the CPU."""
+    prepare(self, hidden, dtype, half)
+    if half:
+        self.exchange = GatheringExchange(self, half)
+
+
 def cut_steps() -> None:
-    """Let groups that are made from now on cut steps on the CPU too."""
-    prepare = Group.prepare
-
-    def prepare_and_cut(self: Group, hidden: int, dtype: torch.dtype, half: int = 0) -> None:
-        prepare(self, hidden, dtype, half)
-        if half:
-            self.exchange = GatheringExchange(self, half)
-
+    """Make all groups that are made from now on cut steps on the CPU too."""
     Group.prepare = prepare_and_cut  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Trainers that send weights to fgserve, for tests of its clients on the CPU and on a GPU."""
+"""Trainers that send weights to fgserve, for tests on the CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ gen.update_weights({**tensors, "model.norm.weight": Last()})
 
 
 class Sharded:
-    """A tensor that is gathered as a DTensor is. error: raised then. before: is called then."""
+    """A tensor that is gathered like a DTensor. before: called when it is gathered. error: raised after that."""
 
     device = torch.device("cpu")
     gathered = 0

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks that hold a model together, and the sums over what each of them computes."""
+"""The group of tensor-parallel ranks that hold a model together, and its collectives."""
 
 from __future__ import annotations
 
@@ -26,39 +26,33 @@ from fastgen.processes.errors import DepartedError, portable, raise_first
 T = TypeVar("T")
 
 FUSED_TOKENS = 1024
-"""Tokens up to which our own kernel makes the sums over the ranks of one host; NCCL has a higher latency."""
+"""Maximum number of tokens in sums that our own kernel makes over the ranks of a host; NCCL has a higher latency."""
 
 POLLS = 10 * allreduce.POLLS
-"""Polls of a sum before it gives up waiting for a rank that hangs: about five minutes, since a rank may compile."""
+"""Number of polls before a sum stops waiting for another rank: about five minutes, as that rank may be compiling."""
 
 TIMEOUT = timedelta(minutes=10)  # of a collective
 
 
-def host_id() -> tuple[str, str]:
-    """Return an identity of this host, which differs even between hosts of the same name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname(), boot.read_text() if boot.exists() else ""
-
-
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return the objects of all ranks, which are pickled."""
+    """Return the objects of all ranks, ordered by rank. They are pickled."""
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, mine, group=group)
     return found
 
 
 class RendezvousStore(Store):
-    """A store in which ranks meet for symmetric memory. torch gets it as the store of the process group.
+    """A store in which ranks meet for symmetric memory. It is the process group's store for torch.
 
-    The keys of torch's rendezvous contain a counter of the process (StoreExchange in CUDASymmetricMemoryUtils.hpp). The
-    counter of a process in which earlier Generators ran is ahead of that of a follower that has just started, and each
-    would wait for the other's keys forever. Here the numbers in the keys count from 0 in each group.
+    The keys of torch's rendezvous contain a counter of the process (StoreExchange in CUDASymmetricMemoryUtils.hpp). In
+    a process in which earlier Generators ran, the counter is ahead of the one of a follower that has just started, and
+    each would wait for the other's keys forever. This store renumbers the keys from 0 in each group.
     """
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
-        self._numbers: dict[str, int] = {}  # the process's number -> the group's, in order of appearance
+        self._numbers: dict[str, int] = {}  # {number of the process: number in this group}, by first use
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(self._key(key), value)
@@ -80,10 +74,10 @@ class RendezvousStore(Store):
 
 
 class Group:
-    """The ranks that hold a model together: their number, this one's index, and their collectives.
+    """The ranks that hold a model together, and their collectives. size: number of ranks; rank: index of this one.
 
     All ranks call the same methods in the same order, with tensors of equal shapes on their own `device`. A group of
-    one rank needs no process group. one_host: all ranks are on this host.
+    one rank needs no process group. one_host: whether all ranks are on this host.
     """
 
     def __init__(
@@ -97,7 +91,7 @@ class Group:
         self.rank = 0 if process_group is None else process_group.rank()
         self.size = 1 if process_group is None else process_group.size()
         self._device = torch.device("cpu") if device is None else device
-        self.exchange: Exchange | None = None  # for steps that are cut in two halves
+        self.exchange: Exchange | None = None  # for steps that are cut into two halves
         self._rendezvous: RendezvousStore | None = None
         self._inbox: allreduce.Inbox | None = None
         self._inbox_memory: PeerMemory | None = None
@@ -116,11 +110,11 @@ class Group:
         one_host: bool = True,
         timeout: timedelta = TIMEOUT,
     ) -> Group:
-        """Make a group of `size` ranks, which all call this with the same name, and meet in `store`. timeout: of a
-        collective.
+        """Make a group of `size` ranks, which all call this with the same name and meet in `store`. timeout: time limit
+        of a collective.
 
-        torch.distributed does not list the group: a program can make and destroy its own groups meanwhile, the default
-        group too.
+        torch.distributed does not list the group, so a program can make and destroy its own groups, including the
+        default group, while this one exists.
         """
         store = PrefixStore(f"{name}/", store)
         rendezvous = RendezvousStore(store)
@@ -138,30 +132,32 @@ class Group:
         process_group._set_default_backend(kind)
         process_group._register_backend(torch.device(device.type), kind, backend)
         process_group._set_group_name(GroupName(name))
-        _register_process_group(GroupName(name), process_group)  # symmetric memory finds the group by its name
+        _register_process_group(GroupName(name), process_group)  # symmetric memory finds the group by name
         _world.pg_group_ranks[process_group] = {member: member for member in range(size)}  # and its ranks here
         group = cls(process_group, device, one_host)
-        group._rendezvous = rendezvous  # torch calls its methods as long as the Python object lives
+        group._rendezvous = rendezvous  # torch calls its methods only while the Python object is alive
         return group
 
     @classmethod
     def beside(cls, given: dist.ProcessGroup, device: torch.device) -> Group:
-        """Make a group of the ranks of a program's group, which all call this. The program's collectives stay apart
-        from the new group's, and an error ends only the new group."""
-        names, hosts = zip(*gather_objects((f"fastgen-{secrets.token_hex(8)}", host_id()), given), strict=True)
+        """Make a new group of the ranks of a program's group, all of which call this. The two groups' collectives are
+        separate, and an error ends only the new group."""
+        boot = Path("/proc/sys/kernel/random/boot_id")  # tells apart hosts of the same name
+        host = socket.gethostname(), boot.read_text() if boot.exists() else ""
+        names, hosts = zip(*gather_objects((f"fastgen-{secrets.token_hex(8)}", host), given), strict=True)
         one_host = len(set(hosts)) == 1
         return cls.join(_get_default_store(), names[0], given.rank(), given.size(), device, one_host)
 
     def register_graphs(self, graphs: Any) -> None:
-        """Register graphs that contain this group's collectives, whose `reset` frees them. NCCL does not end before
-        they do, so that `leave` resets them. They are not kept alive: those of the start's measurement end before."""
+        """Register graphs that contain this group's collectives. `leave` calls their `reset`, since NCCL does not end
+        before they are freed. They are not kept alive: the graphs measured at the start are dropped earlier."""
         self._graphs.append(weakref.ref(graphs))
 
     def leave(self) -> None:
-        """End the process group, and reset the graphs that contain its collectives. More calls do nothing.
+        """End the process group, and reset the graphs that contain its collectives. Further calls do nothing.
 
-        Other ranks that wait for this one raise DepartedError: at once with gloo; with NCCL, when they are interrupted
-        or leave too. Data that they have not received by now is lost.
+        Other ranks that wait for this one raise DepartedError: immediately with gloo; with NCCL, when they are
+        interrupted or leave too. Data that they have not yet received is lost.
         """
         group, self.process_group = self.process_group, None
         if group is None:
@@ -176,15 +172,15 @@ class Group:
         _world.pg_group_ranks.pop(group, None)
 
     def interrupt(self) -> None:
-        """End this rank's waits for others on a GPU, from any thread, after another rank has failed. Results that were
-        waited for are wrong."""
+        """End this rank's waits for others on a GPU after another rank has failed; may be called from any thread. The
+        awaited results are wrong."""
         group = self.process_group
         if group is not None and self._interrupting is not None:
             self._end_waits()
             group.abort()
 
     def _end_waits(self) -> None:
-        """End the waits of our own kernels and streams, and reset the graphs."""
+        """End the waits of our own kernels and streams, and reset the registered graphs."""
         if self._interrupting is not None:
             with torch.cuda.stream(self._interrupting), torch.inference_mode():
                 if self._inbox is not None:
@@ -196,23 +192,24 @@ class Group:
                 graphs.reset()
 
     def _run(self, collective: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Return the result of a collective. Raises DepartedError where another rank is gone."""
-        if self.process_group is None:  # torch would take the program's own group
+        """Return the result of a collective. Raises DepartedError if another rank is gone."""
+        if self.process_group is None:  # torch would use the program's own group
             raise DepartedError("the ranks have left their group")
         try:
             return collective(*args, **options, group=self.process_group)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError) as error:
-            # Where a program has a default group, torch logs the error, and raises ValueError as it does not list ours.
+            # If the program has a default group, torch logs the error, and then raises ValueError because it does not
+            # list our group.
             cause = error.__context__ if isinstance(error, ValueError) and error.__context__ else error
-            for each in (error, cause):  # whose frames hold the group, and so its sockets, whose end others wait for
+            for each in (error, cause):  # their frames would keep the group's sockets open, and other ranks waiting
                 each.__traceback__ = None
             raise DepartedError(f"another rank is gone: {cause}") from cause
 
     def prepare(self, hidden: int, dtype: torch.dtype, half: int = 0) -> None:
-        """Allocate the memory for sums of [T, hidden]: of few tokens T, and of the halves, of up to `half` tokens, of
-        steps that are cut in two (0: none is). Waits for all ranks."""
+        """Allocate the memory for sums of [T, hidden]: for sums of few tokens, and for steps that are cut into halves
+        of at most `half` tokens (0: no step is cut). Waits for all ranks."""
         if self.size > 1 and self._device.type == "cuda" and triton is not None and self.one_host:
             words = FUSED_TOKENS * hidden * dtype.itemsize // 4
             self._inbox_memory = self._peer_memory(allreduce.Inbox.bytes_for(words, self.size))
@@ -223,24 +220,24 @@ class Group:
                 self.exchange = Exchange(self.rank, memory, half, hidden, dtype)
 
     def _peer_memory(self, num_bytes: int) -> PeerMemory:
-        """Allocate memory that all ranks, of one host, can write; zeros on each of them when this returns."""
+        """Allocate memory that all ranks of this host can write. It holds zeros on every rank when this returns."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
         assert self.process_group is not None
         memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self._device).zero_()
         handle = symmetric_memory.rendezvous(memory, self.process_group)
-        starts = list(handle.buffer_ptrs)  # of blocks, which may hold other memory before it
+        starts = list(handle.buffer_ptrs)  # addresses of blocks, in which `memory` may be preceded by other memory
         offsets = self._run(gather_objects, memory.data_ptr() - starts[self.rank])
         return PeerMemory(memory, [start + offset for start, offset in zip(starts, offsets, strict=True)], handle)
 
     @property
     def expired(self) -> Tensor | None:
-        """int32 [1] on the device: 1 after a sum has given up waiting for other ranks, and is wrong. None where no sum
-        can."""
+        """int32 [1] on the device: 1 after a sum has stopped waiting for other ranks, and is wrong. None if no sum can
+        do this."""
         return None if self._inbox is None else self._inbox.expired
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' x [T, hidden], which is overwritten."""
+        """Return the sum of all ranks' x [T, hidden]. x is overwritten."""
         if self.size == 1:
             return x
         if self._device.type == "cuda" and not self._fuses(x):
@@ -252,10 +249,10 @@ class Group:
     def add(self, x: Tensor, y: Tensor) -> Tensor | None:
         """Add the sum of all ranks' y [T, hidden] to x [T, hidden], which is the same on all ranks and stays so.
 
-        Returns None; or the sum, where the caller has to add it to x. y is overwritten. The host does not wait.
+        Return None, or the sum if the caller has to add it to x. y is overwritten. The host does not wait.
         """
         if self._device.type == "cpu":
-            # By rank, whatever the shape: the sum of a row does not depend on the rows beside it.
+            # In order of rank for any shape, so a row's sum does not depend on the other rows.
             parts = [torch.empty_like(y) for _ in range(self.size)]
             self._run(dist.all_gather, parts, y.contiguous())
             allreduce.add_in_order(x, parts)
@@ -268,12 +265,12 @@ class Group:
         return y
 
     def _fuses(self, y: Tensor) -> bool:
-        """Return whether our own kernel sums y over the ranks."""
+        """Return True if our own kernel sums y over the ranks."""
         return self._inbox is not None and allreduce.words_of(y) <= self._inbox.words
 
     def gather(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
-        """Return all ranks' x [R, n] side by side, [R, size * n], in `out` where it is given; None on all ranks but
-        0."""
+        """Return all ranks' x [R, n], concatenated to [R, size * n], on rank 0, and None on other ranks. out: a tensor
+        for the result."""
         if self.size == 1:
             return x if out is None else out.copy_(x)
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
@@ -281,13 +278,13 @@ class Group:
         return None if parts is None else torch.cat(parts, dim=1, out=out)
 
     def broadcast(self, x: Tensor) -> None:
-        """Copy rank 0's x over that of each other rank."""
+        """Overwrite x on all other ranks with rank 0's x."""
         if self.size > 1:
             self._run(dist.broadcast, x, group_src=0)
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Raise an error within the block, on any rank, on all ranks at the end of the block."""
+        """Share errors: if any rank raises one within the block, all ranks raise it at the end of the block."""
         error: Exception | None = None
         try:
             yield

@@ -1,34 +1,36 @@
-"""Sums of a long prefill over the tensor-parallel ranks, with the tokens of the residual stream shared out over them.
+"""Sums over the tensor-parallel ranks in a long prefill, with the tokens of the residual stream split over the ranks.
 
-A step of many tokens goes through the layers in two halves, so that the sums of one half are made while the other half
-computes (`Transformer.forward`). An all-reduce beside a matrix product takes processors from it, and each rank would
-norm all tokens afterwards. Instead, each rank holds the residual stream of a share of a half's tokens (sequence
-parallelism, arXiv 2205.05198), adds up and norms these tokens alone, and the GPU's copy engines move the data.
+A step of many tokens goes through the layers in two halves, so that one half's sums are made while the other half
+computes (`Transformer.forward`). An all-reduce during a matrix product would take processors from it, and afterwards
+every rank would norm all tokens. Instead, each rank holds the residual stream of some of a half's tokens (sequence
+parallelism, arXiv 2205.05198), sums and norms only these tokens, and the GPU's copy engines move the data.
 
-Letters: T tokens of a half, N ranks, S = ceil(T / N). Rank r holds xs, the rows r S .. r S + S - 1 of the residual
-stream. A phase turns the ranks' partial sums y [T, hidden] into the normed input of the next product, the same on all
-ranks:
+Shape letters: T tokens in a half, N ranks, S = ceil(T / N). Rank r holds xs: rows r S .. r S + S - 1 of the residual
+stream. A phase turns the ranks' partial sums y [T, hidden] into the normed input of the next product, which is the same
+on all ranks:
 
-1. Each rank copies its rows for rank p into its place in rank p's stage [N, S, hidden], and then writes a flag to p.
-2. When all flags have arrived, rank p adds up the partial sums, and adds them to xs, in one kernel. The kernel writes
-   the normed rows into rank p's rows of the gathered input [T, hidden].
-3. Rank p copies these rows to all other ranks, and writes a flag to each. When all flags have arrived, the half goes
-   on.
+1. Each rank copies its partial sums of rank p's rows to its place in rank p's stage [N, S, hidden], and then writes a
+   flag on p.
+2. When all flags have arrived, rank p runs one kernel, which sums the partial sums and adds them to xs. The kernel
+   writes the normed rows to rank p's rows of its gathered input [T, hidden].
+3. Rank p copies these rows to all other ranks, and writes a flag on each. When all flags have arrived, the half
+   continues.
 
-A flag holds the number of a phase, which only grows. Streams write flags and wait for them without a processor. A
-stream's write to a flag is visible, on any device, only after all that the stream has copied before.
+A flag holds the number of a phase, which only grows. Streams write flags and wait for them without occupying a
+processor. A stream's write to a flag becomes visible, on any device, only after everything that the stream has copied
+before.
 
-Each half has its own memory, flags and stream. Each call of `add` runs after everything that came before it on the
-current stream of its rank. So no rank overwrites what another still reads:
+Each half has its own memory, flags and stream. A call of `add` runs after everything that preceded it on the current
+stream of its rank. Therefore no rank overwrites what another one still reads:
 
-- The stage. Rank r copies its rows of phase k + 1 to rank p after it has computed them, and so after it has received
-  all rows of phase k. Rank p sent its rows of phase k when its kernel had read the stage.
-- The gathered input. Rank r sends rows of phase k + 1 after its kernel of that phase, which has waited for rank p's
-  rows of k + 1. Rank p computed them after it had all rows of phase k, and after all that it launched to read them. (So
-  these launches must come before the next call for the same half.)
+- The stage. Rank r copies its rows of phase k + 1 to rank p after it has computed them, and therefore after it has
+  received all rows of phase k. Rank p sent its rows of phase k after its kernel had read the stage.
+- The gathered input. Rank r sends its rows of phase k + 1 after its kernel of that phase, which has waited for rank p's
+  rows of k + 1. Rank p computed those after it had all rows of phase k, and after everything that it launched to read
+  them. (These launches must therefore precede the next call for the same half.)
 
-No rank waits forever for a rank that takes part. All ranks make the same launches in the same order, and in that order
-each wait comes after the write that it waits for. This holds even where the GPU puts several streams in one queue.
+No rank waits forever for a rank that takes part: all ranks make the same launches in the same order, and in that order
+each wait comes after the write that it waits for. This holds even if the GPU puts several streams into one queue.
 """
 
 from __future__ import annotations
@@ -47,31 +49,31 @@ from fastgen.processes.errors import DepartedError
 
 HALVES = 2
 STAGED, GATHERED = 0, 1  # kinds of flags
-INTERRUPT_SECONDS = 5.0  # within which interrupted waits end
-ALIGNMENT = 256
+INTERRUPT_SECONDS = 5.0  # time limit for interrupted waits to end
+ALIGNMENT = 256  # bytes
 
 
 @dataclass(frozen=True)
 class PendingGather:
-    """The input of the next product, x [T, hidden], which is complete at the event `done`. y: the partial sums, which
-    are kept while they are read."""
+    """The input of the next product, x [T, hidden], which is complete after the event `done`. y: the partial sums,
+    which are kept alive while they are read."""
 
     x: Tensor
     y: Tensor
     done: torch.cuda.Event
 
     def wait(self) -> Tensor:
-        """Return x. Launches on the current stream may read it from now on, until the next phase of this half; the host
-        does not wait."""
+        """Return x, for launches on the current stream until the next phase of this half. The host does not wait."""
         self.done.wait()
         return self.x
 
 
 class ExchangeLayout(NamedTuple):
-    """Offsets in the exchange memory of each rank, in bytes.
+    """The layout of each rank's exchange memory. The offsets are in bytes.
 
-    The stages [2, N, share, hidden] are at 0, the gathered inputs [2, N * share, hidden] at `gathered`, and the flags,
-    int32 [2 kinds, 2, N], at `flags`. end: the size of the memory. share: tokens. row: bytes of a token.
+    The stages [2, N, share, hidden] are at offset 0, the gathered inputs [2, N * share, hidden] at `gathered`, and the
+    flags, int32 [2 kinds, 2, N], at `flags`. end: size of the memory. share: maximum number of tokens that a rank
+    holds. row: bytes per token.
     """
 
     share: int
@@ -89,8 +91,10 @@ class ExchangeLayout(NamedTuple):
 
 
 class PeerMemory(NamedTuple):
-    """Memory uint8 [bytes] of this rank that all ranks of a host can write. peers: the address of each rank's memory,
-    as this rank sees it. handle: the owner of the mappings of the peers' memory."""
+    """Memory of this rank, uint8 [bytes], that all ranks of a host can write.
+
+    peers: address of each rank's memory, as this rank sees it. handle: the object that keeps the peers' memory mapped.
+    """
 
     memory: Tensor
     peers: list[int]
@@ -98,10 +102,10 @@ class PeerMemory(NamedTuple):
 
 
 class Exchange:
-    """The sums over a group's ranks of the halves of steps, by copies into peer memory.
+    """Sums over a group's ranks of the halves of steps, made by copies into peer memory.
 
     All ranks call the same methods in the same order, with halves of equal sizes. shared: ExchangeLayout.end bytes,
-    zeros at first. tokens: the most of a half. sides: a stream for each half; made here by default.
+    initially zeros. tokens: maximum number of tokens in a half. sides: one stream per half; created by default.
     """
 
     def __init__(
@@ -116,27 +120,29 @@ class Exchange:
         size, memory = len(shared.peers), shared.memory
         assert size > 1
         self.rank, self.size, self.tokens = rank, size, tokens
-        self._adding = self._interrupted = False  # whether `add` runs, and whether it may not
+        self._adding = False  # whether `add` is running
+        self._interrupted = False
         self._layout = at = ExchangeLayout.of(size, tokens, hidden, dtype)
         self._shared, self._sides = shared, sides or [SideStream(memory.device) for _ in range(HALVES)]
         assert len(memory) == at.end
         assert len(self._sides) == HALVES
-        self._others = [(rank + step) % size for step in range(1, size)]  # each rank begins with another
+        self._others = [(rank + step) % size for step in range(1, size)]  # each rank starts with a different peer
         self._stages = memory[: at.gathered].view(dtype).view(HALVES, size, at.share, hidden)
         self._gathered = memory[at.gathered : 2 * at.gathered].view(dtype).view(HALVES, size * at.share, hidden)
         self._flags = memory[at.flags :].view(torch.int32)
         self._phases = [0] * HALVES
 
     def rows_of(self, count: int, rank: int | None = None) -> slice:
-        """Return the rows of a half of `count` tokens that a rank (None: this one) holds, which may be none."""
+        """Return the rows, in a half of `count` tokens, that a rank holds, possibly none. rank: this one by default."""
         rank, share = self.rank if rank is None else rank, -(-count // self.size)
         return slice(min(rank * share, count), min((rank + 1) * share, count))
 
     def add(self, half: int, xs: Tensor, y: Tensor, norm: RMSNorm | None) -> PendingGather:
-        """Add the sum of all ranks' y [T, hidden] to xs, this rank's rows of the residual stream, in place. Gather the
-        norm of all rows, or the residual stream itself where norm is None.
+        """Add the sum of all ranks' y [T, hidden] in place to xs, this rank's rows of the residual stream. Gather the
+        norm of all rows, or the residual stream itself if norm is None.
 
-        half: 0 or 1. xs must not be touched until the result is waited for. Raises DepartedError after `interrupt`.
+        half: 0 or 1. xs must not be used before the result has been waited for. Raises DepartedError after
+        `interrupt`.
         """
         own = self.rows_of(len(y))
         assert 0 <= half < HALVES
@@ -152,11 +158,11 @@ class Exchange:
             self._adding = False
 
     def interrupt(self) -> None:
-        """End this rank's waits for others, from any thread; results that were waited for are wrong."""
+        """End this rank's waits for other ranks; may be called from any thread. The awaited results are wrong."""
         self._interrupted = True
         beyond, deadline = (max(self._phases) + 2**30) % 2**32, time.monotonic() + INTERRUPT_SECONDS
         while (self._adding or not all(side.is_idle() for side in self._sides)) and time.monotonic() < deadline:
-            self._flags.fill_(beyond if beyond < 2**31 else beyond - 2**32)  # again, as others may still write theirs
+            self._flags.fill_(beyond if beyond < 2**31 else beyond - 2**32)  # again, as others may yet write theirs
             time.sleep(0.001)
 
     def _add(self, half: int, xs: Tensor, y: Tensor, own: slice, norm: RMSNorm | None) -> PendingGather:
@@ -185,52 +191,49 @@ class Exchange:
             side.copy(target, source.data_ptr() + rows.start * row, (rows.stop - rows.start) * row)
 
     def _exchange_flags(self, side: SideStream, kind: int, half: int) -> None:
-        """Tell each other rank that its copies from this rank are done, and wait until all have told this one."""
+        """Tell all other ranks that the copies to them are complete, and wait until all of them have told this rank."""
         for peer in self._others:
             side.write(self._flag_at(kind, half, peer, self.rank), self._phases[half])
-        self._wait(side, kind, half)
-
-    def _wait(self, side: SideStream, kind: int, half: int) -> None:
         for peer in self._others:
             side.wait(self._flag_at(kind, half, self.rank, peer), self._phases[half])
 
     def _flag_at(self, kind: int, half: int, holder: int, sender: int) -> int:
-        """Return the address of a flag in the holder's memory, which the sender writes."""
+        """Return the address of the flag in the holder's memory that the sender writes."""
         return self._shared.peers[holder] + self._layout.flags + 4 * ((kind * HALVES + half) * self.size + sender)
 
 
 class SideStream:
-    """A CUDA stream beside the current one, which can also write flags and wait for them. It calls the CUDA driver,
-    since torch has no such operations. Addresses are those that this rank sees."""
+    """A CUDA stream, in addition to the current one, that can write flags and wait for them. It calls the CUDA driver,
+    since torch has no such operations. All addresses are as this rank sees them."""
 
     def __init__(self, device: torch.device) -> None:
-        # High priority: else its few kernels would wait until the products of the other half leave room.
+        # High priority: otherwise its few kernels would wait until the other half's products leave room.
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._handle = self._stream.cuda_stream
 
     def begin(self) -> None:
-        """Let all later operations wait for what the current stream holds now."""
+        """Make all later operations wait for everything that is now in the current stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def copy(self, target: int, source: int, size: int) -> None:
-        """Copy `size` bytes."""
+        """Copy `size` bytes between two addresses."""
         cuda_driver.call("cuMemcpyAsync", target, source, size, self._handle)
 
     def write(self, address: int, value: int) -> None:
-        """Set a flag, after all copies so far."""
+        """Set a flag, after all copies made so far."""
         cuda_driver.call("cuStreamWriteValue32_v2", self._handle, address, value, 0)
 
     def wait(self, address: int, value: int) -> None:
-        """Wait until a flag is `value`, or is beyond it by less than 2 ** 31."""
+        """Wait until a flag is `value`, or has passed it by less than 2 ** 31."""
         cuda_driver.call("cuStreamWaitValue32_v2", self._handle, address, value, 0)
 
     def launch(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function whose launches go to this stream."""
+        """Call a function; its launches go to this stream."""
         with torch.cuda.stream(self._stream):
             function(*arguments)
 
     def end(self) -> torch.cuda.Event:
-        """Return an event at the end of all operations so far."""
+        """Return an event after all operations so far."""
         event: torch.cuda.Event = self._stream.record_event()
         return event
 

@@ -1,7 +1,7 @@
 """Messages between two processes over a socket: between the ranks of a Generator, and between fgserve and its engines.
 
-A message is any object that pickles, sent behind its length. Each end has a thread that receives, so that the end of a
-connection is detected at once, whatever the rest of the process does. This module does not import torch.
+A message is any object that can be pickled; its length precedes it. At each end a thread receives, so that the end of a
+connection is noticed at once, whatever the rest of the process is doing. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from typing import Any
 
 from fastgen.processes.errors import DepartedError, portable
 
-HEAD = struct.Struct("!Q")  # bytes of the message that follows
+HEAD = struct.Struct("!Q")  # length of the pickle that follows, in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The first message to a process that was started: the arguments of its main function, and the level of fastgen's
-    log."""
+    """The first message to a spawned process: the arguments of its main function, and fastgen's log level."""
 
     arguments: dict[str, Any]
     log_level: int
@@ -36,9 +35,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The last message of a process: it raised an error, and ends.
+    """The last message of a process that ends because it raised an error.
 
-    A channel also delivers it for a message that cannot be read, and Peers for the end of a connection (error: None).
+    A Channel also delivers it for a message that cannot be unpickled, and Peers for the end of a connection, with error
+    None. trace: the formatted traceback.
     """
 
     error: Exception | None
@@ -50,36 +50,36 @@ class Failed:
 
 
 def frame(message: object) -> bytes:
-    """Return the bytes of a message on a connection: its length and its pickle."""
+    """Return a message as it is sent: its length and its pickle."""
     data = pickle.dumps(message, protocol=5)
     return HEAD.pack(len(data)) + data
 
 
 class Channel:
-    """An end of a connection.
+    """One end of a connection.
 
-    deliver: called by a thread with each message, in order, and with None at the end of the connection.
+    deliver: a thread calls it with each message, in order, and with None at the end of the connection.
     """
 
     def __init__(self, connection: socket.socket, deliver: Callable[[Any], None]) -> None:
         self._connection = connection
         self._unsent = bytearray()
-        # The thread holds no reference to the channel, so that the channel ends with its owner.
+        # The thread does not refer to the channel, so that the channel can be collected with its owner.
         self._thread = threading.Thread(
             target=_receive_all, args=(connection, deliver), name="fastgen-channel", daemon=True
         )
         self._thread.start()
 
     def send(self, message: object, wait: bool = True) -> None:
-        """Send a message. Raises OSError where the connection has ended.
+        """Send a message. Raises OSError if the connection has ended.
 
-        wait: return when the connection has taken all of the message; else the rest follows with the next message, or
-        with `flush`.
+        wait: return only when the connection has taken the whole message. Otherwise the rest is sent with the next
+        message, or by `flush`.
         """
         self.write(frame(message), wait)
 
     def write(self, data: bytes, wait: bool = True) -> None:
-        """Send a frame, as `send` does."""
+        """Send a message that `frame` has packed; see `send`."""
         self._unsent += data
         if wait:
             self.flush()
@@ -93,19 +93,19 @@ class Channel:
         data, self._unsent = self._unsent, bytearray()
         try:
             self._connection.sendall(data)
-        except BaseException:  # nothing can follow a part of a message
+        except BaseException:  # nothing can be sent after part of a message
             self._shut_down()
             raise
 
     def close(self) -> None:
         """End the connection and the thread."""
         self._shut_down()
-        if threading.current_thread() is not self._thread:  # a garbage collection in the thread may close the channel
+        if threading.current_thread() is not self._thread:  # a garbage collection in that thread may close the channel
             self._thread.join(1.0)
         self._connection.close()
 
     def _shut_down(self) -> None:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # it has ended already
             self._connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -122,7 +122,7 @@ def _receive_all(connection: socket.socket, deliver: Callable[[Any], None]) -> N
 
 
 def _read(file: BufferedReader) -> bytes | None:
-    """Return the next message, pickled; None at the end of the connection."""
+    """Return the pickle of the next message; None at the end of the connection."""
     with suppress(OSError):
         head = file.read(HEAD.size)
         if len(head) == HEAD.size:
@@ -134,10 +134,10 @@ def _read(file: BufferedReader) -> bytes | None:
 
 
 class Peers:
-    """The channels of one rank to others: of the leader to all followers, of a follower to the leader, rank 0.
+    """The channels of one rank: the leader has one to each follower, a follower has one to the leader, rank 0.
 
-    failures: (rank, Failed) in the order of arrival, including ranks whose connections have ended. on_failure: called
-    by a thread at each failure.
+    failures: (rank, Failed) in order of arrival, also for connections that have ended. on_failure: a channel's thread
+    calls it at each failure.
     """
 
     def __init__(self) -> None:
@@ -151,28 +151,28 @@ class Peers:
         return len(self._channels)
 
     def add(self, rank: int, connection: socket.socket) -> None:
-        """Take over a connection to a rank."""
+        """Add a connection to a rank, and own it from now on."""
         connection.settimeout(None)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._channels[rank] = Channel(connection, partial(self._take, rank))
 
     def send(self, message: object) -> None:
-        """Send a message to all. A connection that has ended is a failure of its rank, which the thread of its channel
-        reports."""
+        """Send a message to all of them. If a connection has ended, the thread of its channel reports its rank's
+        failure."""
         data = frame(message)
         for channel in self._channels.values():
             with suppress(OSError):
                 channel.write(data)
 
     def receive(self, timeout: float | None = None) -> tuple[int, Any]:
-        """Return the rank of a sender and its next message, failures included. Raises queue.Empty where none comes
+        """Return (rank of the sender, message) for the next message or failure. Raises queue.Empty if none arrives
         within `timeout` seconds."""
         return self._incoming.get(timeout=timeout)
 
     def first_failure(self, patience: float = 0.0) -> tuple[int, Failed] | None:
-        """Return the first failure that is not the consequence of another rank's. Where there is none within `patience`
-        seconds, return the first failure of any kind."""
+        """Return the first failure that is not the consequence of another rank's failure. If none arrives within
+        `patience` seconds, return the first failure of any kind."""
         deadline = time.monotonic() + patience
         while True:
             for failure in self.failures:

@@ -1,4 +1,4 @@
-"""Errors of one rank that are raised on others. This module does not import torch, nor does fgserve's process."""
+"""Errors that are raised in another process than the one they occurred in. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class DepartedError(RuntimeError):
 
 
 def portable(error: BaseException) -> Exception:
-    """Return a copy of an error that can be pickled, without its frames. An error that does not pickle, or that would
-    end the process which raises it, becomes a RuntimeError with its text."""
-    with suppress(Exception):  # pickling runs the error's own code, which may raise anything
+    """Return a copy of an error that can be pickled and has no frames. An error that cannot be pickled, or that is not
+    an Exception and would end the process that raises it, becomes a RuntimeError with its text."""
+    with suppress(Exception):  # pickling runs code of the error's class, which may raise anything
         copy = pickle.loads(pickle.dumps(error))  # noqa: S301 (its own)
         if isinstance(copy, Exception) and type(copy) is type(error):
             return copy
@@ -22,7 +22,7 @@ def portable(error: BaseException) -> Exception:
 
 
 def raise_first(errors: Mapping[int, Exception | None]) -> None:
-    """Raise the error of the lowest rank that has one. errors: by rank."""
+    """Raise the error of the lowest rank that has one. errors: {rank: its error, or None}."""
     for rank in sorted(errors):
         error = errors[rank]
         if error is not None:

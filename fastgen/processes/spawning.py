@@ -1,5 +1,5 @@
-"""Child processes: each shares a socket with this process, ends with it, and is ended by it. This module does not
-import torch."""
+"""Child processes: each is connected to this process by a socket, and ends when this process ends it or is gone. This
+module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-GRACE = 3.0  # seconds that a process has to end before it is killed
+GRACE = 3.0  # seconds in which a process has to end before it is killed
 
 
 def spawn(program: Sequence[str], processes: list[subprocess.Popen[bytes]], *files: int) -> socket.socket:
-    """Start Python on a program, whose last argument is the file descriptor of its socket; return this process's end
-    of it.
+    """Start a Python process, and return this process's end of a socket pair.
 
-    processes: the process is appended here before anything can interrupt, so that it can be ended. files: open file
-    descriptors that it inherits, with the same numbers.
+    program: arguments for Python; the file descriptor of the process's end is appended as the last one. processes: the
+    new process is appended here at once, so that it can be ended after an interrupt. files: open file descriptors that
+    the process inherits, with the same numbers.
     """
     ours, its = socket.socketpair()
     with its:
@@ -31,9 +31,9 @@ def spawn(program: Sequence[str], processes: list[subprocess.Popen[bytes]], *fil
                 subprocess.Popen(
                     [sys.executable, "-P", *program, str(its.fileno())],
                     stdin=subprocess.DEVNULL,
-                    stdout=2,  # to keep NCCL's log, for instance, out of this program's output
+                    stdout=2,  # stderr, to keep NCCL's log, for example, out of this program's output
                     pass_fds=(its.fileno(), *files),
-                    start_new_session=True,  # else a Ctrl-C at the terminal would reach it too
+                    start_new_session=True,  # otherwise a Ctrl-C in the terminal would reach it too
                     env=_environment(),
                 )
             )
@@ -44,15 +44,15 @@ def spawn(program: Sequence[str], processes: list[subprocess.Popen[bytes]], *fil
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment, in which Python finds this same fastgen."""
+    """Return this process's environment, changed if needed so that Python imports the same fastgen."""
     home = Path(__file__).parent.parent.parent
-    if home.name in ("site-packages", "dist-packages"):  # Python looks there, and its own modules must stay before it
+    if home.name in ("site-packages", "dist-packages"):  # Python finds it there, and its own modules must come first
         return dict(os.environ)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))}
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], disconnect: Callable[[], None] = lambda: None) -> None:
-    """Disconnect processes, which makes them end, and wait for them; kill any that live after GRACE."""
+    """Disconnect processes, which makes them end, and wait for them. Kill those that still run after GRACE seconds."""
     try:
         disconnect()
         _wait(processes)
@@ -63,7 +63,7 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], disconnect: Call
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until all have ended, or for GRACE."""
+    """Wait until all processes have ended, for at most GRACE seconds."""
     deadline = time.monotonic() + GRACE
     with suppress(subprocess.TimeoutExpired):
         for process in processes:
@@ -71,7 +71,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def describe_exit(status: int | None) -> str:
-    """Return a description of how a process ended that gave no reason. status: of Popen; None: it has not ended."""
+    """Return how a process ended that gave no reason. status: Popen's returncode; None if it has not ended."""
     if status is None:
         return "closed its connection"
     if status >= 0:
@@ -81,8 +81,8 @@ def describe_exit(status: int | None) -> str:
 
 
 def end_with_parent() -> None:
-    """End this process when its parent is gone, even where a fork of the parent keeps the connection open. Ignore
-    SIGINT and SIGTERM, which a terminal or a service manager may send to all processes: the parent handles them."""
+    """End this process when its parent is gone, even if a fork of the parent keeps the connection open. Ignore SIGINT
+    and SIGTERM, which a terminal or a service manager may send to all processes: the parent handles them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_watch, args=(os.getppid(),), name="fastgen-watch", daemon=True).start()

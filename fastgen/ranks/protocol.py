@@ -1,12 +1,18 @@
-"""The protocol of tensor parallelism: rank 0, the `Leader`, schedules, and the other ranks, `Follower`s, replay its
-steps.
+"""The protocol of tensor parallelism: rank 0, the `Leader`, schedules the steps; the other ranks, the `Follower`s,
+replay them.
 
-The leader sends each step to all followers before it launches the step itself, so that all ranks run the same
-collectives in the same order. Followers reply only to RPCs (Invoke) and to updates of the weights. There are two uses:
+The leader sends each step to all followers before it launches the step itself, so all ranks run the same collectives in
+the same order. Followers reply only to RPCs (`Invoke`) and to updates of the weights. The protocol has two uses:
 
 - `tensor_parallel`: the leader's process spawns the followers, which do nothing but `run`.
-- `tp_group`: a program has the ranks (SPMD), and each of them makes the same calls. A call begins when all ranks have
-  made it. The leader executes it, and a follower replays the leader's steps until it receives the call's result.
+- `tp_group`: the ranks belong to a program (SPMD), and every rank makes the same calls. A call begins when all ranks
+  have made it. The leader executes it, and each follower replays the leader's steps until it receives the result.
+
+Followers replay Batches instead of running the same scheduler as rank 0. Schedulers on all ranks would make only two
+messages unnecessary (Batch and SAMPLE, about 40 lines with their tests). In return, every rank would have to read each
+step's tokens back to its host, and rank 0 would have to send arrivals, aborts, ends decided by text or masks, changes
+of the scheduler by updates of the weights, and, at each reset after an exception, the tokens known so far. That is more
+code than it replaces.
 """
 
 from __future__ import annotations
@@ -22,12 +28,13 @@ from collections.abc import Generator as PyGenerator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import partial, wraps
+from functools import wraps
 from operator import attrgetter
 from queue import Empty
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fastgen.engine.runner import Runner
@@ -38,27 +45,27 @@ from fastgen.parallel.group import Group
 from fastgen.processes.channel import Failed, Peers
 from fastgen.processes.errors import DepartedError, portable, raise_first
 from fastgen.processes.spawning import describe_exit, end_processes
-from fastgen.ranks.weights import SharedMemory, Weight, check_same_names, received
+from fastgen.ranks.weights import SharedMemory, Weight, check_same_names
 from fastgen.request import Batch, StepResult
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
-CAUSE_SECONDS = 3.0  # that the leader waits for the failure that caused another one
-CAUSE_SECONDS_OF_FOLLOWER = 8.0  # that a follower waits for the leader to report the cause
-CLOSING_SECONDS = 1.0  # that a rank which closes waits for the others to close
+CAUSE_SECONDS = 3.0  # how long the leader waits for the failure that caused another one
+CAUSE_SECONDS_OF_FOLLOWER = 8.0  # how long a follower waits for the leader to report the cause
+CLOSING_SECONDS = 1.0  # how long a closing rank waits for the others to close
 
 
 # ------------------------------------------------------------------------------------------------ messages
 
 
 class Signal(Enum):
-    """Messages without data. To launch a step, the leader sends its Batch, without `starts`, since rank 0 alone
-    samples.
+    """Messages without data.
 
-    READY: from a spawned follower that is about to join the group. SAMPLE: to followers: receive the tokens of the last
-    step, whose batch is masked. END_OF_WEIGHTS: to followers: the update is complete, or was cut short. CLOSING: from
-    each rank that closes. It leaves the group when all close, since others may still read its data.
+    READY: sent by a spawned follower that is about to join the group. SAMPLE: sent to followers, which receive the
+    tokens of the last step; its batch is masked. END_OF_WEIGHTS: sent to followers when an update is complete, or was
+    cut short. CLOSING: sent by each rank that closes. Ranks leave the group only when all are closing, since others may
+    still be reading their data.
     """
 
     READY = auto()
@@ -69,7 +76,11 @@ class Signal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Invoke:
-    """Sent to followers: an RPC of a method of the runner, or of its `weights`."""
+    """An RPC. To followers: `method` is a method of the runner, or of its `weights`. From a follower: its program calls
+    `method` of the Generator, which the leader executes for all ranks.
+
+    number: identifies the Result. An interrupted RPC leaves messages in the queue, which are skipped by their number.
+    """
 
     number: int
     method: str
@@ -87,37 +98,19 @@ class WriteGiven:
 
 @dataclass(frozen=True, slots=True)
 class WriteSent:
-    """Sent to followers: write the tensors that follow, each a Weight, until END_OF_WEIGHTS. A follower sends a Result
-    when it has read a tensor, and when it has written all."""
+    """Sent to followers: write the tensors that follow, each a Weight, until END_OF_WEIGHTS. A follower replies with a
+    Result after it has read each tensor, and with another one after it has written them all."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Sent by a follower: the result of the message of this number. The leader skips results that it no longer waits
-    for."""
+    """The result of the message with this number. For a call that all ranks make, the leader sends it, and the value is
+    (what the call returns, the leader's status)."""
 
     number: int
     value: Any = None
-    error: Exception | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Sent by a follower whose program makes a call. Calls are numbered, since an interrupted one leaves messages."""
-
-    number: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Sent to followers: the value that a call returns and the leader's status, or the error that the call raises."""
-
-    number: int
-    value: Any = None
-    status: Any = None
     error: Exception | None = None
 
 
@@ -126,14 +119,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Spawned:
-    """The followers that the leader's process has spawned. processes: of ranks 1, 2, ...; memory: for the tensors of
-    updates."""
+    """The followers that the leader's process has spawned.
+
+    processes: the processes of ranks 1, 2, ... memory: the shared memory for the tensors of updates.
+    """
 
     processes: list[subprocess.Popen[bytes]]
     memory: SharedMemory
 
     def end(self, disconnect: Callable[[], None]) -> None:
-        """End all processes. disconnect: ends their connections."""
+        """End all processes. disconnect: a function that closes their connections."""
         end_processes(self.processes, disconnect)
         self.memory.close()
 
@@ -145,18 +140,18 @@ class Spawned:
 
 
 def error_of(rank: int, failed: Failed, spawned: Spawned | None = None) -> Exception:
-    """Return an error to raise for another rank's failure."""
+    """Return the error to raise on this rank for another rank's failure."""
     if failed.error is None:
         how = "is gone" if spawned is None else spawned.describe_exit(rank)
         return RuntimeError(f"rank {rank} {how}; make a new Generator")
-    error = portable(failed.error)  # without the frames that it came through
+    error = portable(failed.error)  # a copy, without the frames of earlier raises
     if failed.trace:
         error.add_note(f"on rank {rank}:\n{failed.trace}")
     return error
 
 
 def perform(request: Invoke | WriteGiven, runner: Runner, update: Update | None) -> Result:
-    """Execute a request on this rank. Its error becomes a part of the result, and all ranks go on."""
+    """Execute a request on this rank. An error becomes part of the result, and the ranks keep running."""
     try:
         if isinstance(request, Invoke):
             return Result(request.number, attrgetter(request.method)(runner)(*request.arguments))
@@ -172,13 +167,13 @@ def perform(request: Invoke | WriteGiven, runner: Runner, update: Update | None)
 
 
 class Rank(ABC):
-    """A rank. Its failure ends the group; then each call, on all ranks, raises a RuntimeError."""
+    """One rank. Its failure ends the group; every later call, on any rank, raises a RuntimeError."""
 
     def __init__(self, build: Callable[[], Runner], peers: Peers, group: Group, spawned: Spawned | None = None) -> None:
         self._peers = peers
         self._group = group
         self._spawned = spawned
-        self._failure: str | None = None  # its text, as an exception would keep this object, and so GPU memory, alive
+        self._failure: str | None = None  # text only: an exception would keep this object, and so GPU memory, alive
         self._calls = 0
         try:
             with self._failing_together():
@@ -193,12 +188,12 @@ class Rank(ABC):
 
     @abstractmethod
     def call(self, name: str, function: Callable[[], T], update: Update | None = None) -> T:
-        """Return the value of the leader's function, or raise its error, on all ranks, which must all call this name.
-        update: of this rank's program, where the call updates weights."""
+        """Return the value of the leader's function, or raise its error, on all ranks, which must all make a call of
+        this name. update: the update that this rank's program has given, if the call updates weights."""
 
     def iterate(self, name: str, items: PyGenerator[T, None, None]) -> PyGenerator[T, None, None]:
-        """Yield the items of the leader's generator on all ranks. All must leave early at the same item, which closes
-        the generator."""
+        """Yield the items of the leader's generator on all ranks. Leaving early closes the generator; all ranks must
+        then leave at the same item."""
         try:
             while item := self.call(f"next of {name}", lambda: list(itertools.islice(items, 1))):
                 yield item[0]
@@ -208,7 +203,7 @@ class Rank(ABC):
             raise
 
     def close(self) -> None:
-        """End the connections, the group and spawned processes. More calls do nothing."""
+        """End the connections, the group and the spawned processes. Further calls do nothing."""
         self._end()
 
     def _check(self) -> None:
@@ -219,7 +214,7 @@ class Rank(ABC):
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Fail on all ranks after an error within the block: the others would wait for this rank in a collective."""
+        """Make all ranks fail after an error within the block; the others would wait for this rank in a collective."""
         try:
             yield
             return
@@ -227,21 +222,22 @@ class Rank(ABC):
             cause = self._fail(error)
             if cause is error:
                 raise
-        raise cause  # not within `except`, where it would keep the frames of its consequence
+        raise cause  # outside `except`, where its __context__ would keep the frames of the consequence alive
 
     @abstractmethod
     def _fail(self, error: BaseException) -> BaseException:
-        """End the group after an error. Return the error that caused it, which may be another rank's."""
+        """End the group after an error. Return the error that caused it, which may have been raised on another rank."""
 
 
 class Leader(Rank):
     """Rank 0, with the interface of a Runner.
 
-    build: makes the runner, on all ranks at once. spawned: the followers, where they were spawned; otherwise calls are
-    made with `call`. status: its result is sent to followers at the end of each call.
+    build: a function that makes the runner; all ranks run it at the same time. spawned: the followers, if this process
+    spawned them; otherwise calls are made with `call`. status: a function whose result is sent to the followers at the
+    end of each call.
 
-    An error of a rank in its part of a step, or in `build`, is raised on all ranks, and a RuntimeError where a rank is
-    gone.
+    An error on any rank, in its part of a step or in `build`, is raised on all ranks; if a rank is gone, a RuntimeError
+    is.
     """
 
     def __init__(
@@ -258,18 +254,21 @@ class Leader(Rank):
         self._calling = False
 
     def call(self, name: str, function: Callable[[], T], update: Update | None = None) -> T:
-        """See Rank. Calls within a call are executed here alone."""
+        """See Rank. A call within a call is executed only on this rank."""
         if self._calling:
             return function()
         try:
             self._calling = True
             self._calls += 1
-            self._wait_for_calls(name)
+            self.check_all()
+            for rank, called in sorted(self._gather(Invoke, self._calls).items()):
+                if called.method != name:
+                    raise RuntimeError(f"rank {rank} called {called.method} where rank 0 called {name}")
             value = function()
-            self._peers.send(Outcome(self._calls, value, self._status()))
+            self._peers.send(Result(self._calls, (value, self._status())))
             return value
         except BaseException as error:
-            self._peers.send(Outcome(self._calls, error=portable(error)))
+            self._peers.send(Result(self._calls, error=portable(error)))
             raise
         finally:
             self._calling = False
@@ -278,29 +277,29 @@ class Leader(Rank):
         """Launch a step on all ranks."""
         self.check_all()
         with self._failing_together():
-            self._peers.send(replace(batch, starts=()))
+            self._peers.send(replace(batch, starts=()))  # only rank 0 samples
             return self._runner.launch(batch)
 
     def sample(self, launched: Launched, masks: np.ndarray | None) -> None:
-        """Draw the tokens of the last step, whose batch is masked. masks: int32 [R, ceil(V / 32)]."""
+        """Draw the tokens of the last step, whose batch is masked. masks: int32 [R, ceil(V / 32)], a bit per token."""
         self.check_all()
         with self._failing_together():
             self._peers.send(Signal.SAMPLE)
             self._runner.sample(launched, masks)
 
     def collect(self, launched: Launched) -> StepResult:
-        """Wait for a step, and read its results. The failure of a follower ends the wait (`Group.interrupt`)."""
+        """Wait for a step and return its results. A follower's failure ends the wait (`Group.interrupt`)."""
         try:
             result = self._runner.collect(launched)
         except DepartedError as error:
             cause = self._fail(error)
         else:
-            self.check_all()  # a failure interrupts the collectives, so that the result is wrong
+            self.check_all()  # after a failure, which interrupts the collectives, the result is wrong
             return result
         raise cause
 
     def synchronize(self) -> None:
-        """Wait for all launched work on all ranks. Does nothing after a failure."""
+        """Wait for all launched work on all ranks. Do nothing after a failure."""
         if self._failure is None and self._end.alive:
             self.invoke("synchronize")
 
@@ -310,7 +309,7 @@ class Leader(Rank):
         return WeightsOfRanks(self, self._runner.weights, self._spawned)
 
     def send_update(self, update: Update, memory: SharedMemory) -> None:
-        """Write an update on all ranks, one tensor after the other."""
+        """Write an update on all ranks, tensor by tensor, through `memory`."""
         request = WriteSent(next(self._numbers))
 
         def sent() -> Iterator[tuple[str, Tensor]]:
@@ -329,32 +328,25 @@ class Leader(Rank):
         memory.clear()
 
     def write_given(self, update: Update, write: bool) -> None:
-        """Check the tensors that each rank's program has given, or write them, on all ranks."""
+        """On all ranks, check or write the tensors that the rank's program has given."""
         names = self._perform_on_all(WriteGiven(next(self._numbers), write, update.partial), update)
         check_same_names(names, written=write)
 
     def invoke(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of the runner, or of its `weights`, on each rank; return the results."""
+        """Call a method of the runner, or of its `weights`, on every rank; return the results, ordered by rank."""
         return list(self._perform_on_all(Invoke(next(self._numbers), method, arguments)).values())
 
     def _perform_on_all(self, request: Invoke | WriteGiven, update: Update | None = None) -> dict[int, Any]:
-        """Execute a request on all ranks. Return the values by rank, or raise the error of the lowest rank."""
+        """Execute a request on all ranks. Return {rank: value}, or raise the error of the lowest rank."""
         self.check_all()
         self._peers.send(request)
         results = {0: perform(request, self._runner, update), **self._gather(Result, request.number)}
         raise_first({rank: result.error for rank, result in results.items()})
         return {rank: result.value for rank, result in results.items()}
 
-    def _wait_for_calls(self, name: str) -> None:
-        """Wait until all ranks have called this."""
-        self.check_all()
-        called = self._gather(Call, self._calls)
-        for rank in sorted(called):
-            if called[rank].name != name:
-                raise RuntimeError(f"rank {rank} called {called[rank].name} where rank 0 called {name}")
-
-    def _gather(self, kind: type[Call | Result], number: int) -> dict[int, Any]:
-        """Wait for each follower's message of this kind and number; skip others, which an interrupt may have left."""
+    def _gather(self, kind: type[Invoke | Result], number: int) -> dict[int, Any]:
+        """Wait for every follower's message of this kind and number. Skip other messages, which an interrupted RPC may
+        have left."""
         found: dict[int, Any] = {}
         while len(found) < len(self._peers):
             rank, message = self._peers.receive()
@@ -367,7 +359,7 @@ class Leader(Rank):
         return found
 
     def check_all(self) -> None:
-        """Raise an error if a rank has failed, or if this one is closed."""
+        """Raise an error if any rank has failed, or if this one is closed."""
         self._check()
         if self._peers.failures:
             raise self._fail(DepartedError())
@@ -386,7 +378,7 @@ class Leader(Rank):
 
 @dataclass(frozen=True)
 class WeightsOfRanks:
-    """The weights of all ranks, with the interface of LiveWeights. own: those of the leader."""
+    """The weights of all ranks, with the interface of LiveWeights. own: the leader's weights."""
 
     leader: Leader
     own: LiveWeights
@@ -397,7 +389,8 @@ class WeightsOfRanks:
         return self.own.adapted
 
     def update(self, update: Update, begin: Callable[[], None]) -> None:
-        """Spawned followers receive the tensors from here; the programs of other followers give the same."""
+        """Write the same update on all ranks. Spawned followers receive the tensors from the leader; the ranks of a
+        program each write the tensors that their own program has given."""
         if self.spawned is not None:
             self.leader.check_all()
             update.check()
@@ -415,7 +408,7 @@ class WeightsOfRanks:
         return list(dict.fromkeys(itertools.chain.from_iterable(self.leader.invoke("weights.find_not_finite"))))
 
     def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
-        """Return the bytes of all ranks."""
+        """Return the number of bytes freed on all ranks together."""
         return sum(self.leader.invoke("weights.sleep", tuple(tags), keep_weights))
 
     def wake(self, tags: Collection[str]) -> None:
@@ -423,7 +416,7 @@ class WeightsOfRanks:
 
 
 class Follower(Rank):
-    """Any rank but 0. status: the leader's, at the end of the last call."""
+    """Any rank but 0. status: the leader's status at the end of the last call."""
 
     def __init__(self, build: Callable[[], Runner], peers: Peers, group: Group) -> None:
         super().__init__(build, peers, group)
@@ -439,21 +432,23 @@ class Follower(Rank):
         self._check()
         self._calls += 1
         with self._failing_together():
-            self._peers.send(Call(self._calls, name))
-            outcome = self._replay(update)
-        if outcome.error is not None:
-            raise outcome.error
-        self.status = outcome.status
-        return outcome.value
+            self._peers.send(Invoke(self._calls, name))
+            result = self._replay(update)
+        if result.error is not None:
+            raise result.error
+        value, self.status = result.value
+        return value
 
     def run(self, memory: int) -> None:
-        """Replay the leader's steps until it fails or closes, which raises an error here. memory: the descriptor of the
-        shared memory."""
+        """Replay the leader's steps until the leader fails or closes, which raises an error here.
+
+        memory: file descriptor of the shared memory for the tensors of updates.
+        """
         with self._failing_together():
             self._replay(None, memory)
 
-    def _replay(self, update: Update | None, memory: int = -1) -> Outcome:
-        """Execute the leader's messages until this call ends."""
+    def _replay(self, update: Update | None, memory: int = -1) -> Result:
+        """Execute the leader's messages until the current call ends; return its result."""
         while True:
             message = self._next()
             match message:
@@ -465,15 +460,22 @@ class Follower(Rank):
                     self._runner.sample(self._unsampled, None)
                     self._unsampled = None
                 case Invoke() | WriteGiven():
-                    self._unsampled = None  # an interrupt may have kept its step from being sampled
+                    self._unsampled = None  # an interrupt may have prevented the sampling
                     result = perform(message, self._runner, update)
                     self._peers.send(result if result.error is None else replace(result, error=portable(result.error)))
                 case WriteSent():
-                    confirm = partial(self._peers.send, Result(message.number))
-                    self._runner.weights.write(received(self._next, confirm, SharedMemory(memory)))
-                    confirm()
-                case Outcome() if message.number == self._calls:
+                    self._runner.weights.write(self._receive(message.number, SharedMemory(memory)))
+                    self._peers.send(Result(message.number))
+                case Result() if message.number == self._calls:
                     return message
+
+    def _receive(self, number: int, memory: SharedMemory) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that the leader sends, and confirm each one when the next is asked for."""
+        while isinstance(weight := self._next(), Weight):
+            yield weight.name, weight.read(memory)
+            if weight.rebuild is not None:
+                torch.cuda.synchronize()
+            self._peers.send(Result(number))
 
     def _next(self) -> Any:
         _, message = self._peers.receive()
@@ -492,7 +494,7 @@ class Follower(Rank):
 
 
 def _end(runner: Runner, peers: Peers, group: Group, spawned: Spawned | None, owner: int) -> None:
-    """End a rank. owner: the process that made it; a fork of this process ends nothing."""
+    """End a rank. owner: id of the process that made it; in a fork of that process, nothing is ended."""
     if os.getpid() != owner:
         return
     try:
@@ -509,7 +511,8 @@ def _end(runner: Runner, peers: Peers, group: Group, spawned: Spawned | None, ow
 
 
 def _wait_for_closing(peers: Peers, leads: bool) -> None:
-    """Wait for CLOSING_SECONDS until all ranks close: the leader for all followers, a follower for the leader."""
+    """Wait until all ranks are closing, for at most CLOSING_SECONDS: the leader waits for all followers, a follower for
+    the leader."""
     if not leads:
         peers.send(Signal.CLOSING)
     missing, deadline = len(peers), time.monotonic() + CLOSING_SECONDS
@@ -524,8 +527,8 @@ def _wait_for_closing(peers: Peers, leads: bool) -> None:
 
 
 def on_all_ranks(method: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a method of Generator that all ranks of a tp_group call. Rank 0 runs it, the others replay its steps,
-    and all return the same. Ctrl-C is deferred meanwhile."""
+    """Decorate a method of Generator that all ranks of a tp_group call: rank 0 executes it, the others replay its
+    steps, and all return the same value. Ctrl-C is deferred until the method ends."""
 
     @wraps(method)
     def call(*args: P.args, **options: P.kwargs) -> T:

@@ -1,6 +1,6 @@
-"""The start of a Generator's ranks: one in this process, several that are spawned from here, or those of a program.
+"""The start of a Generator's ranks: a single one in this process, several spawned by it, or the ranks of a program.
 
-`python -m fastgen.ranks.start RANK FD` is a follower; FD is the descriptor of its end of a socket.
+`python -m fastgen.ranks.start RANK FD` runs a follower; FD is the file descriptor of its end of a socket pair.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from fastgen.ranks.weights import SharedMemory
 
 log = logging.getLogger(__name__)
 
-FOLLOWER = ("-m", "fastgen.ranks.start")  # arguments of Python
+FOLLOWER = ("-m", "fastgen.ranks.start")  # Python's arguments
 KEY_BYTES = 32
-KEY_SECONDS = 5.0  # that a connecting rank has to send the key
-CONNECT_SECONDS = 60.0  # that the leader waits for the followers of a program to connect
+KEY_SECONDS = 5.0  # time limit for a connecting rank to send its key
+CONNECT_SECONDS = 60.0  # how long the leader waits for the followers of a program to connect
 
 BuildArguments = tuple[ModelConfig, GeneratorOptions, Path]
 """The first arguments of `build_rank`."""
 
 
 def resolve_options(model_config: ModelConfig, options: GeneratorOptions) -> GeneratorOptions:
-    """Check the options against the model and this machine. Return them with the device of this process and the number
-    of ranks, and without a tp_group, so that they can be sent. Raises ValueError or TypeError."""
+    """Check the options against the model and this machine. Return options that can be sent to other ranks: with this
+    process's device and the number of ranks, and without tp_group. Raises ValueError or TypeError."""
     tp_group = options.tp_group
     if tp_group is not None and options.tensor_parallel != 1:
         raise ValueError(f"tp_group has its ranks already; leave tensor_parallel={options.tensor_parallel!r} out")
@@ -61,10 +61,10 @@ def resolve_options(model_config: ModelConfig, options: GeneratorOptions) -> Gen
 
 
 def start_runner(arguments: BuildArguments, tp_group: Any, status: Callable[[], Any]) -> StepRunner | Follower:
-    """Load the weights on all ranks; return the Runner, Leader or Follower of this one.
+    """Load the weights on all ranks. Return the Runner, Leader or Follower of this rank.
 
-    arguments: with the options from `resolve_options`. tp_group: the program's process group or DeviceMesh, or None.
-    status: see Leader.
+    arguments: contain the options that `resolve_options` returned. tp_group: the program's process group or DeviceMesh,
+    or None. status: see Leader.
     """
     device, ranks = str(arguments[1].device), arguments[1].tensor_parallel
     if tp_group is not None:
@@ -77,7 +77,7 @@ def start_runner(arguments: BuildArguments, tp_group: Any, status: Callable[[], 
 def _join(
     given: dist.ProcessGroup, arguments: BuildArguments, device: str, status: Callable[[], Any]
 ) -> Leader | Follower:
-    """Start the rank of a program. Rank 0's arguments count, but each rank has its own folder."""
+    """Start a rank of a program. All ranks use rank 0's arguments, except that each has its own folder."""
     with current(torch.device(device)):
         model_config, options, _ = gather_objects(arguments, given)[0]
         group = Group.beside(given, torch.device(device))
@@ -94,7 +94,7 @@ def _join(
 
 
 def log_start(name: str, seconds: float, config: EngineConfig, model_config: ModelConfig) -> None:
-    """Log the duration of a start, and its configuration."""
+    """Log the duration of a start and the configuration. Warn if the KV pool is smaller than the model's context."""
     log.info("%s in %.1f s: %s", name, seconds, config)
     if not config.context_given and config.max_model_len < model_config.max_position:
         log.warning(
@@ -105,13 +105,13 @@ def log_start(name: str, seconds: float, config: EngineConfig, model_config: Mod
 
 
 def agreeing(tp_group: Any) -> AbstractContextManager[None]:
-    """Raise an error within the block, on any rank of a tp_group, on all of them."""
-    known = isinstance(tp_group, DeviceMesh | dist.ProcessGroup)  # any other tp_group is an error within the block
+    """Return a context manager: an error within its block, on any rank of a tp_group, is raised on all ranks."""
+    known = isinstance(tp_group, DeviceMesh | dist.ProcessGroup)  # anything else raises an error within the block
     return Group(process_group_of(tp_group) if known else None).agreeing()
 
 
 def process_group_of(tp_group: Any) -> dist.ProcessGroup:
-    """Return a process group, or that of a DeviceMesh of one dimension."""
+    """Return the process group that tp_group is, or that it has as a DeviceMesh of one dimension."""
     if isinstance(tp_group, DeviceMesh):
         if tp_group.ndim != 1:
             raise ValueError(f"tp_group is a mesh of {tp_group.ndim} dimensions; give one of them, as mesh['tp']")
@@ -125,11 +125,11 @@ def process_group_of(tp_group: Any) -> dist.ProcessGroup:
 
 
 def start_followers(size: int, arguments: BuildArguments, device: str) -> Leader:
-    """Spawn ranks 1 to size - 1, and lead them.
+    """Spawn ranks 1 to size - 1, and return their leader.
 
-    The followers import torch first, and then all ranks make a group, which waits for each of them.
+    All followers import torch and say READY before the group is made: its rendezvous would not notice that one fails.
     """
-    spawned, peers = Spawned([], SharedMemory.make()), Peers()
+    spawned, peers = Spawned([], SharedMemory()), Peers()
     try:
         for rank in range(1, size):
             peers.add(rank, spawn((*FOLLOWER, str(rank)), spawned.processes, spawned.memory.file))
@@ -160,8 +160,11 @@ def start_followers(size: int, arguments: BuildArguments, device: str) -> Leader
 def follow(
     rank: int, peers: Peers, arguments: BuildArguments, kind: str, name: str, port: int, size: int, memory: int
 ) -> None:
-    """Run a follower until the leader ends, which raises an error here. memory: the descriptor of the shared memory;
-    others: see `start_followers`."""
+    """Run a follower until the leader ends, which raises an error here.
+
+    kind: type of the device. name, port: name of the group, and port of the store in which its ranks meet. size: number
+    of ranks. memory: file descriptor of the shared memory for weights.
+    """
     try:
         device = torch.device(find_device(f"cuda:{rank}" if kind == "cuda" else kind))
         if kind == "cuda":
@@ -174,7 +177,7 @@ def follow(
         peers.send(Failed.of(error))
         raise
     follower = Follower(partial(build_rank, *arguments, str(device), group), peers, group)
-    gc.freeze()  # else a collection of all that torch has imported would hold up some step for 80 ms
+    gc.freeze()  # otherwise a garbage collection over all of torch's objects would delay some step by 80 ms
     follower.run(memory)
 
 
@@ -183,7 +186,7 @@ def main() -> None:
     end_with_parent()
     rank, file = map(int, sys.argv[-2:])
     peers = Peers()
-    peers.on_failure = lambda: os._exit(1)  # at once, since nothing is left to clean up
+    peers.on_failure = lambda: os._exit(1)  # at once, as there is nothing to clean up
     peers.add(0, socket.socket(fileno=file))
     try:
         _, start = peers.receive()
@@ -199,10 +202,11 @@ def main() -> None:
 
 
 def connect(group: dist.ProcessGroup, one_host: bool) -> Peers:
-    """Connect rank 0 of a process group with each other rank.
+    """Connect rank 0 of a process group with every other rank.
 
-    All ranks call this. Rank 0 listens at a free port, for this host alone where all ranks are on it. A rank that
-    connects must know its key, which it gets through the group. Raises RuntimeError where a rank does not connect.
+    All ranks call this. Rank 0 listens on a free port, which only this host can reach if all ranks are on it. A
+    connecting rank must send its key, which it receives through the group. Raises RuntimeError if a rank does not
+    connect.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank == 0:
@@ -223,16 +227,17 @@ def connect(group: dist.ProcessGroup, one_host: bool) -> Peers:
 
 
 def _public_address() -> str:
-    """Return the address of this host on its route to other hosts, or its name where there is no such route."""
+    """Return the address from which this host reaches other hosts, or its name if it has no route to them."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # sends nothing, but chooses the route
+        probe.connect(("192.0.2.1", 9))  # sends nothing, and only chooses a route
         address: str = probe.getsockname()[0]
         return address
     return socket.gethostname()
 
 
 def _accept(server: socket.socket, missing: dict[bytes, int]) -> Peers:
-    """Wait for the ranks that are missing, by key. A connection that does not begin with a key is closed."""
+    """Wait for ranks to connect. missing: {key: rank}; emptied here. A connection that does not send one of the keys is
+    closed."""
     peers, deadline = Peers(), time.monotonic() + CONNECT_SECONDS
     try:
         while missing:

@@ -1,13 +1,13 @@
-"""Weights on their way to other ranks, and the comparison of weights that each rank gives.
+"""Weights that are sent to other ranks, and the check that all ranks of a program give the same weights.
 
-The leader sends spawned followers one tensor after the other: through shared memory, or, from a GPU, as a CUDA IPC
-handle. The ranks of a program each give the same tensors, and only compare their names.
+The leader sends weights to spawned followers one tensor at a time: through shared memory or, from a GPU, as a CUDA IPC
+handle. Each rank of a program gives the same tensors itself, and the ranks compare only the names.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor for all followers. rebuild: a function and its arguments, which make the tensor; None where its bytes
-    are in the shared memory."""
+    """A tensor that is sent to all followers. rebuild: a function and its arguments that make the tensor in another
+    process; None if its bytes are in the shared memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class Weight:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, shared: SharedMemory) -> Weight:
-        """Pack a tensor, which must live until all followers have read it."""
+        """Pack a tensor. It must stay alive until all followers have read it."""
         tensor, rebuild = tensor.detach(), None
         if tensor.is_cuda:
             from torch.multiprocessing.reductions import reduce_tensor
@@ -39,7 +39,7 @@ class Weight:
         return cls(name, tuple(tensor.shape), tensor.dtype, rebuild)
 
     def read(self, shared: SharedMemory) -> Tensor:
-        """Return the tensor in another process."""
+        """Return the tensor, in the process that received this message."""
         if self.rebuild is None:
             return shared.read(self.shape, self.dtype)
         make, arguments = self.rebuild
@@ -47,23 +47,21 @@ class Weight:
 
 
 class SharedMemory:
-    """Memory for the bytes of one tensor: an anonymous file that followers inherit, since /dev/shm may be small. file:
-    its descriptor."""
+    """Memory for the bytes of one tensor: an anonymous file that followers inherit, since /dev/shm may be small.
 
-    def __init__(self, file: int) -> None:
-        self.file = file
+    file: file descriptor of the memory, which is created by default; -1 after `close`.
+    """
+
+    def __init__(self, file: int | None = None) -> None:
+        self.file = os.memfd_create("fastgen") if file is None else file
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    @classmethod
-    def make(cls) -> SharedMemory:
-        return cls(os.memfd_create("fastgen"))
-
     def hold(self, tensor: Tensor) -> None:
-        """Copy a tensor into the memory, in place of the one before."""
+        """Copy a tensor into the memory, over the previous one."""
         self.read(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
     def read(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the tensor that the memory holds, in place."""
+        """Return the tensor in the memory, without a copy."""
         size = torch.Size(shape).numel() * dtype.itemsize
         if len(self._bytes) < size:
             file = f"/proc/self/fd/{self.file}"
@@ -71,7 +69,7 @@ class SharedMemory:
         return self._bytes[:size].view(dtype).view(shape)
 
     def clear(self) -> None:
-        """Give the memory back, on each side; tensors that were read are invalid."""
+        """Free the memory in this process. Each process has to call this; tensors that were read become invalid."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
         os.ftruncate(self.file, 0)
 
@@ -81,23 +79,11 @@ class SharedMemory:
         self.file = -1
 
 
-def received(
-    next_message: Callable[[], object], taken: Callable[[], None], shared: SharedMemory
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that the leader sends, until a message that is not a Weight. taken: called when a tensor has
-    been read."""
-    while isinstance(weight := next_message(), Weight):
-        yield weight.name, weight.read(shared)
-        if weight.rebuild is not None:
-            torch.cuda.synchronize()
-        taken()
-
-
 def check_same_names(names: Mapping[int, frozenset[str]], written: bool) -> None:
-    """Raise ValueError where the programs of the ranks gave other tensors than rank 0's.
+    """Raise ValueError if the program of any rank gave other tensors than the program of rank 0.
 
-    names: of the tensors that each rank has looked at. A rank looks at tensors that come only once when they are
-    `written`, not before.
+    names: {rank: names of the tensors that it has seen}. A rank whose tensors come from an iterator sees them only when
+    they are written. written: whether the tensors have been written.
     """
     for rank in sorted(names):
         mine, its = names[0], names[rank]

@@ -1,4 +1,4 @@
-"""Groups of ranks: the store in which symmetric memory meets, and graphs. The sums are tested with the ranks."""
+"""Groups of ranks: the store of symmetric memory, and graphs. The tests of ranks hold the sums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastgen.parallel.group import Group, RendezvousStore
 
 
 def test_ranks_meet_whose_processes_have_counted_differently() -> None:
-    """As the rendezvous of symmetric memory does it, by way of C++: two exchanges and a barrier."""
+    """Two exchanges and a barrier through C++, as in the rendezvous of symmetric memory."""
     shared, found = HashStore(), list[list[bytes]]()
 
     def meet(rank: int, counter: int) -> None:

@@ -1,4 +1,4 @@
-"""The copies, flags and waits of all ranks of an exchange, run in random orders as their streams allow."""
+"""The copies, flags and waits of all ranks of an exchange, run in random orders that their streams allow."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from torch import Tensor
 
 from fastgen.kernels.allreduce import add_in_order
 from fastgen.kernels.norm import RMSNorm, rms_norm
-from fastgen.parallel import overlap
 from fastgen.parallel.overlap import Exchange, ExchangeLayout, PeerMemory
 from fastgen.processes.errors import DepartedError
 
 TOKENS, HIDDEN = 13, 8
 GUARD = 64
-LATE = 2**32 - 3  # from here on, numbers of phases soon wrap around
+LATE = 2**32 - 3  # a phase whose number is about to wrap around
 NORMS = [RMSNorm(torch.rand(HIDDEN, generator=torch.Generator().manual_seed(seed)) + 0.5, 1e-5) for seed in range(3)]
 Step = tuple[int, int]
-"""The tokens of its two halves."""
+"""The number of tokens in each of its two halves."""
 
 
 def always() -> bool:
@@ -35,7 +34,7 @@ def always() -> bool:
 
 @dataclass(eq=False)
 class Queue:
-    """The operations of a stream: each runs after those before it, when it is ready."""
+    """The operations of a stream. Each runs when it is ready and all earlier ones have run."""
 
     operations: deque[tuple[Callable[[], bool], Callable[[], object]]] = field(default_factory=deque)
 
@@ -56,20 +55,18 @@ class Event:
 
 @dataclass
 class Side:
-    """A stream beside the current one. forgets: an operation that it leaves out."""
+    """A SideStream over two queues."""
 
     current: Queue
     own: Queue
-    forgets: str = ""
 
     def begin(self) -> None:
-        if self.forgets != "begin":
-            event = Event(self.current)
-            self.current.add(event.happen)
-            self.own.add(lambda: None, lambda: event.happened)
+        event = Event(self.current)
+        self.current.add(event.happen)
+        self.own.add(lambda: None, lambda: event.happened)
 
     def copy(self, target: int, source: int, size: int) -> None:
-        for part in (slice(0, size // 2), slice(size // 2, size)):  # others may see that some of it is there
+        for part in (slice(0, size // 2), slice(size // 2, size)):  # others may see a part of it
             self.own.add(partial(ctypes.memmove, target + part.start, source + part.start, part.stop - part.start))
 
     def write(self, address: int, value: int) -> None:
@@ -84,8 +81,6 @@ class Side:
 
     def end(self) -> Event:
         event = Event(self.current)
-        if self.forgets == "end":
-            event.happened = True
         self.own.add(event.happen)
         return event
 
@@ -95,7 +90,7 @@ class Side:
 
 @dataclass
 class Ranks:
-    """The exchanges of all ranks. memory: uint8 [N, bytes], with a guard at the end of each row."""
+    """The exchanges of all ranks. memory: uint8 [N, bytes]; each row ends with a guard."""
 
     exchanges: list[Exchange]
     currents: list[Queue]
@@ -103,8 +98,8 @@ class Ranks:
     memory: Tensor
 
     @staticmethod
-    def make(size: int, one_queue: bool = False, phase: int = 0, forgets: str = "") -> Ranks:
-        """Make the ranks. one_queue: each rank's streams are in one queue."""
+    def make(size: int, one_queue: bool = False, phase: int = 0) -> Ranks:
+        """Make the ranks. one_queue: whether all streams of a rank share one queue."""
         at = ExchangeLayout.of(size, TOKENS, HIDDEN, torch.float32)
         memory = torch.zeros(size, at.end + GUARD, dtype=torch.uint8)
         memory[:, : at.flags].view(torch.float32).fill_(torch.nan)
@@ -114,7 +109,7 @@ class Ranks:
         ranks = Ranks([], [], [], memory)
         for rank in range(size):
             current, *own = queues = [Queue()] * 3 if one_queue else [Queue() for _ in range(3)]
-            sides = [Side(current, queue, forgets) for queue in own]
+            sides = [Side(current, queue) for queue in own]
             shared = PeerMemory(memory[rank, : at.end], peers, None)
             made = Exchange(rank, shared, TOKENS, HIDDEN, torch.float32, sides)
             made._phases = [phase, phase]
@@ -124,7 +119,7 @@ class Ranks:
         return ranks
 
     def run(self, rng: random.Random) -> None:
-        """Run all operations; each queue is slow or fast."""
+        """Run all operations. Each queue has a random speed."""
         speeds = [rng.choice([0.02, 0.2, 1.0]) for _ in self.queues]
         while any(queue.operations for queue in self.queues):
             heads = [queue.operations[0] if queue.operations else None for queue in self.queues]
@@ -157,13 +152,9 @@ def expected(steps: list[Step], size: int) -> list[Tensor]:
     return found
 
 
-def program(made: Exchange, steps: list[Step], current: Queue | None, kept: list[Tensor]) -> list[Tensor]:
-    """Run a rank, by a queue or at once; the results are there when the queue has run. kept: tensors that must live
-    until then, since memory here is not reused in the order of streams."""
-
-    def later(run: Callable[[], object]) -> None:
-        run() if current is None else current.add(run)
-
+def program(made: Exchange, steps: list[Step], current: Queue, kept: list[Tensor]) -> list[Tensor]:
+    """Put a rank's steps into its current queue. Return tensors that hold the results when the queue has run. kept:
+    receives tensors that must stay alive until then, since memory here is not reused in stream order."""
     found = []
     for number, step in enumerate(steps):
         ys = [draw(number, half, made.rank, count) for half, count in enumerate(step)]
@@ -174,51 +165,30 @@ def program(made: Exchange, steps: list[Step], current: Queue | None, kept: list
             for half, count in enumerate(step):
                 x, y = ways[half].wait(), torch.full((count, HIDDEN), torch.nan)
                 kept.append(y)
-                later(lambda x=x, y=y: y.copy_(product(x, made.rank)))  # type: ignore[misc]
+                current.add(lambda x=x, y=y: y.copy_(product(x, made.rank)))  # type: ignore[misc]
                 ways[half] = made.add(half, shares[half], y, norm)
         for half, count in enumerate(step):
             x, whole = ways[half].wait(), torch.full((count, HIDDEN), torch.nan)
-            later(lambda x=x, whole=whole: whole.copy_(x))  # type: ignore[misc]
+            current.add(lambda x=x, whole=whole: whole.copy_(x))  # type: ignore[misc]
             found.append(whole)
     return found
-
-
-def random_steps(rng: random.Random, count: int) -> list[Step]:
-    return [(rng.randint(1, TOKENS), rng.randint(1, TOKENS)) for _ in range(count)]
-
-
-def right(ranks: Ranks, rng: random.Random, steps: list[Step]) -> bool:
-    kept: list[Tensor] = []
-    found = [program(made, steps, queue, kept) for made, queue in zip(ranks.exchanges, ranks.currents, strict=True)]
-    ranks.run(rng)
-    wanted = expected(steps, len(ranks.exchanges))
-    return all(torch.equal(x, y) for results in found for x, y in zip(results, wanted, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_in_any_order_that_streams_allow_the_sums_are_right(size: int, seed: int) -> None:
-    rng = random.Random(seed)
+    rng, kept = random.Random(seed), list[Tensor]()
     ranks = Ranks.make(size, one_queue=seed % 4 == 3, phase=LATE * (seed % 2))
-    assert right(ranks, rng, random_steps(rng, 3))
-    assert (ranks.memory[:, -GUARD:] == 255).all(), "nothing is written behind the end"
-
-
-@pytest.mark.parametrize("forgets", ["begin", "staged", "gathered", "end"])
-def test_what_is_not_waited_for_is_noticed(forgets: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(0)
-    wait, kinds = Exchange._wait, {"staged": overlap.STAGED, "gathered": overlap.GATHERED}
-
-    def forgetful(made: Exchange, side: Any, kind: int, half: int) -> None:
-        if kind != kinds.get(forgets):
-            wait(made, side, kind, half)
-
-    monkeypatch.setattr(Exchange, "_wait", forgetful)
-    assert not all(right(Ranks.make(3, forgets=forgets), rng, [(12, 12)] * 2) for _ in range(5))
+    steps = [(rng.randint(1, TOKENS), rng.randint(1, TOKENS)) for _ in range(3)]
+    found = [program(made, steps, queue, kept) for made, queue in zip(ranks.exchanges, ranks.currents, strict=True)]
+    ranks.run(rng)
+    wanted = expected(steps, size)
+    assert all(torch.equal(x, y) for results in found for x, y in zip(results, wanted, strict=True))
+    assert (ranks.memory[:, -GUARD:] == 255).all(), "nothing is written past the end"
 
 
 def test_an_interrupt_ends_the_waits_for_a_rank_that_is_gone() -> None:
-    """Another rank, which ends a little later, may write its flag after the interrupt."""
+    """A rank that ends a little later may still write its flag after the interrupt."""
     ranks = Ranks.make(3)
     for phase in range(4):
         for half in (0, 1):
@@ -234,7 +204,7 @@ def test_an_interrupt_ends_the_waits_for_a_rank_that_is_gone() -> None:
     run()
     stuck = [made for made, current in zip(ranks.exchanges, ranks.currents, strict=True) if current.operations]
     assert not all(side.is_idle() for side in ranks.exchanges[0]._sides)
-    assert not stuck, "the current streams have nothing to do but what the sides wait for"
+    assert not stuck, "current streams hold only what the side streams wait for"
     threads = [threading.Thread(target=made.interrupt) for made in ranks.exchanges]
     for thread in threads:
         thread.start()
@@ -243,41 +213,3 @@ def test_an_interrupt_ends_the_waits_for_a_rank_that_is_gone() -> None:
     assert all(side.is_idle() for made in ranks.exchanges for side in made._sides)
     with pytest.raises(DepartedError):
         ranks.exchanges[0].add(0, y[:1], y[:1], None)
-
-
-def test_the_rows_of_all_ranks_are_those_of_the_half() -> None:
-    at = ExchangeLayout.of(3, TOKENS, HIDDEN, torch.float32)
-    for made in Ranks.make(3).exchanges:
-        for count in range(TOKENS + 1):
-            rows = [made.rows_of(count, rank) for rank in range(3)]
-            assert rows[made.rank] == made.rows_of(count)
-            assert [row for part in rows for row in range(count)[part]] == list(range(count))
-            assert all(part.stop - part.start <= at.share for part in rows)
-
-
-def test_the_parts_of_the_memory_follow_each_other() -> None:
-    for size, tokens, hidden, dtype in [
-        (2, 1, 8, torch.float32),
-        (3, 100, 72, torch.bfloat16),
-        (8, 4096, 8192, torch.float16),
-    ]:
-        at = ExchangeLayout.of(size, tokens, hidden, dtype)
-        assert at.gathered == 2 * size * at.share * hidden * dtype.itemsize
-        assert at.flags >= 2 * at.gathered
-        assert at.flags % 4 == 0
-        assert at.end - at.flags == 4 * 2 * 2 * size
-
-
-def test_halves_that_do_not_fit_are_refused() -> None:
-    made = Ranks.make(2).exchanges[0]
-    x = torch.zeros(4, HIDDEN)
-    for half, xs, y in [
-        (2, x[:2], x),
-        (0, x, x),  # all rows, where it has some
-        (0, x[:0], x[:0]),
-        (0, torch.zeros(7, HIDDEN), torch.zeros(TOKENS + 1, HIDDEN)),
-        (0, x[:2], torch.zeros(HIDDEN, 4).t()),
-        (0, x[:2].double(), x.double()),
-    ]:
-        with pytest.raises(AssertionError):
-            made.add(half, xs, y, None)

@@ -1,4 +1,4 @@
-"""Messages between processes arrive whole and in order, and ends and failures are detected at once."""
+"""Messages between processes arrive whole and in order, and failures are noticed at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fastgen.processes.channel import Channel, Failed, Peers, frame
+from fastgen.processes.channel import Channel, Failed, Peers
 from fastgen.processes.errors import DepartedError
 
 pytestmark = pytest.mark.timeout(60)
@@ -20,24 +20,13 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Channel, Channel, SimpleQueue[Any]]]:
-    """Two ends, and the messages that arrive at the second."""
+    """The two ends of a connection, and the messages that arrive at the second end."""
     ours, its = socket.socketpair()
     incoming: SimpleQueue[Any] = SimpleQueue()
     one, other = Channel(ours, lambda _: None), Channel(its, incoming.put)
     yield one, other, incoming
     one.close()
     other.close()
-
-
-def connected(count: int) -> tuple[Peers, dict[int, Peers]]:
-    """Connect a leader and so many followers."""
-    leader, followers = Peers(), {}
-    for rank in range(1, count + 1):
-        ours, its = socket.socketpair()
-        leader.add(rank, ours)
-        followers[rank] = Peers()
-        followers[rank].add(0, its)
-    return leader, followers
 
 
 def test_messages_keep_their_order_until_the_end(pair: tuple[Channel, Channel, Any]) -> None:
@@ -60,7 +49,6 @@ def test_what_is_not_taken_at_once_follows() -> None:
         one.send(large, wait=False)  # nobody reads
     incoming: SimpleQueue[Any] = SimpleQueue()
     other = Channel(its, incoming.put)
-    assert incoming.empty()
     one.send("last", wait=False)
     one.flush()
     assert [incoming.get(timeout=10) for _ in range(4)] == [large] * 3 + ["last"]
@@ -100,8 +88,12 @@ class Unreadable:
         return unreadable, ()
 
 
-def test_a_message_that_can_not_be_read_is_a_failure(pair: tuple[Channel, Channel, Any]) -> None:
+def test_a_message_that_cannot_be_pickled_is_not_sent_and_one_that_cannot_be_unpickled_is_a_failure(
+    pair: tuple[Channel, Channel, Any],
+) -> None:
     one, _, incoming = pair
+    with pytest.raises(Exception, match="lambda"):
+        one.send(lambda: 0)
     one.send(Unreadable())
     one.send(1)
     failed = incoming.get(timeout=10)
@@ -110,70 +102,50 @@ def test_a_message_that_can_not_be_read_is_a_failure(pair: tuple[Channel, Channe
     assert incoming.empty()
 
 
-def test_a_message_that_does_not_pickle_is_not_sent(pair: tuple[Channel, Channel, Any]) -> None:
-    one, _, incoming = pair
-    with pytest.raises(Exception, match="lambda"):
-        one.send(lambda: 0)
-    one.send(1)
-    assert incoming.get(timeout=10) == 1
-
-
-def test_peers_hear_from_each_other() -> None:
-    leader, followers = connected(3)
-    assert len(leader) == 3
-    for number in range(100):
-        leader.send(number)
+@pytest.mark.parametrize("error", [None, ValueError("bad")])
+def test_a_failure_is_noticed_at_once_and_comes_after_earlier_messages(error: Exception | None) -> None:
+    """error: raised by the leader; None: its connection ends."""
+    leader, followers = Peers(), {1: Peers(), 2: Peers()}
     for rank, follower in followers.items():
-        assert [follower.receive(10) for _ in range(100)] == [(0, number) for number in range(100)]
+        ours, its = socket.socketpair()
+        its.settimeout(0.01)  # as of a connection that had to be made soon
+        leader.add(rank, ours)
+        follower.add(0, its)
         follower.send(rank)
-    assert sorted(leader.receive(10) for _ in followers) == [(1, 1), (2, 2), (3, 3)]
+    assert sorted(leader.receive(10) for _ in followers) == [(1, 1), (2, 2)]
     with pytest.raises(Empty):
         leader.receive(0.01)
-    leader.close()
-    assert not leader.failures, "it has closed"
-    for follower in followers.values():
-        assert follower.receive(10) == (0, Failed(None))
-        follower.close()
-
-
-def test_a_failure_is_seen_at_once_and_is_behind_what_came_before() -> None:
-    for error in (None, ValueError("bad")):
-        leader, followers = connected(2)
-        called = threading.Event()
-        followers[1].on_failure = called.set
-        leader.send(1)
-        assert not called.wait(0.05)
-        if error is None:
-            leader.close()
-        else:
-            leader.send(Failed.of(error))
-        assert called.wait(5), "while it reads nothing"
-        assert followers[1].receive() == (0, 1)
-        assert repr(followers[1].receive()[1].error) == repr(error)
-        ((rank, failed),) = followers[1].failures
-        assert (rank, repr(failed.error)) == (0, repr(error))
-        for follower in followers.values():
-            follower.close()
+    called = threading.Event()
+    followers[1].on_failure = called.set
+    leader.send(1)
+    assert not called.wait(0.05)
+    if error is None:
         leader.close()
+    else:
+        leader.send(Failed.of(error))
+    assert called.wait(5), "while it reads nothing"
+    assert followers[1].receive() == (0, 1)
+    assert repr(followers[1].receive()[1].error) == repr(error)
+    leader.close()
+    with pytest.raises(Empty):
+        followers[1].receive(0.1)
+    ((rank, failed),) = followers[1].failures
+    assert (rank, repr(failed.error)) == (0, repr(error))
+    for follower in followers.values():
+        follower.close()
+    assert not leader.failures, "it has closed"
 
 
-def test_of_several_failures_the_first_that_comes_of_no_other_is_found() -> None:
-    """A death is the cause only where nothing was raised before it: a watchdog may end a rank that others have left."""
+def test_the_first_failure_that_is_no_consequence_of_another_is_found() -> None:
+    """A death is the cause only if no error was raised before it: a watchdog may end a rank that others have left."""
     peers = Peers()
-    errors = [DepartedError("gone"), ValueError("a"), None, DepartedError("gone"), KeyError("b")]
+    errors = [DepartedError("gone"), ValueError("a"), None, KeyError("b")]
     failures = [(rank, Failed(error)) for rank, error in enumerate(errors)]
     assert peers.first_failure() is None
-    for count in range(1, 6):
-        for some in itertools.permutations(failures, count):
-            peers.failures = list(some)
-            causes = [each for each in some if not isinstance(each[1].error, DepartedError)]
-            assert peers.first_failure() is (causes or some)[0]
+    for peers.failures in map(list, itertools.permutations(failures)):
+        causes = [each for each in peers.failures if not isinstance(each[1].error, DepartedError)]
+        assert peers.first_failure() is causes[0]
     peers.failures = failures[:1]
-    timer = threading.Timer(0.05, peers.failures.append, failures[2:3])
-    timer.start()
+    assert peers.first_failure() is failures[0]
+    threading.Timer(0.05, peers.failures.append, failures[2:3]).start()
     assert peers.first_failure(patience=10.0) is failures[2]
-    peers.close()
-
-
-def test_a_frame_is_short() -> None:
-    assert len(frame(None)) < 20
