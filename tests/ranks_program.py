@@ -31,8 +31,8 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from fastgen import Generator, Request, RequestOutput, SamplingParams
+from fastgen.engine import halves as step_halves
 from fastgen.engine import runner
-from fastgen.engine import step as step_sequences
 from fastgen.parallel.group import Group, gather_objects
 from fastgen.ranks import start
 from fastgen.request import Completion
@@ -200,15 +200,15 @@ class Program:
 
     def cut_steps(self) -> None:
         """Run steps in two halves of any size, which ranks cannot always split evenly: the bits stay the same."""
-        step_sequences.CUT_TOKENS, step_sequences.CUT_MULTIPLE = 8, 1
-        parts, halves = step_sequences.StepSequences.parts, list[int]()
+        step_halves.CUT_TOKENS, step_halves.CUT_MULTIPLE = 8, 1
+        parts, halves = step_halves.cut, list[int]()
 
         def noted(sequences: Any, decodes: int) -> Any:
             found = parts(sequences, decodes)
             halves.extend(int(part.query_lens.sum()) for part in found[: len(found) // 2])
             return found
 
-        step_sequences.StepSequences.parts = noted  # type: ignore[method-assign]
+        step_halves.cut = noted
         found = []
         for prepare in (Group.prepare, prepare_and_cut):
             Group.prepare = prepare  # type: ignore[method-assign]

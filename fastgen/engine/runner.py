@@ -14,6 +14,7 @@ from torch import Tensor
 from fastgen.device.chip import current
 from fastgen.device.pinned import to_host, upload, upload_together
 from fastgen.device.threads import FreeCores
+from fastgen.engine import halves
 from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs, smallest_size
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.step import Lanes, Launched, RowSource, StepFeature, StepInput, StepSequences
@@ -188,7 +189,7 @@ class Runner:
         """Build the StepInput of a step from arrays on the host, and send it to the device."""
         batch, known, table = launched.batch, self.lanes.host_kv_lens, self.lanes.page_table
         step, decodes = StepSequences.of(batch, known), len(batch.decodes)
-        parts = [step] if self.group.exchange is None else step.parts(decodes)
+        parts = [step] if self.group.exchange is None else halves.cut(step, decodes)
         total, graphs = int(step.query_lens.sum()), self.prefill_graphs
         if graphs and (total > graphs.sizes[-1] or len(parts) > 1):
             graphs = None

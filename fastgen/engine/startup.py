@@ -28,6 +28,7 @@ from fastgen.device.chip import Chip, current
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.disk import naming_full_disk
 from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs, batch_sizes, prefill_sizes, shared_sizes
+from fastgen.engine.halves import largest_half
 from fastgen.engine.options import MIN_PREFILL_TOKENS, EngineConfig, GeneratorOptions
 from fastgen.engine.page_moves import PageMover
 from fastgen.engine.pages import PageMoves
@@ -36,7 +37,6 @@ from fastgen.engine.prompt_scores import ScorePlan, ScoreRequest
 from fastgen.engine.runner import Runner
 from fastgen.engine.speculation.drafting import Drafting, speculative_sizes
 from fastgen.engine.speculation.planning import DraftPlan
-from fastgen.engine.step import largest_half
 from fastgen.kernels import batch_invariant
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.batch_invariant import Fused, RopeWrite

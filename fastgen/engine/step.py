@@ -18,19 +18,6 @@ from fastgen.model.sampler import LaneState, SampleOutput, SamplePlan
 from fastgen.model.transformer import StepPart
 from fastgen.request import Batch, SamplingParams, StepResult
 
-CUT_TOKENS = 2048
-"""Ranks cut a step of at least this number of tokens in two: one half is summed over the ranks while the other
-computes."""
-
-CUT_MULTIPLE = 128
-"""The number of tokens in the first part is a multiple of this."""
-
-
-def largest_half(tokens: int) -> int:
-    """Return the maximum number of tokens, with padding, in a half of a step of up to `tokens` tokens, if less than
-    half of its tokens are decodes; 0 if no step is cut."""
-    return 0 if tokens < CUT_TOKENS else -(-tokens // (2 * CUT_MULTIPLE)) * CUT_MULTIPLE
-
 
 @dataclass(frozen=True)
 class StepSequences:
@@ -57,22 +44,6 @@ class StepSequences:
         kv_lens = known[lanes]
         known[forks] = np.repeat(kv_lens[decodes:], [len(chunk.forks) for chunk in batch.prefills])
         return cls(lanes, query_lens, kv_lens, draws, forks)
-
-    def parts(self, decodes: int) -> list[StepSequences]:
-        """Cut the step in two parts of about as many tokens, if it is large enough. All decodes are in the first part;
-        a sequence may have tokens in both. Forks are in neither."""
-        total = int(self.query_lens.sum())
-        at = max(-(-total // (2 * CUT_MULTIPLE)), -(-decodes // CUT_MULTIPLE)) * CUT_MULTIPLE
-        if total < CUT_TOKENS or total - at < CUT_TOKENS // 4:
-            return [self]
-        first = np.clip(at - (self.query_lens.cumsum() - self.query_lens), 0, self.query_lens)
-        rest = self.query_lens - first
-        none, begun, left = self.forks[:0], first > 0, rest > 0
-        kv_lens, draws = self.kv_lens - rest, np.where(left, 0, self.num_draws)
-        return [
-            StepSequences(self.lanes[begun], first[begun], kv_lens[begun], draws[begun], none),
-            StepSequences(self.lanes[left], rest[left], self.kv_lens[left], self.num_draws[left], none),
-        ]
 
     @property
     def ends(self) -> StepSequences:

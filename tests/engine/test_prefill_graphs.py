@@ -176,7 +176,7 @@ def test_steps_too_small_for_pieces_have_none(llama: Path, monkeypatch: pytest.M
 RANK = """
 import sys
 import torch.distributed as dist
-from fastgen.engine import step as step_sequences
+from fastgen.engine import halves
 from fastgen.engine import startup
 from fastgen import Generator
 from fastgen.model.attention.cpu import CpuAttention
@@ -190,7 +190,7 @@ cut_steps()
 REQUESTS = ALL[1:6]
 rank, folder, store = int(sys.argv[1]), *sys.argv[2:]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-step_sequences.CUT_TOKENS, step_sequences.CUT_MULTIPLE = 20, 8
+halves.CUT_TOKENS, halves.CUT_MULTIPLE = 20, 8
 startup.Graphs = sys.modules["fastgen.engine.cuda_graphs"].Graphs = Called
 CpuAttention.capturable = True
 forward, parts = Transformer.forward, []

@@ -95,7 +95,7 @@ def limited(logits: Callable[[torch.Tensor], torch.Tensor], rows: int) -> Callab
         (([[5, 6]], 3), "start is 3; it must be from 0 to the sequence's length, 2"),
         (([[5, 6]], -1), "start is -1"),
         (([[5, 6]], [0, 1]), "1 sequences and 2 starts"),
-        (([[5, 6]], 1.0), "start must be an integer, or one a sequence, not 1.0"),
+        (([[5, 6]], 1.0), "start must be an integer, or one for each sequence, not 1.0"),
         (([[5, 6]], 0, 0.0), "temperature is 0.0"),
         (([[5, 6]], 0, math.nan), "temperature is nan"),
         (([[5, 6], []],), "the prompt is empty"),
@@ -264,8 +264,8 @@ def test_of_a_step_in_two_parts_the_first_alone_has_the_decodes_that_share(
 ) -> None:
     """Attention knows them by their rows, from 0 on: rows of the second part are others."""
     runner = make_runner(llama)
-    monkeypatch.setattr("fastgen.engine.step.CUT_TOKENS", 32)
-    monkeypatch.setattr("fastgen.engine.step.CUT_MULTIPLE", 16)
+    monkeypatch.setattr("fastgen.engine.halves.CUT_TOKENS", 32)
+    monkeypatch.setattr("fastgen.engine.halves.CUT_MULTIPLE", 16)
     lanes = [Prefill(lane, 0, tuple(random_ids(20 + lane)), sample=True) for lane in range(4)]
     starts = tuple(start(lane, SamplingParams(temperature=0), (), 20 + lane) for lane in range(4))
     pages = tuple(entry for lane in range(4) for entry in table(lane, [4 + 3 * lane, 5 + 3 * lane]))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fastgen.engine import step as step_sequences
+from fastgen.engine import halves
+from fastgen.engine.step import StepSequences
 from fastgen.parallel.group import Group
 from fastgen.parallel.overlap import Exchange, ExchangeLayout, PeerMemory
 from fastgen.parallel.residual import ShardedResidual
@@ -36,8 +37,8 @@ def test_wanted_rows_come_from_their_owners(count: int) -> None:
 def test_the_largest_half_is_that_of_a_step_without_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, none = np.array, np.zeros(0, dtype=np.int64)
     for tokens in range(1, 9000, 137):
-        step = step_sequences.StepSequences(*(lengths([value]) for value in (0, tokens, tokens, 1)), none)
-        parts = [int(part.query_lens.sum()) for part in step.parts(0)]
-        assert (len(parts) == 2) == (tokens >= step_sequences.CUT_TOKENS)
-        assert len(parts) == 1 or parts[1] <= parts[0] == step_sequences.largest_half(tokens)
-        assert len(parts) == 2 or step_sequences.largest_half(tokens) == 0
+        step = StepSequences(*(lengths([value]) for value in (0, tokens, tokens, 1)), none)
+        parts = [int(part.query_lens.sum()) for part in halves.cut(step, 0)]
+        assert (len(parts) == 2) == (tokens >= halves.CUT_TOKENS)
+        assert len(parts) == 1 or parts[1] <= parts[0] == halves.largest_half(tokens)
+        assert len(parts) == 2 or halves.largest_half(tokens) == 0
