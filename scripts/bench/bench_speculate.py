@@ -14,13 +14,11 @@ prefix cache runs each stream with SamplingParams(speculate=False) and without i
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -30,7 +28,6 @@ from bench_engine import ready_generator, write_report
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine import runner
-from fastgen.engine.speculation.planning import DraftPlan
 
 RUN = 12  # mean length of a copied run
 NEW = 9  # most new tokens between two
@@ -159,55 +156,11 @@ def compare(generator: Generator, name: str, smoke: bool = False) -> dict[str, A
     return result
 
 
-@torch.inference_mode()
-def step_times(generator: Generator) -> list[dict[str, float]]:
-    """Return the milliseconds of plain and of speculative steps whose rows are all in use, by lanes and tokens of each.
-    Overwrites the KV cache."""
-    runner, found = generator._runner, []
-    drafting, options, lanes_of = runner.features.get(DraftPlan), generator.config.speculate, runner.lanes
-    if drafting is None or drafting.graphs is None or options is None:  # on the CPU
-        return []
-    drafts, graphs = drafting._drafts, drafting.graphs
-    columns = lanes_of.page_table.shape[1]
-    sizes = [lanes for lanes in (1, 2, 4, 8, 16, 32, 64) if lanes <= options.most_lanes]
-    for lanes, length in itertools.product(sizes, (512, 2048)):
-        begin = torch.arange(lanes, device=runner.device)
-        lanes_of.input.lanes.fill_(generator.config.max_seqs)[:lanes] = begin
-        drafts.most[:lanes] = options.max_draft + 1
-        drafts.counts[:lanes] = options.max_draft
-        pages = begin[:, None] * columns + torch.arange(columns, device=runner.device)
-        lanes_of.page_table[:lanes] = (pages % generator.config.num_pages).int()
-        times = {}
-        for kind, replayed in (("plain", runner.graphs[False]), ("speculative", graphs)):
-            lanes_of.kv_lens[:lanes] = length
-            times[kind] = milliseconds(partial(replayed.run, lanes))
-        rows = options.rows(lanes)
-        cost = (times["speculative"] / times["plain"] - 1) / (rows - lanes)
-        found.append({"lanes": lanes, "tokens": length, "rows": rows, **times, "cost_of_row": cost})
-        print(", ".join(f"{key} {value:.4g}" for key, value in found[-1].items()), flush=True)
-    runner.synchronize()
-    runner.clear_lanes()
-    return found
-
-
-def milliseconds(launch: Callable[[], None], calls: int = 20) -> float:
-    """Return the time of one call on the GPU."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    launch()
-    begin.record()
-    for _ in range(calls):
-        launch()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / calls
-
-
 def bench_speculate(arguments: argparse.Namespace) -> None:
     with ready_generator(arguments, prefix_cache=False, speculate="auto") as (generator, _):
-        steps = step_times(generator)
         compare(generator, "chat8 other", smoke=True)  # a warm-up
         found = {name: compare(generator, name, arguments.smoke) for name in STREAMS}
-        write_report(arguments, "speculate", {"steps": steps, "streams": found})
+        write_report(arguments, "speculate", {"streams": found})
 
 
 if __name__ == "__main__":

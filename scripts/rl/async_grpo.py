@@ -21,13 +21,11 @@ import json
 import os
 import platform
 import random
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +49,10 @@ from transformers import AutoModelForCausalLM
 from fastgen import RequestOutput, SamplingParams
 from fastgen.model.loader import resolve
 from fastgen.rl.remote import RemoteGenerator
+
+sys.path.append(str(Path(__file__).parent.parent / "bench"))
+
+from serve_process import Server
 
 MOST_LAG = 1  # steps of the trainer that a token may be older than
 MOST_WEIGHT = 2.0  # of an old token: the trainer's probability at the start of the step over that of its drawing
@@ -154,35 +156,6 @@ def train(gen: RemoteGenerator, settings: Settings, device: str) -> dict[str, An
             "curve": curve}  # fmt: skip
 
 
-@contextmanager
-def server(device: str, dtype: str, seed: int) -> Iterator[str]:
-    """Run fgserve with the bundled model in a process of its own; yield its address when it is ready."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    # Half of a GPU's memory is the trainer's, if that is on the same one
-    options = {"port": port, "device": device, "dtype": dtype, "seed": seed, "memory-fraction": 0.5}
-    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    process = subprocess.Popen([sys.executable, "-m", "fastgen.cli.serve.main", "--rollout", *flags])
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while not is_ready(url):
-            if process.poll() is not None:
-                raise RuntimeError(f"fgserve has ended with the status {process.returncode}")
-            time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def is_ready(url: str) -> bool:
-    try:
-        RemoteGenerator(url).weight_version  # noqa: B018
-    except (ConnectionError, RuntimeError):  # it loads
-        return False
-    return True
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="of the trainer, such as cuda:0")
@@ -197,15 +170,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     smoke = {"steps": 2, "prompts": 4, "samples": 8, "batch": 16, "micro_batch": 8, "held_out": 8}
     settings = replace(Settings(seed=arguments.seed), **(smoke if arguments.smoke else {}))
     key = os.environ.get("FASTGEN_API_KEY")
-    if arguments.url:
-        with RemoteGenerator(arguments.url, api_key=key) as gen:
-            found = train(gen, settings, arguments.device)
-    else:
-        with (
-            server(arguments.server_device, arguments.dtype, arguments.seed) as url,
-            RemoteGenerator(url, api_key=key) as gen,
-        ):
-            found = train(gen, settings, arguments.device)
+    with ExitStack() as stack:
+        url = arguments.url
+        if url is None:  # half of a GPU's memory is the trainer's, if that is on the same one
+            options = {"device": arguments.server_device, "dtype": arguments.dtype, "seed": arguments.seed}
+            flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+            url = stack.enter_context(Server(None, ["--rollout", "--memory-fraction", "0.5", *flags])).url
+        gen = stack.enter_context(RemoteGenerator(url, api_key=key))
+        found = train(gen, settings, arguments.device)
     machine = platform.machine() if arguments.device == "cpu" else torch.cuda.get_device_name()
     report = {"machine": machine, "threads": torch.get_num_threads(), "dtype": arguments.dtype}
     report |= {"torch": torch.__version__, **found}
