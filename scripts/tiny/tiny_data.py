@@ -14,13 +14,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import tiny_about
 import tiny_facts
-import tiny_knowledge
 import tiny_numbers
 import tiny_skills
 import tiny_talk
-import tiny_texts
 from tiny_questions import HELD_OUT_WORDINGS, plain
 from tiny_task import Skills, Task, Turn, is_held_out, phrase
 from tiny_words import CAPITALS, DAYS, MONTHS, NAMES, WORDS, read
@@ -31,10 +28,7 @@ SKILLS: Skills = {
     **tiny_skills.SKILLS,
     **tiny_numbers.SKILLS,
     **tiny_facts.SKILLS,
-    **tiny_knowledge.SKILLS,
-    **tiny_about.SKILLS,
     **tiny_talk.SKILLS,
-    **tiny_texts.SKILLS,
 }
 _NAMES = tuple(SKILLS)
 _CUMULATIVE = [sum(weight for weight, _ in list(SKILLS.values())[: i + 1]) for i in range(len(SKILLS))]

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "tiny"))
 
-import tiny_about  # noqa: E402
 import tiny_data  # noqa: E402
 import tiny_model  # noqa: E402
 import tiny_questions  # noqa: E402
+import tiny_talk  # noqa: E402
 import train_tiny  # noqa: E402
 from tiny_task import is_held_out  # noqa: E402
 
@@ -167,7 +167,7 @@ def test_rows_are_what_the_chat_template_writes_and_the_same_each_time() -> None
 
 def test_replies_about_fastgen_name_what_exists() -> None:
     """Options, parameters, methods, flags and files in the replies are those of fastgen today."""
-    text = " ".join(reply for _, replies in (*tiny_about.ABOUT, *tiny_about.FEATURES) for reply in replies)
+    text = " ".join(reply for _, replies in (*tiny_talk.ABOUT, *tiny_talk.FEATURES) for reply in replies)
     options = {*re.findall(r"Generator\(path, (\w+)=", text), "memory_fraction", "max_model_len"}
     parameters = {*re.findall(r"SamplingParams\((\w+)=", text)}
     assert (len(options) > 5, len(parameters) > 2) == (True, True)
