@@ -15,10 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import resource
-import statistics
 import subprocess
 import sys
 import time
@@ -28,6 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from reports import median_and_spread, processor, write_json
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,6 @@ def busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def median_and_spread(values: list[float]) -> dict[str, Any]:
-    return {"median": statistics.median(values), "spread": [min(values), max(values)]}
-
-
 def run_pairs(engines: dict[str, Engine], name: str, workload: Workload, pairs: int) -> dict[str, Any]:
     """Run pairs of both engines, each first in every second one; return rates, and the ratio of the rates of a pair."""
     rates: dict[str, list[float]] = {engine: [] for engine in engines}
@@ -179,14 +175,6 @@ def run_pairs(engines: dict[str, Engine], name: str, workload: Workload, pairs: 
     ]
     print(f"{name:14} {', '.join(columns)}", flush=True)
     return found
-
-
-def processor() -> str:
-    """Return the processor's name, as far as the system tells."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def bench_cpu(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -222,7 +210,7 @@ def bench_cpu(arguments: argparse.Namespace) -> dict[str, Any]:
         "beside_busy_processes": busy,
     }
     if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(arguments.out, report)
     return report
 
 

@@ -33,11 +33,11 @@ from bench_limits import (
     product_shapes,
     settings,
 )
+from reports import RESULTS, write_json
 
 from fastgen import Generator, SamplingParams
 from fastgen.model.config import ModelConfig, parse_config
 
-RESULTS = Path(__file__).parent.parent / "results"
 LONG_RUN = 30.0  # seconds, from where on one run is enough
 PRODUCT_ROWS = 8192
 COPY_BYTES = 8 * 10**9
@@ -316,8 +316,7 @@ def merge(path: Path, report: dict[str, Any]) -> None:
     before = json.loads(path.read_text()) if path.exists() else {}
     known = {name: value for name, value in report.items() if value is not None}  # rates may not have been measured
     report = report | before | known | {"workloads": before.get("workloads", {}) | report["workloads"]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(path, report)
 
 
 def ceilings(arguments: argparse.Namespace) -> dict[str, float] | None:
@@ -385,6 +384,4 @@ def write_report(arguments: argparse.Namespace, name: str, report: dict[str, Any
     about = machine("cpu" if arguments.smoke else "cuda", arguments.tensor_parallel)
     print(json.dumps(report, indent=2))
     if arguments.out or not arguments.smoke:
-        path = report_path(arguments, about["gpu"], name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"model": arguments.model, **about, **report}, indent=2) + "\n")
+        write_json(report_path(arguments, about["gpu"], name), {"model": arguments.model, **about, **report})

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_cpu import processor
+from reports import RESULTS, processor, write_json
 from tqdm import tqdm
 
 from fastgen import Generator, SamplingParams
@@ -34,7 +34,6 @@ from fastgen.cli.gen.rows import read_rows
 from fastgen.cli.gen.work import RowJob, seed_of, state_by, work
 
 SEED = 0
-RESULTS = Path(__file__).parent.parent / "results"
 
 
 def prompts(count: int) -> list[str]:
@@ -122,7 +121,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     report |= measure(count, params, rounds)
     print(json.dumps(report, indent=1))
     if not arguments.smoke:
-        (RESULTS / "gen-cost.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_json(RESULTS / "gen-cost.json", report)
     return report
 
 

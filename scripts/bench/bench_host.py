@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import statistics
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from bench_cpu import processor
+from reports import RESULTS, processor, write_json
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine.options import EngineConfig, GeneratorOptions
@@ -33,7 +32,6 @@ from fastgen.request import Batch, Request, StepResult
 
 LANES = (1, 64, 256, 1024)
 PAGE_SIZE = 64
-RESULTS = Path(__file__).parent.parent / "results"
 SHORT, LONG = 100, 30_000  # tokens of prompt
 
 
@@ -127,8 +125,7 @@ def main() -> None:
     print(f"{read['lanes']:5} lanes whose text is read at each step: {read['us']:8.1f} us a step")
     if not smoke:
         report = {"machine": processor(), "python": sys.version.split()[0], "steady_decode": rows, "text_read": read}
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "host.json").write_text(json.dumps(report, indent=2) + "\n")
+        write_json(RESULTS / "host.json", report)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,3 @@ def telling(leader: Leader, batch: Batch, messages: int) -> dict[str, dict[str, 
 def spread_us(seconds: list[float]) -> dict[str, float]:
     deciles = [1e6 * each for each in statistics.quantiles(seconds, n=10)]
     return {"median": 1e6 * statistics.median(seconds), "p90": deciles[-1], "most": 1e6 * max(seconds)}
-
-
-if __name__ == "__main__":
-    raise SystemExit(__doc__)  # says how bench.py runs it

@@ -178,7 +178,3 @@ def bench_perf(arguments: argparse.Namespace) -> None:
             points.append(bench_engine.compare(found, costs, None, workload, None, arguments.tensor_parallel))
             print(bench_engine.line(str(generated), points[-1], smoke), flush=True)
     write_report(arguments, "perf", {"points": points})
-
-
-if __name__ == "__main__":
-    raise SystemExit(__doc__)  # says how bench.py runs it

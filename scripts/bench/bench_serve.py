@@ -22,7 +22,6 @@ where clients and server share few cores.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,13 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from bench_cpu import processor
 from plot import plot
+from reports import RESULTS, processor, write_json
 from serve_cost import Burst, lines, measure
 from serve_load import Clients, Load, figures
 from serve_process import BUNDLED, Server, model_folder
 
-RESULTS = Path(__file__).parent.parent / "results"
 PRESETS: dict[str, dict[str, Any]] = {
     "sweep": {"prompt_tokens": 128, "tokens": 128, "concurrency": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]},
     "headline": {"prompt_tokens": 1024, "tokens": 128, "concurrency": [512], "requests": 512},
@@ -159,8 +157,7 @@ def report_path(arguments: argparse.Namespace) -> Path | None:
 
 def write(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if path := report_path(arguments):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(path, report)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

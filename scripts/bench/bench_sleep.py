@@ -11,8 +11,8 @@ from typing import Any
 
 import bench_engine
 import torch
-from bench_cpu import median_and_spread
 from bench_engine import write_report
+from reports import median_and_spread
 
 from fastgen import Generator
 from fastgen.model.config import ModelConfig
@@ -106,7 +106,3 @@ def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start, found
-
-
-if __name__ == "__main__":
-    raise SystemExit(__doc__)  # says how bench.py runs it

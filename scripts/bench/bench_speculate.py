@@ -161,7 +161,3 @@ def bench_speculate(arguments: argparse.Namespace) -> None:
         compare(generator, "chat8 other", smoke=True)  # a warm-up
         found = {name: compare(generator, name, arguments.smoke) for name in STREAMS}
         write_report(arguments, "speculate", {"streams": found})
-
-
-if __name__ == "__main__":
-    raise SystemExit(__doc__)  # says how bench.py runs it

@@ -110,7 +110,3 @@ def measured(program: str, arguments: list[str], cache: str) -> dict[str, float]
     question = "Who are you?\n"
     ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment, input=question)
     return {name: mark - start for name, mark in json.loads(ran.stdout.splitlines()[-1]).items()}
-
-
-if __name__ == "__main__":
-    raise SystemExit(__doc__)  # says how bench.py runs it

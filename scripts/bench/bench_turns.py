@@ -267,7 +267,3 @@ def line(name: str, found: dict[str, Any]) -> str:
         f"{found['cached_share']:.3f} of what can be cached found, {found['pages_saved']} pages saved, "
         f"{found['pages_loaded']} loaded, {found['preemptions']} preemptions"
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(__doc__)  # says how bench.py runs it

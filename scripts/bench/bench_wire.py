@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import torch
-from bench_cpu import median_and_spread
 from bench_engine import write_report
 from bench_sleep import seconds, state_dict
+from reports import median_and_spread
 from serve_process import Server, model_folder
 
 from fastgen.model.config import read_config
@@ -69,7 +69,3 @@ def timed(url: str, update: Any) -> tuple[float, float]:
                 break
         assert updating is not None, "the request ended before the update"
         return updating.result()[0], max(after - before for before, after in pairwise(times[BEFORE - 2 :]))
-
-
-if __name__ == "__main__":
-    raise SystemExit(__doc__)  # says how bench.py runs it

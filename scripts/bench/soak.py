@@ -22,7 +22,6 @@ import asyncio
 import json
 import random
 import re
-import shutil
 import socket
 import sys
 import time
@@ -33,13 +32,10 @@ from typing import Any
 
 import httpx
 import numpy as np
-from bench_cpu import processor
-from bench_limits import MODELS
+from reports import RESULTS, processor, write_json
 from serve_load import quantiles
 from serve_process import BUNDLED, Server, model_folder
 
-RESULTS = Path(__file__).parent.parent / "results"
-TINY = Path(__file__).parents[2] / "fastgen" / "tiny"
 SECONDS = 120.0  # a request that takes longer counts as hung
 SETTLE_SECONDS = 30.0
 WRITTEN = 8  # rounds in the JSON
@@ -432,27 +428,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def write_tokenizer(folder: Path, size: int) -> None:
-    """Write the bundled model's tokenizer and chat template, with made-up words up to a vocabulary of `size`."""
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(TINY / name, folder)
-    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
-    words = tokenizer["model"]["vocab"]
-    words |= {f" w{number}": number for number in range(len(words), size)}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-
-
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     name, *more = arguments.serve
-    with model_folder(name) as (model, flags):
-        if name in MODELS:
-            write_tokenizer(Path(str(model)), MODELS[name]["vocab_size"])
-        with Server(model, [*flags, *more]) as server:
-            report = asyncio.run(soak(server, arguments))
+    with model_folder(name) as (model, flags), Server(model, [*flags, *more]) as server:
+        report = asyncio.run(soak(server, arguments))
     ends = sum((Counter(each["ends"]) for each in report["rounds"]), Counter[str]())
     written = report | {"number_of_rounds": len(report["rounds"]), "ends": ends, "rounds": thinned(report["rounds"])}
-    (arguments.out / f"serve-{arguments.name}.json").write_text(json.dumps(written, indent=2) + "\n")
+    write_json(arguments.out / f"serve-{arguments.name}.json", written)
     print(json.dumps({name: report[name] for name in ("drift", "slow_readers", "sigterm", "tracebacks")}, indent=2))
     for fault in (found := faults(report)):
         print(fault)
