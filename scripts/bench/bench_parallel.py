@@ -52,7 +52,7 @@ def gpu_counts(there: int) -> list[int]:
 
 
 def add_efficiency(by_gpus: dict[str, dict[str, Any]], gpus: int) -> float:
-    """Return the efficiency of so many GPUs, and write it beside their figures."""
+    """Return the efficiency of so many GPUs, and add it to their figures."""
     rate, alone = by_gpus[str(gpus)]["tokens_per_second"], by_gpus["1"]["tokens_per_second"]
     efficiency: float = rate / (gpus * alone)
     by_gpus[str(gpus)]["efficiency"] = efficiency

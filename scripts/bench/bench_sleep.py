@@ -20,7 +20,7 @@ from fastgen.model.parameters import checkpoint_shards
 
 REPEATS = 5
 RANK = 32
-ROOM = 0.7  # of the free memory, so that a second set of weights fits beside
+ROOM = 0.7  # share of the free memory, so that a second set of weights fits
 
 SLEEPS: dict[str, dict[str, Any]] = {
     "both": {},

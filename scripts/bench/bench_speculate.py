@@ -1,14 +1,14 @@
 """Measures, as `bench.py gpu --speculate`, generated tokens per second with and without speculation.
 
 Random weights accept nothing, so the answers are recorded: a hook on the draw replaces each drawn token by the recorded
-token of its request and position, in all runs alike. Drafts are those of the real matcher. One Generator without a
+token of its request and position, in all runs alike. The drafts come from the real matcher. One Generator without a
 prefix cache runs each stream with SamplingParams(speculate=False) and without it, in turns. Streams:
 
 - edit: the prompt is a text of random tokens in Zipf's distribution, and the answer copies it in runs of about 12
   tokens, between which 1 to 9 tokens are new; about 70 % of it are copied.
 - other: prompt and answer are such texts that have nothing in common, so that few drafts are right.
 - random: all tokens are equally likely, so that there are no drafts.
-- tail: the history holds an answer to each prompt, of which so many percent of the tokens are those of the answer.
+- tail: the history holds an answer to each prompt, which agrees with the answer in so many percent of the tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from fastgen import Generator, SamplingParams
 from fastgen.engine import runner
 
 RUN = 12  # mean length of a copied run
-NEW = 9  # most new tokens between two
+NEW = 9  # maximum number of new tokens between two
 REPEATS = 2
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Requests that run at once: `lanes` prompts of `prompt` tokens, answers of `generated`. agreement: with the text
-    that drafts come from: the prompt, or with `history` an earlier answer. uniform: all tokens are equally likely."""
+    """Requests that run at once: `lanes` prompts of `prompt` tokens, answers of `generated` tokens.
+
+    agreement: share of an answer that is copied from the text that drafts come from, which is the prompt, or with
+    `history` an earlier answer. uniform: all tokens are equally likely.
+    """
 
     lanes: int
     agreement: float

@@ -1,6 +1,6 @@
 """Measures, as `bench.py gpu --turns`, conversations whose KV is more than the pool holds, in rounds of one turn each.
 
-Three engines, one after the other: with a host tier that holds all conversations, with the prefix cache alone, and with
+Three engines, one after the other: with a host tier that holds all conversations, with only the prefix cache, and with
 neither, which computes each conversation anew at each turn. The time to the first token counts from add() on.
 """
 
@@ -30,7 +30,7 @@ Prompts = list[list[int]]
 class Turns:
     """Conversations of so many turns; in each, the user says `new` tokens, and the model answers `generated`.
 
-    active: conversations in the engine at a time. repeats: of the measurement of one conversation alone.
+    active: number of conversations in the engine at a time. repeats: number of measurements of a single conversation.
     """
 
     conversations: int = 256
@@ -43,17 +43,17 @@ class Turns:
 
     @property
     def context(self) -> int:
-        """The tokens of a conversation at its end."""
+        """The number of tokens of a conversation at its end."""
         return self.turns * (self.new + self.generated)
 
     @property
     def known(self) -> int:
-        """The tokens of a conversation before its last turn."""
+        """The number of tokens of a conversation before its last turn."""
         return self.context - self.new - self.generated
 
     @property
     def pages(self) -> int:
-        """The pages of all conversations at their ends."""
+        """The number of pages of all conversations at their ends."""
         return self.conversations * -(-self.context // self.page_size)
 
     @property
@@ -117,8 +117,7 @@ def random_prompts(count: int, tokens: int, vocab_size: int, draw: np.random.Gen
 def play(
     engine: Generator, turns: Turns, vocab_size: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[list[Answer]]:
-    """Play turn t of all conversations in round t; return the answers of each round, in the
-    order of the requests."""
+    """Play turn t of all conversations in round t; return the answers of each round, in the order of the requests."""
     draw = np.random.default_rng(1)
     conversations: Prompts = [[] for _ in range(turns.conversations)]
     rounds = []
@@ -175,7 +174,7 @@ def confirm(name: str, found: dict[str, Any]) -> None:
         )
 
 
-# One conversation alone
+# A single conversation
 
 
 def alone_from_host(generator: Generator, turns: Turns) -> list[float]:
@@ -224,7 +223,7 @@ def alone(from_host: list[float], computed: list[float]) -> dict[str, Any]:
 
 
 def bench_turns(arguments: argparse.Namespace) -> None:
-    """Measure the times to the first token, and tokens/s, of each of the engines; and of one conversation alone."""
+    """Measure the times to the first token, and tokens/s, of each of the engines, and of a single conversation."""
     turns, host_gb = conversations(arguments)
     engines: dict[str, dict[str, Any]] = {
         "host": {"host_cache_gb": host_gb},

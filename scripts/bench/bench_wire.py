@@ -23,8 +23,8 @@ from fastgen.model.config import read_config
 from fastgen.rl.remote import RemoteGenerator
 
 REPEATS = 5
-ROOM = 0.6  # of the free memory, so that a second set of weights fits beside
-BEFORE = 20  # tokens of the request that runs, before an update begins
+ROOM = 0.6  # share of the free memory, so that a second set of weights fits
+BEFORE = 20  # number of tokens of the running request before an update begins
 
 
 def bench_wire(arguments: argparse.Namespace) -> None:

@@ -54,14 +54,14 @@ sys.path.append(str(Path(__file__).parent.parent / "bench"))
 
 from serve_process import Server
 
-MOST_LAG = 1  # steps of the trainer that a token may be older than
-MOST_WEIGHT = 2.0  # of an old token: the trainer's probability at the start of the step over that of its drawing
+MOST_LAG = 1  # maximum age of a token, in steps of the trainer
+MOST_WEIGHT = 2.0  # of an old token: its probability at the start of the step over the one it was drawn with
 PARTS = ("wait", "train", "push")
 
 
 @dataclass(frozen=True)
 class Corrected(Rollout):
-    """A sample with old tokens. logprobs: the trainer's at the start of the step. weights: of each token's
+    """A sample with old tokens. logprobs: the trainer's at the start of the step. weights: factor of each token's
     advantage."""
 
     weights: tuple[float, ...] = ()
@@ -90,7 +90,7 @@ def corrected(model: Any, samples: Sequence[Rollout], version: int | None, setti
             late = lags(sample, version)
             if max(late) > MOST_LAG:
                 raise RuntimeError(f"a token is {max(late)} steps old; the server has not taken every update")
-            # The tokens of the present version keep the server's logprobs, which differ from these by rounding alone.
+            # The tokens of the present version keep the server's logprobs, which differ from these only by rounding.
             logprobs = [new if lag else drawn for new, drawn, lag in zip(own, sample.logprobs, late, strict=True)]
             ratios = torch.tensor(logprobs) - torch.tensor(sample.logprobs)
             weights = ratios.exp().clamp(max=MOST_WEIGHT).tolist()
@@ -99,7 +99,7 @@ def corrected(model: Any, samples: Sequence[Rollout], version: int | None, setti
 
 
 class Sampler:
-    """Samples from a server, in a thread. seconds: that the server has worked on them."""
+    """A client that samples from a server, in a thread. seconds: time that the server has worked on samples."""
 
     def __init__(self, gen: RemoteGenerator, settings: Settings) -> None:
         self.gen, self.seconds = gen, 0.0
@@ -158,13 +158,13 @@ def train(gen: RemoteGenerator, settings: Settings, device: str) -> dict[str, An
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", help="of the trainer, such as cuda:0")
-    parser.add_argument("--server-device", default="cpu", help="of the server, such as cuda:1")
-    parser.add_argument("--dtype", default="float32", help="of the server; the trainer's is float32")
-    parser.add_argument("--url", help="of a server with the bundled model (default: one is started)")
+    parser.add_argument("--device", default="cpu", help="device of the trainer, such as cuda:0")
+    parser.add_argument("--server-device", default="cpu", help="device of the server, such as cuda:1")
+    parser.add_argument("--dtype", default="float32", help="dtype of the server; the trainer's is float32")
+    parser.add_argument("--url", help="URL of a server with the bundled model (default: one is started)")
     parser.add_argument("--seed", type=int, default=Settings.seed)
-    parser.add_argument("--out", type=Path, help="file of JSON for the learning curve (default: none is written)")
-    parser.add_argument("--beside", type=Path, help="JSON of rl_grpo.py, whose curve is plotted beside this one")
+    parser.add_argument("--out", type=Path, help="JSON file for the learning curve (default: none is written)")
+    parser.add_argument("--beside", type=Path, help="JSON of rl_grpo.py, whose curve is plotted next to this one")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args(argv)
     smoke = {"steps": 2, "prompts": 4, "samples": 8, "batch": 16, "micro_batch": 8, "held_out": 8}

@@ -31,7 +31,7 @@ def _cased(rng: random.Random, name: str) -> str:
 
 
 def _country(rng: random.Random) -> tuple[str, str]:
-    """A country and how a user might write it."""
+    """Return a country and how a user might write it."""
     country = rng.choice(tuple(CAPITALS))
     shown = rng.choice(COUNTRY_ALIASES[country]) if country in COUNTRY_ALIASES and rng.random() < 0.5 else country
     return country, _cased(rng, shown)

@@ -51,7 +51,7 @@ def matrices(model: LlamaForCausalLM) -> list[nn.Parameter]:
 
 
 def orthogonalize(updates: Tensor) -> Tensor:
-    """The nearest (semi-)orthogonal matrix of each of updates [N, rows, columns], by five Newton-Schulz steps.
+    """Return the nearest (semi-)orthogonal matrix of each of updates [N, rows, columns], by five Newton-Schulz steps.
 
     Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024).
     """
@@ -83,7 +83,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of all matrices."""
+        """Update all matrices once."""
         assert closure is None
         for group in self.param_groups:
             matrices: list[Tensor] = group["params"]
@@ -101,7 +101,7 @@ class Muon(torch.optim.Optimizer):
 
 # The tokenizer is a byte-fallback BPE. Spaces stay spaces (no "▁"), so every string survives encoding and decoding;
 # what the vocabulary lacks is spelled in bytes (<0x00> to <0xFF>). Digits are tokens of their own, for arithmetic.
-# A word or a run of symbols takes the space before it along; digits, and spaces before them, stand alone.
+# A word or a run of symbols takes the space before it along; digits, and spaces before them, are tokens of their own.
 _PIECES = Regex(r" ?\p{L}+|\d| ?[^\s\p{L}\d]+|\s")
 
 CHAT_TEMPLATE = (

@@ -182,7 +182,7 @@ _KNOWN = {plain(asked) for wordings, _ in FACTS for asked in wordings}
 
 
 def off_topic(rng: random.Random) -> Task:
-    """Questions that the model can not answer; it says so and what it can do."""
+    """Questions that the model cannot answer; it says so, and what it can do."""
     words = " ".join(rng.choice(WORDS) for _ in range(rng.choice((1, 1, 2))))
     topic = rng.choice(
         (rng.choice(_TALK["topics"]), rng.choice(_TALK["topics"]), words, words, rng.choice(tuple(CAPITALS)))
@@ -282,7 +282,7 @@ _TAKEN |= {"joke", "story", "poem", "haiku"}
 
 
 def nonsense(rng: random.Random) -> Task:
-    """What can not be read: keys, symbols, babble"""
+    """What cannot be read: keys, symbols, babble"""
     text = _nonsense(rng)
     if text in WORDS or plain(text) in _TAKEN:
         return nonsense(rng)
@@ -290,7 +290,7 @@ def nonsense(rng: random.Random) -> Task:
 
 
 def lone_word(rng: random.Random) -> Task:
-    """A word alone: what can be done with it"""
+    """A single word: what can be done with it"""
     word = rng.choice(WORDS)
     if word in _TAKEN:
         return lone_word(rng)

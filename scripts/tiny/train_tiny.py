@@ -45,7 +45,7 @@ SAVE_SECONDS = 60
 
 @dataclass
 class Progress:
-    """What training did."""
+    """The progress of training. seconds: time spent; loss: a running mean."""
 
     steps: int = 0
     tokens: int = 0
@@ -54,7 +54,7 @@ class Progress:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options; `--smoke` makes everything tiny."""
+    """Return the options; `--smoke` makes everything tiny."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(
@@ -65,7 +65,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data-tokens", type=int, default=400_000_000)
     parser.add_argument("--batch-tokens", type=int, default=65_536)
     parser.add_argument("--corpus-turns", type=int, default=100_000, help="turns that the tokenizer learns from")
-    parser.add_argument("--prompts", type=int, default=300, help="held-out prompts a skill")
+    parser.add_argument("--prompts", type=int, default=300, help="held-out prompts per skill")
     parser.add_argument("--max-new-tokens", type=int, default=560)
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
     parser.add_argument("--seed", type=int, default=0)
@@ -86,7 +86,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def generate(args: argparse.Namespace, tokenizer: Any) -> dict[int, Tensor]:
-    """All rows, by length: int16 [rows, length]. Shards come back in order, whatever the number of workers."""
+    """Return all rows, by length: int16 [rows, length]. Shards come in order, whatever the number of workers."""
     count = max(1, round(args.data_tokens / SHARD_TOKENS))
     make = partial(shard, tokenizer, args.seed, tokens=args.data_tokens // count)
     if args.workers == 1:
@@ -100,7 +100,7 @@ def generate(args: argparse.Namespace, tokenizer: Any) -> dict[int, Tensor]:
 
 
 def batches(data: dict[int, Tensor], batch_tokens: int, seed: int) -> Iterator[Tensor]:
-    """Batches without end, each of one row length; every row of a length is used before one comes again."""
+    """Yield batches without end, each of one row length; every row of a length is used before one comes again."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     weights = [data[n].numel() for n in BUCKETS]
 
@@ -118,7 +118,7 @@ def batches(data: dict[int, Tensor], batch_tokens: int, seed: int) -> Iterator[T
 
 
 def split_targets(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed rows [B, L] -> ids and the ids to predict at each place, -100 where nothing is learned."""
+    """Split packed rows [B, L] into ids and the ids to predict at each place, -100 where nothing is learned."""
     packed = rows.long()
     ids = packed & (TARGET - 1)
     following = torch.where(packed & TARGET != 0, ids, -100)
@@ -126,7 +126,7 @@ def split_targets(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy over the targets."""
+    """Return the mean cross-entropy over the targets."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
 
 
@@ -181,7 +181,7 @@ def train(model: LlamaForCausalLM, data: dict[int, Tensor], args: argparse.Names
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Accuracy of the saved folder and its replies to first questions; they go to accuracy.json and the card."""
+    """Write the accuracy of the saved folder and its replies to first questions to accuracy.json and the card."""
     torch.set_float32_matmul_precision("highest")
     answer = Answerer(args.out, torch.device(args.device), 1 << 18 if args.device == "cuda" else 1 << 13)
     facts = json.loads((args.out / "accuracy.json").read_text())
@@ -270,7 +270,7 @@ def write_mean(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Tokenizer, data, training, folder, accuracy, card."""
+    """Train, or take a mean, and measure what was written."""
     args = parse(argv)
     start = time.perf_counter()
     if args.fp8:

@@ -129,7 +129,7 @@ class Setup:
 
 
 def seconds_of(run: Callable[[], Any], least: float = 0.03) -> float:
-    """Return the median of three rounds, of `least` seconds each or more."""
+    """Return the seconds of one call: the median of three rounds of at least `least` seconds."""
     run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
 
@@ -156,7 +156,7 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def time_paged(setup: Setup, config: attention.AttentionConfig) -> tuple[float, float]:
-    """Return the seconds of a layer, and the error."""
+    """Return the seconds per layer, and the error."""
     paged, case = setup.paged, setup.case
     paged.configs = dict.fromkeys(paged.configs, config)
     answers: list[Tensor] = []
@@ -179,8 +179,8 @@ def time_paged(setup: Setup, config: attention.AttentionConfig) -> tuple[float, 
 
 
 def time_flash(setup: Setup) -> tuple[float, float] | str:
-    """Return seconds a layer and the error of a step of prefills; or why there are none. The host launches each layer,
-    which shows in small cases."""
+    """Return the seconds per layer and the error of a step of prefills, or the reason why there are none. The host
+    launches each layer, which shows in small cases."""
     if setup.case.decodes:
         return "decodes go through paged"
     try:
@@ -208,6 +208,8 @@ def configured(setup: Setup, rows: int, warps: int, stages: int, peel: bool) -> 
 
 
 class Tuner:
+    """The measurements so far, which end at the time `until`."""
+
     def __init__(self, until: float) -> None:
         self.until = until
         self.rows: list[dict[str, Any]] = []
