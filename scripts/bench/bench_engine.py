@@ -107,8 +107,8 @@ def wait(device: str) -> None:
 
 @dataclass
 class Run:
-    """One generate() of a workload. lanes: maximum number of sequences running at a time. thirds: tokens/s of each third
-    of its time."""
+    """One generate() of a workload. lanes: maximum number of sequences running at a time. thirds: tokens/s in each
+    third of its time."""
 
     seconds: float
     steps: int

@@ -10,7 +10,7 @@ import argparse
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -82,9 +82,7 @@ class Answer:
     token_ids: list[int]
 
 
-def ask(
-    engine: Generator, prompts: Prompts, generated: int, active: int, clock: Callable[[], float] = time.perf_counter
-) -> list[Answer]:
+def ask(engine: Generator, prompts: Prompts, generated: int, active: int) -> list[Answer]:
     """Return answers of `generated` tokens each, in order, `active` at a time: the next is added as one finishes."""
     params = SamplingParams(temperature=1, max_tokens=generated, ignore_eos=True)
     waiting, running = deque(enumerate(prompts)), dict[str | int, tuple[int, float]]()
@@ -92,9 +90,9 @@ def ask(
     while waiting or running:
         while waiting and len(running) < active:
             number, prompt = waiting.popleft()
-            added = clock()
+            added = time.perf_counter()
             running[engine.add(prompt, params)] = number, added
-        events, now = engine.step(), clock()
+        events, now = engine.step(), time.perf_counter()
         for event in events:
             number, added = running[event.id]
             if event.token_ids and number not in answers:
@@ -114,9 +112,7 @@ def random_prompts(count: int, tokens: int, vocab_size: int, draw: np.random.Gen
     return ids
 
 
-def play(
-    engine: Generator, turns: Turns, vocab_size: int, clock: Callable[[], float] = time.perf_counter
-) -> list[list[Answer]]:
+def play(engine: Generator, turns: Turns, vocab_size: int) -> list[list[Answer]]:
     """Play turn t of all conversations in round t; return the answers of each round, in the order of the requests."""
     draw = np.random.default_rng(1)
     conversations: Prompts = [[] for _ in range(turns.conversations)]
@@ -127,7 +123,7 @@ def play(
         ):
             conversation += new
         order = [conversations[index] for index in draw.permutation(turns.conversations)]
-        rounds.append(ask(engine, order, turns.generated, turns.active, clock))
+        rounds.append(ask(engine, order, turns.generated, turns.active))
         for conversation, answer in zip(order, rounds[-1], strict=True):
             conversation += answer.token_ids
     return rounds

@@ -10,8 +10,8 @@ are malformed. The first round warms the server up; with --minutes, rounds follo
 After each round, when the server is idle, its memory, threads, file descriptors and pages are counted: `drift` is
 their change from the first round to the last, and its `mb_percent` leaves the KV pool of a CPU out. In the end, clients
 that read nothing run while others read, and a SIGTERM comes under load. The exit status is 1 if an answer is wrong,
-lost or late, or something is held. Writes scripts/results/serve-NAME.json. --serve comes last: what follows its model are
-flags of fgserve. A model of bench.py (mistral7, ...) has random weights and the bundled model's tokenizer. --pause lets
+lost or late, or something is held. Writes scripts/results/serve-NAME.json. --serve comes last: flags of fgserve follow
+its model. A model of bench.py (mistral7, ...) has random weights and the bundled model's tokenizer. --pause lets
 each connection rest between two requests. --note is kept in the file, such as what else the machine does.
 """
 
