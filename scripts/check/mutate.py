@@ -49,16 +49,19 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("ActiveSample.emit", "self.emitted = (sequence.output_len, len(text))",
          "self.emitted = (sequence.output_len, 0)"),
     ],
-    ("engine.inputs", CALLS + " tests/test_rollouts.py"): [
+    ("engine.inputs", "tests/test_rollouts.py tests/test_robustness.py " + CALLS): [
         ("InputProcessor.process", "max_len=min(most, self.context),",
          "max_len=min(most, self.context) + (params.max_tokens is None),"),
         ("InputProcessor._check_prompt", "room = context if params.max_tokens == 0 else context - 1", "room = context"),
         ("InputProcessor._seed_of", "return resume.seed", "return 0"),
+        ("InputProcessor.check_params", "if edited > MAX_BIASES:", "if edited > MAX_BIASES + 1:"),
     ],
-    ("engine.interrupts", CALLS): [
+    ("engine.interrupts", CALLS + " tests/test_robustness.py"): [
         ("DeferredInterrupt._call", "self._pending = False", "pass"),
         ("DeferredInterrupt._outer", "return max(at for", "return min(at for"),
         ("DeferredInterrupt.reading", "signal.signal(signal.SIGINT, self._found[self._outer()])", "pass"),
+        ("OneCaller._take", "if self.forked:", "if False:"),
+        ("OneCaller._take", "if not self._lock.acquire(blocking=False):", "if not self._lock.acquire():"),
     ],
     ("generator", "tests/test_updating.py"): [
         ("Generator._update_weights", 'if in_flight == "recompute":', 'if in_flight == "keep":'),
@@ -70,6 +73,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("Loop._within_step", "finally: self.stepping = False", ""),
         ("Loop.advance", "self.abort(late)", "pass"),
         ("Loop.check_open", "if self.stepping: raise", "if False: raise"),
+        ("Loop.begin", "self._interrupt.check()", "pass"),
+        ("Loop.update_output", "self.weights.blame(self._runner.weights.find_not_finite)", '""'),
     ],
     ("text.tokenizer", "tests/text/test_tokenizer.py"): [
         ("_overlap", "range(min(len(text), len(stop) - 1), 0, -1)", "range(1, min(len(text), len(stop) - 1) + 1)"),
@@ -100,9 +105,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("_find_pieces", "(file.get_tensor(name))",
          "((t := file.get_tensor(name)).half() if t.dtype == torch.bfloat16 else t)"),
     ],
-    ("model.weights", LOADING + " tests/model/test_weights.py"): [
+    ("model.weights", "tests/model/test_weights.py tests/test_updating.py tests/test_adapters.py " + LOADING): [
         ("Shard.slice", "tensor.narrow(self.dim, self.start,", "tensor.narrow(self.dim, 0,"),
         ("TensorMatcher.find", "if name in self._seen:", "if False:"),
+        ("WeightState.check_update", "version = self.version + 1", "version = self.version + 2"),
+        ("WeightState.check_update", "if update.partial and self.has_adapter:", "if False:"),
     ],
     ("model.parameters", "tests/model/test_parameters.py"): [
         ("layer_table", 'Module(attention + "k_proj", "qkv"', 'Module(attention + "v_proj", "qkv"'),
@@ -122,6 +129,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("async_engine.loop", "tests/async_engine/test_async_loop.py tests/async_engine/test_async_client.py"): [
         ("EngineLoop._handle", "self._gen.abort(message.numbers)", "pass"),
+    ],
+    ("model.adapter", "tests/test_adapters.py"): [
+        ("AdapterUpdate._expect", 'rank**0.5 if config.get("use_rslora") else rank', "rank"),
+        ("AdapterUpdate._expect", '"alpha_pattern"', '"rank_pattern"'),
+        ("AdapterUpdate.check", "self.adapted |= self._scaling.keys()", "self.adapted = self._scaling.keys()"),
     ],
     ("model.host_tier", "tests/model/test_host_tier.py"): [
         ("HostTier.load", "order, pages[start : start + len(part)])", "order, pages[: len(part)])"),
