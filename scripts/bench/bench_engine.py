@@ -308,10 +308,6 @@ def warm_up(generator: Generator, smoke: bool) -> None:
     run(generator, Workload(4, 24, 4) if smoke else Workload(8, 128, 16), seed=0)
 
 
-def pool_gb(generator: Generator) -> float:
-    return generator.config.num_pages * generator.config.page_bytes(generator.model_config) / 1e9
-
-
 def merge(path: Path, report: dict[str, Any]) -> None:
     """Write a report; the workloads that it does not have stay as they were in the file."""
     before = json.loads(path.read_text()) if path.exists() else {}
@@ -355,7 +351,8 @@ def measure_workload(
     figures_of = measure_shared if name in SHARED and gpus == 1 else measure
     costs = Costs.of(generator.model_config, generator.config.kv_cache_dtype)
     found = compare(figures_of(generator, workload), costs, rates, workload, vllm, gpus)
-    found |= {"engine": asdict(generator.config), "pool_gb": pool_gb(generator)}
+    pool_gb = generator.config.num_pages * generator.config.page_bytes(generator.model_config) / 1e9
+    found |= {"engine": asdict(generator.config), "pool_gb": pool_gb}
     if not arguments.smoke and gpus == 1:  # with several, other processes have the memory
         found["peak_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
     print(line(name, found, arguments.smoke), flush=True)

@@ -210,17 +210,15 @@ def alone_computed(generator: Generator, turns: Turns) -> list[float]:
     return [answer.ttft for answer in answers]
 
 
-def alone(from_host: list[float], computed: list[float]) -> dict[str, Any]:
-    ratio = statistics.median(computed) / statistics.median(from_host)
-    return {"from_host_ms": spread(from_host), "computed_ms": spread(computed), "times_faster": ratio}
-
-
 # The three engines
 
 
 def bench_turns(arguments: argparse.Namespace) -> None:
     """Measure the times to the first token, and tokens/s, of each of the engines, and of a single conversation."""
-    turns, host_gb = conversations(arguments)
+    turns = SMALL if arguments.smoke else Turns(page_size=arguments.page_size or Turns.page_size)
+    options = bench_engine.engine_options(arguments)
+    dtype = "fp8" if options["kv_cache_dtype"] == "fp8" else options["dtype"]
+    host_gb = turns.host_gb(parse_config(settings(arguments.model, arguments.smoke)), dtype)
     engines: dict[str, dict[str, Any]] = {
         "host": {"host_cache_gb": host_gb},
         "cache": {},
@@ -242,17 +240,13 @@ def bench_turns(arguments: argparse.Namespace) -> None:
         "turns": asdict(turns) | {"context": turns.context},
         "host_cache_gb": host_gb,
         "engines": found,
-        "alone": alone(seconds["host"], seconds["recompute"]),
+        "alone": {
+            "from_host_ms": spread(seconds["host"]),
+            "computed_ms": spread(seconds["recompute"]),
+            "times_faster": statistics.median(seconds["recompute"]) / statistics.median(seconds["host"]),
+        },
     }
     write_report(arguments, "turns", report)
-
-
-def conversations(arguments: argparse.Namespace) -> tuple[Turns, float]:
-    """Return the conversations of the command line, and the 10^9 bytes of a host tier that holds all of them."""
-    turns = SMALL if arguments.smoke else Turns(page_size=arguments.page_size or Turns.page_size)
-    model = parse_config(settings(arguments.model, arguments.smoke))
-    options = bench_engine.engine_options(arguments)
-    return turns, turns.host_gb(model, "fp8" if options["kv_cache_dtype"] == "fp8" else options["dtype"])
 
 
 def line(name: str, found: dict[str, Any]) -> str:

@@ -124,9 +124,8 @@ _RUN = """    {command}
 {hardware}: {data:.0f} million tokens of data, made in {data_seconds:.0f} s; {steps:,} steps of about
 {batch_tokens:,} tokens in {seconds:.0f} s ({rate:.2f} million tokens/s, {passes:.1f} passes); final loss {loss:.4f}."""
 
-_RECALL = "a question about what the user said earlier"
 LABELS = {
-    "recall": _RECALL,
+    "recall": "a question about what the user said earlier",
     "after_long_conversation": "sums, capitals, spelling, weekdays and sorting, late in a chat",
 }
 

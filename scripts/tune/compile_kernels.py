@@ -237,8 +237,9 @@ def run(name: str, dtype: str, deterministic: bool, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**SIZES, **MODELS[name]}))
         with Generator(folder, dtype=dtype, deterministic=deterministic, **ENGINE, **options) as gen:
-            if deterministic:
-                fix(gen._runner.model)
+            model: Any = gen._runner.model
+            for linear in (model.parameters.lm_head, *(linear for layer in model.layers for linear in layer.linears)):
+                linear.batch_invariant |= deterministic  # as on a GPU
             startup._compile(gen._runner)
             for params in (plain, full):
                 for lengths in ([400], [9] * 6, [9] * 12, [70] * 20):
@@ -246,12 +247,6 @@ def run(name: str, dtype: str, deterministic: bool, **options: Any) -> None:
                     assert all(output.error is None for output in outputs)
             gen.score([[5] * 100])  # more rows than go through our own products by default
             startup.rehearse_decodes(gen._runner, [1, 8, 32])  # what graphs hold; without a GPU there are none
-
-
-def fix(model: Any) -> None:
-    """Make a model's products batch-invariant, as on a GPU."""
-    for linear in (model.parameters.lm_head, *(linear for layer in model.layers for linear in layer.linears)):
-        linear.batch_invariant = True
 
 
 def faults(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -69,12 +69,9 @@ PRODUCTS = (
 )
 
 
-def fused_of(product: Product, add: Tensor | None) -> Fused:
-    return Fused(add=add, swiglu=product.swiglu, out_dtype=torch.float32 if product.logits else None)
-
-
 def ours(product: Product, weight: Tensor, chosen: ProductConfig, x: Tensor, add: Tensor | None) -> Tensor:
-    return launch_as(chosen, x, weight, None, fused_of(product, add))
+    fused = Fused(add=add, swiglu=product.swiglu, out_dtype=torch.float32 if product.logits else None)
+    return launch_as(chosen, x, weight, None, fused)
 
 
 def theirs(product: Product, weight: Tensor, x: Tensor, add: Tensor | None) -> Tensor:

@@ -24,7 +24,7 @@ import bench_turns  # noqa: E402
 import plot  # noqa: E402
 import serve_cost  # noqa: E402
 import serve_load  # noqa: E402
-from bench_limits import Costs, Rates, Workload  # noqa: E402
+from bench_limits import Costs, Rates  # noqa: E402
 
 from fastgen.engine.options import EngineConfig, GeneratorOptions  # noqa: E402
 from fastgen.model.config import parse_config  # noqa: E402
@@ -152,14 +152,6 @@ def test_the_limit_is_what_was_worked_out_by_hand(model: str, gpus: int, name: s
     assert limit == pytest.approx(known, rel=2e-3)
 
 
-def test_the_limit_of_a_step_is_the_weights_or_the_products() -> None:
-    costs, workload = Costs(layers=900, head=100, attention=0, kv=0), Workload(64, 1, 10)
-    prompts = 64 * 2 * (900 + 100) / 1e6
-    for lanes, step in ((1, 2000 / 1e5), (16, 16 * 2000 / 1e6), (64, 64 * 2000 / 1e6)):
-        seconds = prompts + 640 / lanes * step
-        assert bench_limits.limit(costs, workload, Rates(1e5, 1e6), lanes) == pytest.approx(640 / seconds)
-
-
 @pytest.mark.parametrize("name", ["headline", "group", "tree"])
 @pytest.mark.parametrize("waves", [1, 2])
 def test_the_limit_reads_each_key_once_per_step(name: str, waves: int) -> None:
@@ -176,16 +168,6 @@ def test_the_limit_reads_each_key_once_per_step(name: str, waves: int) -> None:
     seconds = workload.tokens / bench_limits.limit(Costs(0, 0, 0, kv=1), workload, Rates(1.0, INFINITE), lanes)
     own = workload.tokens / 2  # half a token each: whether the step's own token counts
     assert seconds == pytest.approx(read + own)
-
-
-def test_the_limit_computes_a_shared_prefix_once() -> None:
-    costs = Costs(layers=50, head=7, attention=3, kv=0)
-    workload = Workload(12, prompt=10, generated=1, samples=3, common=6)
-    pairs = [position + 1 for position in range(10)]
-    attention = 3 * 665 / 600
-    flops = 6 * 2 * 50 + attention * sum(pairs[:6]) + 4 * (4 * 2 * 50 + attention * sum(pairs[6:]) + 2 * 7)
-    flops += 12 * 2 * (50 + 7)  # and the step
-    assert bench_limits.limit(costs, workload, Rates(INFINITE, 1.0), 12) == pytest.approx(12 / flops)
 
 
 # ------------------------------------------------------------------------------------------------- parts
