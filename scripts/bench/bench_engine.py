@@ -21,18 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_limits import (
-    H200,
-    SHARED,
-    VLLM,
-    WORKLOADS,
-    Costs,
-    Rates,
-    Workload,
-    limit,
-    product_shapes,
-    settings,
-)
+from bench_limits import H200, SHARED, VLLM, WORKLOADS, Costs, Rates, Workload, limit, product_shapes, settings
 from reports import RESULTS, write_json
 
 from fastgen import Generator, SamplingParams

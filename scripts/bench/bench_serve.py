@@ -86,15 +86,9 @@ def target(arguments: argparse.Namespace) -> Iterator[str]:
         yield f"{server.url}/v1"
 
 
-def find_model(url: str) -> str:
-    """Return the first model that a server has."""
-    reply = httpx.get(f"{url}/models", timeout=60).raise_for_status()
-    return str(reply.json()["data"][0]["id"])
-
-
 def bench_load(arguments: argparse.Namespace) -> None:
     with target(arguments) as url, Clients(arguments.clients) as clients:
-        model = find_model(url)
+        model = str(httpx.get(f"{url}/models", timeout=60).raise_for_status().json()["data"][0]["id"])
         report: dict[str, Any] = {
             "server": arguments.url or " ".join(arguments.serve),
             "model": model,

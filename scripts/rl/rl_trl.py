@@ -103,14 +103,6 @@ def product(completions: list[Any], a: list[int], b: list[int], **_: Any) -> lis
     return [reward((x, y), said[0]["content"]) for x, y, said in zip(a, b, completions, strict=True)]
 
 
-def generator(settings: Settings, device: str, url: str | None) -> Generator | RemoteGenerator:
-    """Return the sampler: in this process, or at a url."""
-    if url is not None:
-        return RemoteGenerator(url)
-    # Half of a GPU's memory is the trainer's
-    return Generator(device=device, dtype="float32", memory_fraction=0.5, seed=settings.seed)
-
-
 def train(settings: Settings, device: str, folder: str, url: str | None = None) -> dict[str, Any]:
     """Train; return the held-out accuracy before and after, and the trainer's log, a dictionary for each step. folder:
     for TRL's files."""
@@ -125,7 +117,12 @@ def train(settings: Settings, device: str, folder: str, url: str | None = None) 
         use_vllm=True, vllm_mode="server",
         epsilon=settings.clip_low, epsilon_high=settings.clip_high, vllm_importance_sampling_mode="token_truncate",
     )  # fmt: skip
-    with generator(settings, device, url) as gen:
+    gen: Generator | RemoteGenerator
+    if url is not None:
+        gen = RemoteGenerator(url)
+    else:  # half of a GPU's memory is the trainer's
+        gen = Generator(device=device, dtype="float32", memory_fraction=0.5, seed=settings.seed)
+    with gen:
         sample_by(gen)
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(resolve(None), dtype=torch.float32),
