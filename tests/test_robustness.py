@@ -30,16 +30,16 @@ pytestmark = pytest.mark.timeout(60)
 SHORT = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
-def test_not_finite_logits_fail_alone_and_leave_nothing_behind(llama: Path) -> None:
+def test_not_finite_logits_fail_by_themselves_and_leave_nothing_behind(llama: Path) -> None:
     with Generator(llama, page_size=16, num_pages=12, max_seqs=4) as gen:
         right = gen.generate([random_ids(40)], SHORT)
         gen._runner.model.parameters.embedding[7] = torch.nan
         clean = [token for token in random_ids(40) if token != 7]
         before = gen.generate([clean], SHORT)[0].completions[0].token_ids
-        poisoned, beside = gen.generate([[1, 7, 9] * 10, clean], SHORT)
+        poisoned, other = gen.generate([[1, 7, 9] * 10, clean], SHORT)
         named = "the logits are not finite, nor are the weights model.embed_tokens.weight; load or update them again"
         assert poisoned.error == named
-        assert beside.completions[0].token_ids == before
+        assert other.completions[0].token_ids == before
         assert gen.generate([clean], SHORT)[0].completions[0].token_ids == before
         assert right[0].error is None
 
@@ -126,7 +126,7 @@ def test_one_thread_of_one_process_uses_a_generator(gen: Generator) -> None:
     assert ThreadPoolExecutor(1).submit(gen.generate, [5, 6], SHORT).result()[0].error is None, "one after the other"
     assert signal.getsignal(signal.SIGINT) is handler
     reading, writing = os.pipe()
-    with warnings.catch_warnings(action="ignore"):  # of a fork beside threads
+    with warnings.catch_warnings(action="ignore"):  # of a fork while there are threads
         child = os.fork()
     if not child:
         try:

@@ -304,9 +304,9 @@ def check_rests(new: Generator, params: SamplingParams, found: list[tuple[list[i
     )
     for (_, before, got), count, rest in zip(found, known, rests, strict=True):
         assert got.weight_versions == [s for s in ((0, 0, count), (1, count, 24)) if s[1] < s[2]]
-        behind = rest.completions[got.index]
+        later = rest.completions[got.index]
         for name in ("token_ids", "logprobs", "raw_logprobs"):
-            assert getattr(got, name) == getattr(before, name)[:count] + getattr(behind, name)[: 24 - count]
+            assert getattr(got, name) == getattr(before, name)[:count] + getattr(later, name)[: 24 - count]
 
 
 def test_a_stream_goes_on_over_updates(llama: Path) -> None:
