@@ -1,4 +1,4 @@
-"""scripts/bench/soak.py floods a server, whose answers are what each request gets by itself, and leaves nothing in it."""
+"""scripts/bench/soak.py floods a server, whose answers are the same as without the flood, and leaves nothing in it."""
 
 from __future__ import annotations
 
