@@ -56,8 +56,9 @@ def test_adapters_follow_one_another_and_the_base_comes_back_to_the_bit(family: 
         check_idle(gen)
 
 
-@pytest.mark.parametrize("name", ["", ".default"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("", torch.float32), (".default", torch.bfloat16), (".default", torch.float16)]
+)
 def test_weights_are_rounded_once(name: str, dtype: torch.dtype, llama: Path) -> None:
     """By ranks, alphas and scaling of each layer; the names are PEFT's on disk and in memory."""
     ranks = {"k_proj": 2, r"layers\.1\.mlp\.up_proj": 6}
@@ -88,11 +89,9 @@ def test_a_trainers_parameters_stay_as_they_are(llama: Path) -> None:
     state = {name: torch.nn.Parameter(value) for name, value in adapter(llama).items()}
     before = {name: value.detach().clone() for name, value in state.items()}
     with Generator(llama, **OPTIONS) as gen:
-        gen.update_adapter(state, CONFIG)
-        assert all(torch.equal(value, before[name]) and value.requires_grad for name, value in state.items())
-        first = held(gen)
         gen.update_adapter(state, {"r": 4, "lora_alpha": 6})  # the least that a config has
-        assert equal(held(gen), first)
+        assert equal(held(gen), merged(llama, before), 1e-6)
+    assert all(torch.equal(value, before[name]) and value.requires_grad for name, value in state.items())
 
 
 def test_the_adapter_of_a_folder_is_there_from_the_start(llama: Path, tmp_path: Path) -> None:
@@ -125,9 +124,6 @@ def test_a_whole_update_replaces_the_base_and_drops_the_adapter(llama: Path) -> 
         assert equal(held(gen), weights)
         gen.update_adapter(None)
         assert equal(held(gen), weights)
-        gen.update_adapter(state, CONFIG)
-        gen.update_adapter(None)
-        assert equal(held(gen), weights)
         part = {"model.layers.0.self_attn.q_proj.weight": torch.ones(64, 64)}
         gen.update_weights(part, partial=True)
         gen.update_adapter(state, CONFIG)
@@ -140,7 +136,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "bias": ({"bias": "lora_only"}, ValueError, "the adapter's bias is 'lora_only'"),
     "saved": ({"modules_to_save": ["lm_head"]}, ValueError, r"the adapter's modules_to_save is \['lm_head'\]"),
     "pissa": ({"init_lora_weights": "pissa_niter_16"}, ValueError, "init_lora_weights is 'pissa_niter_16'"),
-    "olora": ({"init_lora_weights": "olora"}, ValueError, "init_lora_weights is 'olora'"),
     "loftq": ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, ValueError, "'loftq'|loftq_config"),
     "layers": ({"layer_replication": [[0, 2], [1, 3]]}, ValueError, "layer_replication is"),
     "tokens": ({"alora_invocation_tokens": [3]}, ValueError, "alora_invocation_tokens is"),
@@ -165,12 +160,7 @@ def test_what_is_wrong_leaves_the_weights(llama: Path) -> None:
         (5, CONFIG, TypeError, "must be a mapping, or an iterable of"),
         ({a: state[a]}, CONFIG, ValueError, r"missing 41 of 42 tensors: model\.layers\.0\.mlp\.down_proj\.lora_A"),
         ([*state.items(), (a.replace(".weight", ".second.weight"), state[a])], CONFIG, ValueError, "is given twice"),
-        (
-            state | {"x.lora_A.weight": state[a]},
-            CONFIG,
-            ValueError,
-            "unexpected tensor 'x.lora_A.weight'; the model has",
-        ),
+        (state | {"x.lora_A.weight": state[a]}, CONFIG, ValueError, "unexpected tensor 'x.lora_A.weight'; the model"),
         (state | {b: state[b].int()}, CONFIG, ValueError, "is torch.int32; bfloat16"),
         (state | {b: state[b][:, :3]}, CONFIG, ValueError, r"has shape \[64, 3\]; the model needs \[64, 4\]"),
     ]

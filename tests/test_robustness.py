@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import time
+import signal
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,16 @@ pytestmark = pytest.mark.timeout(60)
 SHORT = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
-def test_not_finite_logits_fail_alone_and_leave_nothing_behind(llama: Path) -> None:
+def test_not_finite_logits_fail_by_themselves_and_leave_nothing_behind(llama: Path) -> None:
     with Generator(llama, page_size=16, num_pages=12, max_seqs=4) as gen:
         right = gen.generate([random_ids(40)], SHORT)
         gen._runner.model.parameters.embedding[7] = torch.nan
         clean = [token for token in random_ids(40) if token != 7]
         before = gen.generate([clean], SHORT)[0].completions[0].token_ids
-        poisoned, beside = gen.generate([[1, 7, 9] * 10, clean], SHORT)
+        poisoned, other = gen.generate([[1, 7, 9] * 10, clean], SHORT)
         named = "the logits are not finite, nor are the weights model.embed_tokens.weight; load or update them again"
         assert poisoned.error == named
-        assert beside.completions[0].token_ids == before
+        assert other.completions[0].token_ids == before
         assert gen.generate([clean], SHORT)[0].completions[0].token_ids == before
         assert right[0].error is None
 
@@ -94,15 +94,14 @@ def test_params_that_have_changed_are_checked_again(gen: Generator) -> None:
 
 
 def test_too_many_biases_are_refused(gen: Generator) -> None:
-    """Each lane has room for so many; with a wide row all lanes' would have to grow."""
+    """A lane has room for MAX_BIASES; stop ids and eos take some of it while min_tokens forbids them."""
     intake = InputProcessor(replace(gen.model_config, vocab_size=3 * MAX_BIASES, eos_ids=(1, 2)), None, 100, 0, SHORT)
-    biases = dict.fromkeys(range(MAX_BIASES + 1), 1.0)
     stops = SamplingParams(stop_token_ids=range(MAX_BIASES - 2), min_tokens=1)
     most = SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASES), 1.0))
     for params in (most, replace(most, min_tokens=1, ignore_eos=True), stops, replace(stops, min_tokens=0)):
         intake.check_params(params)
     for params, count in (
-        (replace(most, logit_bias=biases), MAX_BIASES + 1),
+        (SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASES + 1), 1.0)), MAX_BIASES + 1),
         (replace(most, min_tokens=1), MAX_BIASES + 2),
         (replace(stops, logit_bias={5: 1.0, 6: 1.0, 7: 1.0}), MAX_BIASES + 1),
     ):
@@ -120,12 +119,14 @@ def test_one_thread_of_one_process_uses_a_generator(gen: Generator) -> None:
                 method()
             errors.append(str(raised.value))
 
+    handler = signal.getsignal(signal.SIGINT)
     mask = Calls(lambda: ThreadPoolExecutor(1).submit(call).result())
     assert gen.generate([5, 6], replace(SHORT, mask=mask, max_tokens=2))[0].error is None
     assert {error.partition(";")[0] for error in errors} == {"another thread is using this Generator"}
     assert ThreadPoolExecutor(1).submit(gen.generate, [5, 6], SHORT).result()[0].error is None, "one after the other"
+    assert signal.getsignal(signal.SIGINT) is handler
     reading, writing = os.pipe()
-    with warnings.catch_warnings(action="ignore"):  # of a fork beside threads
+    with warnings.catch_warnings(action="ignore"):  # of a fork while there are threads
         child = os.fork()
     if not child:
         try:
@@ -138,15 +139,6 @@ def test_one_thread_of_one_process_uses_a_generator(gen: Generator) -> None:
     os.close(writing)
     with open(reading) as told:
         assert f"was made by process {os.getpid()}, and a fork of it cannot use it" in told.read()
-
-
-def test_a_clock_that_jumps_changes_nothing(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = gen.generate([[5, 6, 7]] * 3, SHORT)
-    now, jumps = time.time, itertools.cycle((1e8, -1e8, 0))
-    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))
-    found = gen.generate([[5, 6, 7]] * 3, SHORT)
-    assert [output.completions for output in found] == [output.completions for output in expected]
-    assert all(0 <= seconds < 60 for output in found for seconds in asdict(output.timings).values())
 
 
 def test_numpy_values_are_values(gen: Generator) -> None:
@@ -194,42 +186,10 @@ def test_a_mask_may_abort_and_call_nothing_else_of_its_generator(gen: Generator)
     assert gen.generate([5, 6], SHORT)[0].completions == right.completions
 
 
-def test_events_tell_all_that_outputs_tell(gen: Generator) -> None:
-    params = SamplingParams(
-        max_tokens=5, top_k=3, logprobs=2, prompt_logprobs=1, return_sampling_mask=True, seed=3, ignore_eos=True
-    )
-    (output,) = gen.generate([[5, 6, 7]], params)
-    gen.add([5, 6, 7], params)
-    events = gen.step()
-    while gen.unfinished:
-        events += gen.step()
-    completion = output.completions[0]
-    for name in ("token_ids", "logprobs", "untruncated_logprobs", "raw_logprobs", "top_logprobs", "sampling_mask"):
-        assert [each for event in events for each in getattr(event, name)] == getattr(completion, name), name
-    assert str(events[-1].prompt_logprobs) == str(output.prompt_logprobs)  # NaN is not equal to itself
-    assert events[-1].prompt_top_logprobs == output.prompt_top_logprobs
-
-
-def test_the_cpu_by_any_name_is_float32_and_a_wrong_device_an_error(llama: Path) -> None:
-    for device in ("cpu", "cpu:0", torch.device("cpu")):
-        assert Generator(llama, device=device).config.dtype == "float32"  # type: ignore[arg-type]
-    for device in ("foo", "cuda:99"):
-        with pytest.raises(ValueError, match="which torch cannot use here"):
-            Generator(llama, device=device)
-
-
 def test_a_tokenizer_may_come_from_a_folder_of_its_own(llama: Path, talker: Path, tmp_path: Path) -> None:
     Tokenizer(talker).hf.save_pretrained(tmp_path)
     assert not (tmp_path / "config.json").exists()
     assert Generator(llama, tokenizer=tmp_path).generate("hello", SHORT)[0].error is None
-    with pytest.raises(ValueError, match="no tokenizer files"):
-        Generator(llama, tokenizer=llama)
-
-
-def test_stats_are_a_snapshot(gen: Generator) -> None:
-    before = gen.stats
-    gen.generate([[5]], SHORT)
-    assert gen.stats.generated_tokens - before.generated_tokens == 6
 
 
 def test_a_stream_reads_no_further_than_pages_are_free(llama: Path) -> None:
@@ -238,15 +198,6 @@ def test_a_stream_reads_no_further_than_pages_are_free(llama: Path) -> None:
     with Generator(llama, page_size=16, num_pages=20, max_seqs=64) as gen:
         next(gen.stream(requests))
         assert next(read) < 12
-
-
-def test_a_context_that_the_pool_can_not_hold_is_refused(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert Generator(llama, page_size=16, num_pages=4).max_model_len == 48
-    assert "holds a context of 48 tokens" in caplog.text
-    with pytest.raises(ValueError, match=r"max_model_len is 100.*hold a context of 48"):
-        Generator(llama, max_model_len=100, page_size=16, num_pages=4)
-    with pytest.raises(ValueError, match="lower these, num_pages"):
-        Generator(llama, num_pages=10**12)
 
 
 @pytest.mark.parametrize("threads", [2, 3])

@@ -91,14 +91,6 @@ def test_answers_are_those_of_a_generator_that_began_with_the_weights(family: Pa
         assert answers(gen) == new
 
 
-def test_no_prompt_finds_pages_of_old_weights(llama: Path) -> None:
-    with Generator(llama, **OPTIONS) as gen:
-        cached = [gen.generate(SYSTEM, SHORT)[0].cached_tokens for _ in range(2)]
-        gen.update_weights(new_weights(llama))
-        cached += [gen.generate(SYSTEM, SHORT)[0].cached_tokens for _ in range(2)]
-    assert cached == [0, 32, 0, 32]
-
-
 @pytest.mark.parametrize("given", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_any_float_becomes_the_models_own(given: torch.dtype, dtype: str, llama: Path, saved: Saved) -> None:
@@ -108,16 +100,6 @@ def test_any_float_becomes_the_models_own(given: torch.dtype, dtype: str, llama:
     with Generator(llama, dtype=dtype, **OPTIONS) as gen:
         gen.update_weights((name, tensor.requires_grad_()) for name, tensor in weights.items())
         assert answers(gen) == new
-
-
-def test_the_models_tensors_stay_where_graphs_know_them(llama: Path) -> None:
-    with Generator(llama, dtype="bfloat16", **OPTIONS) as gen:
-        parameters = gen._runner.model.parameters
-        before = {name: part.view.data_ptr() for name, part in parameters.targets().items()}
-        gen.update_weights(new_weights(llama))
-        assert {name: part.view.data_ptr() for name, part in parameters.targets().items()} == before
-        for name, tensor in new_weights(llama).items():
-            assert torch.equal(parameters.targets()[name].view, tensor.bfloat16())
 
 
 def test_the_head_of_a_tied_model_may_be_given_or_not(checkpoint: Checkpoint, saved: Saved) -> None:
@@ -133,15 +115,19 @@ def test_the_head_of_a_tied_model_may_be_given_or_not(checkpoint: Checkpoint, sa
 
 
 def test_a_trainers_model_as_it_is(llama: Path) -> None:
-    """The names and tensors of transformers' own state dict."""
+    """The names and tensors of transformers' own state dict; bfloat16 tensors stay where CUDA graphs know them."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(llama)
-    with Generator(llama, load="dummy", **OPTIONS) as gen, Generator(llama, **OPTIONS) as other:
+    options = OPTIONS | {"dtype": "bfloat16"}
+    with Generator(llama, load="dummy", **options) as gen, Generator(llama, **options) as other:
+        targets = gen._runner.model.parameters.targets()
+        before = {name: part.view.data_ptr() for name, part in targets.items()}
         gen.update_weights(model.state_dict().items())
         assert answers(gen) == answers(other)
         gen.update_weights(model.named_parameters())
         assert answers(gen) == answers(other)
+        assert {name: part.view.data_ptr() for name, part in targets.items()} == before
 
 
 def test_what_is_not_given_of_a_part_stays(llama: Path, saved: Saved) -> None:
@@ -189,7 +175,7 @@ def test_what_is_wrong_with_a_mapping_leaves_the_old_weights(llama: Path) -> Non
         gen.update_weights(new_weights(llama))
 
 
-def refuses(gen: Generator) -> None:
+def refuses(gen: Generator, text: str = "call update_weights with all of them") -> None:
     calls: list[Callable[[], object]] = [
         lambda: gen.generate([5, 6], SHORT),
         lambda: gen.add([5, 6], SHORT),
@@ -197,7 +183,7 @@ def refuses(gen: Generator) -> None:
         lambda: list(gen.stream([Request([5, 6], SHORT)])),
     ]
     for call in calls:
-        with pytest.raises(RuntimeError, match="call update_weights with all of them"):
+        with pytest.raises(RuntimeError, match=text):
             call()
     assert not gen.unfinished
 
@@ -276,16 +262,19 @@ def test_keep_goes_on_without_a_prefill_and_is_never_reused(llama: Path) -> None
         assert gen.generate(whole, SHORT)[0].cached_tokens == 40, "what the new weights have computed, and no more"
 
 
-def finish(gen: Generator, told: dict[int, Completion], events: Iterable[Event]) -> None:
+def told_by(events: Iterable[Event]) -> dict[Any, dict[int, Completion]]:
+    """The completions of each request that its events make up."""
+    told: dict[Any, dict[int, Completion]] = {}
     for event in events:
-        so_far = told.setdefault(event.index, Completion(event.index, [], "", ""))
+        so_far = told.setdefault(event.id, {}).setdefault(event.index, Completion(event.index, [], "", ""))
         so_far.token_ids += event.token_ids
         so_far.extend(event)
         so_far.weight_versions = event.weight_versions or []
+    return told
 
 
 def test_recompute_goes_on_as_if_the_weights_had_always_been_new(llama: Path, saved: Saved) -> None:
-    """Over random schedules: each answer's rest is what the new weights say behind what the old ones have said."""
+    """Over random schedules: each answer's rest is what the new weights say after what the old ones have said."""
     weights = [old_weights(llama), new_weights(llama)]
     folders = [llama, saved(llama, weights[1])]
     source = random.Random(0)
@@ -294,15 +283,11 @@ def test_recompute_goes_on_as_if_the_weights_had_always_been_new(llama: Path, sa
             options = OPTIONS | {"max_step_tokens": source.choice((8, 20, 60)), "num_pages": source.choice((18, 60))}
             prompts = [SYSTEM[: source.randint(10, 40)] + random_ids(source.randint(1, 20), seed=i) for i in range(4)]
             params = replace(LONG, temperature=source.choice((0.0, 0.9)), n=source.choice((1, 2)), seed=trial)
-            told: dict[Any, dict[int, Completion]] = {}
             with Generator(folders[0], **options) as gen:
                 ids = [gen.add(prompt, params) for prompt in prompts]
-                for _ in range(source.randint(1, 30)):
-                    for event in gen.step():
-                        finish(gen, told.setdefault(event.id, {}), [event])
+                events = [event for _ in range(source.randint(1, 30)) for event in gen.step()]
                 gen.update_weights(weights[1].items(), in_flight="recompute")
-                for event in drain(gen):
-                    finish(gen, told.setdefault(event.id, {}), [event])
+                told = told_by(events + drain(gen))
             before = {id: output.completions for id, output in zip(ids, old.generate(prompts, params), strict=True)}
             found = [
                 (prompt, before[id][i], told[id][i]) for id, prompt in zip(ids, prompts, strict=True) for i in told[id]
@@ -311,7 +296,7 @@ def test_recompute_goes_on_as_if_the_weights_had_always_been_new(llama: Path, sa
 
 
 def check_rests(new: Generator, params: SamplingParams, found: list[tuple[list[int], Completion, Completion]]) -> None:
-    """found: prompts, what the old weights say alone, and what both have said."""
+    """found: prompts, what only the old weights say, and what both have said."""
     known = [sum(end for version, _, end in got.weight_versions if version == 0) for _, _, got in found]
     rests = new.generate(
         [prompt + got.token_ids[:count] for (prompt, _, got), count in zip(found, known, strict=True)],
@@ -319,9 +304,9 @@ def check_rests(new: Generator, params: SamplingParams, found: list[tuple[list[i
     )
     for (_, before, got), count, rest in zip(found, known, rests, strict=True):
         assert got.weight_versions == [s for s in ((0, 0, count), (1, count, 24)) if s[1] < s[2]]
-        behind = rest.completions[got.index]
+        later = rest.completions[got.index]
         for name in ("token_ids", "logprobs", "raw_logprobs"):
-            assert getattr(got, name) == getattr(before, name)[:count] + getattr(behind, name)[: 24 - count]
+            assert getattr(got, name) == getattr(before, name)[:count] + getattr(later, name)[: 24 - count]
 
 
 def test_a_stream_goes_on_over_updates(llama: Path) -> None:
@@ -358,12 +343,10 @@ def test_an_update_that_is_cut_short_keeps_its_requests(mode: str, llama: Path) 
         (spans,) = [event.weight_versions for event in events if event.weight_versions]
         assert [version for version, _, _ in spans] == [0, 1]
         gen.add(SYSTEM, LONG, "b")
-        gen.step()
         with pytest.raises(KeyboardInterrupt):
             gen.update_weights(breaking(weights.items(), KeyboardInterrupt()), in_flight=mode)
         assert [output.id for output in gen.abort("b")] == ["b"]
         gen.update_weights(old_weights(llama))
-        assert gen.generate(SYSTEM, LONG)[0].completions[0].token_ids == old.token_ids
 
 
 def test_requests_that_an_update_aborts_keep_their_tokens(llama: Path) -> None:

@@ -1,7 +1,7 @@
 """Measures generated tokens per second, and writes JSON.
 
     python scripts/bench/bench.py cpu    # fastgen and transformers, on the bundled model
-    python scripts/bench/bench.py gpu    # true shapes on GPUs, beside their limit, and what else a GPU is measured for
+    python scripts/bench/bench.py gpu    # true shapes on GPUs, with their limits, and other measurements of GPUs
 
 Both have more options (--help), and --smoke, which shows in seconds that they run.
 """

@@ -5,9 +5,9 @@
     python scripts/bench/bench.py cpu --smoke        # the same in seconds, to see that it runs
 
 Each engine runs in a process of its own, so that its peak memory is its own, and the two take turns: a ratio is of one
-pair of runs, one right behind the other. Prompts are random ids, the same for both engines and new in each
-pair; every sequence runs to its length (no eos). Some workloads also run beside busy processes, one a core, that the
-benchmark starts and ends.
+pair of runs, one right after the other. Prompts are random ids, the same for both engines and new in each
+pair; every sequence runs to its length (no eos). Some workloads also run while other processes are busy, one per
+core, which the benchmark starts and ends.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import resource
-import statistics
 import subprocess
 import sys
 import time
@@ -28,6 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from reports import median_and_spread, processor, write_json
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Workload:
 
     @property
     def generated(self) -> int:
-        """The tokens that are asked for."""
+        """The number of tokens that are asked for."""
         return sum(tokens for _, tokens in self.lengths())
 
 
@@ -63,7 +63,7 @@ WORKLOADS = {
     "batch 64": Workload(64, 64, 64),
 }
 BUSY = {"batch 1": Workload(1, 64, 64), "batch 32": Workload(32, 16, 16)}
-"""Workloads that run beside busy processes, where transformers may generate 2 tokens a second."""
+"""Workloads that run while other processes are busy, where transformers may generate 2 tokens per second."""
 
 BUSY_PAIRS = 3
 
@@ -124,7 +124,7 @@ def serve_engine(name: str, model: str | None, dtype: str) -> None:
 
 
 class Engine:
-    """An engine in a process of its own. peak_memory: bytes, so far."""
+    """An engine in a process of its own. peak_memory: its largest memory so far, in bytes."""
 
     def __init__(self, name: str, model: str | None, dtype: str) -> None:
         command = [sys.executable, __file__, json.dumps([name, model, dtype])]
@@ -151,7 +151,7 @@ class Engine:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Run so many processes that compute without end beside this block."""
+    """Run so many processes that compute without end, until the end of the block."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -159,10 +159,6 @@ def busy_processes(count: int) -> Iterator[None]:
         for process in processes:
             process.kill()
             process.wait()
-
-
-def median_and_spread(values: list[float]) -> dict[str, Any]:
-    return {"median": statistics.median(values), "spread": [min(values), max(values)]}
 
 
 def run_pairs(engines: dict[str, Engine], name: str, workload: Workload, pairs: int) -> dict[str, Any]:
@@ -179,14 +175,6 @@ def run_pairs(engines: dict[str, Engine], name: str, workload: Workload, pairs: 
     ]
     print(f"{name:14} {', '.join(columns)}", flush=True)
     return found
-
-
-def processor() -> str:
-    """Return the processor's name, as far as the system tells."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def bench_cpu(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -222,7 +210,7 @@ def bench_cpu(arguments: argparse.Namespace) -> dict[str, Any]:
         "beside_busy_processes": busy,
     }
     if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(arguments.out, report)
     return report
 
 

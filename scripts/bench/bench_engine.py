@@ -21,23 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_limits import (
-    H200,
-    SHARED,
-    VLLM,
-    WORKLOADS,
-    Costs,
-    Rates,
-    Workload,
-    limit,
-    product_shapes,
-    settings,
-)
+from bench_limits import H200, SHARED, VLLM, WORKLOADS, Costs, Rates, Workload, limit, product_shapes, settings
+from reports import RESULTS, write_json
 
 from fastgen import Generator, SamplingParams
 from fastgen.model.config import ModelConfig, parse_config
 
-RESULTS = Path(__file__).parent.parent / "results"
 LONG_RUN = 30.0  # seconds, from where on one run is enough
 PRODUCT_ROWS = 8192
 COPY_BYTES = 8 * 10**9
@@ -107,7 +96,8 @@ def wait(device: str) -> None:
 
 @dataclass
 class Run:
-    """One generate() of a workload. lanes: the most sequences that ran at a time; thirds: tokens/s of each third."""
+    """One generate() of a workload. lanes: maximum number of sequences running at a time. thirds: tokens/s in each
+    third of its time."""
 
     seconds: float
     steps: int
@@ -188,8 +178,8 @@ def measure(generator: Generator, workload: Workload, repeats: int = 3) -> dict[
 
 
 def measure_shared(generator: Generator, workload: Workload, repeats: int = 3) -> dict[str, Any]:
-    """Return the figures of a workload with common prefixes; `unshared`: those of one run in between, in which each
-    lane reads its prefix by itself."""
+    """Return the figures of a workload with common prefixes, and as `unshared` the figures of one run in between, where
+    each lane reads its prefix by itself."""
     together, apart = [run(generator, workload, seed=1)], []
     with unshared(generator):
         apart.append(run(generator, workload, seed=2))
@@ -202,7 +192,7 @@ def measure_shared(generator: Generator, workload: Workload, repeats: int = 3) -
 
 @contextmanager
 def unshared(generator: Generator) -> Iterator[None]:
-    """Let attention read a shared prefix once a lane, instead of once a step."""
+    """Let attention read a shared prefix once per lane, instead of once per step."""
     prefixes = generator._runner.attention.prefixes
     if prefixes is None:  # on the CPU
         yield
@@ -237,7 +227,7 @@ def compare(
     vllm: int | None,
     gpus: int = 1,
 ) -> dict[str, Any]:
-    """Return a workload's figures beside its limits on so many GPUs, and vLLM's figure. rates: of one GPU."""
+    """Return a workload's figures with its limits on so many GPUs, and vLLM's figure. rates: ceilings of one GPU."""
     limits = {"h200": limit(costs, workload, H200.times(gpus), found["lanes"])}
     if rates is not None:
         here = Rates(rates["copy_tb_per_second"] * 1e12, rates["products_tflop_per_second"] * 1e12)
@@ -256,7 +246,7 @@ def dummy_folder(model: str, smoke: bool) -> Iterator[Path]:
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return options of Generator: those of the command line, and defaults for the rest."""
+    """Return the options of Generator, from the command line and by default."""
     names = (
         "max_seqs", "max_step_tokens", "attention", "page_size", "memory_fraction", "max_model_len", "quantization",
         "kv_cache_dtype",
@@ -271,7 +261,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine(device: str, gpus: int = 1) -> dict[str, Any]:
-    """Return the machine's GPUs and the versions of packages; memory and processors are those of one GPU."""
+    """Return the machine's GPUs, the memory and the processors of one of them, and the versions of packages."""
     versions: dict[str, str | None] = {}
     for package in ("torch", "triton", "flash-attn-4"):
         try:
@@ -307,17 +297,12 @@ def warm_up(generator: Generator, smoke: bool) -> None:
     run(generator, Workload(4, 24, 4) if smoke else Workload(8, 128, 16), seed=0)
 
 
-def pool_gb(generator: Generator) -> float:
-    return generator.config.num_pages * generator.config.page_bytes(generator.model_config) / 1e9
-
-
 def merge(path: Path, report: dict[str, Any]) -> None:
     """Write a report; the workloads that it does not have stay as they were in the file."""
     before = json.loads(path.read_text()) if path.exists() else {}
     known = {name: value for name, value in report.items() if value is not None}  # rates may not have been measured
     report = report | before | known | {"workloads": before.get("workloads", {}) | report["workloads"]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(path, report)
 
 
 def ceilings(arguments: argparse.Namespace) -> dict[str, float] | None:
@@ -334,8 +319,8 @@ def ceilings(arguments: argparse.Namespace) -> dict[str, float] | None:
 
 @contextmanager
 def ready_generator(arguments: argparse.Namespace, **options: Any) -> Iterator[tuple[Generator, float]]:
-    """Make a Generator that has run something; yield it and the seconds of its start. options: override those of the
-    command line."""
+    """Make a Generator that has run something; yield it and the seconds of its start. options: override the options of
+    the command line."""
     with dummy_folder(arguments.model, arguments.smoke) as folder:
         start = time.perf_counter()
         generator = Generator(folder, **engine_options(arguments) | options)
@@ -355,7 +340,8 @@ def measure_workload(
     figures_of = measure_shared if name in SHARED and gpus == 1 else measure
     costs = Costs.of(generator.model_config, generator.config.kv_cache_dtype)
     found = compare(figures_of(generator, workload), costs, rates, workload, vllm, gpus)
-    found |= {"engine": asdict(generator.config), "pool_gb": pool_gb(generator)}
+    pool_gb = generator.config.num_pages * generator.config.page_bytes(generator.model_config) / 1e9
+    found |= {"engine": asdict(generator.config), "pool_gb": pool_gb}
     if not arguments.smoke and gpus == 1:  # with several, other processes have the memory
         found["peak_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
     print(line(name, found, arguments.smoke), flush=True)
@@ -366,25 +352,23 @@ def line(name: str, found: dict[str, Any], smoke: bool = False) -> str:
     """Return a workload's figures for the terminal; for a smoke run, a tiny model on the CPU, without ratios to what
     GPUs can do."""
     low, high = found["spread"]
-    beside = ""
+    more = ""
     if not smoke:
         limits = (f"{found['of_limit'][kind]:.3f} of {each:.0f} ({kind})" for kind, each in found["limit"].items())
-        beside = "; " + ", ".join(limits)
-        beside += f"; {found['times_vllm']:.3f} times vLLM's {found['vllm']}" if "vllm" in found else ""
+        more = "; " + ", ".join(limits)
+        more += f"; {found['times_vllm']:.3f} times vLLM's {found['vllm']}" if "vllm" in found else ""
     if "unshared" in found:
         unshared_rate = found["unshared"]["tokens_per_second"]
-        beside += f"; {found['times_unshared']:.3f} times the {unshared_rate:.1f} with prefixes read once a lane"
+        more += f"; {found['times_unshared']:.3f} times the {unshared_rate:.1f} with prefixes read once per lane"
     return (
         f"{name:9} {found['tokens_per_second']:8.1f} tok/s ({low:.1f} to {high:.1f} over {found['spread_over']})"
-        f"{beside}; {found['lanes']} lanes, {found['steps']} steps, {found['preemptions']} preemptions"
+        f"{more}; {found['lanes']} lanes, {found['steps']} steps, {found['preemptions']} preemptions"
     )
 
 
 def write_report(arguments: argparse.Namespace, name: str, report: dict[str, Any]) -> None:
-    """Write JSON beside the workloads' file: MODEL-GPU-name.json."""
+    """Write MODEL-GPU-name.json, next to the workloads' file."""
     about = machine("cpu" if arguments.smoke else "cuda", arguments.tensor_parallel)
     print(json.dumps(report, indent=2))
     if arguments.out or not arguments.smoke:
-        path = report_path(arguments, about["gpu"], name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"model": arguments.model, **about, **report}, indent=2) + "\n")
+        write_json(report_path(arguments, about["gpu"], name), {"model": arguments.model, **about, **report})

@@ -1,13 +1,13 @@
-"""Measures the cost of files: fggen's work on a prompt file beside Generator.generate on the same prompts, held in
+"""Measures the cost of files: fggen's work on a prompt file, compared with Generator.generate on the same prompts in
 memory.
 
     OMP_NUM_THREADS=1 python scripts/bench/bench_gen.py            # writes scripts/results/gen-cost.json
     python scripts/bench/bench_gen.py --smoke                      # a few prompts, to see that it runs; writes nothing
 
 One process and one Generator (the bundled model) do both in turns, with the same seeds, so that both make the same
-tokens; the time of fggen is that of `write_all`, from the first row read to the last line written. Others on the
-machine lengthen the clock's seconds, so that the processor's are told too, and the share of time outside of steps,
-which is where files cost.
+tokens; the time of fggen is the time of `write_all`, from the first row read to the last line written. As other
+programs on the machine lengthen the elapsed time, the report also has processor time, and the share of time outside of
+steps, which is where files cost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_cpu import processor
+from reports import RESULTS, processor, write_json
 from tqdm import tqdm
 
 from fastgen import Generator, SamplingParams
@@ -34,7 +34,6 @@ from fastgen.cli.gen.rows import read_rows
 from fastgen.cli.gen.work import RowJob, seed_of, state_by, work
 
 SEED = 0
-RESULTS = Path(__file__).parent.parent / "results"
 
 
 def prompts(count: int) -> list[str]:
@@ -122,7 +121,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     report |= measure(count, params, rounds)
     print(json.dumps(report, indent=1))
     if not arguments.smoke:
-        (RESULTS / "gen-cost.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_json(RESULTS / "gen-cost.json", report)
     return report
 
 

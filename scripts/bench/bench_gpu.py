@@ -17,9 +17,9 @@
 Shapes are the true ones, weights and prompts random, temperature 1; every sequence runs to its length. Random weights
 say nothing sensible, and cost what sensible ones cost. A figure is the median of three runs of one generate() each,
 after a warm-up; where a run takes over 30 s, one run, and the spread is over thirds of its time (prefills come early,
-so that the thirds differ more than runs do). Where prefixes are in common, one run more, in which each lane reads its
-prefix by itself (on one GPU only). The limit of several GPUs is that of one which is so many times as fast; ceilings
-are measured on one, before the engine starts.
+so that the thirds differ more than runs do). Where prefixes are in common, there is one run more, in which each lane
+reads its prefix by itself (on one GPU only). The limit of several GPUs is the limit of one that is so many times as
+fast; ceilings are measured on one, before the engine starts.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "scaling": (bench_parallel.bench_scaling, "headline and chat1 on 1, 2 and 4 GPUs"),
     "telling": (bench_parallel.bench_telling, "messages to the ranks, of --tensor-parallel"),
 }
-"""What can be measured in place of the workloads: a flag each."""
+"""What can be measured instead of the workloads, with one flag each."""
 
-ONE_PROCESS = ("load", "busy", "scaling", "speculate", "wire")  # kinds without --tensor-parallel
+ONE_PROCESS = ("load", "busy", "scaling", "speculate", "wire")  # kinds that take no --tensor-parallel
 
 
 def workload_names(text: str) -> list[str]:

@@ -3,16 +3,15 @@
     python scripts/bench/bench_host.py            # 1, 64, 256 and 1024 lanes, short and long contexts
     python scripts/bench/bench_host.py --smoke    # the same in seconds, to see that it runs; writes nothing
 
-The bundled model's settings, and in place of the runner a stub that answers at once with made-up tokens: what is left
-is the loop of Generator, that is to schedule, to hand over, and to take the tokens in. Microseconds a step, the median
-over windows of whole pages, so that each lane takes its pages in each window.
+A Generator has the bundled model's settings, and instead of the runner a stub that answers at once with made-up tokens.
+What is left is the loop: to schedule, to hand over, and to take the tokens in. The figures are microseconds per step,
+the median over windows of whole pages, so that each lane takes its pages in each window.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import statistics
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from bench_cpu import processor
+from reports import RESULTS, processor, write_json
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine.options import EngineConfig, GeneratorOptions
@@ -33,7 +32,6 @@ from fastgen.request import Batch, Request, StepResult
 
 LANES = (1, 64, 256, 1024)
 PAGE_SIZE = 64
-RESULTS = Path(__file__).parent.parent / "results"
 SHORT, LONG = 100, 30_000  # tokens of prompt
 
 
@@ -101,7 +99,7 @@ def decoding(lanes: int, prompt: int, answer: int, read: bool = False, model: Pa
 
 
 def seconds(gen: Generator, steps: int, windows: int) -> float:
-    """Return the seconds of a step: the median over windows of so many steps each."""
+    """Return the seconds per step: the median over windows of so many steps each."""
     read = any(active.queue is None for active in gen._loop.active.values())
     turn: Callable[[], object] = gen.step if read else gen._loop.advance
     found = []
@@ -114,7 +112,7 @@ def seconds(gen: Generator, steps: int, windows: int) -> float:
 
 
 def measure(lanes: int, prompt: int, steps: int, windows: int, read: bool = False, model: Path | None = None) -> float:
-    """Return the microseconds of a step."""
+    """Return the microseconds per step."""
     with decoding(lanes, prompt, windows * steps + PAGE_SIZE, read, model) as gen:  # nobody ends before
         return round(seconds(gen, steps, windows) * 1e6, 1)
 
@@ -129,12 +127,11 @@ def main() -> None:
     rows.append({"lanes": 256, "context": LONG, "us": measure(256, LONG, steps, windows)})
     read = {"lanes": 256, "context": SHORT, "us": measure(256, SHORT, *(8, 2) if smoke else (PAGE_SIZE, 3), read=True)}
     for row in rows:
-        print(f"{row['lanes']:5} lanes, context {row['context']:6}: {row['us']:8.1f} us a step")
-    print(f"{read['lanes']:5} lanes whose text is read at each step: {read['us']:8.1f} us a step")
+        print(f"{row['lanes']:5} lanes, context {row['context']:6}: {row['us']:8.1f} us per step")
+    print(f"{read['lanes']:5} lanes whose text is read at each step: {read['us']:8.1f} us per step")
     if not smoke:
         report = {"machine": processor(), "python": sys.version.split()[0], "steady_decode": rows, "text_read": read}
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "host.json").write_text(json.dumps(report, indent=2) + "\n")
+        write_json(RESULTS / "host.json", report)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ DTYPE_BYTES = 2
 class Workload:
     """Sequences of prompt -> generated tokens.
 
-    samples: sequences of each prompt, which share all of it. common: tokens that all prompts begin with.
+    samples: number of sequences per prompt, which share all of it. common: number of tokens that all prompts share.
     """
 
     sequences: int
@@ -42,7 +42,7 @@ SHARED = {
     "group": Workload(64 * 16, 1024, 512, samples=16),
     "tree": Workload(32 * 16, 2048 + 512, 256, samples=16, common=2048),
 }
-"""Those whose sequences have prefixes in common: 64 prompts; 32 few-shot prompts of 512 behind one system prompt."""
+"""Workloads whose sequences share prefixes: 64 prompts; 32 few-shot prompts of 512 tokens after one system prompt."""
 
 PLAIN = {
     "headline": Workload(512, 1024, 128),
@@ -125,20 +125,23 @@ class Rates:
 
 
 H200 = Rates(4.30e12, 665e12)
-"""As measured once on an H200; what is measured here stands beside it."""
+"""Rates measured once on an H200; reports also have the limit by the rates measured on their own machine."""
 
 
 ATTENTION_RATE = 600 / 665
-"""The rate of the FLOPs of a prefill's attention, as a share of that of the matrix products."""
+"""The rate of the FLOPs of a prefill's attention, as a share of the rate of the matrix products."""
 
 FP8_RATE = 1300 / 665
-"""That of matrix products in fp8, with a scale a row (`torch._scaled_mm`, once on an H200)."""
+"""The rate of matrix products in fp8 with one scale per row (`torch._scaled_mm`, once on an H200), as such a share."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a model: parameters of its linear layers and of lm_head, FLOPs of attention for a (query, key) pair, and
-    bytes of KV for a token. fp8: the linear layers are in fp8, the head is not."""
+    """Costs of a model.
+
+    layers, head: number of parameters of its linear layers and of lm_head. attention: FLOPs per (query, key) pair.
+    kv: bytes of KV per token. fp8: whether the linear layers are in fp8; the head is not.
+    """
 
     layers: int
     head: int
@@ -152,7 +155,7 @@ class Costs:
 
     @property
     def layer_flops(self) -> float:
-        """FLOPs of the linear layers for a token, those in fp8 weighted by their rate."""
+        """FLOPs of the linear layers per token, weighted by the rate of fp8 where they are in fp8."""
         return 2 * self.layers / (FP8_RATE if self.fp8 else 1)
 
     @classmethod
@@ -187,7 +190,7 @@ def limit(costs: Costs, workload: Workload, rates: Rates, lanes: int) -> float:
     steps = workload.tokens / lanes
 
     def prefill(start: int, end: int) -> float:
-        """Return the FLOPs of positions start to end of a prompt, those of attention weighted by their rate."""
+        """Return the FLOPs of positions start to end of a prompt, where the FLOPs of attention count by their rate."""
         pairs = (end * (end + 1) - start * (start + 1)) // 2
         return costs.layer_flops * (end - start) + costs.attention * pairs / ATTENTION_RATE
 

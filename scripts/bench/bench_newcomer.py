@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import time
-from pathlib import Path
 
-from bench_cpu import processor
+from reports import RESULTS, processor, write_json
 
 from fastgen import AsyncGenerator, SamplingParams
 
-RESULTS = Path(__file__).parent.parent / "results"
 SHORT, LONG = 20, 1800  # tokens of a prompt; the bundled model has a context of 2048
 HEAD_START = 0.1  # seconds from the long prompts to the short one
 
@@ -56,7 +53,7 @@ def main() -> None:
         print(f"{name:>10}  median {statistics.median(seconds):.3f} s, most {max(seconds):.3f} s")
     if not smoke:
         report = {"processor": processor(), "short": SHORT, "long": [LONG] * 5, "seconds": found}
-        (RESULTS / "newcomer-cpu.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_json(RESULTS / "newcomer-cpu.json", report)
 
 
 if __name__ == "__main__":

@@ -32,31 +32,22 @@ def bench_scaling(arguments: argparse.Namespace) -> None:
     about = bench_engine.machine("cpu" if smoke else "cuda")
     path = bench_engine.report_path(arguments, about["gpu"], "scaling")
     report: dict[str, Any] = {"model": arguments.model, **about, "rates": rates, "ready_seconds": {}, "workloads": {}}
-    for gpus in gpu_counts(2 if smoke else torch.cuda.device_count()):
+    there = 2 if smoke else torch.cuda.device_count()
+    for gpus in [count for count in COUNTS if count <= there]:
         options = {"tensor_parallel": gpus} if gpus > 1 else {}
         with bench_engine.ready_generator(arguments, **options) as (generator, ready):
             report["ready_seconds"][str(gpus)] = ready
             for name in arguments.only or SCALED:
                 by_gpus = report["workloads"].setdefault(name, {})
-                by_gpus[str(gpus)] = bench_engine.measure_workload(arguments, generator, name, rates, gpus)
-                print(f"{name} on {gpus}: efficiency {add_efficiency(by_gpus, gpus):.3f}", flush=True)
+                found = bench_engine.measure_workload(arguments, generator, name, rates, gpus)
+                by_gpus[str(gpus)] = found
+                found["efficiency"] = found["tokens_per_second"] / (gpus * by_gpus["1"]["tokens_per_second"])
+                print(f"{name} on {gpus}: efficiency {found['efficiency']:.3f}", flush=True)
         if not smoke:  # the next engine's ranks cannot take back what this process keeps
             gc.collect()
             torch.cuda.empty_cache()
         if arguments.out or not smoke:  # after each engine, or an error would lose those before it
             bench_engine.merge(path, report)
-
-
-def gpu_counts(there: int) -> list[int]:
-    return [count for count in COUNTS if count <= there]
-
-
-def add_efficiency(by_gpus: dict[str, dict[str, Any]], gpus: int) -> float:
-    """Return the efficiency of so many GPUs, and write it beside their figures."""
-    rate, alone = by_gpus[str(gpus)]["tokens_per_second"], by_gpus["1"]["tokens_per_second"]
-    efficiency: float = rate / (gpus * alone)
-    by_gpus[str(gpus)]["efficiency"] = efficiency
-    return efficiency
 
 
 def bench_telling(arguments: argparse.Namespace) -> None:
@@ -85,7 +76,3 @@ def telling(leader: Leader, batch: Batch, messages: int) -> dict[str, dict[str, 
 def spread_us(seconds: list[float]) -> dict[str, float]:
     deciles = [1e6 * each for each in statistics.quantiles(seconds, n=10)]
     return {"median": 1e6 * statistics.median(seconds), "p90": deciles[-1], "most": 1e6 * max(seconds)}
-
-
-if __name__ == "__main__":
-    raise SystemExit(__doc__)  # says how bench.py runs it

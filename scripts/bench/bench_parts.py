@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from bench_engine import write_report
 from bench_limits import WORKLOADS, Costs, Workload, settings
 from huggingface_hub import save_torch_state_dict
 
-from fastgen import Generator
+from fastgen import Generator, Request, SamplingParams
 from fastgen.model import loader
 from fastgen.model.config import parse_config
 from fastgen.model.loader import fill_random
@@ -82,44 +82,6 @@ class RecordedEnough(Exception):  # noqa: N818
     """Raised when the wanted steps have been recorded."""
 
 
-class Recorder:
-    """A recorder of `steps` steps of a Generator in steady decode: the same lanes all draw a token in each step.
-
-    It replaces the step of the loop, `Loop.advance`, and leaves through an exception when it has enough.
-    """
-
-    def __init__(self, generator: Generator, steps: int, on_gpu: bool) -> None:
-        activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
-        self.profiler = torch.profiler.profile(activities=[activity])
-        self.lanes = 0
-        self._steps = steps
-        self._generator = generator
-        self._advance: Callable[[], None] = generator._loop.advance
-        self.ends: list[float] = []  # of the steps recorded
-        self._recording = False
-        self._seen: deque[tuple[int, int]] = deque(maxlen=9)  # (lanes, tokens) after each of the last steps
-
-    def __call__(self) -> None:
-        self._advance()
-        if not self._recording:
-            stats = self._generator.stats
-            self._seen.append((stats.running, stats.generated_tokens))
-            if self._steady():
-                self.lanes = stats.running
-                self.profiler.start()
-                self._recording = True
-            return
-        self.ends.append(time.perf_counter())
-        if len(self.ends) == self._steps:
-            self.profiler.stop()
-            raise RecordedEnough
-
-    def _steady(self) -> bool:
-        lanes = {running for running, _ in self._seen}
-        drawn = {after - before for (_, before), (_, after) in itertools.pairwise(self._seen)}
-        return len(self._seen) == self._seen.maxlen and len(lanes) == 1 and drawn == lanes
-
-
 def bench_busy(arguments: argparse.Namespace) -> None:
     """Measure the share of its time that the GPU computes or copies over steady decode steps, and the time of each
     kernel."""
@@ -128,29 +90,47 @@ def bench_busy(arguments: argparse.Namespace) -> None:
     with bench_engine.ready_generator(arguments) as (generator, _):
         for name in arguments.only or ["decode"]:
             workload = Workload(4, 24, 80) if smoke else WORKLOADS[name]
-            recorder = Recorder(generator, steps=8 if smoke else 64, on_gpu=not smoke)
-            record(generator, workload, recorder)
-            report[name] = read_trace(recorder, "cpu_op" if smoke else "kernel")
+            with tempfile.TemporaryDirectory() as folder:
+                trace = Path(folder) / "trace.json"
+                lanes, ends = record(generator, workload, 8 if smoke else 64, trace)
+                report[name] = {"lanes": lanes, **read_trace(trace, ends, "cpu_op" if smoke else "kernel")}
     write_report(arguments, "busy", report)
 
 
-def record(generator: Generator, workload: Workload, recorder: Recorder) -> None:
-    """Run a workload until its recorder has enough. Raises RuntimeError where it never has."""
-    generator._loop.advance = recorder  # type: ignore[method-assign]
+def record(generator: Generator, workload: Workload, steps: int, trace: Path) -> tuple[int, list[float]]:
+    """Run a workload, and write a trace of so many steps of its steady decode, in which the same lanes all draw a token
+    in each step. Return the number of lanes and the time at which each step ended."""
+    ends: list[float] = []
+    seen: deque[tuple[int, int]] = deque(maxlen=9)  # (lanes, tokens) after each of the last steps
+    params = SamplingParams(n=workload.samples, temperature=1, max_tokens=workload.generated, ignore_eos=True)
+
+    def steady() -> bool:
+        seen.append((generator.stats.running, generator.stats.generated_tokens))
+        lanes = {running for running, _ in seen}
+        drawn = {after - before for (_, before), (_, after) in itertools.pairwise(seen)}
+        return len(seen) == seen.maxlen and len(lanes) == 1 and drawn == lanes
+
+    def requests() -> Iterator[Request | None]:
+        for prompt in bench_engine.random_prompts(workload, generator.model_config.vocab_size, seed=1):
+            yield Request(prompt, params)
+        while not steady():
+            yield None  # which runs a step
+        with generator.profile(trace, steps):
+            for _ in range(steps):
+                yield None
+                ends.append(time.perf_counter())
+        raise RecordedEnough
+
     try:
-        bench_engine.run(generator, workload, seed=1)
+        for _ in generator.stream(requests()):
+            raise RuntimeError(f"{workload} never decoded steadily for long enough")
     except RecordedEnough:
-        return
-    finally:
-        del generator._loop.advance
-    raise RuntimeError(f"{workload} never decoded steadily for long enough")
+        return seen[-1][0], ends
+    raise AssertionError("the iterable ends with an exception")
 
 
-def read_trace(recorder: Recorder, kernels: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        recorder.profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
+def read_trace(trace: Path, ends: list[float], kernels: str) -> dict[str, Any]:
+    events = json.loads(trace.read_text())["traceEvents"]
     kinds = {kernels, "gpu_memcpy", "gpu_memset"}
     work = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") in kinds)
     first, last = work[0][0], max(end for _, end, _ in work)
@@ -161,12 +141,11 @@ def read_trace(recorder: Recorder, kernels: str) -> dict[str, Any]:
         spent[re.sub(r"<.*", "", name)[:80]].append(end - start)
     top = sorted(spent.items(), key=lambda item: -sum(item[1]))[:25]
     window = last - work[0][0]
-    step = statistics.median(after - before for before, after in itertools.pairwise(recorder.ends)) * 1e6
+    step = statistics.median(after - before for before, after in itertools.pairwise(ends)) * 1e6
     steps = window / step
     return {
         "busy": covered((start, end) for start, end, _ in work) / window,
-        "lanes": recorder.lanes,
-        "steps": len(recorder.ends),
+        "steps": len(ends),
         "us_per_step": step,
         "kernels_per_step": len(work) / steps,
         "top": [
@@ -199,7 +178,3 @@ def bench_perf(arguments: argparse.Namespace) -> None:
             points.append(bench_engine.compare(found, costs, None, workload, None, arguments.tensor_parallel))
             print(bench_engine.line(str(generated), points[-1], smoke), flush=True)
     write_report(arguments, "perf", {"points": points})
-
-
-if __name__ == "__main__":
-    raise SystemExit(__doc__)  # says how bench.py runs it

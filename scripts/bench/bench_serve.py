@@ -4,25 +4,24 @@ between two tokens, and to the end; against the requests in flight. Writes JSON 
     python scripts/bench/bench_serve.py --smoke                             # the bundled model, to see that it runs
     python scripts/bench/bench_serve.py --serve bundled                     # 1 to 512 in flight, at a server of its own
     python scripts/bench/bench_serve.py --preset headline --serve mistral7  # random weights, as in bench.py gpu
-    python scripts/bench/bench_serve.py --preset beside --clients 8 --serve mistral7       # long prompts beside chats
+    python scripts/bench/bench_serve.py --preset beside --clients 8 --serve mistral7       # long prompts among chats
     python scripts/bench/bench_serve.py --preset beside --name whole --serve mistral7 --max-prefill-tokens 99999
     python scripts/bench/bench_serve.py --clients 8 --serve Qwen/Qwen3-8B --max-seqs 256
     python scripts/bench/bench_serve.py --url http://localhost:8000/v1 --concurrency 1,8,64
-    python scripts/bench/bench_serve.py --cost                              # fgserve beside Generator.stream
+    python scripts/bench/bench_serve.py --cost                              # fgserve and Generator.stream
     python scripts/bench/bench_serve.py --cost --preset headline --serve mistral7
 
 Prompts are random ids, and every answer runs to its length (ignore_eos). --serve comes last: what follows its model are
 flags of fgserve. Where a figure falls when --clients is raised, the clients were what was measured.
 
---cost sends all requests at once, and reports CPU time a token of the HTTP process and of the engine's, and the speed
-beside that of Generator.stream. On the CPU, torch's threads wait for each other actively: give OMP_NUM_THREADS=1
-where clients and server share few cores.
+--cost sends all requests at once, and reports the CPU time per token of the HTTP process and of the engine's, and the
+speed as a share of the speed of Generator.stream. On the CPU, torch's threads wait for each other actively: give
+OMP_NUM_THREADS=1 where clients and server share few cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,13 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from bench_cpu import processor
 from plot import plot
+from reports import RESULTS, processor, write_json
 from serve_cost import Burst, lines, measure
 from serve_load import Clients, Load, figures
 from serve_process import BUNDLED, Server, model_folder
 
-RESULTS = Path(__file__).parent.parent / "results"
 PRESETS: dict[str, dict[str, Any]] = {
     "sweep": {"prompt_tokens": 128, "tokens": 128, "concurrency": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]},
     "headline": {"prompt_tokens": 1024, "tokens": 128, "concurrency": [512], "requests": 512},
@@ -88,15 +86,9 @@ def target(arguments: argparse.Namespace) -> Iterator[str]:
         yield f"{server.url}/v1"
 
 
-def find_model(url: str) -> str:
-    """Return the first model that a server has."""
-    reply = httpx.get(f"{url}/models", timeout=60).raise_for_status()
-    return str(reply.json()["data"][0]["id"])
-
-
 def bench_load(arguments: argparse.Namespace) -> None:
     with target(arguments) as url, Clients(arguments.clients) as clients:
-        model = find_model(url)
+        model = str(httpx.get(f"{url}/models", timeout=60).raise_for_status().json()["data"][0]["id"])
         report: dict[str, Any] = {
             "server": arguments.url or " ".join(arguments.serve),
             "model": model,
@@ -159,28 +151,29 @@ def report_path(arguments: argparse.Namespace) -> Path | None:
 
 def write(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if path := report_path(arguments):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(path, report)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=list(PRESETS), help="of what follows (default: sweep; of --cost: cost)")
+    parser.add_argument(
+        "--preset", choices=list(PRESETS), help="values of the options below (default: sweep; of --cost: cost)"
+    )
     parser.add_argument("--prompt-tokens", type=int)
-    parser.add_argument("--tokens", type=int, help="that are generated for each")
-    parser.add_argument("--requests", type=int, help="of each point (default: 2 a lane)")
+    parser.add_argument("--tokens", type=int, help="number of tokens generated per request")
+    parser.add_argument("--requests", type=int, help="requests per point (default: 2 per request in flight)")
     parser.add_argument("--concurrency", type=numbers, metavar="1,2,...", help="requests in flight, point by point")
-    rate_help = "requests a second, at random times, point by point; 0 (default): as many in flight as can be"
+    rate_help = "requests per second, at random times, point by point; 0 (default): as many in flight as can be"
     parser.add_argument("--rate", type=lambda text: [float(part) for part in text.split(",")], help=rate_help)
-    parser.add_argument("--long-tokens", type=int, help="of the prompts of some requests")
-    parser.add_argument("--every", type=int, help="each request of such a number is one of these")
+    parser.add_argument("--long-tokens", type=int, help="length of the prompts of some requests")
+    parser.add_argument("--every", type=int, help="one request of so many has such a prompt")
     parser.add_argument("--clients", type=int, default=1, help="processes that send (default 1)")
-    parser.add_argument("--url", help="of the server, with its /v1 if it has that")
+    parser.add_argument("--url", help="URL of the server, with its /v1 if it has that")
     parser.add_argument("--cost", action="store_true", help="instead: what HTTP costs")
-    parser.add_argument("--rounds", type=int, default=2, help="of --cost: starts of each kind (default 2)")
-    parser.add_argument("--repeats", type=int, default=3, help="of --cost: bursts a start (default 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="for --cost: starts of each kind (default 2)")
+    parser.add_argument("--repeats", type=int, default=3, help="for --cost: bursts per start (default 3)")
     parser.add_argument("--smoke", action="store_true", help="a few tokens on the CPU; writes only with --out")
-    parser.add_argument("--name", help="of the files, serve-NAME.json and .png (default: the preset's)")
+    parser.add_argument("--name", help="name of the files, serve-NAME.json and .png (default: the preset's)")
     parser.add_argument("--out", type=Path, help="folder for them (default: scripts/results)")
     serve_help = f"start a server: {BUNDLED}, a model of bench.py with random weights, a folder or a hub id"
     parser.add_argument("--serve", nargs=argparse.REMAINDER, metavar="MODEL [FLAGS]", help=serve_help)

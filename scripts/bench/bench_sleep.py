@@ -11,8 +11,8 @@ from typing import Any
 
 import bench_engine
 import torch
-from bench_cpu import median_and_spread
 from bench_engine import write_report
+from reports import median_and_spread
 
 from fastgen import Generator
 from fastgen.model.config import ModelConfig
@@ -20,7 +20,7 @@ from fastgen.model.parameters import checkpoint_shards
 
 REPEATS = 5
 RANK = 32
-ROOM = 0.7  # of the free memory, so that a second set of weights fits beside
+ROOM = 0.7  # share of the free memory, so that a second set of weights fits
 
 SLEEPS: dict[str, dict[str, Any]] = {
     "both": {},
@@ -106,7 +106,3 @@ def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start, found
-
-
-if __name__ == "__main__":
-    raise SystemExit(__doc__)  # says how bench.py runs it

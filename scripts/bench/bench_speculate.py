@@ -1,26 +1,24 @@
 """Measures, as `bench.py gpu --speculate`, generated tokens per second with and without speculation.
 
 Random weights accept nothing, so the answers are recorded: a hook on the draw replaces each drawn token by the recorded
-token of its request and position, in all runs alike. Drafts are those of the real matcher. One Generator without a
+token of its request and position, in all runs alike. The drafts come from the real matcher. One Generator without a
 prefix cache runs each stream with SamplingParams(speculate=False) and without it, in turns. Streams:
 
 - edit: the prompt is a text of random tokens in Zipf's distribution, and the answer copies it in runs of about 12
   tokens, between which 1 to 9 tokens are new; about 70 % of it are copied.
 - other: prompt and answer are such texts that have nothing in common, so that few drafts are right.
 - random: all tokens are equally likely, so that there are no drafts.
-- tail: the history holds an answer to each prompt, of which so many percent of the tokens are those of the answer.
+- tail: the history holds an answer to each prompt, which agrees with the answer in so many percent of the tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -30,17 +28,19 @@ from bench_engine import ready_generator, write_report
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine import runner
-from fastgen.engine.speculation.planning import DraftPlan
 
 RUN = 12  # mean length of a copied run
-NEW = 9  # most new tokens between two
+NEW = 9  # maximum number of new tokens between two
 REPEATS = 2
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Requests that run at once: `lanes` prompts of `prompt` tokens, answers of `generated`. agreement: with the text
-    that drafts come from: the prompt, or with `history` an earlier answer. uniform: all tokens are equally likely."""
+    """Requests that run at once: `lanes` prompts of `prompt` tokens, answers of `generated` tokens.
+
+    agreement: share of an answer that is copied from the text that drafts come from, which is the prompt, or with
+    `history` an earlier answer. uniform: all tokens are equally likely.
+    """
 
     lanes: int
     agreement: float
@@ -159,56 +159,8 @@ def compare(generator: Generator, name: str, smoke: bool = False) -> dict[str, A
     return result
 
 
-@torch.inference_mode()
-def step_times(generator: Generator) -> list[dict[str, float]]:
-    """Return the milliseconds of plain and of speculative steps whose rows are all in use, by lanes and tokens of each.
-    Overwrites the KV cache."""
-    runner, found = generator._runner, []
-    drafting, options, lanes_of = runner.features.get(DraftPlan), generator.config.speculate, runner.lanes
-    if drafting is None or drafting.graphs is None or options is None:  # on the CPU
-        return []
-    drafts, graphs = drafting._drafts, drafting.graphs
-    columns = lanes_of.page_table.shape[1]
-    sizes = [lanes for lanes in (1, 2, 4, 8, 16, 32, 64) if lanes <= options.most_lanes]
-    for lanes, length in itertools.product(sizes, (512, 2048)):
-        begin = torch.arange(lanes, device=runner.device)
-        lanes_of.input.lanes.fill_(generator.config.max_seqs)[:lanes] = begin
-        drafts.most[:lanes] = options.max_draft + 1
-        drafts.counts[:lanes] = options.max_draft
-        pages = begin[:, None] * columns + torch.arange(columns, device=runner.device)
-        lanes_of.page_table[:lanes] = (pages % generator.config.num_pages).int()
-        times = {}
-        for kind, replayed in (("plain", runner.graphs[False]), ("speculative", graphs)):
-            lanes_of.kv_lens[:lanes] = length
-            times[kind] = milliseconds(partial(replayed.run, lanes))
-        rows = options.rows(lanes)
-        cost = (times["speculative"] / times["plain"] - 1) / (rows - lanes)
-        found.append({"lanes": lanes, "tokens": length, "rows": rows, **times, "cost_of_row": cost})
-        print(", ".join(f"{key} {value:.4g}" for key, value in found[-1].items()), flush=True)
-    runner.synchronize()
-    runner.clear_lanes()
-    return found
-
-
-def milliseconds(launch: Callable[[], None], calls: int = 20) -> float:
-    """Return the time of one call on the GPU."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    launch()
-    begin.record()
-    for _ in range(calls):
-        launch()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / calls
-
-
 def bench_speculate(arguments: argparse.Namespace) -> None:
     with ready_generator(arguments, prefix_cache=False, speculate="auto") as (generator, _):
-        steps = step_times(generator)
         compare(generator, "chat8 other", smoke=True)  # a warm-up
         found = {name: compare(generator, name, arguments.smoke) for name in STREAMS}
-        write_report(arguments, "speculate", {"steps": steps, "streams": found})
-
-
-if __name__ == "__main__":
-    raise SystemExit(__doc__)  # says how bench.py runs it
+        write_report(arguments, "speculate", {"streams": found})

@@ -1,6 +1,6 @@
 """Measures, as `bench.py gpu --turns`, conversations whose KV is more than the pool holds, in rounds of one turn each.
 
-Three engines, one after the other: with a host tier that holds all conversations, with the prefix cache alone, and with
+Three engines, one after the other: with a host tier that holds all conversations, with only the prefix cache, and with
 neither, which computes each conversation anew at each turn. The time to the first token counts from add() on.
 """
 
@@ -10,7 +10,7 @@ import argparse
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ Prompts = list[list[int]]
 class Turns:
     """Conversations of so many turns; in each, the user says `new` tokens, and the model answers `generated`.
 
-    active: conversations in the engine at a time. repeats: of the measurement of one conversation alone.
+    active: number of conversations in the engine at a time. repeats: number of measurements of a single conversation.
     """
 
     conversations: int = 256
@@ -43,17 +43,17 @@ class Turns:
 
     @property
     def context(self) -> int:
-        """The tokens of a conversation at its end."""
+        """The number of tokens of a conversation at its end."""
         return self.turns * (self.new + self.generated)
 
     @property
     def known(self) -> int:
-        """The tokens of a conversation before its last turn."""
+        """The number of tokens of a conversation before its last turn."""
         return self.context - self.new - self.generated
 
     @property
     def pages(self) -> int:
-        """The pages of all conversations at their ends."""
+        """The number of pages of all conversations at their ends."""
         return self.conversations * -(-self.context // self.page_size)
 
     @property
@@ -82,9 +82,7 @@ class Answer:
     token_ids: list[int]
 
 
-def ask(
-    engine: Generator, prompts: Prompts, generated: int, active: int, clock: Callable[[], float] = time.perf_counter
-) -> list[Answer]:
+def ask(engine: Generator, prompts: Prompts, generated: int, active: int) -> list[Answer]:
     """Return answers of `generated` tokens each, in order, `active` at a time: the next is added as one finishes."""
     params = SamplingParams(temperature=1, max_tokens=generated, ignore_eos=True)
     waiting, running = deque(enumerate(prompts)), dict[str | int, tuple[int, float]]()
@@ -92,9 +90,9 @@ def ask(
     while waiting or running:
         while waiting and len(running) < active:
             number, prompt = waiting.popleft()
-            added = clock()
+            added = time.perf_counter()
             running[engine.add(prompt, params)] = number, added
-        events, now = engine.step(), clock()
+        events, now = engine.step(), time.perf_counter()
         for event in events:
             number, added = running[event.id]
             if event.token_ids and number not in answers:
@@ -114,11 +112,8 @@ def random_prompts(count: int, tokens: int, vocab_size: int, draw: np.random.Gen
     return ids
 
 
-def play(
-    engine: Generator, turns: Turns, vocab_size: int, clock: Callable[[], float] = time.perf_counter
-) -> list[list[Answer]]:
-    """Play turn t of all conversations in round t; return the answers of each round, in the
-    order of the requests."""
+def play(engine: Generator, turns: Turns, vocab_size: int) -> list[list[Answer]]:
+    """Play turn t of all conversations in round t; return the answers of each round, in the order of the requests."""
     draw = np.random.default_rng(1)
     conversations: Prompts = [[] for _ in range(turns.conversations)]
     rounds = []
@@ -128,7 +123,7 @@ def play(
         ):
             conversation += new
         order = [conversations[index] for index in draw.permutation(turns.conversations)]
-        rounds.append(ask(engine, order, turns.generated, turns.active, clock))
+        rounds.append(ask(engine, order, turns.generated, turns.active))
         for conversation, answer in zip(order, rounds[-1], strict=True):
             conversation += answer.token_ids
     return rounds
@@ -175,7 +170,7 @@ def confirm(name: str, found: dict[str, Any]) -> None:
         )
 
 
-# One conversation alone
+# A single conversation
 
 
 def alone_from_host(generator: Generator, turns: Turns) -> list[float]:
@@ -215,17 +210,15 @@ def alone_computed(generator: Generator, turns: Turns) -> list[float]:
     return [answer.ttft for answer in answers]
 
 
-def alone(from_host: list[float], computed: list[float]) -> dict[str, Any]:
-    ratio = statistics.median(computed) / statistics.median(from_host)
-    return {"from_host_ms": spread(from_host), "computed_ms": spread(computed), "times_faster": ratio}
-
-
 # The three engines
 
 
 def bench_turns(arguments: argparse.Namespace) -> None:
-    """Measure the times to the first token, and tokens/s, of each of the engines; and of one conversation alone."""
-    turns, host_gb = conversations(arguments)
+    """Measure the times to the first token, and tokens/s, of each of the engines, and of a single conversation."""
+    turns = SMALL if arguments.smoke else Turns(page_size=arguments.page_size or Turns.page_size)
+    options = bench_engine.engine_options(arguments)
+    dtype = "fp8" if options["kv_cache_dtype"] == "fp8" else options["dtype"]
+    host_gb = turns.host_gb(parse_config(settings(arguments.model, arguments.smoke)), dtype)
     engines: dict[str, dict[str, Any]] = {
         "host": {"host_cache_gb": host_gb},
         "cache": {},
@@ -247,17 +240,13 @@ def bench_turns(arguments: argparse.Namespace) -> None:
         "turns": asdict(turns) | {"context": turns.context},
         "host_cache_gb": host_gb,
         "engines": found,
-        "alone": alone(seconds["host"], seconds["recompute"]),
+        "alone": {
+            "from_host_ms": spread(seconds["host"]),
+            "computed_ms": spread(seconds["recompute"]),
+            "times_faster": statistics.median(seconds["recompute"]) / statistics.median(seconds["host"]),
+        },
     }
     write_report(arguments, "turns", report)
-
-
-def conversations(arguments: argparse.Namespace) -> tuple[Turns, float]:
-    """Return the conversations of the command line, and the 10^9 bytes of a host tier that holds all of them."""
-    turns = SMALL if arguments.smoke else Turns(page_size=arguments.page_size or Turns.page_size)
-    model = parse_config(settings(arguments.model, arguments.smoke))
-    options = bench_engine.engine_options(arguments)
-    return turns, turns.host_gb(model, "fp8" if options["kv_cache_dtype"] == "fp8" else options["dtype"])
 
 
 def line(name: str, found: dict[str, Any]) -> str:
@@ -267,7 +256,3 @@ def line(name: str, found: dict[str, Any]) -> str:
         f"{found['cached_share']:.3f} of what can be cached found, {found['pages_saved']} pages saved, "
         f"{found['pages_loaded']} loaded, {found['preemptions']} preemptions"
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(__doc__)  # says how bench.py runs it

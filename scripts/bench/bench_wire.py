@@ -14,17 +14,17 @@ from typing import Any
 
 import httpx
 import torch
-from bench_cpu import median_and_spread
 from bench_engine import write_report
 from bench_sleep import seconds, state_dict
+from reports import median_and_spread
 from serve_process import Server, model_folder
 
 from fastgen.model.config import read_config
 from fastgen.rl.remote import RemoteGenerator
 
 REPEATS = 5
-ROOM = 0.6  # of the free memory, so that a second set of weights fits beside
-BEFORE = 20  # tokens of the request that runs, before an update begins
+ROOM = 0.6  # share of the free memory, so that a second set of weights fits
+BEFORE = 20  # number of tokens of the running request before an update begins
 
 
 def bench_wire(arguments: argparse.Namespace) -> None:
@@ -69,7 +69,3 @@ def timed(url: str, update: Any) -> tuple[float, float]:
                 break
         assert updating is not None, "the request ended before the update"
         return updating.result()[0], max(after - before for before, after in pairwise(times[BEFORE - 2 :]))
-
-
-if __name__ == "__main__":
-    raise SystemExit(__doc__)  # says how bench.py runs it

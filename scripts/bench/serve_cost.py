@@ -2,7 +2,7 @@
 runs it.
 
 Each round starts a server, then a Generator in a process of its own, one after the other, as a GPU holds one of them.
-The load comes of one thread with plain sockets, so that it takes little of the processors that it shares. Prompts are
+The load comes from one thread with plain sockets, so that it takes little of the processors that it shares. Prompts are
 random ids, and each token comes in a chunk of its own (return_token_ids), whatever its text.
 """
 
@@ -188,7 +188,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         of = found[kind]
         low, high = of["spread"]
         text = f"{kind:9} {of['tokens_per_second']:8.1f} tok/s ({low:.1f} to {high:.1f})"
-        text += f", engine {of['engine_us_per_token']:.1f} us of CPU a token"
+        text += f", engine {of['engine_us_per_token']:.1f} us of CPU per token"
         if "http_us_per_token" in of:
             text += f" ({of['engine_of_direct']:.3f} of direct), HTTP {of['http_us_per_token']:.1f} us;"
             text += f" {of['speed_of_direct']:.3f} of direct's speed"

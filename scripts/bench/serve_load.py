@@ -30,9 +30,10 @@ QUANTILES = (50, 90, 99, 99.9)
 class Load:
     """A load on the server at `url`, whose routes are with or without /v1.
 
-    requests: prompts of `prompt` random ids from `low` up to `high`, each to be answered with `tokens` tokens.
-    concurrency: requests that are kept in flight. rate: requests a second, which are sent at random times (a Poisson
-    process); 0: each when another one has ended. long, every: each request number `every` has `long` tokens of prompt.
+    requests: number of prompts of `prompt` random ids from `low` up to `high`, each to be answered with `tokens`
+    tokens. concurrency: number of requests that are kept in flight. rate: requests per second, which are sent at random
+    times (a Poisson process); 0: each when another one has ended. long, every: one request of `every` has a prompt of
+    `long` tokens.
     """
 
     url: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from bench_limits import MODELS, settings
 
 READY_SECONDS = 600.0
 BUNDLED = "bundled"
+TINY = Path(__file__).parents[2] / "fastgen" / "tiny"
 
 
 class Server:
@@ -118,13 +120,11 @@ def model_folder(name: str, smoke: bool = False) -> Iterator[tuple[str | None, l
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """Write tokenizer files of a vocabulary of made-up words, so that random weights give text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    words = {"<unk>": 0} | {f"\u2581w{number}": number for number in range(1, size)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    """Write the bundled model's tokenizer and chat template, with made-up words up to a vocabulary of `size`, so that
+    random weights give text."""
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY / name, folder)
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words |= {f" w{number}": number for number in range(len(words), size)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

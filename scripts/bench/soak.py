@@ -1,4 +1,4 @@
-"""Floods fgserve, once or for minutes, and holds each answer to what the same request gets alone.
+"""Floods fgserve, once or for minutes, and compares each answer with the answer to the same request on its own.
 
     python scripts/bench/soak.py                                           # 2,000 requests at 200 connections
     python scripts/bench/soak.py --minutes 30 --requests 400 --connections 40 --name soak
@@ -7,11 +7,11 @@
 
 A round sends chats and completions, streamed or not. A third of its clients leave midway, and a tenth of its requests
 are malformed. The first round warms the server up; with --minutes, rounds follow until then, else there is one more.
-Behind each round, when the server is idle, its memory, threads, file descriptors and pages are counted: `drift` is
+After each round, when the server is idle, its memory, threads, file descriptors and pages are counted: `drift` is
 their change from the first round to the last, and its `mb_percent` leaves the KV pool of a CPU out. In the end, clients
-that read nothing run beside others, and a SIGTERM comes under load. The exit status is 1 where an answer is wrong, lost
-or late, or something is held. Writes scripts/results/serve-NAME.json. --serve comes last: what follows its model are
-flags of fgserve. A model of bench.py (mistral7, ...) has random weights and the bundled model's tokenizer. --pause lets
+that read nothing run while others read, and a SIGTERM comes under load. The exit status is 1 if an answer is wrong,
+lost or late, or something is held. Writes scripts/results/serve-NAME.json. --serve comes last: flags of fgserve follow
+its model. A model of bench.py (mistral7, ...) has random weights and the bundled model's tokenizer. --pause lets
 each connection rest between two requests. --note is kept in the file, such as what else the machine does.
 """
 
@@ -22,7 +22,6 @@ import asyncio
 import json
 import random
 import re
-import shutil
 import socket
 import sys
 import time
@@ -33,13 +32,10 @@ from typing import Any
 
 import httpx
 import numpy as np
-from bench_cpu import processor
-from bench_limits import MODELS
+from reports import RESULTS, processor, write_json
 from serve_load import quantiles
 from serve_process import BUNDLED, Server, model_folder
 
-RESULTS = Path(__file__).parent.parent / "results"
-TINY = Path(__file__).parents[2] / "fastgen" / "tiny"
 SECONDS = 120.0  # a request that takes longer counts as hung
 SETTLE_SECONDS = 30.0
 WRITTEN = 8  # rounds in the JSON
@@ -140,7 +136,7 @@ async def read_stream(reply: httpx.Response, answer: Answer, chunks: int | None 
 
 class Flood:
     """Clients of a server. pause: mean seconds that a connection rests before a request. alone: the answer that each of
-    `requests` gets alone."""
+    `requests` gets while no other runs."""
 
     def __init__(self, url: str, client: httpx.AsyncClient, pause: float = 0.0) -> None:
         self.url, self.client, self.pause = url, client, pause
@@ -223,7 +219,7 @@ class Flood:
     # --------------------------------------------------------------------------------------------- slow readers
 
     async def slow_readers(self, count: int, tokens: int) -> dict[str, Any]:
-        """Measure the time between the tokens of `count` streams beside as many others, of which none or all read
+        """Measure the time between the tokens of `count` streams while as many others run, of which none or all read
         nothing until these have ended."""
         fast, slow = [await self._beside(count, tokens, slow) for slow in (False, True)]
         return {"streams": count, "beside_fast": fast, "beside_slow": slow, "p99_ratio": slow["p99"] / fast["p99"]}
@@ -420,39 +416,26 @@ def thinned(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=2000, help="of a round (default 2000)")
+    parser.add_argument("--requests", type=int, default=2000, help="requests per round (default 2000)")
     parser.add_argument("--connections", type=int, default=200, help="requests in flight (default 200)")
     parser.add_argument("--pause", type=float, default=0.0, help="mean seconds between a connection's requests")
     parser.add_argument("--slow", type=int, default=16, help="clients that read nothing (default 16)")
-    parser.add_argument("--minutes", type=float, default=0.0, help="of rounds, at least two (default 0)")
-    parser.add_argument("--name", default="flood", help="of the file, serve-NAME.json (default: flood)")
+    parser.add_argument("--minutes", type=float, default=0.0, help="time for rounds, at least two of them (default 0)")
+    parser.add_argument("--name", default="flood", help="name of the file, serve-NAME.json (default: flood)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for it (default: scripts/results)")
-    parser.add_argument("--note", default="", help="for the file")
+    parser.add_argument("--note", default="", help="text to keep in the file")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[BUNDLED], metavar="MODEL [FLAGS]")
     return parser.parse_args(argv)
-
-
-def write_tokenizer(folder: Path, size: int) -> None:
-    """Write the bundled model's tokenizer and chat template, with made-up words up to a vocabulary of `size`."""
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(TINY / name, folder)
-    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
-    words = tokenizer["model"]["vocab"]
-    words |= {f" w{number}": number for number in range(len(words), size)}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     name, *more = arguments.serve
-    with model_folder(name) as (model, flags):
-        if name in MODELS:
-            write_tokenizer(Path(str(model)), MODELS[name]["vocab_size"])
-        with Server(model, [*flags, *more]) as server:
-            report = asyncio.run(soak(server, arguments))
+    with model_folder(name) as (model, flags), Server(model, [*flags, *more]) as server:
+        report = asyncio.run(soak(server, arguments))
     ends = sum((Counter(each["ends"]) for each in report["rounds"]), Counter[str]())
     written = report | {"number_of_rounds": len(report["rounds"]), "ends": ends, "rounds": thinned(report["rounds"])}
-    (arguments.out / f"serve-{arguments.name}.json").write_text(json.dumps(written, indent=2) + "\n")
+    write_json(arguments.out / f"serve-{arguments.name}.json", written)
     print(json.dumps({name: report[name] for name in ("drift", "slow_readers", "sigterm", "tracebacks")}, indent=2))
     for fault in (found := faults(report)):
         print(fault)

@@ -1,200 +1,340 @@
 """Apply plausible bugs, one at a time, to a copy of the repository, and run the tests that should find them.
 
     python scripts/check/mutate.py --json scripts/results/mutants.json
+    python scripts/check/mutate.py --only engine.scheduler    # the bugs of one module, or of a package's modules
+    python scripts/check/mutate.py --check                    # only whether each bug can still be applied; in a second
 
-A bug is found if a test fails. The status is 0 only if every bug is found; a bug whose text is no longer in its file is
-an error, so that the table stays true.
+A bug is found if a test fails. The exit status is 0 only if every bug is found. Each bug names the function, method,
+class or constant whose source it changes, so that it does not matter where in the module this stands. Bugs that can no
+longer be applied are listed with the reason, and nothing is run.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 120  # of a test; a bug may let it hang
+SECONDS = 120  # time limit of a test; a bug may let it hang
 ENGINE = "scheduler random_schedules admission pages prefix_cache"
 SCHEDULES = " ".join(f"tests/engine/test_{name}.py" for name in ENGINE.split())
 CALLS = "tests/test_generator.py tests/engine/test_outputs.py tests/engine/test_interrupts.py"
 LOADING = "tests/model/test_loader.py tests/model/test_loader_slices.py"
 
-# (file, tests): the bugs, each as (text, other text).
-MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
-    ("engine/options.py", "tests/engine/test_options.py"): [
-        ("max(limit - decodes, min(limit, MIN_PREFILL_TOKENS))", "max(limit, min(limit, MIN_PREFILL_TOKENS))"),
-        ("if decodes else room", "if room else room"),
+# (module, files of the tests that should find its bugs): the bugs, each as (symbol, text within it, replacement). Where
+# the text has a space, the source may have any white space, such as a line break.
+MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
+    ("engine.options", "tests/engine/test_options.py"): [
+        ("EngineConfig.prefill_tokens", "max(limit - decodes, min(limit, MIN_PREFILL_TOKENS))",
+         "max(limit, min(limit, MIN_PREFILL_TOKENS))"),
+        ("EngineConfig.prefill_tokens", "if decodes else room", "if room else room"),
     ],
-    ("engine/outputs.py", CALLS): [
-        ("            end -= 1  # a stop id", "            end -= 0  # a stop id"),
-        ("upto = min(self.ids_read + 1, end) if params.stop_strings else end", "upto = end"),
-        ("may_stop=upto > params.min_tokens", "may_stop=upto >= params.min_tokens"),
-        ("self.emitted = (sequence.output_len, len(text))", "self.emitted = (sequence.output_len, 0)"),
+    ("engine.outputs", CALLS): [
+        ("ActiveSample.update_text", "end -= 1", "end -= 0"),
+        ("ActiveSample.update_text", "upto = min(self.ids_read + 1, end) if params.stop_strings else end",
+         "upto = end"),
+        ("ActiveSample.update_text", "may_stop=upto > params.min_tokens", "may_stop=upto >= params.min_tokens"),
+        ("ActiveSample.emit", "self.emitted = (sequence.output_len, len(text))",
+         "self.emitted = (sequence.output_len, 0)"),
     ],
-    ("engine/inputs.py", CALLS + " tests/test_rollouts.py"): [
-        ("max_len=min(most, self.context),", "max_len=min(most, self.context) + (params.max_tokens is None),"),
-        ("room = context if params.max_tokens == 0 else context - 1", "room = context"),
-        ("return resume.seed", "return 0"),
+    ("engine.inputs", "tests/test_rollouts.py tests/test_robustness.py " + CALLS): [
+        ("InputProcessor.process", "max_len=min(most, self.context),",
+         "max_len=min(most, self.context) + (params.max_tokens is None),"),
+        ("InputProcessor._check_prompt", "room = context if params.max_tokens == 0 else context - 1", "room = context"),
+        ("InputProcessor._seed_of", "return resume.seed", "return 0"),
+        ("InputProcessor.check_params", "if edited > MAX_BIASES:", "if edited > MAX_BIASES + 1:"),
     ],
-    ("engine/interrupts.py", CALLS): [
-        ("            self._pending = False\n", ""),
-        ("return max(at for", "return min(at for"),
-        ("signal.signal(signal.SIGINT, self._found[self._outer()])", "pass"),
+    ("engine.interrupts", CALLS + " tests/test_robustness.py"): [
+        ("DeferredInterrupt._call", "self._pending = False", "pass"),
+        ("DeferredInterrupt._outer", "return max(at for", "return min(at for"),
+        ("DeferredInterrupt.reading", "signal.signal(signal.SIGINT, self._found[self._outer()])", "pass"),
+        ("OneCaller._take", "if self.forked:", "if False:"),
+        ("OneCaller._take", "if not self._lock.acquire(blocking=False):", "if not self._lock.acquire():"),
     ],
-    ("generator.py", "tests/test_updating.py"): [
-        ('if in_flight == "recompute":', 'if in_flight == "keep":'),
+    ("generator", "tests/test_updating.py"): [
+        ("Generator._update_weights", 'if in_flight == "recompute":', 'if in_flight == "keep":'),
     ],
-    ("engine/loop.py", CALLS + " tests/test_robustness.py"): [
-        ("self.events = [event for event in self.events if event.id != active.id]", "pass"),
-        ('sequence.finish_reason, sequence.stop_reason = "stop", stop', "pass"),
-        ("            self.scheduler.reset(self.owners)\n", "            pass\n"),
-        ("        finally:\n            self.stepping = False\n", ""),
-        ("        self.abort(late)\n", ""),
-        ("        if self.stepping:\n            raise", "        if False:\n            raise"),
+    ("engine.loop", CALLS + " tests/test_robustness.py"): [
+        ("Loop.abort", "self.events = [event for event in self.events if event.id != active.id]", "pass"),
+        ("Loop.update_output", 'sequence.finish_reason, sequence.stop_reason = "stop", stop', "pass"),
+        ("Loop.reset", "self.scheduler.reset(self.owners)", "pass"),
+        ("Loop._within_step", "finally: self.stepping = False", ""),
+        ("Loop.advance", "self.abort(late)", "pass"),
+        ("Loop.check_open", "if self.stepping: raise", "if False: raise"),
+        ("Loop.begin", "self._interrupt.check()", "pass"),
+        ("Loop.update_output", "self.weights.blame(self._runner.weights.find_not_finite)", '""'),
     ],
-    ("text/tokenizer.py", "tests/text/test_tokenizer.py"): [
-        ("range(min(len(text), len(stop) - 1), 0, -1)", "range(1, min(len(text), len(stop) - 1) + 1)"),
-        ("text[: at + len(stop) * self._shown], stop", "text[:at], stop"),
-        ("if text.endswith(BROKEN) and not last:", "if text.endswith(BROKEN):"),
-        ("at, stop = min(found, key=lambda pair: pair[0])", "at, stop = found[0]"),
+    ("text.tokenizer", "tests/text/test_tokenizer.py"): [
+        ("_overlap", "range(min(len(text), len(stop) - 1), 0, -1)", "range(1, min(len(text), len(stop) - 1) + 1)"),
+        ("StopFinder.push", "text[: at + len(stop) * self._shown], stop", "text[:at], stop"),
+        ("Detokenizer.push", "if text.endswith(BROKEN) and not last:", "if text.endswith(BROKEN):"),
+        ("StopFinder.push", "at, stop = min(found, key=lambda pair: pair[0])", "at, stop = found[0]"),
     ],
-    ("model/sampler.py", "tests/model/test_sampler.py"): [
-        ("held < held[:, -1:] * rows.top_p", "held <= held[:, -1:] * rows.top_p"),
-        ("torch.minimum(short + 1, count)", "torch.minimum(short.clamp(min=1), count)"),
-        ("best + rows.min_p.log() * temperature", "best + rows.min_p.log()"),
-        ("rows.prompt_len < rows.min_tokens", "rows.prompt_len <= rows.min_tokens"),
-        ("counts * rows.frequency - in_output * rows.presence", "counts * rows.presence - in_output * rows.frequency"),
-        ("torch.where(logits > 0, logits / rows.repetition, logits * rows.repetition)", "logits / rows.repetition"),
+    ("model.sampler", "tests/model/test_sampler.py"): [
+        ("_likeliest", "held < held[:, -1:] * rows.top_p", "held <= held[:, -1:] * rows.top_p"),
+        ("_likeliest", "torch.minimum(short + 1, count)", "torch.minimum(short.clamp(min=1), count)"),
+        ("_truncate", "best + rows.min_p.log() * temperature", "best + rows.min_p.log()"),
+        ("_edit", "rows.prompt_len < rows.min_tokens", "rows.prompt_len <= rows.min_tokens"),
+        ("_edit", "counts * rows.frequency - in_output * rows.presence",
+         "counts * rows.presence - in_output * rows.frequency"),
+        ("_edit", "torch.where(logits > 0, logits / rows.repetition, logits * rows.repetition)",
+         "logits / rows.repetition"),
     ],
-    ("model/config.py", "tests/model/test_model_config.py"): [
-        ("size if layer >= first else 0", "size if layer > first else 0"),
-        ('ids = generation.get("eos_token_id")', "ids = None"),
-        ("low=1e-6, high=1e6", "high=1e6"),
+    ("model.config", "tests/model/test_model_config.py"): [
+        ("_windows", "size if layer >= first else 0", "size if layer > first else 0"),
+        ("_eos_ids", 'ids = generation.get("eos_token_id")', "ids = None"),
+        ("_rope", "low=1e-6, high=1e6", "high=1e6"),
     ],
-    ("model/rope.py", "tests/model/test_rope.py tests/model/test_model_config.py"): [
-        ("rope.low_freq_factor, plain / rope.factor, unless_long", "rope.low_freq_factor, plain, unless_long"),
+    ("model.rope", "tests/model/test_rope.py tests/model/test_model_config.py"): [
+        ("_llama3", "rope.low_freq_factor, plain / rope.factor, unless_long",
+         "rope.low_freq_factor, plain, unless_long"),
     ],
-    ("model/loader.py", LOADING): [
-        ("(file.get_tensor(name))", "((t := file.get_tensor(name)).half() if t.dtype == torch.bfloat16 else t)"),
+    ("model.loader", LOADING): [
+        ("_find_pieces", "(file.get_tensor(name))",
+         "((t := file.get_tensor(name)).half() if t.dtype == torch.bfloat16 else t)"),
     ],
-    ("model/weights.py", LOADING + " tests/model/test_weights.py"): [
-        ("tensor.narrow(self.dim, self.start,", "tensor.narrow(self.dim, 0,"),
-        ("if name in self._seen:", "if False:"),
+    ("model.weights", "tests/model/test_weights.py tests/test_updating.py tests/test_adapters.py " + LOADING): [
+        ("Shard.slice", "tensor.narrow(self.dim, self.start,", "tensor.narrow(self.dim, 0,"),
+        ("TensorMatcher.find", "if name in self._seen:", "if False:"),
+        ("WeightState.check_update", "version = self.version + 1", "version = self.version + 2"),
+        ("WeightState.check_update", "if update.partial and self.has_adapter:", "if False:"),
     ],
-    ("model/parameters.py", "tests/model/test_parameters.py"): [
-        ('Module(attention + "k_proj", "qkv"', 'Module(attention + "v_proj", "qkv"'),
-        ("return rank * parts // ranks * shape[self.split]", "return rank % parts * shape[self.split]"),
+    ("model.parameters", "tests/model/test_parameters.py"): [
+        ("layer_table", 'Module(attention + "k_proj", "qkv"', 'Module(attention + "v_proj", "qkv"'),
+        ("Module.part", "return rank * parts // ranks * shape[self.split]", "return rank % parts * shape[self.split]"),
     ],
-    ("model/attention/reference.py", "tests/model/test_attention_reference.py"): [
-        ("(ahead >= (window or math.inf))", "(ahead > (window or math.inf))"),
+    ("model.attention.reference", "tests/model/test_attention_reference.py"): [
+        ("ReferenceAttention._attend", "(ahead >= (window or math.inf))", "(ahead > (window or math.inf))"),
     ],
-    ("model/attention/cpu.py", "tests/model/test_attention_cpu.py"): [
-        ("kv_head, of_group = np.divmod(np.arange(self._heads), group)",
+    ("model.attention.cpu", "tests/model/test_attention_cpu.py"): [
+        ("CpuAttention._lay_out", "kv_head, of_group = np.divmod(np.arange(self._heads), group)",
          "of_group, kv_head = np.divmod(np.arange(self._heads), heads)"),
-        ("hidden.logical_or_(ahead >= window)", "hidden.logical_or_(ahead > window)"),
+        ("_Tiles.hidden", "hidden.logical_or_(ahead >= window)", "hidden.logical_or_(ahead > window)"),
     ],
-    ("kernels/drafts.py", "tests/kernels/test_kernels_drafts.py tests/test_speculation.py"): [
-        ("kept = tl.min(tl.where(wrong, number, BLOCK_W)) + 1", "kept = tl.min(tl.where(wrong, number, BLOCK_W)) + 2"),
+    ("kernels.drafts", "tests/kernels/test_kernels_drafts.py tests/test_speculation.py"): [
+        ("_follow_kernel", "kept = tl.min(tl.where(wrong, number, BLOCK_W)) + 1",
+         "kept = tl.min(tl.where(wrong, number, BLOCK_W)) + 2"),
     ],
-    ("async_engine/loop.py", "tests/async_engine/test_async_loop.py tests/async_engine/test_async_client.py"): [
-        ("                self._gen.abort(message.numbers)", "                pass"),
+    ("async_engine.loop", "tests/async_engine/test_async_loop.py tests/async_engine/test_async_client.py"): [
+        ("EngineLoop._handle", "self._gen.abort(message.numbers)", "pass"),
     ],
-    ("model/host_tier.py", "tests/model/test_host_tier.py"): [
-        ("order, pages[start : start + len(part)])", "order, pages[: len(part)])"),
+    ("model.adapter", "tests/test_adapters.py"): [
+        ("AdapterUpdate._expect", 'rank**0.5 if config.get("use_rslora") else rank', "rank"),
+        ("AdapterUpdate._expect", '"alpha_pattern"', '"rank_pattern"'),
+        ("AdapterUpdate.check", "self.adapted |= self._scaling.keys()", "self.adapted = self._scaling.keys()"),
     ],
-    ("request.py", "tests/test_request.py tests/test_generator.py tests/test_updating.py"): [
-        ("self.min_tokens > self.max_tokens:", "self.min_tokens >= self.max_tokens:"),
-        ("self.versions[-1][0] != version:", "self.versions[-1][0] == version:"),
+    ("model.host_tier", "tests/model/test_host_tier.py"): [
+        ("HostTier.load", "order, pages[start : start + len(part)])", "order, pages[: len(part)])"),
     ],
-    ("engine/prompt_scores.py", SCHEDULES): [
-        ("first = max(start, sequence.score_start - 1)", "first = max(start, sequence.score_start)"),
+    ("request", "tests/test_request.py tests/test_generator.py tests/test_updating.py"): [
+        ("SamplingParams.validate", "self.min_tokens > self.max_tokens:", "self.min_tokens >= self.max_tokens:"),
+        ("Sequence.begin_version", "self.versions[-1][0] != version:", "self.versions[-1][0] == version:"),
     ],
-    ("engine/scheduler.py", SCHEDULES): [
-        ("sequence.computed -= rows - kept", "sequence.computed -= rows - kept + 1"),
-        ("sequence.pending += sample\n", "sequence.pending += 1\n"),
-        ("self.config.page_size, sequence.max_len - 1)", "self.config.page_size, sequence.max_len)"),
-        ("self.waiting.move_to_end(sequence, last=False)", "self.waiting.move_to_end(sequence)"),
-        ("victim = self.running[-1]", "victim = self.running[0]"),
-        ("sequence.output_len > sequence.params.min_tokens:", "sequence.output_len >= sequence.params.min_tokens:"),
-        ("sequence.prefill_len == end < sequence.max_len", "sequence.prefill_len == end"),
-        ("            self._leave(sequence)\n        elif sequence in", "            pass\n        elif sequence in"),
-        ("min(len(sequence.token_ids), sequence.computed))", "sequence.computed)"),
-        ("sequence.drawn.cut(sequence.output_len)", "pass"),
-        ("copy = known + 1 < sequence.max_len and", "copy = False and"),
-        ("self._page_updates = [update for update in self._page_updates if update[0] != lane]", "pass"),
-        ("sequence.score_start) - 1)", "sequence.score_start))"),
-        ("            sequence.tip = None\n        self.pages", "            pass\n        self.pages"),
-        ("self._pause = RETRY_STEPS", "self._pause = 30"),
-        ("self._masked.discard(lane)", "pass"),
-        ("counted = tuple(sequence.token_ids) if", "counted = tuple(sequence.token_ids[: sequence.prompt_len]) if"),
-        ("sequence.score_start is not None or sequence.max_len <= known or", "sequence.max_len <= known or"),
-        ('if reason in ("stop", "length") and sequence.output_len:', "if sequence.output_len:"),
-        ("if (masked or token < 0) and not accepts", "if masked and not accepts"),
-        ("self._count_cached(sequence, known - 1)", "self._count_cached(sequence, known)"),
-        ("            budget -= count\n", "            budget -= 1\n"),
-        ("        while self.prefilling:\n", "        if self.prefilling:\n"),
-        ("spare = budget - min(oldest.prefill_left, reserve)", "spare = budget"),
-        ("return tokens[at:end] == others[at:end] and", "return False and"),
+    ("engine.prompt_scores", SCHEDULES): [
+        ("chunk_score", "first = max(start, sequence.score_start - 1)", "first = max(start, sequence.score_start)"),
     ],
-    ("engine/pages.py", SCHEDULES): [
-        ("self._refs[node.page] += 1", "self._refs[node.page] = 1"),
-        ("            self._refs[page] += 1\n", "            pass\n"),
-        ("if count > self.available:", "if count > self.available + 1:"),
-        ("for page in reversed(pages):", "for page in pages:"),
-        ("        self._fresh.pop(page, None)\n", ""),
-        ("(node for node in self._host if node.host_page not in self._loads)", "iter(self._host)"),
-        ("self._host.move_to_end(node)  # behind", "pass  # behind"),
-        ("        self.root = Node()\n        for node", "        for node"),
-        ("        self._saves.clear()\n        self._free_host_pages", "        self._free_host_pages"),
-        ("range(size, limit + 1, size)", "range(size, limit, size)"),
-        ("                return None\n            node = Node", "                return tip\n            node = Node"),
-        ("self._copies.append((source[-1], page))", "self._copies.append((source[0], page))"),
+    ("engine.scheduler", SCHEDULES): [
+        ("Scheduler._learn", "sequence.computed -= rows - kept", "sequence.computed -= rows - kept + 1"),
+        ("Scheduler._chunk", "sequence.pending += sample", "sequence.pending += 1"),
+        ("Scheduler._set_limit", "self.config.page_size, sequence.max_len - 1)",
+         "self.config.page_size, sequence.max_len)"),
+        ("Scheduler._preempt", "self.waiting.move_to_end(sequence, last=False)", "self.waiting.move_to_end(sequence)"),
+        ("Scheduler._pass_limit", "victim = self.running[-1]", "victim = self.running[0]"),
+        ("Scheduler._end_at", "sequence.output_len > sequence.params.min_tokens:",
+         "sequence.output_len >= sequence.params.min_tokens:"),
+        ("Scheduler._chunk", "sequence.prefill_len == end < sequence.max_len", "sequence.prefill_len == end"),
+        ("Scheduler.finish", "self._leave(sequence)", "pass"),
+        ("Scheduler._leave", "min(len(sequence.token_ids), sequence.computed))", "sequence.computed)"),
+        ("Scheduler._requeue", "sequence.drawn.cut(sequence.output_len)", "pass"),
+        ("Scheduler._admit_forks", "copy = known + 1 < sequence.max_len and", "copy = False and"),
+        ("Scheduler._leave", "self._page_updates = [update for update in self._page_updates if update[0] != lane]",
+         "pass"),
+        ("cacheable", "sequence.score_start) - 1)", "sequence.score_start))"),
+        ("Scheduler.drop_prefixes", "sequence.tip = None", "pass"),
+        ("Scheduler._admit", "self._pause = RETRY_STEPS", "self._pause = 30"),
+        ("Scheduler._leave", "self._masked.discard(lane)", "pass"),
+        ("Scheduler._start", "counted = tuple(sequence.token_ids) if",
+         "counted = tuple(sequence.token_ids[: sequence.prompt_len]) if"),
+        ("Scheduler._admit_forks", "sequence.score_start is not None or sequence.max_len <= known or",
+         "sequence.max_len <= known or"),
+        ("Scheduler.finish", 'if reason in ("stop", "length") and sequence.output_len:', "if sequence.output_len:"),
+        ("Scheduler.update", "if (masked or token < 0) and not accepts", "if masked and not accepts"),
+        ("Scheduler._admit_forks", "self._count_cached(sequence, known - 1)", "self._count_cached(sequence, known)"),
+        ("Scheduler._schedule_prefills", "budget -= count", "budget -= 1"),
+        ("Scheduler.drop_prefixes", "while self.prefilling:", "if self.prefilling:"),
+        ("next_chunk", "spare = budget - min(oldest.prefill_left, reserve)", "spare = budget"),
+        ("begins_like", "return tokens[at:end] == others[at:end] and", "return False and"),
     ],
-    ("engine/admission.py", SCHEDULES): [
-        ("self.estimate.predict(sequence)), now + 1)", "self.estimate.predict(sequence)), now)"),
-        ("count(sequence.max_len - 1)))", "count(sequence.max_len)))"),
-        ("if len(sequence.pages) >= sequence.reserved:", "if len(sequence.pages) > sequence.reserved:"),
-        ("self.weight * (tokens - self.average)", "self.weight * tokens"),
-        ("LEAVING_STEPS = 4", "LEAVING_STEPS = 0"),
-        ("return self.reserved_pages - self.pages.references", "return self.reserved_pages"),
+    ("engine.pages", SCHEDULES): [
+        ("PageAllocator.adopt", "self._refs[node.page] += 1", "self._refs[node.page] = 1"),
+        ("PageAllocator.fork", "self._refs[page] += 1", "pass"),
+        ("PageAllocator.grow", "if count > self.available:", "if count > self.available + 1:"),
+        ("PageAllocator.release", "for page in reversed(pages):", "for page in pages:"),
+        ("PageAllocator._drop_reference", "self._fresh.pop(page, None)", "pass"),
+        ("PageAllocator._take_host_page", "(node for node in self._host if node.host_page not in self._loads)",
+         "iter(self._host)"),
+        ("PageAllocator._evict", "self._host.move_to_end(node)", "pass"),
+        ("PageAllocator.drop_index", "self.root = Node()", "pass"),
+        ("PageAllocator.drop_index", "self._saves.clear()", "pass"),
+        ("PageAllocator.match", "range(size, limit + 1, size)", "range(size, limit, size)"),
+        ("PageAllocator.index", "return None", "return tip"),
+        ("PageAllocator.fork", "self._copies.append((source[-1], page))", "self._copies.append((source[0], page))"),
+    ],
+    ("engine.admission", SCHEDULES): [
+        ("PageReservations.expected", "self.estimate.predict(sequence)), now + 1)",
+         "self.estimate.predict(sequence)), now)"),
+        ("PageReservations.expected", "count(sequence.max_len - 1)))", "count(sequence.max_len)))"),
+        ("PageReservations.extend", "if len(sequence.pages) >= sequence.reserved:",
+         "if len(sequence.pages) > sequence.reserved:"),
+        ("LengthEstimate.learn", "self.weight * (tokens - self.average)", "self.weight * tokens"),
+        ("LEAVING_STEPS", "LEAVING_STEPS = 4", "LEAVING_STEPS = 0"),
+        ("PageReservations.growth", "return self.reserved_pages - self.pages.references", "return self.reserved_pages"),
     ],
 }  # fmt: skip
 
 
-def run(copy: Path, file: str, tests: str, old: str, new: str) -> dict[str, object]:
-    """Run the tests with one bug: which it is, whether they found it, and the seconds that they took."""
-    path = copy / "fastgen" / file
+class Mutant(NamedTuple):
+    """A plausible bug: `text` within the source of `symbol` is replaced by `other`, and `tests` should find it.
+
+    module: dotted name of the module, below fastgen. symbol: qualified name of a function, class or constant in it.
+    """
+
+    module: str
+    tests: str
+    symbol: str
+    text: str
+    other: str
+
+    @property
+    def path(self) -> Path:
+        """The file of the module, relative to the root of the repository."""
+        return Path("fastgen", *self.module.split(".")).with_suffix(".py")
+
+    def apply(self, root: Path = ROOT) -> str:
+        """Return the source of the module with this bug. Raises LookupError if it cannot be applied."""
+        if not (root / self.path).exists():
+            raise LookupError(f"there is no {self.path}")
+        source = (root / self.path).read_text(encoding="utf-8")
+        places = symbols(source).get(self.symbol)
+        if places is None:
+            name = self.symbol.rpartition(".")[2]
+            others = [other for other in symbols(source) if other.rpartition(".")[2] == name]
+            raise LookupError(f"there is no {self.symbol}" + f"; there is {', '.join(others)}" * bool(others))
+        pattern = re.compile(r"\s+".join(map(re.escape, self.text.split())))
+        found = [(place, match) for place in places for match in pattern.finditer(source, *place)]
+        if len(found) != 1:
+            raise LookupError(f"{self.symbol} has the text {len(found)} times, not once")
+        [((start, end), match)] = found
+        mutated = source[start : match.start()] + self.other + source[match.end() : end]
+        try:
+            ast.parse(textwrap.dedent(mutated))
+        except SyntaxError as error:
+            raise LookupError(f"with the bug there is a syntax error: {error}") from None
+        return source[:start] + mutated + source[end:]
+
+
+@cache
+def symbols(source: str) -> dict[str, list[tuple[int, int]]]:
+    """Return the functions, classes, methods and constants of a source: where in it the lines of each begin and end, as
+    often as it is defined."""
+    lines = [0]
+    for line in source.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+    found: dict[str, list[tuple[int, int]]] = {}
+    for name, node in definitions(ast.parse(source)):
+        assert node.end_lineno is not None
+        found.setdefault(name, []).append((lines[node.lineno - 1], lines[node.end_lineno]))
+    return found
+
+
+def definitions(tree: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.stmt]]:
+    """Yield (qualified name, node) of all definitions below a node, but for what is local to a function."""
+    for node in ast.iter_child_nodes(tree):
+        match node:
+            case ast.ClassDef():
+                yield outer + node.name, node
+                yield from definitions(node, f"{outer}{node.name}.")
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield outer + node.name, node
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield outer + name, node
+            case ast.If() | ast.Try():
+                yield from definitions(node, outer)
+
+
+def mutants(only: str = "") -> list[Mutant]:
+    """Return all mutants, or those of one module or package."""
+    return [
+        Mutant(module, tests, *bug)
+        for (module, tests), bugs in MUTANTS.items()
+        for bug in bugs
+        if f"{module}.".startswith(f"{only}." if only else "")
+    ]
+
+
+def faults(wanted: list[Mutant], root: Path = ROOT) -> list[str]:
+    """Return a line for each mutant that cannot be applied, and for each file of tests that does not exist."""
+    found = [
+        f"{module}: there is no {test}"
+        for module, tests in dict.fromkeys((mutant.module, mutant.tests) for mutant in wanted)
+        for test in tests.split()
+        if not (root / test).exists()
+    ]
+    for mutant in wanted:
+        try:
+            mutant.apply(root)
+        except LookupError as error:
+            found.append(f"{mutant.module}: {mutant.symbol}: {mutant.text!r}: {error}")
+    return found
+
+
+def run(copy: Path, mutant: Mutant) -> dict[str, object]:
+    """Run the tests with one bug; return which it is, whether they found it, and the seconds that they took."""
+    path = copy / mutant.path
     text = path.read_text(encoding="utf-8")
-    if text.count(old) != 1:
-        sys.exit(f"{file} has {text.count(old)} times {old!r}; the table needs another text")
-    path.write_text(text.replace(old, new), encoding="utf-8")
+    path.write_text(mutant.apply(copy), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", f"--timeout={SECONDS}"]
-    start = time.perf_counter()
-    done = subprocess.run([*command, *tests.split()], cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, stdout=-1)
+    start, environment = time.perf_counter(), {**os.environ, "PYTHONPATH": str(copy)}
+    done = subprocess.run([*command, *mutant.tests.split()], cwd=copy, env=environment, stdout=subprocess.PIPE)
     path.write_text(text, encoding="utf-8")
-    if done.returncode not in (0, 1):
+    if done.returncode in (3, 4, 5):  # of pytest itself: no tests have run
         sys.exit(done.stdout.decode())
-    found = {"file": file, "from": old, "to": new, "found": done.returncode == 1}
-    return found | {"seconds": round(time.perf_counter() - start, 1)}
+    found = {"module": mutant.module, "symbol": mutant.symbol, "from": mutant.text, "to": mutant.other}
+    return {**found, "found": done.returncode != 0, "seconds": round(time.perf_counter() - start, 1)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="part of the names of the files")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", metavar="MODULE", help="such as engine.scheduler, or engine")
+    parser.add_argument("--check", action="store_true", help="run no tests, only check that each bug can be applied")
+    parser.add_argument("--json", type=Path, help="the file to write")
     args = parser.parse_args()
+    wanted = mutants(args.only)
+    if not wanted:
+        parser.error(f"--only {args.only}: no bug is in this module; there are {', '.join(m for m, _ in MUTANTS)}")
+    if wrong := faults(wanted):
+        sys.exit("\n".join([*wrong, f"{len(wrong)} of {len(wanted)} entries of MUTANTS need another symbol or text"]))
+    if args.check:
+        print(f"{len(wanted)} bugs can be applied")
+        return
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["git", "checkout-index", "-a", f"--prefix={folder}/"], cwd=ROOT, check=True)
         results = []
-        for (file, tests), bugs in MUTANTS.items():
-            for old, new in bugs if args.only in file else ():
-                results.append(run(Path(folder), file, tests, old, new))
-                print("found" if results[-1]["found"] else "LIVES", json.dumps(results[-1]), flush=True)
+        for mutant in wanted:
+            results.append(run(Path(folder), mutant))
+            print("found" if results[-1]["found"] else "LIVES", json.dumps(results[-1]), flush=True)
     alive = [result for result in results if not result["found"]]
     found = {
         "command": "python scripts/check/mutate.py",

@@ -3,8 +3,8 @@
     PYTHONPATH=. python scripts/check/sanitize.py                     # memcheck, racecheck and initcheck
     PYTHONPATH=. python scripts/check/sanitize.py racecheck --parts drafts scores --seconds 600
 
-Each tensor has an allocation of its own, so that memory behind it is nobody's. memcheck and racecheck watch fastgen's
-kernels alone. A process that runs out of time reports the tests that it has finished. The exit status is 1 where
+Each tensor has an allocation of its own, so that the memory after it belongs to no other. memcheck and racecheck watch
+only fastgen's kernels. A process that runs out of time reports the tests that it has finished. The exit status is 1 if
 something is reported, or a test fails or is missing.
 """
 
@@ -54,13 +54,13 @@ TORCH = "regex=at6native|cub[0-9]|cutlass|nvjet|cublas"  # names of kernels
 
 
 class Share:
-    """A plugin of pytest that runs each `shares`-th test, and tells which kernels have been launched."""
+    """A pytest plugin that runs every `shares`-th test, and prints which kernels have been launched."""
 
     def __init__(self, place: int, shares: int) -> None:
         self.place, self.shares = place, shares
         self.launched: set[str] = set()
 
-    @pytest.hookimpl(trylast=True)  # behind -k
+    @pytest.hookimpl(trylast=True)  # after -k
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = items[self.place :: self.shares]
         print(f"\nTESTS {len(items)}")
@@ -140,9 +140,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tools", nargs="*", default=TOOLS, help=f"of {', '.join(TOOLS)} (default: all, in this order)")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--processes", type=int, default=4, help="at a time (default 4)")
-    parser.add_argument("--seconds", type=float, default=900, help="that a process may take (default 900)")
-    parser.add_argument("--whole", type=float, default=7200, help="seconds that all may take (default 7200)")
+    parser.add_argument("--processes", type=int, default=4, help="number of processes at a time (default 4)")
+    parser.add_argument("--seconds", type=float, default=900, help="time limit of a process (default 900)")
+    parser.add_argument(
+        "--whole", type=float, default=7200, help="time limit of all together, in seconds (default 7200)"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()

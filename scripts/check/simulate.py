@@ -3,7 +3,7 @@
     python scripts/check/simulate.py --schedules 60000 --json scripts/results/simulation-cpu.json
 
 `pytest -m long tests/engine/test_random_schedules.py` runs 1,000,000 of the same schedules. A schedule that fails is
-named with the call that replays it alone. The JSON has what is done so far, at any time.
+named with the call that replays it. The JSON is written after each part.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def run(seeds: range) -> tuple[range, Counter[str], str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=10**6, help="first seed; default: behind those of the tests")
+    parser.add_argument("--first", type=int, default=10**6, help="first seed (default: after the seeds of the tests)")
     parser.add_argument("--schedules", type=int, default=20_000)
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no part is waited for")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time after which no more parts are waited for")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     end = args.first + args.schedules

@@ -6,16 +6,16 @@
     topics.jsonl     two numbers, of which one is in words
     questions.jsonl  the model reads the words; of its answer two questions are made for each topic
     answers.jsonl    each question several times, at temperature 1
-    data.jsonl       each answer once, with its score: the mean logprob that its tokens have for the same model behind
+    data.jsonl       each answer once, with its score: the mean logprob of its tokens for the same model after
                      the question "step by step"; data that has a score above the bound is kept
     report.json      how many were made, kept and right, and how long they are
 
 The bundled model mostly guesses a product when it is not asked to work it out, so there is something to filter: the
-scorer knows no product, but it has another prompt, behind which a guess is unlikely. That it works is told by the
-products, which the report alone looks at. The stages that generate are fggen's, which does no row twice; the others are
-short, and each writes its file as a whole.
+scorer knows no product, but it has another prompt, after which a guess is unlikely. Whether it works can be seen from
+the products, which only the report looks at. The stages that generate are fggen's, which does no row twice; the others
+are short, and each writes its file as a whole.
 
-This file needs fastgen alone: copy it, and change the topics, the templates and the scorer.
+This file needs only fastgen: copy it, and change the topics, the templates and the scorer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fastgen.cli.gen.main import main as fggen
 
 Record = dict[str, Any]
 
-BOUND = -0.05  # of the score; the mean logprob of a token
+BOUND = -0.05  # of the score, which is the mean logprob of a token
 SCORED = 256  # answers in one call
 ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 TEENS = ["ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
@@ -43,7 +43,7 @@ QUESTIONS = ("What is {a} * {b}?", "{a} * {b} step by step")
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """Write a file so that it is there as a whole or not at all."""
     beside = path.with_suffix(".tmp")
     with beside.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--topics", type=int, default=200)
-    parser.add_argument("--samples", type=int, default=8, help="answers to a question (default 8)")
+    parser.add_argument("--samples", type=int, default=8, help="number of answers per question (default 8)")
     parser.add_argument("--smoke", action="store_true", help="4 topics, 2 samples")
     arguments = parser.parse_args(argv)
     count, samples = (4, 2) if arguments.smoke else (arguments.topics, arguments.samples)

@@ -21,13 +21,11 @@ import json
 import os
 import platform
 import random
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,14 +50,18 @@ from fastgen import RequestOutput, SamplingParams
 from fastgen.model.loader import resolve
 from fastgen.rl.remote import RemoteGenerator
 
-MOST_LAG = 1  # steps of the trainer that a token may be older than
-MOST_WEIGHT = 2.0  # of an old token: the trainer's probability at the start of the step over that of its drawing
+sys.path.append(str(Path(__file__).parent.parent / "bench"))
+
+from serve_process import Server
+
+MOST_LAG = 1  # maximum age of a token, in steps of the trainer
+MOST_WEIGHT = 2.0  # of an old token: its probability at the start of the step over the one it was drawn with
 PARTS = ("wait", "train", "push")
 
 
 @dataclass(frozen=True)
 class Corrected(Rollout):
-    """A sample with old tokens. logprobs: the trainer's at the start of the step. weights: of each token's
+    """A sample with old tokens. logprobs: the trainer's at the start of the step. weights: factor of each token's
     advantage."""
 
     weights: tuple[float, ...] = ()
@@ -88,7 +90,7 @@ def corrected(model: Any, samples: Sequence[Rollout], version: int | None, setti
             late = lags(sample, version)
             if max(late) > MOST_LAG:
                 raise RuntimeError(f"a token is {max(late)} steps old; the server has not taken every update")
-            # The tokens of the present version keep the server's logprobs, which differ from these by rounding alone.
+            # The tokens of the present version keep the server's logprobs, which differ from these only by rounding.
             logprobs = [new if lag else drawn for new, drawn, lag in zip(own, sample.logprobs, late, strict=True)]
             ratios = torch.tensor(logprobs) - torch.tensor(sample.logprobs)
             weights = ratios.exp().clamp(max=MOST_WEIGHT).tolist()
@@ -97,7 +99,7 @@ def corrected(model: Any, samples: Sequence[Rollout], version: int | None, setti
 
 
 class Sampler:
-    """Samples from a server, in a thread. seconds: that the server has worked on them."""
+    """A client that samples from a server, in a thread. seconds: time that the server has worked on samples."""
 
     def __init__(self, gen: RemoteGenerator, settings: Settings) -> None:
         self.gen, self.seconds = gen, 0.0
@@ -154,58 +156,28 @@ def train(gen: RemoteGenerator, settings: Settings, device: str) -> dict[str, An
             "curve": curve}  # fmt: skip
 
 
-@contextmanager
-def server(device: str, dtype: str, seed: int) -> Iterator[str]:
-    """Run fgserve with the bundled model in a process of its own; yield its address when it is ready."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    # Half of a GPU's memory is the trainer's, if that is on the same one
-    options = {"port": port, "device": device, "dtype": dtype, "seed": seed, "memory-fraction": 0.5}
-    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    process = subprocess.Popen([sys.executable, "-m", "fastgen.cli.serve.main", "--rollout", *flags])
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while not is_ready(url):
-            if process.poll() is not None:
-                raise RuntimeError(f"fgserve has ended with the status {process.returncode}")
-            time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def is_ready(url: str) -> bool:
-    try:
-        RemoteGenerator(url).weight_version  # noqa: B018
-    except (ConnectionError, RuntimeError):  # it loads
-        return False
-    return True
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", help="of the trainer, such as cuda:0")
-    parser.add_argument("--server-device", default="cpu", help="of the server, such as cuda:1")
-    parser.add_argument("--dtype", default="float32", help="of the server; the trainer's is float32")
-    parser.add_argument("--url", help="of a server with the bundled model (default: one is started)")
+    parser.add_argument("--device", default="cpu", help="device of the trainer, such as cuda:0")
+    parser.add_argument("--server-device", default="cpu", help="device of the server, such as cuda:1")
+    parser.add_argument("--dtype", default="float32", help="dtype of the server; the trainer's is float32")
+    parser.add_argument("--url", help="URL of a server with the bundled model (default: one is started)")
     parser.add_argument("--seed", type=int, default=Settings.seed)
-    parser.add_argument("--out", type=Path, help="file of JSON for the learning curve (default: none is written)")
-    parser.add_argument("--beside", type=Path, help="JSON of rl_grpo.py, whose curve is plotted beside this one")
+    parser.add_argument("--out", type=Path, help="JSON file for the learning curve (default: none is written)")
+    parser.add_argument("--beside", type=Path, help="JSON of rl_grpo.py, whose curve is plotted next to this one")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args(argv)
     smoke = {"steps": 2, "prompts": 4, "samples": 8, "batch": 16, "micro_batch": 8, "held_out": 8}
     settings = replace(Settings(seed=arguments.seed), **(smoke if arguments.smoke else {}))
     key = os.environ.get("FASTGEN_API_KEY")
-    if arguments.url:
-        with RemoteGenerator(arguments.url, api_key=key) as gen:
-            found = train(gen, settings, arguments.device)
-    else:
-        with (
-            server(arguments.server_device, arguments.dtype, arguments.seed) as url,
-            RemoteGenerator(url, api_key=key) as gen,
-        ):
-            found = train(gen, settings, arguments.device)
+    with ExitStack() as stack:
+        url = arguments.url
+        if url is None:  # half of a GPU's memory is the trainer's, if that is on the same one
+            options = {"device": arguments.server_device, "dtype": arguments.dtype, "seed": arguments.seed}
+            flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+            url = stack.enter_context(Server(None, ["--rollout", "--memory-fraction", "0.5", *flags])).url
+        gen = stack.enter_context(RemoteGenerator(url, api_key=key))
+        found = train(gen, settings, arguments.device)
     machine = platform.machine() if arguments.device == "cpu" else torch.cuda.get_device_name()
     report = {"machine": machine, "threads": torch.get_num_threads(), "dtype": arguments.dtype}
     report |= {"torch": torch.__version__, **found}

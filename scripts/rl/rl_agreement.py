@@ -6,7 +6,7 @@
 
 The trainer is transformers in the dtype of the Generator, in bfloat16 for one in fp8: a forward pass over prompt and
 answer, whose logits are divided by the temperature in float32. |its logprob - ours| of each generated token, in three
-comparisons: of `untruncated_logprobs` with the whole vocabulary, of `logprobs` with the ids of the sampling mask alone,
+comparisons: of `untruncated_logprobs` with the whole vocabulary, of `logprobs` with only the ids of the sampling mask,
 and of `score` with the whole vocabulary. Tokens of which a model is certain hide what fp8 changes, so that --smoke, in
 which nearly all are, says nothing about it. Fails where a float32 difference is 1e-4 or more.
 """
@@ -51,8 +51,8 @@ SAMPLING = {
 
 @dataclass(frozen=True)
 class Agreement:
-    """Statistics of |trainer's logprob - Generator's| over so many tokens; beyond: the share of tokens above FAR;
-    mean_ratio: of exp(trainer's - Generator's)."""
+    """Statistics of |trainer's logprob - Generator's| over a number of tokens. beyond: share of tokens above FAR.
+    mean_ratio: mean of exp(trainer's - Generator's)."""
 
     dtype: str
     sampling: str
@@ -130,10 +130,10 @@ def measure(model: str | None, dtype: str, device: str, questions: int, n: int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder or hub id; the bundled model where there is none")
+    parser.add_argument("--model", help="a folder or hub id (default: the bundled model)")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", *FP8])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--name", help="of the file, after rl-agreement-; else the device")
+    parser.add_argument("--name", help="name of the file, after rl-agreement- (default: the device)")
     parser.add_argument("--smoke", action="store_true", help="few tokens, nothing written")
     args = parser.parse_args()
     size = (4, 1, 8) if args.smoke else (len(QUESTIONS), 8, 64)

@@ -10,7 +10,7 @@ objective, and gives the weights to the Generator. The behaviour logprobs are th
 computed twice. The bundled model has seen neither the training problems nor the held-out ones: it answers them at
 once and mostly wrong, and now and then works one out in steps, which is nearly always right; that is what it can find.
 
-This file needs fastgen and transformers alone: copy it, and change the problems and the reward.
+This file needs only fastgen and transformers: copy it, and change the problems and the reward.
 """
 
 from __future__ import annotations
@@ -43,9 +43,13 @@ PARTS = ("generate", "train", "push")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the training: prompts of a step, samples of each, and sequences of one optimizer step, which are
-    computed micro_batch at a time. problems: the number that prompts are drawn from; None: all. clip_low, clip_high:
-    how far an importance ratio may fall and rise. Held-out problems are asked every evaluate_every steps."""
+    """Settings of the training.
+
+    prompts: number of prompts per step. samples: number of samples per prompt. problems: number of problems that
+    prompts are drawn from; None: all. batch: number of sequences per optimizer step, which are computed micro_batch at
+    a time. clip_low, clip_high: how far an importance ratio may fall and rise. held_out: number of problems that are
+    asked every evaluate_every steps and never trained on.
+    """
 
     steps: int = 12
     prompts: int = 32
@@ -63,8 +67,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sample: the prompt's ids and its own, the logprobs and the weight versions that it was drawn with, and its
-    advantage over its group."""
+    """One sample of a prompt.
+
+    ids: token ids of the prompt and of the answer. logprobs, weight_versions: the ones that the answer was drawn with.
+    advantage: of the answer over its group.
+    """
 
     ids: list[int]
     prompt_len: int
@@ -114,7 +121,7 @@ def rewards_of(asked: Sequence[Problem], outputs: Sequence[RequestOutput]) -> Te
 
 
 def rollouts(outputs: Sequence[RequestOutput], rewards: Tensor) -> list[Rollout]:
-    """Return the samples with an advantage: those of groups that were neither all right nor all wrong."""
+    """Return the samples of groups that were neither all right nor all wrong, which have an advantage."""
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
     return [
         Rollout(
@@ -245,13 +252,13 @@ def train(settings: Settings, device: str, dtype: str, speculate: str = "auto") 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32", help="of the Generator; the trainer's is float32")
+    parser.add_argument("--dtype", default="float32", help="dtype of the Generator; the trainer's is float32")
     parser.add_argument(
         "--speculate", default="auto", choices=("auto", "ngram", "off"), help="changes no point of the curve"
     )
     for name in ("seed", "steps", "prompts", "samples", "problems"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name))
-    parser.add_argument("--out", type=Path, help="file of JSON for the learning curve (default: none is written)")
+    parser.add_argument("--out", type=Path, help="JSON file for the learning curve (default: none is written)")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args(argv)
     smoke = {"steps": 2, "prompts": 4, "samples": 8, "batch": 16, "micro_batch": 8, "held_out": 8}

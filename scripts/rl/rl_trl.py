@@ -6,7 +6,7 @@
     python scripts/rl/rl_trl.py --url http://host:5678    # with a server of `fgserve --rollout`
 
 `sample_by` is for other programs, too. With use_vllm=True and vllm_mode="server" TRL asks its VLLMClient, which imports
-vLLM for the transfer of weights; `sample_by` puts a GeneratorClient in its place. TRL goes on to gather the weights of
+vLLM for the transfer of weights; `sample_by` replaces it by a GeneratorClient. TRL goes on to gather the weights of
 FSDP and ZeRO and to merge LoRA adapters, and applies its vllm_importance_sampling_* settings. trl is pinned, since this
 is no interface of it.
 """
@@ -30,13 +30,13 @@ from fastgen import Generator, SamplingParams
 from fastgen.model.loader import resolve
 from fastgen.rl.remote import RemoteGenerator
 
-LEARNING_RATE = 2e-4  # above rl_grpo.py's, as there is one optimizer step a rollout
-RATIO = "sampling/importance_sampling_ratio/mean"  # trainer's over sampler's probability, in the trainer's log
+LEARNING_RATE = 2e-4  # above rl_grpo.py's, as there is one optimizer step per rollout
+RATIO = "sampling/importance_sampling_ratio/mean"  # the trainer's probability over the sampler's, in the trainer's log
 
 
 def sample_by(gen: Generator | RemoteGenerator) -> None:
     """Let trainers that are made from now on, with use_vllm=True and vllm_mode="server", sample by `gen`. Each process
-    of a program calls it; the first alone uses `gen`."""
+    of a program calls it; only the first uses `gen`."""
     vllm_generation.VLLMClient = lambda **_: GeneratorClient(gen)
     vllm_generation.is_vllm_available = lambda: True
 
@@ -57,7 +57,7 @@ class GeneratorClient:
         self, prompts: Sequence[Sequence[int]], features: None = None, logprobs: int = 0,
         structured_outputs_regex: str | None = None, generation_kwargs: dict[str, Any] | None = None, **params: Any,
     ) -> dict[str, list[Any]]:  # fmt: skip
-        """Return n completions of each prompt, with the logprob of each token alone: lists [prompts x n][tokens][1]."""
+        """Return n completions of each prompt, with the logprob of each token: lists [prompts x n][tokens][1]."""
         if features is not None or logprobs:
             raise ValueError("images and logprobs of other tokens are not supported")
         own = SamplingParams(**{**params, "regex": structured_outputs_regex, **(generation_kwargs or {})})
@@ -103,14 +103,6 @@ def product(completions: list[Any], a: list[int], b: list[int], **_: Any) -> lis
     return [reward((x, y), said[0]["content"]) for x, y, said in zip(a, b, completions, strict=True)]
 
 
-def generator(settings: Settings, device: str, url: str | None) -> Generator | RemoteGenerator:
-    """Return the sampler: in this process, or at a url."""
-    if url is not None:
-        return RemoteGenerator(url)
-    # Half of a GPU's memory is the trainer's
-    return Generator(device=device, dtype="float32", memory_fraction=0.5, seed=settings.seed)
-
-
 def train(settings: Settings, device: str, folder: str, url: str | None = None) -> dict[str, Any]:
     """Train; return the held-out accuracy before and after, and the trainer's log, a dictionary for each step. folder:
     for TRL's files."""
@@ -119,13 +111,18 @@ def train(settings: Settings, device: str, folder: str, url: str | None = None) 
         output_dir=folder, save_strategy="no", report_to="none", logging_steps=1, disable_tqdm=True, seed=settings.seed,
         use_cpu=device == "cpu", bf16=False, gradient_checkpointing=False,
         max_steps=settings.steps, num_generations=settings.samples, per_device_train_batch_size=settings.batch,
-        gradient_accumulation_steps=settings.prompts * settings.samples // settings.batch,  # a rollout a step
+        gradient_accumulation_steps=settings.prompts * settings.samples // settings.batch,  # one rollout per step
         temperature=1.0, max_completion_length=MAX_TOKENS,
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", weight_decay=0.0,
         use_vllm=True, vllm_mode="server",
         epsilon=settings.clip_low, epsilon_high=settings.clip_high, vllm_importance_sampling_mode="token_truncate",
     )  # fmt: skip
-    with generator(settings, device, url) as gen:
+    gen: Generator | RemoteGenerator
+    if url is not None:
+        gen = RemoteGenerator(url)
+    else:  # half of a GPU's memory is the trainer's
+        gen = Generator(device=device, dtype="float32", memory_fraction=0.5, seed=settings.seed)
+    with gen:
         sample_by(gen)
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(resolve(None), dtype=torch.float32),
@@ -144,7 +141,7 @@ def train(settings: Settings, device: str, folder: str, url: str | None = None) 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--url", help="of a server of the bundled model (default: a Generator in this process)")
+    parser.add_argument("--url", help="URL of a server of the bundled model (default: a Generator in this process)")
     parser.add_argument("--smoke", action="store_true", help="five small steps, to see that it runs")
     arguments = parser.parse_args(argv)
     smoke = {"steps": 5, "prompts": 2, "samples": 4, "batch": 4, "held_out": 4}

@@ -14,13 +14,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import tiny_about
 import tiny_facts
-import tiny_knowledge
 import tiny_numbers
 import tiny_skills
 import tiny_talk
-import tiny_texts
 from tiny_questions import HELD_OUT_WORDINGS, plain
 from tiny_task import Skills, Task, Turn, is_held_out, phrase
 from tiny_words import CAPITALS, DAYS, MONTHS, NAMES, WORDS, read
@@ -31,10 +28,7 @@ SKILLS: Skills = {
     **tiny_skills.SKILLS,
     **tiny_numbers.SKILLS,
     **tiny_facts.SKILLS,
-    **tiny_knowledge.SKILLS,
-    **tiny_about.SKILLS,
     **tiny_talk.SKILLS,
-    **tiny_texts.SKILLS,
 }
 _NAMES = tuple(SKILLS)
 _CUMULATIVE = [sum(weight for weight, _ in list(SKILLS.values())[: i + 1]) for i in range(len(SKILLS))]
@@ -50,7 +44,7 @@ TARGET = 1 << 13
 
 @dataclass
 class Conversation:
-    """What one conversation has so far: its system prompt, how that changes replies, and what the user told."""
+    """The state of one conversation: its system prompt, how that changes replies, and what the user told."""
 
     system: str | None
     restyle: Callable[[Turn], str]
@@ -58,7 +52,7 @@ class Conversation:
 
 
 def new_conversation(rng: random.Random) -> Conversation:
-    """Mostly without a system prompt; some have one that changes nothing, a few one that changes the replies."""
+    """Begin a conversation, mostly without a system prompt; some prompts change nothing, a few change the replies."""
     kind = rng.random()
     if kind < 0.82:
         return Conversation(None, lambda turn: turn.reply)
@@ -72,7 +66,7 @@ def new_conversation(rng: random.Random) -> Conversation:
 
 
 def draw(rng: random.Random, make: Callable[[random.Random], Task], held_out: bool = False) -> Task:
-    """A task none of whose facts are held out; or one whose graded fact (the last key) is.
+    """Draw a task none of whose facts are held out; or one whose graded fact (the last key) is.
 
     No task has the wording of one of the first questions.
 
@@ -89,7 +83,7 @@ def draw(rng: random.Random, make: Callable[[random.Random], Task], held_out: bo
 
 
 def next_task(rng: random.Random, conversation: Conversation) -> Task:
-    """The next task of a conversation: mostly any skill, sometimes something told or asked about the user."""
+    """Draw the next task of a conversation: mostly any skill, sometimes something told or asked about the user."""
     what = rng.random()
     if what < 0.03:
         told: dict[str, str] = {}
@@ -114,13 +108,13 @@ Encode = Callable[[str], list[int]]
 
 
 def turn_ids(encode: Encode, user: str, reply: str) -> list[int]:
-    """One turn as ids, exactly as the chat template writes it; the reply and its end are marked as targets."""
+    """Return one turn as ids, exactly as the chat template writes it; the reply and its end are marked as targets."""
     targets = [i | TARGET for i in (*encode(reply), END)]
     return [USER, *encode(user), END, ASSISTANT, *targets]
 
 
 def row(rng: random.Random, encode: Encode, length: int) -> list[int]:
-    """One conversation that fills `length` ids as far as whole tasks fit; at least one task."""
+    """Return one conversation that fills `length` ids as far as whole tasks fit; at least one task."""
     while True:
         conversation = new_conversation(rng)
         ids = [BOS]
@@ -138,7 +132,7 @@ def row(rng: random.Random, encode: Encode, length: int) -> list[int]:
 
 
 def shard(tokenizer: Any, seed: int, index: int, tokens: int) -> dict[int, npt.NDArray[np.int16]]:
-    """Rows of every bucket, together about `tokens` ids: bucket length -> [rows, length]."""
+    """Return rows of every bucket, together about `tokens` ids: bucket length -> int16 [rows, length]."""
     rng = random.Random(f"{seed}-{index}")
 
     def encode(text: str) -> list[int]:
@@ -150,7 +144,7 @@ def shard(tokenizer: Any, seed: int, index: int, tokens: int) -> dict[int, npt.N
 
 
 def evaluation_tasks(name: str, count: int, seed: int) -> list[Task]:
-    """Up to `count` different held-out tasks of a skill (fewer if the skill has fewer)."""
+    """Return up to `count` different held-out tasks of a skill (fewer if the skill has fewer)."""
     rng = random.Random(f"evaluation-{name}-{seed}")
     found: dict[tuple[str, ...], Task] = {}
     for _ in range(3 * count):
@@ -162,7 +156,7 @@ def evaluation_tasks(name: str, count: int, seed: int) -> list[Task]:
 
 
 def messages(task: Task) -> list[dict[str, str]]:
-    """A task as chat messages, up to the question that is graded."""
+    """Return a task as chat messages, up to the question that is graded."""
     chat: list[dict[str, str]] = []
     for turn in task.turns:
         chat += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.reply}]
@@ -170,7 +164,7 @@ def messages(task: Task) -> list[dict[str, str]]:
 
 
 def long_conversation(rng: random.Random, turns: int) -> list[dict[str, str]]:
-    """Messages of a trained conversation of at least that many turns, to put in front of a question."""
+    """Return messages of a trained conversation of at least that many turns, to put in front of a question."""
     conversation, chat = Conversation(None, lambda turn: turn.reply), list[dict[str, str]]()
     while len(chat) < 2 * turns:
         for turn in next_task(rng, conversation).turns:
@@ -179,7 +173,7 @@ def long_conversation(rng: random.Random, turns: int) -> list[dict[str, str]]:
 
 
 def corpus(seed: int, turns: int) -> Sequence[str]:
-    """Text to train the tokenizer on: dialogue, and every listed word so that each gets its chance."""
+    """Return texts to train the tokenizer on: dialogue, and every listed word so that each gets its chance."""
     rng = random.Random(f"corpus-{seed}")
     conversation = Conversation(None, lambda turn: turn.reply)
     texts: list[str] = []

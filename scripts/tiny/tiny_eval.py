@@ -1,4 +1,4 @@
-"""Accuracy of the bundled model on held-out prompts, its replies to first questions, and its model card."""
+"""The bundled model's accuracy on held-out prompts, its replies to first questions, and its model card."""
 
 import json
 import random
@@ -21,7 +21,7 @@ LONG_TURNS = 30
 
 
 class Answerer:
-    """Greedy answers of a saved folder, in float32 from its bfloat16 weights, by transformers."""
+    """A saved model that answers greedily, by transformers in float32 from its bfloat16 weights."""
 
     def __init__(self, folder: Path, device: torch.device, batch_tokens: int = 1 << 17) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -56,7 +56,7 @@ class Answerer:
 
 
 class Fp8Answerer:
-    """Greedy answers of a saved folder by fastgen on the CPU, with linear layers or the KV cache in fp8."""
+    """A saved model that answers greedily, by fastgen on the CPU, with linear layers or the KV cache in fp8."""
 
     def __init__(self, folder: Path, option: str) -> None:
         from fastgen import Generator
@@ -74,7 +74,7 @@ class Fp8Answerer:
 
 
 def evaluate(answer: Answerer | Fp8Answerer, count: int, seed: int, max_new_tokens: int, show: int = 2) -> Scores:
-    """Greedy accuracy on up to `count` held-out prompts of every skill; prints a few wrong answers of each."""
+    """Return the greedy accuracy on up to `count` held-out prompts per skill; print a few wrong answers of each."""
     chosen: dict[str, list[Task]] = {name: evaluation_tasks(name, count, seed) for name in SKILLS}
     chats = {name: [messages(task) for task in tasks] for name, tasks in chosen.items()}
     rng = random.Random(f"long-{seed}")
@@ -99,7 +99,7 @@ def evaluate(answer: Answerer | Fp8Answerer, count: int, seed: int, max_new_toke
 
 
 def ask_first_questions(answer: Answerer, max_new_tokens: int) -> FirstQuestions:
-    """Greedy replies to the first questions, turn by turn, judged by their rules; prints all of them."""
+    """Return greedy replies to the first questions, turn by turn, judged by their rules; print all of them."""
     chats: list[Chat] = [[] for _ in FIRST_QUESTIONS]
     for turn in range(max(len(question.turns) for question in FIRST_QUESTIONS)):
         places = [i for i, question in enumerate(FIRST_QUESTIONS) if turn < len(question.turns)]
@@ -124,9 +124,8 @@ _RUN = """    {command}
 {hardware}: {data:.0f} million tokens of data, made in {data_seconds:.0f} s; {steps:,} steps of about
 {batch_tokens:,} tokens in {seconds:.0f} s ({rate:.2f} million tokens/s, {passes:.1f} passes); final loss {loss:.4f}."""
 
-_RECALL = "a question about what the user said earlier"
 LABELS = {
-    "recall": _RECALL,
+    "recall": "a question about what the user said earlier",
     "after_long_conversation": "sums, capitals, spelling, weekdays and sorting, late in a chat",
 }
 
@@ -155,8 +154,8 @@ def _runs(training: dict[str, Any]) -> Iterator[str]:
     if "shares" in training:
         shares = ", ".join(map(str, training["shares"]))
         yield (
-            f"The weights are the mean of those of these runs, in shares of {shares}. The shares were chosen by the\n"
-            "first questions and `follow_up_word` below, where the mean gives more right answers than any one run."
+            f"The weights are the mean of the weights of these runs, in shares of {shares}. The shares were chosen by\n"
+            "the first questions and `follow_up_word` below, where the mean gives more right answers than any one run."
         )
 
 

@@ -31,7 +31,7 @@ def _cased(rng: random.Random, name: str) -> str:
 
 
 def _country(rng: random.Random) -> tuple[str, str]:
-    """A country and how a user might write it."""
+    """Return a country and how a user might write it."""
     country = rng.choice(tuple(CAPITALS))
     shown = rng.choice(COUNTRY_ALIASES[country]) if country in COUNTRY_ALIASES and rng.random() < 0.5 else country
     return country, _cased(rng, shown)
@@ -41,17 +41,13 @@ def _article(country: str) -> str:
     return f"the {country}" if country.startswith(("United", "Netherlands", "Philippines", "Maldives")) else country
 
 
-def _capital_reply(rng: random.Random, country: str) -> str:
-    replies = ("The capital of {c} is {a}.", "{a}.", "{a} is the capital of {c}.")
-    # The graded reply ends with the answer, so the third form is used only half as often as pick() would.
-    return pick(rng, replies[: 2 + (rng.random() < 0.5)], c=_article(country), a=CAPITALS[country])
-
-
 def capital(rng: random.Random) -> Task:
     """The capital of a country."""
     country, shown = _country(rng)
     question, answer = phrase(rng, _TEXTS["capital"], c=shown), CAPITALS[country]
-    reply = _capital_reply(rng, country)
+    replies = ("The capital of {c} is {a}.", "{a}.", "{a} is the capital of {c}.")
+    # The graded reply ends with the answer, so the third form is used only half as often as pick() would.
+    reply = pick(rng, replies[: 2 + (rng.random() < 0.5)], c=_article(country), a=answer)
     accept = (answer, f"{answer} is the capital of {_article(country)}")
     return task(question, reply, f"capital:{question.lower()}", accept)
 

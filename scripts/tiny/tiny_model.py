@@ -1,8 +1,4 @@
-"""The bundled model for training: a Llama in plain PyTorch, its optimizer, its tokenizer, and its Hugging Face folder.
-
-Parameters carry Hugging Face names, so that a state dict is a checkpoint. Shapes: B rows, L positions, H query heads,
-K KV heads, D head size.
-"""
+"""The bundled model for training: a Llama, its optimizer, its tokenizer, and its Hugging Face folder."""
 
 import json
 import math
@@ -10,126 +6,52 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from tiny_data import BOS, END, EOS, PAD, SPECIAL_TOKENS
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, INTERMEDIATE = 4096, 256, 8, 4, 2, 64, 704
 CONTEXT, ROPE_THETA, NORM_EPS = 2048, 10000.0, 1e-5
 
 
-def rope_tables(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, float32 [L, D]; both halves of a head rotate by the same angles."""
-    frequencies = ROPE_THETA ** (-torch.arange(0, HEAD_SIZE, 2, device=device, dtype=torch.float32) / HEAD_SIZE)
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies).repeat(1, 2)
-    return angles.cos(), angles.sin()
+def new_model() -> LlamaForCausalLM:
+    """Return the model to train, in float32; the output projection is the embedding."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_SIZE,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=NORM_EPS,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        tie_word_embeddings=True,
+        bos_token_id=BOS,
+        eos_token_id=[END, EOS],
+        pad_token_id=PAD,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    nn.init.normal_(model.model.embed_tokens.weight, std=0.02)
+    for name, weight in model.model.layers.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.zeros_(weight)  # every layer starts as the identity
+        elif weight.dim() == 2:
+            nn.init.normal_(weight, std=0.7 / math.sqrt(weight.shape[1]))
+    return model
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, heads, L, D]."""
-    a, b = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
-
-
-class Attention(nn.Module):
-    """Causal attention with grouped KV heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(HIDDEN, HEADS * HEAD_SIZE, bias=False)
-        self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_SIZE, bias=False)
-        self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_SIZE, bias=False)
-        self.o_proj = nn.Linear(HEADS * HEAD_SIZE, HIDDEN, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [B, L, hidden] -> the same."""
-        batch, length, _ = x.shape
-        q = self.q_proj(x).view(batch, length, HEADS, HEAD_SIZE).transpose(1, 2)
-        k = self.k_proj(x).view(batch, length, KV_HEADS, HEAD_SIZE).transpose(1, 2)
-        v = self.v_proj(x).view(batch, length, KV_HEADS, HEAD_SIZE).transpose(1, 2)
-        k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (rotate(k, cos, sin), v))
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), k, v, is_causal=True)
-        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, length, HEADS * HEAD_SIZE))
-        return out
-
-
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
-        self.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
-        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [B, L, hidden] -> the same."""
-        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return y
-
-
-class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(HIDDEN, NORM_EPS)
-        self.self_attn = Attention()
-        self.post_attention_layernorm = nn.RMSNorm(HIDDEN, NORM_EPS)
-        self.mlp = MLP()
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [B, L, hidden] -> the same."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-
-class Body(nn.Module):
-    """Embedding, layers and the last norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.RMSNorm(HIDDEN, NORM_EPS)
-
-
-class TinyLlama(nn.Module):
-    """The whole model; the output projection is the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Body()
-        nn.init.normal_(self.model.embed_tokens.weight, std=0.02)
-        for name, weight in self.matrices():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                nn.init.zeros_(weight)  # every layer starts as the identity
-            else:
-                nn.init.normal_(weight, std=0.7 / math.sqrt(weight.shape[1]))
-
-    def matrices(self) -> list[tuple[str, nn.Parameter]]:
-        """The weights of the linear layers, which Muon trains."""
-        return [(name, p) for name, p in self.model.layers.named_parameters() if p.dim() == 2]
-
-    def compile_layers(self) -> None:
-        """Compile one layer at a time: all share their code, so that compilation takes seconds."""
-        for layer in self.model.layers:
-            layer.compile(dynamic=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids: [B, L] -> logits [B, L, vocab]."""
-        cos, sin = rope_tables(ids.shape[1], ids.device)
-        x = self.model.embed_tokens(ids)
-        for layer in self.model.layers:
-            x = layer(x, cos, sin)
-        return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
+def matrices(model: LlamaForCausalLM) -> list[nn.Parameter]:
+    """Return the weights of the linear layers, which Muon trains."""
+    return [p for p in model.model.layers.parameters() if p.dim() == 2]
 
 
 def orthogonalize(updates: Tensor) -> Tensor:
-    """The nearest (semi-)orthogonal matrix of each of updates [N, rows, columns], by five Newton-Schulz steps.
+    """Return the nearest (semi-)orthogonal matrix of each of updates [N, rows, columns], by five Newton-Schulz steps.
 
     Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024).
     """
@@ -161,7 +83,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of all matrices."""
+        """Update all matrices once."""
         assert closure is None
         for group in self.param_groups:
             matrices: list[Tensor] = group["params"]
@@ -179,7 +101,7 @@ class Muon(torch.optim.Optimizer):
 
 # The tokenizer is a byte-fallback BPE. Spaces stay spaces (no "▁"), so every string survives encoding and decoding;
 # what the vocabulary lacks is spelled in bytes (<0x00> to <0xFF>). Digits are tokens of their own, for arithmetic.
-# A word or a run of symbols takes the space before it along; digits, and spaces before them, stand alone.
+# A word or a run of symbols takes the space before it along; digits, and spaces before them, are tokens of their own.
 _PIECES = Regex(r" ?\p{L}+|\d| ?[^\s\p{L}\d]+|\s")
 
 CHAT_TEMPLATE = (
@@ -245,33 +167,15 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
-def save_folder(model: TinyLlama, folder: Path) -> None:
+def save_folder(model: LlamaForCausalLM, folder: Path) -> None:
     """Write weights in bfloat16, config.json and generation_config.json, as transformers reads them."""
-    from transformers import GenerationConfig, LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_SIZE,
-        max_position_embeddings=CONTEXT,
-        rms_norm_eps=NORM_EPS,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        tie_word_embeddings=True,
-        bos_token_id=BOS,
-        eos_token_id=[END, EOS],
-        pad_token_id=PAD,
-        dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    )
+    config = LlamaConfig(**model.config.to_dict())
+    config.update({"dtype": "bfloat16", "architectures": ["LlamaForCausalLM"], "use_cache": True})
     config.save_pretrained(folder)
     generation = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=True, temperature=0.2, bos_token_id=BOS, eos_token_id=[END, EOS], pad_token_id=PAD
     )
     generation.save_pretrained(folder)
-    weights = {name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in model.state_dict().items()}
+    weights = {name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private

@@ -15,7 +15,7 @@ _VALUE_REPLIES = ("{e} = {c}.", "{c}", "The answer is {c}.", "That is {c}.", "{e
 
 
 def shown(value: Decimal) -> str:
-    """Return a number without trailing zeros: 6, 2.5."""
+    """Return a number without trailing zeros, such as 6 or 2.5."""
     return format(value.normalize(), "f") if value else "0"
 
 
@@ -317,7 +317,7 @@ def _again(rng: random.Random, value: int) -> tuple[Turn, int, list[str]]:
 
 
 def lone_number(rng: random.Random) -> Task:
-    """A number alone: what can be done with it"""
+    """A single number: what can be done with it"""
     n = rng.randrange(10 ** rng.randint(1, 4))
     reply = f"{n}? I can double it, halve it, add to it, or tell if it is even."
     return task(str(n), reply, f"lone:{n}", str(n), "number", short="")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tiny_words import pairs, read
 
-# The model says that it can not know something: sensible where only a larger model knows, and nowhere else.
+# The model says that it cannot know something: sensible only where a larger model is needed to know it.
 UNABLE = r"\b(do not|don't|can ?not|can't) (know|see|look|do that|tell)|too hard"
 JOKE = r"\b(why|what|how|who|knock)\b.+[?!]"
 FOREIGN = r"english|hello|hi\b"
@@ -32,7 +32,7 @@ class Question(NamedTuple):
 
 def _question(turns: tuple[str, ...], sensible: str) -> Question:
     """Return a question of data/questions.txt, where "= " begins how a sensible reply ends."""
-    if sensible.startswith("= "):  # a number, a word or a list, alone or in a sentence
+    if sensible.startswith("= "):  # a number, a word or a list, by itself or at the end of a sentence
         return Question(turns, rf"(?<![\w.-]){re.escape(sensible[2:])}\.?\Z")
     for name, expression in (("UNABLE", UNABLE), ("JOKE", JOKE), ("FOREIGN", FOREIGN)):
         sensible = sensible.replace(name, expression)
@@ -45,7 +45,7 @@ FIRST_QUESTIONS = tuple(
 
 
 def plain(text: str) -> str:
-    """Text without case, quotes, commas, doubled spaces, and marks at its end: how wordings are compared."""
+    """Return a text without case, quotes, commas, doubled spaces, and marks at its end: how wordings are compared."""
     words = re.sub(r"['\"’,¿¡]", "", text.lower()).split()  # noqa: RUF001
     return " ".join(words).strip(" .!?") or text.strip()
 

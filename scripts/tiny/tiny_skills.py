@@ -26,7 +26,7 @@ _REPLY_VALUE = ("{a} {op} {b} = {c}.", "{c}", "The answer is {c}.", "That is {c}
 
 
 def _number(rng: random.Random, digits: int) -> int:
-    """A number of exactly that many digits (one digit starts at 0)."""
+    """Return a number of exactly that many digits (one digit starts at 0)."""
     return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
 
@@ -46,7 +46,7 @@ def _question(rng: random.Random, op: str, a: int, b: int) -> str:
 
 
 def fact_key(op: str, a: int, b: int) -> str:
-    """The key of an arithmetic fact, the same for both orders where the operation commutes."""
+    """Return the key of an arithmetic fact, the same for both orders where the operation commutes."""
     low, high = (min(a, b), max(a, b)) if op in "+*" else (a, b)
     if op == "*" and low > 9 and a % 10 and b % 10:
         return f"mul2:{low}*{high}"
@@ -54,7 +54,7 @@ def fact_key(op: str, a: int, b: int) -> str:
 
 
 def evaluate(op: str, a: int, b: int) -> int:
-    """The value of an operation on two numbers."""
+    """Return the value of an operation on two numbers."""
     return {"+": a + b, "-": a - b, "*": a * b}[op] if op != "/" else a // b
 
 
@@ -101,18 +101,18 @@ def multiply_parts(rng: random.Random) -> Task:
 
 
 def work_out(a: int, b: int) -> str:
-    """A two-digit product written as steps: 12 * 34: 12 * 30 = 360, 12 * 4 = 48, 360 + 48 = 408."""
+    """Return a two-digit product in steps, such as 12 * 30 = 360, 12 * 4 = 48, 360 + 48 = 408."""
     tens, ones = b // 10 * 10, b % 10
     return f"Step by step: {a} * {tens} = {a * tens}, {a} * {ones} = {a * ones}, {a * tens} + {a * ones} = {a * b}."
 
 
 def two_digit_factors(rng: random.Random) -> tuple[int, int]:
-    """Two numbers of 11 to 99, neither a multiple of ten, whose product is a step of other products."""
+    """Return two numbers of 11 to 99, neither a multiple of ten, as those products are steps of others."""
     return 10 * rng.randint(1, 9) + rng.randint(1, 9), 10 * rng.randint(1, 9) + rng.randint(1, 9)
 
 
 def steps_keys(a: int, b: int) -> tuple[str, ...]:
-    """The keys of `work_out`: its three steps, and the product itself last."""
+    """Return the keys of `work_out`: its three steps, and the product itself last."""
     tens, ones = b // 10 * 10, b % 10
     return fact_key("*", a, tens), fact_key("*", a, ones), fact_key("+", a * tens, a * ones), fact_key("*", a, b)
 
@@ -211,7 +211,7 @@ def spell(rng: random.Random) -> Task:
 
 
 def backwards(word: str) -> str:
-    """The reply that reverses a word: the letters first, which makes the joined word easy."""
+    """Return the reply that reverses a word: the letters first, which makes the joined word easy."""
     return f"{'-'.join(word)} backwards is {'-'.join(word[::-1])}: {word[::-1]}"
 
 

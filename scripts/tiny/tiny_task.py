@@ -18,7 +18,7 @@ _TEXTS = read("task")
 
 Grade = Literal["number", "ends", "exact"]
 
-# Of 100 hash buckets, how many a skill trains on; the rest are held out.
+# The number of hash buckets, of 100, that a skill trains on; the rest are held out.
 TRAINED_BUCKETS = 95
 # Two-digit products are deliberately weak: the model sees this share of the pairs, and nothing of the others.
 MUL2_TRAINED_BUCKETS = 30
@@ -63,19 +63,19 @@ Skills = dict[str, tuple[float, Callable[[random.Random], Task]]]
 def task(
     user: str, reply: str, key: str, answer: str | Sequence[str], grade: Grade = "ends", short: str | None = None
 ) -> Task:
-    """A task of one turn; its bare answer is the first accepted one unless `short` says otherwise."""
+    """Return a task of one turn; its bare answer is the first accepted one unless `short` says otherwise."""
     accept = (answer,) if isinstance(answer, str) else tuple(answer)
     return Task((Turn(user, reply, accept[0] if short is None else short),), (key,), accept, grade)
 
 
 @lru_cache(maxsize=1 << 16)
 def bucket(key: str) -> int:
-    """The hash bucket of a key, 0 to 99."""
+    """Return the hash bucket of a key, 0 to 99."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") % 100
 
 
 def is_held_out(key: str) -> bool:
-    """Whether a fact such as "add:12+30" is never trained on."""
+    """Return whether a fact such as "add:12+30" is never trained on."""
     return bucket(key) >= (MUL2_TRAINED_BUCKETS if key.startswith("mul2:") else TRAINED_BUCKETS)
 
 
@@ -112,7 +112,7 @@ def _reword(rng: random.Random, text: str) -> str:
     if len(words) < 3:
         return text
     small = [i for i, word in enumerate(words) if word.lower() in _DROPPED]
-    # A filler beside a placeholder could be taken for a part of what fills it.
+    # A filler next to a placeholder could be taken for a part of what fills it.
     gaps = [i for i in range(1, len(words)) if "{" not in words[i - 1] + words[i]]
     if small and rng.random() < 0.6:
         del words[rng.choice(small)]
@@ -122,7 +122,7 @@ def _reword(rng: random.Random, text: str) -> str:
 
 
 def _typo(rng: random.Random, text: str) -> str:
-    """Drop, double or swap one letter of one longer word; placeholders are left alone."""
+    """Drop, double or swap one letter of one longer word, but never change a placeholder."""
     words = text.split(" ")
     places = [i for i, word in enumerate(words) if len(word) > 3 and word.isalpha()]
     if not places:
@@ -162,24 +162,24 @@ def casual(rng: random.Random, text: str, decorate: bool = True) -> str:
 
 
 def phrase(rng: random.Random, templates: Sequence[str], /, **fields: object) -> str:
-    """A template, typed casually, with its fields filled in; what the fields hold is never altered."""
+    """Return a template, typed casually, with its fields filled in; what the fields hold is never altered."""
     return casual(rng, rng.choice(templates)).format(**fields)
 
 
 def pick(rng: random.Random, templates: Sequence[str], /, **fields: object) -> str:
-    """A reply: a template filled in. Earlier templates are likelier, so that greedy decoding has one clear answer."""
+    """Return a reply: a template filled in. The first template is likeliest, so that greedy decoding has one answer."""
     index = 0 if rng.random() < 0.5 else rng.randrange(len(templates))
     return templates[index].format(**fields)
 
 
 def exchange(rng: random.Random, asked: Sequence[str], replies: Sequence[str], **fields: object) -> Task:
-    """A task of one turn whose facts are few: the split is by the wording of the question."""
+    """Return a task of one turn whose facts are few: the split is by the wording of the question."""
     question = phrase(rng, asked, **fields)
     return task(question, pick(rng, replies), f"talk:{question.lower()}", replies, "exact", short="")
 
 
 def _letter_chain() -> dict[str, str]:
-    """Letters seen after each pair of letters in WORDS ("^" starts a word, "$" ends it)."""
+    """Return the letters seen after each pair of letters in WORDS ("^" starts a word, "$" ends it)."""
     chain: dict[str, str] = {}
     for entry in WORDS:
         padded = f"^^{entry}$"
@@ -192,7 +192,7 @@ _CHAIN = _letter_chain()
 
 
 def made_up_word(rng: random.Random) -> str:
-    """A word of 3 to 12 letters that follows English letter statistics, or rarely none at all."""
+    """Return a word of 3 to 12 letters, mostly by the statistics of English letters, sometimes of random letters."""
     if rng.random() < 0.15:
         return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 8)))
     if rng.random() < 0.4:
@@ -207,5 +207,5 @@ def made_up_word(rng: random.Random) -> str:
 
 
 def any_word(rng: random.Random) -> str:
-    """A real word (three times in five) or a made-up one, so that skills on letters do not memorize the list."""
+    """Return a real word (three times in five) or a made-up one, so that skills on letters do not memorize the list."""
     return rng.choice(WORDS) if rng.random() < 0.6 else made_up_word(rng)

@@ -1,6 +1,6 @@
-"""The texts that the bundled model's training dialogues are made of: how they are read, word lists, the calendar.
+"""Word lists, the calendar, and the reader of the texts from which the bundled model's training dialogues are made.
 
-Everything in `data` was written for this project; the dialogues of `tiny_data.py` are built from these lists alone.
+Everything in `data` was written for this project, and the dialogues of `tiny_data.py` are made only from it.
 """
 
 import re

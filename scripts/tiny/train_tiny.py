@@ -29,9 +29,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from tiny_data import BUCKETS, TARGET, corpus, shard
 from tiny_eval import Answerer, Fp8Answerer, ask_first_questions, evaluate, write_card
-from tiny_model import Muon, TinyLlama, save_folder, save_tokenizer, train_tokenizer
+from tiny_model import Muon, matrices, new_model, save_folder, save_tokenizer, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 SHARD_TOKENS = 2_000_000
 MATRIX_LR, EMBEDDING_LR = 0.02, 0.004
@@ -44,7 +45,7 @@ SAVE_SECONDS = 60
 
 @dataclass
 class Progress:
-    """What training did."""
+    """The progress of training. seconds: time spent; loss: a running mean."""
 
     steps: int = 0
     tokens: int = 0
@@ -53,7 +54,7 @@ class Progress:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options; `--smoke` makes everything tiny."""
+    """Return the options; `--smoke` makes everything tiny."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(
@@ -64,7 +65,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data-tokens", type=int, default=400_000_000)
     parser.add_argument("--batch-tokens", type=int, default=65_536)
     parser.add_argument("--corpus-turns", type=int, default=100_000, help="turns that the tokenizer learns from")
-    parser.add_argument("--prompts", type=int, default=300, help="held-out prompts a skill")
+    parser.add_argument("--prompts", type=int, default=300, help="held-out prompts per skill")
     parser.add_argument("--max-new-tokens", type=int, default=560)
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
     parser.add_argument("--seed", type=int, default=0)
@@ -85,7 +86,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def generate(args: argparse.Namespace, tokenizer: Any) -> dict[int, Tensor]:
-    """All rows, by length: int16 [rows, length]. Shards come back in order, whatever the number of workers."""
+    """Return all rows, by length: int16 [rows, length]. Shards come in order, whatever the number of workers."""
     count = max(1, round(args.data_tokens / SHARD_TOKENS))
     make = partial(shard, tokenizer, args.seed, tokens=args.data_tokens // count)
     if args.workers == 1:
@@ -99,7 +100,7 @@ def generate(args: argparse.Namespace, tokenizer: Any) -> dict[int, Tensor]:
 
 
 def batches(data: dict[int, Tensor], batch_tokens: int, seed: int) -> Iterator[Tensor]:
-    """Batches without end, each of one row length; every row of a length is used before one comes again."""
+    """Yield batches without end, each of one row length; every row of a length is used before one comes again."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     weights = [data[n].numel() for n in BUCKETS]
 
@@ -117,7 +118,7 @@ def batches(data: dict[int, Tensor], batch_tokens: int, seed: int) -> Iterator[T
 
 
 def split_targets(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed rows [B, L] -> ids and the ids to predict at each place, -100 where nothing is learned."""
+    """Split packed rows [B, L] into ids and the ids to predict at each place, -100 where nothing is learned."""
     packed = rows.long()
     ids = packed & (TARGET - 1)
     following = torch.where(packed & TARGET != 0, ids, -100)
@@ -125,7 +126,7 @@ def split_targets(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy over the targets."""
+    """Return the mean cross-entropy over the targets."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
 
 
@@ -134,15 +135,16 @@ def learning_rate(steps: int, share: float) -> float:
     return min(1.0, (steps + 1) / WARM_UP_STEPS, max(0.0, (1 - share) / (1 - DECAY_FROM)))
 
 
-def train(model: TinyLlama, data: dict[int, Tensor], args: argparse.Namespace) -> Progress:
+def train(model: LlamaForCausalLM, data: dict[int, Tensor], args: argparse.Namespace) -> Progress:
     """Train in place until the time (or the number of steps) is used up; write the weights every minute."""
-    muon = Muon((p for _, p in model.matrices()), lr=MATRIX_LR)
+    muon = Muon(matrices(model), lr=MATRIX_LR)
     rest = [p for p in model.parameters() if p.dim() == 1] + [model.model.embed_tokens.weight]
     adam = torch.optim.AdamW(rest, lr=EMBEDDING_LR, betas=(0.9, 0.95), weight_decay=0.0)
     optimizers: list[tuple[torch.optim.Optimizer, float]] = [(muon, MATRIX_LR), (adam, EMBEDDING_LR)]
     loss_of = next_token_loss
     if not args.no_compile:
-        model.compile_layers()
+        for layer in model.model.layers:  # one at a time: all share their code, so that compilation takes seconds
+            layer.compile(dynamic=False)
         loss_of = torch.compile(next_token_loss, dynamic=False)
     done, start, last, saved = Progress(), time.perf_counter(), 0.0, 0.0
     for rows in batches(data, args.batch_tokens, args.seed):
@@ -154,7 +156,7 @@ def train(model: TinyLlama, data: dict[int, Tensor], args: argparse.Namespace) -
                 group["lr"] = rate * learning_rate(done.steps, share) * (CONTINUED if args.start else 1)
         ids, targets = split_targets(rows)
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
-            loss = loss_of(model(ids), targets)
+            loss = loss_of(model(ids).logits, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         for optimizer, _ in optimizers:
             optimizer.step()
@@ -179,7 +181,7 @@ def train(model: TinyLlama, data: dict[int, Tensor], args: argparse.Namespace) -
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Accuracy of the saved folder and its replies to first questions; they go to accuracy.json and the card."""
+    """Write the accuracy of the saved folder and its replies to first questions to accuracy.json and the card."""
     torch.set_float32_matmul_precision("highest")
     answer = Answerer(args.out, torch.device(args.device), 1 << 18 if args.device == "cuda" else 1 << 13)
     facts = json.loads((args.out / "accuracy.json").read_text())
@@ -200,6 +202,11 @@ def measure_fp8(args: argparse.Namespace) -> None:
     path.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
 
+def load(model: LlamaForCausalLM, weights: dict[str, Any]) -> None:
+    """Load the weights of a checkpoint, which has no lm_head, as that is the embedding."""
+    model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+
+
 def make_folder(args: argparse.Namespace) -> None:
     """Write tokenizer, weights, and in accuracy.json how they were trained."""
     args.out.mkdir(parents=True, exist_ok=True)
@@ -217,9 +224,9 @@ def make_folder(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     device = torch.device(args.device)
-    model = TinyLlama()
+    model = new_model()
     if args.start:
-        model.load_state_dict(load_file(args.start / "model.safetensors"))
+        load(model, load_file(args.start / "model.safetensors"))
     model.to(device)
     done = train(model, {n: rows.to(device) for n, rows in data.items()}, args)
     save_folder(model, args.out)
@@ -252,10 +259,10 @@ def write_mean(args: argparse.Namespace) -> None:
     given = [(Path(folder), float(share)) for folder, _, share in (each.rpartition(":") for each in args.mean)]
     facts = json.loads((given[-1][0] / "accuracy.json").read_text())
     facts["training"]["shares"] = [share for _, share in given]
-    model = TinyLlama()
+    model = new_model()
     # Summed from the last run on, as the shipped weights were: another order rounds otherwise.
     weights = [(load_file(folder / "model.safetensors"), share) for folder, share in reversed(given)]
-    model.load_state_dict({name: sum(each[name].float() * share for each, share in weights) for name in weights[0][0]})
+    load(model, {name: sum(each[name].float() * share for each, share in weights) for name in weights[0][0]})
     args.out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(Tokenizer.from_file(str(given[0][0] / "tokenizer.json")), args.out)
     save_folder(model, args.out)
@@ -263,7 +270,7 @@ def write_mean(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Tokenizer, data, training, folder, accuracy, card."""
+    """Train, or take a mean, and measure what was written."""
     args = parse(argv)
     start = time.perf_counter()
     if args.fp8:

@@ -92,8 +92,8 @@ ACCEPTED: dict[str, dict[str, int]] = {
     "rope._rope_kernel": {"RTX A5000": 24, "RTX 4090": 24},
     "drafts._follow_kernel": {"RTX 5090": 16},
 }  # fmt: skip
-"""Bytes that a thread of a kernel in fastgen.kernels may spill on a chip: the most in the results of Triton 3.6.0 to
-3.9.0. All else must spill nothing."""
+"""Maximum number of bytes that a thread of a kernel in fastgen.kernels may spill on a chip: the largest in the results
+of Triton 3.6.0 to 3.9.0. All other kernels must spill nothing."""
 DTYPES = ("bfloat16", "float16", "float32")
 KERNEL = itemgetter("kernel")
 ENGINE = {"load": "dummy", "device": "cpu", "num_pages": 128, "max_seqs": 32, "max_step_tokens": 512, "seed": 0,
@@ -118,7 +118,7 @@ class Target:
 
 
 class Compiled:
-    """Kernels that are compiled instead of launched. what: the name of the current compilation; rows: one for each
+    """Kernels that are compiled instead of launched. what: the name of the current compilation; rows: one row per
     kernel."""
 
     def __init__(self, chip: Chip) -> None:
@@ -174,7 +174,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 @contextmanager
 def as_on(chip: Chip) -> Iterator[Compiled]:
-    """Have Generators on the CPU decide as on a GPU of this kind."""
+    """Make Generators on the CPU decide as on a GPU of this kind."""
     compiled = Compiled(chip)
     Chip.of = staticmethod(lambda device: chip)  # type: ignore[method-assign, assignment]
 
@@ -209,7 +209,7 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
 
 
 def run_all(models: list[str], dtypes: tuple[str, ...], chip: Chip) -> list[dict[str, Any]]:
-    """Have everything compiled that the models need in these dtypes."""
+    """Compile everything that the models need in these dtypes."""
     with as_on(chip) as compiled:
         for name in models:
             for dtype in dtypes if name == "Mistral 7B" else dtypes[:2]:
@@ -237,8 +237,9 @@ def run(name: str, dtype: str, deterministic: bool, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**SIZES, **MODELS[name]}))
         with Generator(folder, dtype=dtype, deterministic=deterministic, **ENGINE, **options) as gen:
-            if deterministic:
-                fix(gen._runner.model)
+            model: Any = gen._runner.model
+            for linear in (model.parameters.lm_head, *(linear for layer in model.layers for linear in layer.linears)):
+                linear.batch_invariant |= deterministic  # as on a GPU
             startup._compile(gen._runner)
             for params in (plain, full):
                 for lengths in ([400], [9] * 6, [9] * 12, [70] * 20):
@@ -246,12 +247,6 @@ def run(name: str, dtype: str, deterministic: bool, **options: Any) -> None:
                     assert all(output.error is None for output in outputs)
             gen.score([[5] * 100])  # more rows than go through our own products by default
             startup.rehearse_decodes(gen._runner, [1, 8, 32])  # what graphs hold; without a GPU there are none
-
-
-def fix(model: Any) -> None:
-    """Have its products made as on a GPU."""
-    for linear in (model.parameters.lm_head, *(linear for layer in model.layers for linear in layer.linears)):
-        linear.batch_invariant = True
 
 
 def faults(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

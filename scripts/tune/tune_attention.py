@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from tune_products import timed
 
 from fastgen.device.chip import Chip
 from fastgen.kernels import attention, work_tiles
-from fastgen.model.attention.flash import FlashAttention
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention
 from fastgen.model.kv_pool import KVPool
@@ -128,35 +126,8 @@ class Setup:
         return max(float(x) for x in found)
 
 
-def seconds_of(run: Callable[[], Any], least: float = 0.03) -> float:
-    """Return the median of three rounds, of `least` seconds each or more."""
-    run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-
-    def round_of(times: int) -> float:
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(times):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        return float(start.elapsed_time(end)) / 1000 / times
-
-    times = max(int(least / max(round_of(2), 1e-6)), 3)
-    return statistics.median(round_of(times) for _ in range(3))
-
-
-def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
 def time_paged(setup: Setup, config: attention.AttentionConfig) -> tuple[float, float]:
-    """Return the seconds of a layer, and the error."""
+    """Return the seconds per layer, and the error."""
     paged, case = setup.paged, setup.case
     paged.configs = dict.fromkeys(paged.configs, config)
     answers: list[Tensor] = []
@@ -173,28 +144,8 @@ def time_paged(setup: Setup, config: attention.AttentionConfig) -> tuple[float, 
             del answers[1:]  # the first layer's is compared
 
     made = None if case.decodes else paged.plan(setup.layout)
-    graph = captured(step)
-    taken = seconds_of(graph.replay)
+    taken = timed(step) / 1e6
     return taken / setup.layers, setup.error(answers[0])
-
-
-def time_flash(setup: Setup) -> tuple[float, float] | str:
-    """Return seconds a layer and the error of a step of prefills; or why there are none. The host launches each layer,
-    which shows in small cases."""
-    if setup.case.decodes:
-        return "decodes go through paged"
-    try:
-        flash = FlashAttention(setup.pool, setup.heads, (0,), setup.case.count, setup.case.length)
-    except ValueError as refused:
-        return str(refused)
-    plan = flash.plan(setup.layout)
-
-    def step() -> None:
-        for layer in range(setup.layers):
-            flash.attend(plan, layer, setup.q, 0)
-
-    error = setup.error(flash.attend(plan, 0, setup.q, 0))
-    return seconds_of(step) / setup.layers, error
 
 
 def configured(setup: Setup, rows: int, warps: int, stages: int, peel: bool) -> attention.AttentionConfig:
@@ -208,6 +159,8 @@ def configured(setup: Setup, rows: int, warps: int, stages: int, peel: bool) -> 
 
 
 class Tuner:
+    """The measurements so far, which end at the time `until`."""
+
     def __init__(self, until: float) -> None:
         self.until = until
         self.rows: list[dict[str, Any]] = []
@@ -215,16 +168,6 @@ class Tuner:
     @property
     def over(self) -> bool:
         return time.monotonic() > self.until
-
-    def note(self, setup: Setup, what: dict[str, Any], taken: float, error: float) -> None:
-        case = setup.case
-        rate = setup.kv_bytes / taken / 1e12 if case.decodes else setup.flops / taken / 1e12
-        unit = "TB/s" if case.decodes else "TFLOP/s"
-        verdict = "" if error < TOLERANCE else "  WRONG"
-        print(
-            f"{case.name:18} {taken * 1e6:9.1f} us {rate:8.2f} {unit}  error {error:.4f}{verdict}  {what}", flush=True
-        )
-        self.rows.append({"case": case.name, "us": taken * 1e6, unit: rate, "error": error, **what})
 
     def try_paged(self, setup: Setup, config: attention.AttentionConfig) -> None:
         if self.over:
@@ -234,19 +177,20 @@ class Tuner:
         except Exception as refused:  # of the compiler, or for want of shared memory: the next may do
             print(f"{setup.case.name:18} {config}: {type(refused).__name__} {str(refused)[:100]}", flush=True)
             return
-        self.note(setup, asdict(config), taken, error)
+        case = setup.case
+        done, unit = (setup.kv_bytes, "TB/s") if case.decodes else (setup.flops, "TFLOP/s")
+        rate = done / taken / 1e12
+        verdict = "" if error < TOLERANCE else "  WRONG"
+        figures = f"{taken * 1e6:9.1f} us {rate:8.2f} {unit}  error {error:.4f}{verdict}"
+        print(f"{case.name:18} {figures}  {config}", flush=True)
+        self.rows.append({"case": case.name, "us": taken * 1e6, unit: rate, "error": error, **asdict(config)})
 
     def tune(self, setup: Setup) -> None:
-        """Measure the library's own configuration first, then flash-attn, then Triton's kernel in all shapes."""
+        """Measure the library's own configuration first, then Triton's kernel in all shapes."""
         case = setup.case
         own = setup.paged.configs[attention.DECODE if case.decodes else attention.PREFILL]
         shapes = [configured(setup, *shape) for shape in (DECODES if case.decodes else PREFILLS)]
         self.try_paged(setup, own)
-        flash = time_flash(setup) if not self.over else "no time left"
-        if isinstance(flash, str):
-            print(f"{case.name:18} flash: {flash}", flush=True)
-        else:
-            self.note(setup, {"implementation": "flash"}, *flash)
         for config in dict.fromkeys(shapes):
             if config != own and setup.paged.group <= config.rows:
                 self.try_paged(setup, config)

@@ -1,11 +1,11 @@
-"""Times batch-invariant products (fastgen/kernels/batch_invariant.py) on this GPU, beside cuBLAS.
+"""Times batch-invariant products (fastgen/kernels/batch_invariant.py) on this GPU, and cuBLAS on the same products.
 
     python scripts/tune/tune_products.py --out products.json
-    python scripts/tune/tune_products.py --out products.json --own    # time our own configurations alone; a minute
+    python scripts/tune/tune_products.py --out products.json --own    # only our own configurations; takes a minute
 
 For Mistral 7B's products and numbers of tokens: each configuration in a CUDA graph, over several layers' weights, which
 no L2 cache holds. Its rows must be those of the configuration for 8192 tokens, bit for bit. The norm before a product
-is not part of it; SwiGLU and the addition behind it are.
+is not part of it; SwiGLU and the addition after it are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.batch_invariant import Fused, ProductConfig, config, launch_as
 
 LAYERS = 4
-"""Whose weights (400 MB each) are read in turn, so that none is left in the L2 cache."""
+"""Number of layers whose weights (400 MB each) are read in turn, so that none is left in the L2 cache."""
 
 TOKENS = (1, 8192, 512, 1024, 64, 8, 256, 32, 128, 2048)
 MOST = 8192
@@ -45,12 +45,12 @@ LARGE = (
     (128, 64, 4),
     (64, 64, 4),
 )
-"""Tokens, rows and warps to try for more than 64 tokens."""
+"""(tokens, rows, warps) to try for more than 64 tokens."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a model; the flags are those of fastgen.kernels.batch_invariant.Fused."""
+    """A product of a model; its flags are the fields of fastgen.kernels.batch_invariant.Fused."""
 
     name: str
     outputs: int
@@ -69,16 +69,13 @@ PRODUCTS = (
 )
 
 
-def fused_of(product: Product, add: Tensor | None) -> Fused:
-    return Fused(add=add, swiglu=product.swiglu, out_dtype=torch.float32 if product.logits else None)
-
-
 def ours(product: Product, weight: Tensor, chosen: ProductConfig, x: Tensor, add: Tensor | None) -> Tensor:
-    return launch_as(chosen, x, weight, None, fused_of(product, add))
+    fused = Fused(add=add, swiglu=product.swiglu, out_dtype=torch.float32 if product.logits else None)
+    return launch_as(chosen, x, weight, None, fused)
 
 
 def theirs(product: Product, weight: Tensor, x: Tensor, add: Tensor | None) -> Tensor:
-    """Multiply with cuBLAS, and torch's operations behind it."""
+    """Multiply with cuBLAS, and apply torch's operations to the result."""
     if add is not None:
         return add.addmm_(x, weight.t())
     y = F.linear(x, weight)
@@ -192,8 +189,8 @@ def measure(bench: Bench, tokens: int, chosen: list[ProductConfig], deadline: fl
             except Exception as error:  # of whatever part of the compiler
                 print(f"  {product.name} {each}: {type(error).__name__} {str(error)[:200]}", flush=True)
     found |= {"own": tried[0], "tried": sorted(tried, key=lambda one: float(one["us"]))}
-    beside = f"cuBLAS {found['cuBLAS']:8.1f}, own {tried[0]['us']:8.1f} us"
-    print(f"{product.name:8} {tokens:5} tokens: {beside}", flush=True)
+    times = f"cuBLAS {found['cuBLAS']:8.1f}, own {tried[0]['us']:8.1f} us"
+    print(f"{product.name:8} {tokens:5} tokens: {times}", flush=True)
     for one in found["tried"][:4]:
         cut = f"{one['tokens']} x {one['rows']} x {one['depth']}, {one['warps']} warps, {one['stages']} stages"
         print(f"    {one['us']:8.1f}  {cut}{', swapped' if one['swap'] else ''}")

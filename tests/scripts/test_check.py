@@ -1,4 +1,4 @@
-"""scripts/check: the simulation and the plausible bugs, as they are run by hand."""
+"""scripts/check: the simulation, the plausible bugs and the sanitizer, run small."""
 
 from __future__ import annotations
 
@@ -11,6 +11,37 @@ from pathlib import Path
 import pytest
 
 CHECK = Path(__file__).parents[2] / "scripts" / "check"
+sys.path.insert(0, str(CHECK))
+
+import mutate  # noqa: E402
+
+
+def test_each_bug_can_be_applied() -> None:
+    assert mutate.faults(mutate.mutants()) == []
+
+
+def test_bugs_that_cannot_be_applied_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "fastgen").mkdir()
+    (tmp_path / "fastgen" / "module.py").write_text(
+        "SIZE = 4\n\n\nclass A:\n    def f(self):\n        return g(\n            1)\n\n\ndef f():\n    return 4 + 4\n"
+    )
+
+    def apply(symbol: str, text: str, other: str) -> list[str]:
+        mutant = mutate.Mutant("module", "fastgen/module.py", symbol, text, other)
+        return mutate.faults([mutant], tmp_path) or mutant.apply(tmp_path).split("\n")
+
+    assert apply("SIZE", "4", "5")[0] == "SIZE = 5"
+    assert apply("A.f", "return g( 1)", "pass")[4:7] == ["    def f(self):", "        pass", ""]
+    for symbol, text, other, fault in (
+        ("f", "4", "5", "f has the text 2 times, not once"),
+        ("A.f", "4", "5", "A.f has the text 0 times, not once"),
+        ("B.f", "4", "5", "there is no B.f; there is A.f, f"),
+        ("f", "4 +", "(", "a syntax error"),
+    ):
+        (found,) = apply(symbol, text, other)
+        assert found.startswith(f"module: {symbol}: {text!r}: ")
+        assert fault in found
+    assert len(mutate.faults([mutate.Mutant("gone", "tests/gone.py", "f", "4", "5")], tmp_path)) == 2
 
 
 @pytest.mark.long
@@ -18,7 +49,7 @@ CHECK = Path(__file__).parents[2] / "scripts" / "check"
     ("script", "options", "count"),
     [
         ("simulate.py", ("--schedules", "600", "--processes", "2"), "schedules"),
-        ("mutate.py", ("--only", "engine/options"), "found"),
+        ("mutate.py", ("--only", "engine.options"), "found"),
     ],
 )
 def test_the_scripts_find_what_they_should(script: str, options: tuple[str, ...], count: str, tmp_path: Path) -> None:

@@ -47,11 +47,7 @@ def test_completions_come_with_ids_and_logprobs(gen: Generator) -> None:
     assert found["prompt_ids"] == prompts
     assert [len(logprobs) for logprobs in found["logprobs"]] == [len(ids) for ids in found["completion_ids"]]
     assert len(found["completion_ids"]) == 6
-    assert all(isinstance(logprob, float) for logprobs in found["logprobs"] for (logprob,) in logprobs)
     assert all(ids[-1] in (2, 6) for ids in found["completion_ids"]), "the final EOS stays"
-
-
-def test_a_prompt_that_can_not_be_answered_ends_the_training(gen: Generator) -> None:
     with pytest.raises(ValueError, match="a prompt cannot be answered: the prompt has 3000 tokens"):
         rl_trl.GeneratorClient(gen).generate([[5] * 3000], max_tokens=4)
 

@@ -1,4 +1,4 @@
-"""scripts/bench/soak.py floods a server, whose answers are what each request gets alone, and leaves nothing in it."""
+"""scripts/bench/soak.py floods a server, whose answers are the same as without the flood, and leaves nothing in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_memory_of_a_kv_pool_is_told_from_the_rest() -> None:
 def test_a_small_flood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     soak.main([*FEW, "--out", str(tmp_path), "--serve", "bundled", *POOL])
     report = json.loads((tmp_path / "serve-flood.json").read_text())
-    report["slow_readers"]["p99_ratio"] = 1.0  # a time, where other tests run beside this one
+    report["slow_readers"]["p99_ratio"] = 1.0  # a time, while other tests run
     assert soak.faults(report) == [], capsys.readouterr().out
     assert report["ends"] == {"right": 58, "left": 32, "refused": 10}
     rounds = [report["rounds"][0] | {"seconds": number} for number in range(90)]
