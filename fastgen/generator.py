@@ -19,13 +19,14 @@ from fastgen.engine.inputs import InputProcessor, pair_scores, prompt_list
 from fastgen.engine.interface import StepRunner
 from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.loop import Loop
-from fastgen.engine.options import GeneratorOptions, takes_fields_of
+from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.outputs import OutputQueue, Stats, error_output, with_progress
 from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.weights import DROPPED, TAGS, TORN, Tensors, Update, WeightState, check_in_flight, check_tags
+from fastgen.option import takes_fields_of
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import agreeing, log_start, resolve_options, start_runner
 from fastgen.request import Completion, Event, Message, Params, Prompt, Request, RequestOutput, SamplingParams

@@ -14,8 +14,7 @@ from enum import Enum
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from fastgen.names import explains_names
-from fastgen.option import Option, option, options_of
+from fastgen.option import Option, Options, option, options_of
 
 if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
     import numpy as np
@@ -47,7 +46,7 @@ class TokenMask(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Options):
     """The parameters that say how a prompt is continued. They are checked when a request is added.
 
     They are complete: a parameter that is left out has the default below, whatever the model's generation_config.json
@@ -197,11 +196,6 @@ def _check_items(name: str, values: Any, vocab_size: int) -> None:
     if name == "bad_words" and not all(map(str.strip, values)):
         raise ValueError("a text in bad_words is blank; remove it")
 
-
-# A class decorator would hide the arguments from type checkers.
-SamplingParams.__init__ = explains_names(  # type: ignore[method-assign]
-    SamplingParams.__init__, "SamplingParams", SAMPLING_OPTIONS
-)
 
 Params = SamplingParams | Mapping[str, Any] | None
 """The parameters of a request: SamplingParams; a dict of those that differ from the model's, or None for these."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,22 +103,38 @@ def test_the_package_as_a_module_says_what_it_takes() -> None:
     assert done.stderr == "python -m fastgen takes chat, gen, serve, and then the options of that command\n"
 
 
+TYPED = """
+from fastgen import AsyncGenerator, Generator, SamplingParams
+from fastgen.rl.remote import RemoteGenerator
+
+with Generator("folder", max_seqs=4, dtype="bfloat16") as gen:
+    reveal_type(gen.generate("a", SamplingParams(max_tokens=1, seed=2))[0].completions[0].token_ids)
+AsyncGenerator("folder", max_seqs=4, grammar_timeout=5, name="a")
+RemoteGenerator("http://localhost:1", api_key="b", timeout=5)
+Generator(dtyp="bfloat16")  # Unexpected keyword argument "dtyp" for "Generator"
+Generator(max_seqs="4")  # Argument "max_seqs" to "Generator" has incompatible type "str"
+Generator("folder", "main")  # Too many positional arguments for "Generator"
+AsyncGenerator(dtyp="bfloat16")  # Unexpected keyword argument "dtyp" for "AsyncGenerator"
+AsyncGenerator(grammar_timeout="5")  # Argument "grammar_timeout" to "AsyncGenerator" has incompatible type "str"
+RemoteGenerator()  # Missing positional argument "url" in call to "RemoteGenerator"
+RemoteGenerator("http://localhost:1", tmeout=5)  # Unexpected keyword argument "tmeout" for "RemoteGenerator"
+SamplingParams(temprature=1)  # Unexpected keyword argument "temprature" for "SamplingParams"
+SamplingParams(n="1")  # Argument "n" to "SamplingParams" has incompatible type "str"
+"""
+
+
 def test_mypy_sees_the_types_of_an_installed_fastgen(tmp_path: Path) -> None:
     """In an environment that has nothing but this checkout, so that torch is unknown and costs no time."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     (site_packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
     (site_packages / "fastgen.pth").write_text(f"{ROOT}\n")
-    program = """
-from fastgen import Generator, SamplingParams
-
-with Generator() as gen:
-    reveal_type(gen.generate("a", SamplingParams(max_tokens=1))[0].completions[0].token_ids)
-"""
-    (tmp_path / "program.py").write_text(program)
+    (tmp_path / "program.py").write_text(TYPED)
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", "env/bin/python", "program.py"]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
     checked = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "missing library stubs or py.typed" not in checked.stdout
+    found = re.findall(r"program.py:(\d+): error: ([^;[]*[^;[ ])", checked.stdout)
+    lines = enumerate(TYPED.splitlines(), 1)
+    assert found == [(str(at), line.partition("  # ")[2]) for at, line in lines if "  # " in line], checked.stdout
     assert 'Revealed type is "list[int]"' in checked.stdout, checked.stdout
 
 

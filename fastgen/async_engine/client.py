@@ -17,13 +17,14 @@ import time
 from collections.abc import AsyncGenerator as PyAsyncGenerator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
 from fastgen.async_engine.loop import Abort, Answer, Call, EngineInfo, StepEnded, Submit
+from fastgen.engine.options import OPTIONS, GeneratorOptions
 from fastgen.engine.outputs import Stats
+from fastgen.option import option, takes_fields_of
 from fastgen.processes import spawning as processes
 from fastgen.processes.channel import HEAD, Failed, Start, frame
 from fastgen.request import SHARED, Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
@@ -115,32 +116,38 @@ class EventStream:
         self._news.set()
 
 
+@dataclass(frozen=True, kw_only=True)
+class AsyncGeneratorOptions(GeneratorOptions):
+    """The arguments of an AsyncGenerator: those of a Generator and two more."""
+
+    # Readers of streams wait for each token, so that a long prompt must not delay the others.
+    max_prefill_tokens: int | None = option(0, OPTIONS["max_prefill_tokens"].help, low=0)
+    grammar_timeout: float = option(
+        GRAMMAR_TIMEOUT, "seconds that structured output may take to compile; a request whose schema needs longer is a "
+        "ValueError", low=0,
+    )  # fmt: skip
+    name: str | None = option(None, "name of the model in messages", unset="the value of `model`")
+
+
 class AsyncGenerator:
     """A Generator for asyncio programs, in a process of its own: this one does not import torch. Use it from one event
-    loop.
+    loop. The arguments are the fields of `AsyncGeneratorOptions`; `help(AsyncGenerator)` describes them.
 
-    model, options: arguments of the Generator. grammar_timeout: seconds that the compilation of structured output may
-    take; a request whose schema needs longer is a ValueError. name: the model's name in messages; default: `model`.
-
-    dead: how the engine ended; None while it runs. info: facts of the model, set by `start`. stats: the Generator's, at
-    most a quarter of a second old while it works.
+    dead: description of how the engine ended; None while it runs.
+    info: properties of the model, set by `start`.
+    stats: the Generator's `stats`, at most a quarter of a second old while the Generator works.
     """
 
     info: EngineInfo
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        grammar_timeout: float = GRAMMAR_TIMEOUT,
-        name: str | None = None,
-        **options: Any,
-    ) -> None:
-        self.name = name or ("the bundled model" if model is None else str(model))
+    @takes_fields_of(AsyncGeneratorOptions)
+    def __init__(self, options: AsyncGeneratorOptions) -> None:
+        self.name = options.name or ("the bundled model" if options.model is None else str(options.model))
         self.dead: str | None = None
         self.stats = Stats()
-        self._options = {"model": model, "max_prefill_tokens": 0, **options}  # readers of streams wait for each token
-        self._grammar_timeout = grammar_timeout
+        given = {name: getattr(options, name) for name in OPTIONS}
+        self._arguments = {name: value for name, value in given.items() if value != OPTIONS[name].default}
+        self._grammar_timeout = options.grammar_timeout
         self._next_number = 0
         self._streams: dict[str | int, EventStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -160,7 +167,7 @@ class AsyncGenerator:
         if self._peer is not None:
             raise RuntimeError(f"the engine of {self.name} has been started; make a new AsyncGenerator")
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._peer = await _Process.start(self._options)
+        self._peer = await _Process.start(self._arguments)
         self._listener = asyncio.create_task(self._listen(self._peer))
         try:
             if self._closing:

@@ -7,17 +7,15 @@ changed later. Nothing here depends on torch, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from fastgen.engine.speculation.planning import Speculation
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
-from fastgen.names import unknown_name
-from fastgen.option import option, options_of
+from fastgen.option import Options, option, options_of
+
+if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
+    from fastgen.engine.speculation.planning import Speculation
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_SEQS = 8192  # limit of the kernels that list the work of a step
@@ -31,7 +29,7 @@ DECODE_KEYS, DECODE_GROUP = 64, 32  # keys of a block and most heads per KV head
 
 
 @dataclass(frozen=True)
-class GeneratorOptions:
+class GeneratorOptions(Options):
     """The arguments of a Generator, not yet checked (`check`); EngineConfig fills in what is left open."""
 
     model: str | Path | None = option(None, "a folder in Hugging Face format or a hub id", unset=BUNDLED_NAME)
@@ -132,40 +130,8 @@ class GeneratorOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))  # "bfloat16" for torch.bfloat16
 
-    def check(self) -> None:
-        """Raise TypeError or ValueError for the first option whose value cannot work, whatever the model."""
-        for name, each in OPTIONS.items():
-            each.check(getattr(self, name))
-
 
 OPTIONS = options_of(GeneratorOptions)
-
-Owner = TypeVar("Owner")
-Arguments = ParamSpec("Arguments")
-
-
-def takes_fields_of(
-    cls: Callable[Arguments, GeneratorOptions],
-) -> Callable[[Callable[[Owner, GeneratorOptions], None]], Callable[Concatenate[Owner, Arguments], None]]:
-    """Make an `__init__` of one GeneratorOptions take the fields as arguments instead, in signature and docstring too.
-
-    An unknown argument is a TypeError that says what to give instead.
-    """
-
-    def decorate(init: Callable[[Owner, GeneratorOptions], None]) -> Callable[Concatenate[Owner, Arguments], None]:
-        @wraps(init)
-        def take(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-            for name in kwargs.keys() - OPTIONS.keys():
-                raise unknown_name(type(self).__name__, name, OPTIONS)
-            init(self, cls(*args, **kwargs))
-
-        shown = inspect.signature(cls).parameters.values()
-        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        take.__signature__ = inspect.Signature([first, *shown])  # type: ignore[attr-defined]
-        take.__doc__ = "\n".join(each.line for each in OPTIONS.values())
-        return take
-
-    return decorate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +302,8 @@ def _deterministic(
 def _speculation(options: GeneratorOptions, budget: int, gpu: bool, kernels: str) -> Speculation | None:
     """Return the options of speculation, complete; None if it is off, as on a GPU without CUDA graphs of decodes (whose
     start warns that it is slower than possible)."""
+    from fastgen.engine.speculation.planning import Speculation
+
     found = Speculation.of(options.speculate)
     if found is None or (gpu and (kernels == "torch" or options.attention == "reference")):
         return None

@@ -16,7 +16,7 @@ from collections.abc import Generator as PyGenerator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import count
 from pathlib import Path
@@ -25,6 +25,7 @@ from urllib.parse import urlencode, urlsplit
 
 from fastgen.engine.inputs import prompt_list
 from fastgen.engine.outputs import error_output, with_progress
+from fastgen.option import Options, option, takes_fields_of
 from fastgen.request import Completion, Params, Prompt, Request, RequestOutput, SamplingParams, Timings
 
 if TYPE_CHECKING:
@@ -36,43 +37,45 @@ _END: Any = object()  # of an iterable
 VOCABULARY = 2**31  # of checks in this process; the server knows its own
 
 
+@dataclass(frozen=True)
+class RemoteGeneratorOptions(Options):
+    """The arguments of a RemoteGenerator."""
+
+    url: str = field(metadata={"help": "address of `fgserve --rollout`, such as http://localhost:5678"})
+    _: KW_ONLY
+    api_key: str | None = option(None, "API key of the server", unset="no key")
+    model: str | None = option(None, "name of the model, if the server has several", unset="the server's only model")
+    backend: str | None = option(
+        None, "transport of weights: a process group of NCCL or gloo", choices=("nccl", "gloo"),
+        unset="memory of the GPU (CUDA IPC) if the tensors are on the server's GPU, NCCL between two GPUs, else gloo",
+    )  # fmt: skip
+    timeout: float = option(60.0, "seconds without progress after which an update fails, on both sides", low=0)
+    bucket_bytes: int = option(
+        128 << 20, "bytes of tensors that are sent together, which both sides hold in device memory", low=1
+    )
+    replace_group: bool = option(False, "take over the weight group of a trainer that has ended without `close`")
+    max_requests: int = option(256, "maximum number of requests of this object that are on the server at a time", low=1)
+
+
 class RemoteGenerator:
     """A Generator in a server, with the methods that a trainer needs. Threads may share it, except for updates.
 
-    url: of `fgserve --rollout`. api_key, model: of the server. backend: of the weights' process group, "nccl" or
-        "gloo"; None: memory of the GPU (CUDA IPC) where the tensors are on the server's own, NCCL between two GPUs, and
-        gloo otherwise. timeout: seconds without progress after which an update fails, on both sides. bucket_bytes: of
-        tensors that are sent together, which both ends hold in device memory.
-    replace_group: take the place of a trainer that has gone without `close`.
-    max_requests: requests that `generate` and `stream` have on the server at a time.
+    The arguments are the fields of `RemoteGeneratorOptions`; `help(RemoteGenerator)` describes them.
 
-    Methods raise ValueError for what the server refuses, RuntimeError where its state does not allow the call, and
-    ConnectionError where it cannot be reached.
+    Methods raise ValueError if the server refuses a request, RuntimeError if its state does not allow the call, and
+    ConnectionError if the server cannot be reached.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        api_key: str | None = None,
-        model: str | None = None,
-        backend: str | None = None,
-        timeout: float = 60.0,
-        bucket_bytes: int = 128 << 20,
-        replace_group: bool = False,
-        max_requests: int = 256,
-    ) -> None:
-        parsed = urlsplit(url)
-        if parsed.scheme not in ("http", "https") or not parsed.hostname:
-            raise ValueError(f"url is {url!r}; it must be like http://localhost:5678")
-        if backend not in (None, "nccl", "gloo"):
-            raise ValueError(f"backend is {backend!r}; it must be 'nccl', 'gloo' or None")
-        self._url, self._parsed, self._model = url, parsed, model
+    @takes_fields_of(RemoteGeneratorOptions)
+    def __init__(self, options: RemoteGeneratorOptions) -> None:
+        options.check()
+        self._options, self._parsed = options, urlsplit(options.url)
+        if self._parsed.scheme not in ("http", "https") or not self._parsed.hostname:
+            raise ValueError(f"url is {options.url!r}; it must be like http://localhost:5678")
         self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._backend, self._timeout, self._max_requests = backend, timeout, max_requests
-        self._bucket_bytes, self._replace_group = bucket_bytes, replace_group
+        if options.api_key is not None:
+            self._headers["Authorization"] = f"Bearer {options.api_key}"
+        self._replace_group = options.replace_group
         self._wire: Wire | None = None
         self._key: str | None = None  # of the group that this object has opened
 
@@ -100,10 +103,11 @@ class RemoteGenerator:
         aborts its requests."""
         source, numbers = iter(requests), count()
         running, connections = set[Future[RequestOutput]](), set[HTTPConnection]()
-        pool = ThreadPoolExecutor(self._max_requests, "fastgen-remote")
+        most = self._options.max_requests
+        pool = ThreadPoolExecutor(most, "fastgen-remote")
         try:
             while True:
-                while len(running) < self._max_requests and (request := next(source, _END)) is not _END:
+                while len(running) < most and (request := next(source, _END)) is not _END:
                     if request is None:
                         if running:
                             break
@@ -205,20 +209,22 @@ class RemoteGenerator:
             from fastgen.async_engine.wire import connect
             from fastgen.device.memory import gpu_id
 
-            body: dict[str, Any] = {"backend": self._backend, "gpu": gpu_id(device)}
-            body |= {"timeout": self._timeout, "bucket_bytes": self._bucket_bytes}
-            found = self._post("/init_weight_group", {**body, "replace": self._replace_group})
+            limits = {"timeout": self._options.timeout, "bucket_bytes": self._options.bucket_bytes}
+            body = {"backend": self._options.backend, "gpu": gpu_id(device), "replace": self._replace_group, **limits}
+            found = self._post("/init_weight_group", body)
             self._replace_group = True  # from now on the group is this object's
             self._key = found["group"]
             address = self._parsed.hostname or "", found["port"]
-            limits = self._timeout, self._bucket_bytes
-            self._wire = connect(address, found["group"], found["backend"], device, *limits)
+            self._wire = connect(
+                address, found["group"], found["backend"], device, self._options.timeout, self._options.bucket_bytes
+            )
         return self._wire
 
     @property
     def weight_version(self) -> int:
         """The version of the weights, which `update_weights` has returned."""
-        query = "" if self._model is None else "?" + urlencode({"model": self._model})
+        model = self._options.model
+        query = "" if model is None else "?" + urlencode({"model": model})
         return int(self._ask("GET", "/weight_version" + query)["weight_version"])
 
     # ------------------------------------------------------------------------------------ states
@@ -260,7 +266,7 @@ class RemoteGenerator:
     # ------------------------------------------------------------------------------------ HTTP
 
     def _post(self, path: str, body: dict[str, Any], connections: set[HTTPConnection] | None = None) -> Any:
-        data = json.dumps({**body, "model": self._model}, default=_plain)
+        data = json.dumps({**body, "model": self._options.model}, default=_plain)
         return self._ask("POST", path, data, connections)
 
     def _ask(
@@ -280,7 +286,7 @@ class RemoteGenerator:
                 response = connection.getresponse()
                 status, text = response.status, response.read().decode()
             except (OSError, HTTPException) as error:
-                raise ConnectionError(f"no answer from {self._url}: {error or type(error).__name__}") from None
+                raise ConnectionError(f"no answer from {self._options.url}: {error or type(error).__name__}") from None
             finally:
                 connections.discard(connection)
         if status == 200:
@@ -291,7 +297,7 @@ class RemoteGenerator:
         if status in (400, 413):
             raise ValueError(message)
         hint = "; start fgserve with --rollout" if status == 404 else ""
-        raise RuntimeError(f"{self._url} answers {status}: {message}{hint}")
+        raise RuntimeError(f"{self._options.url} answers {status}: {message}{hint}")
 
 
 def _shut_down(connections: set[HTTPConnection]) -> None:
