@@ -64,7 +64,6 @@ def resolve(name, resolve=fastgen.__getattr__):
 def instrument():
     from fastgen import generator
     from fastgen.engine import startup
-    from fastgen.engine.runner import Runner
     from fastgen.kernels.launch import triton
     from fastgen.ranks import start
 
@@ -75,9 +74,11 @@ def instrument():
 
     generator.find_tokenizer = find_tokenizer
     measure(start, "find_device", "device")
-    for name, part in (("_build_model", "weights"), ("_compile", "compile"), ("_run_largest_steps", "largest_steps")):
+    for name, part in (
+        ("_build_model", "weights"), ("compile_kernels", "compile"), ("run_largest_steps", "largest_steps"),
+        ("capture", "graphs"),
+    ):
         measure(startup, name, part)
-    measure(Runner, "capture", "graphs")
     if triton is not None:
         triton.knobs.compilation.listener = note
 

@@ -18,7 +18,7 @@ from fastgen.device.pinned import upload
 from fastgen.engine.cuda_graphs import batch_sizes, shared_sizes
 from fastgen.engine.speculation.drafting import Drafting
 from fastgen.engine.speculation.planning import DraftPlan, Speculation
-from fastgen.engine.startup import capture
+from fastgen.engine.warm_up import capture
 from fastgen.kernels.state import DecodeInput
 from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.linear import ROW_TILE

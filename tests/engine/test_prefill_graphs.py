@@ -23,7 +23,7 @@ from fastgen.engine.cuda_graphs import PREFILL_SIZES, prefill_sizes
 from fastgen.engine.pages import PageMoves
 from fastgen.engine.prompt_scores import ScorePlan
 from fastgen.engine.runner import Runner
-from fastgen.engine.startup import capture
+from fastgen.engine.warm_up import capture
 from fastgen.kernels.rope import SlotMapping
 from fastgen.model.linear import ROW_TILE
 from fastgen.model.transformer import StepPart
@@ -177,7 +177,7 @@ RANK = """
 import sys
 import torch.distributed as dist
 from fastgen.engine import step as step_sequences
-from fastgen.engine import startup
+from fastgen.engine import startup, warm_up
 from fastgen import Generator
 from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.transformer import Transformer
@@ -191,7 +191,7 @@ REQUESTS = ALL[1:6]
 rank, folder, store = int(sys.argv[1]), *sys.argv[2:]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 step_sequences.CUT_TOKENS, step_sequences.CUT_MULTIPLE = 20, 8
-startup.Graphs = sys.modules["fastgen.engine.cuda_graphs"].Graphs = Called
+warm_up.Graphs = sys.modules["fastgen.engine.cuda_graphs"].Graphs = Called
 CpuAttention.capturable = True
 forward, parts = Transformer.forward, []
 Transformer.forward = lambda self, steps, *rest: parts.append(len(steps)) or forward(self, steps, *rest)
@@ -199,7 +199,7 @@ assemble, runners = startup._make_runner, []
 
 def captured(*arguments):
     made = assemble(*arguments)
-    startup.capture(made, [16])
+    warm_up.capture(made, [16])
     runners.append(made)
     return made
 

@@ -16,21 +16,15 @@ import torch
 from hash_model import num_tokens
 
 from fastgen import Generator
+from fastgen.device import find
 from fastgen.device.chip import Chip
-from fastgen.engine import startup
+from fastgen.device.find import find_device
+from fastgen.device.memory import device_memory
+from fastgen.engine import startup, warm_up
 from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.pages import PageMoves
-from fastgen.engine.startup import (
-    _build_model,
-    _largest_batches,
-    _launch_products,
-    _make_runner,
-    _measure_pages,
-    _products,
-    _run_largest_steps,
-    device_memory,
-    find_device,
-)
+from fastgen.engine.startup import _build_model, _make_runner, _measure_pages
+from fastgen.engine.warm_up import largest_batches, launch_products, products_of, run_largest_steps
 from fastgen.kernels import batch_invariant, hopper_products
 from fastgen.kernels.batch_invariant import Fused, ProductConfig
 from fastgen.model.config import read_config
@@ -146,7 +140,7 @@ def test_a_torch_without_cuda_is_one_warning_where_there_is_a_gpu(
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(startup, "Path", lambda folder: {"/dev": tmp_path}[folder])
+    monkeypatch.setattr(find, "Path", lambda folder: {"/dev": tmp_path}[folder])
     (tmp_path / "nvidiactl").touch()
     assert find_device(None) == "cpu"
     assert not caplog.records
@@ -196,7 +190,7 @@ def make(folder: Path, **options: Any) -> EngineConfig:
 )
 def test_the_largest_steps_fill_lanes_and_budget(llama: Path, lanes: int, budget: int, context: int) -> None:
     config = make(llama, max_seqs=lanes, max_step_tokens=budget, max_model_len=context)
-    prefill, decode, *_ = _largest_batches(config, SamplingParams())
+    prefill, decode, *_ = largest_batches(config, SamplingParams())
     assert num_tokens(prefill) == min(budget, lanes * (context - 1))
     assert [start.lane for start in prefill.starts] == list(range(lanes))
     assert len(prefill.sampling) == lanes, "each lane draws, so that all logits are there at once"
@@ -207,18 +201,18 @@ def test_the_largest_steps_fill_lanes_and_budget(llama: Path, lanes: int, budget
 def test_the_largest_steps_move_pages_in_all_ways(llama: Path) -> None:
     """So that all kernels are compiled, and what they take is known."""
     config = make(llama, max_seqs=4, num_pages=9, host_cache_gb=1)
-    prefill, decode, *_ = _largest_batches(config, SamplingParams())
+    prefill, decode, *_ = largest_batches(config, SamplingParams())
     assert prefill.find(PageMoves) == PageMoves((9,), ((9, 0),), ((0, 9),)), "only the spare page"
     assert decode.copies == ((0, 9),)
     config = make(llama, max_seqs=4, num_pages=9)
-    moves = [batch.find(PageMoves) for batch in _largest_batches(config, SamplingParams())]
+    moves = [batch.find(PageMoves) for batch in largest_batches(config, SamplingParams())]
     assert not any(each.saves or each.loads for each in moves if each)
     runner = _make_runner(
         _build_model(read_config(llama), config, llama, "dummy", Group()), replace(config, host_pages=3)
     )
     runner.pool.whole.normal_()
     before = runner.pool.whole.clone()
-    _run_largest_steps(runner)
+    run_largest_steps(runner)
     assert torch.equal(runner.pool.whole[:, :, :9], before[:, :, :9])
 
 
@@ -232,7 +226,7 @@ def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
     model = Transformer(Parameters(config, torch.bfloat16, cpu), context=64)
     pool = KVPool(config.num_layers, 2, config.num_kv_heads, 16, config.head_size, torch.bfloat16, cpu)
     zero = torch.zeros(1, dtype=torch.int64)
-    products = _products(model, model.slot_mapping(pool, zero, zero, 1), pool)
+    products = products_of(model, model.slot_mapping(pool, zero, zero, 1), pool)
 
     def about(weight: torch.Tensor, behind: Fused, found: ProductConfig) -> tuple[object, ...]:
         parts = (each is not None and each is not False for each in behind)
@@ -243,7 +237,7 @@ def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
     monkeypatch.setattr(
         batch_invariant, "launch_as", lambda found, x, weight, bias, behind: ran.add(about(weight, behind, found))
     )
-    _launch_products(model, pool, [*batch_invariant.SIZES, 5000])
+    launch_products(model, pool, [*batch_invariant.SIZES, 5000])
     for linear, behind in products:
         for tokens in range(1, 5001):
             found = batch_invariant.config(tokens, *linear.weight.shape, torch.bfloat16, Chip((9, 0), 132, 232_448))
@@ -257,7 +251,7 @@ def test_products_of_layers_in_fp8_and_not_are_launched_at_the_start(llama: Path
     model = Transformer(Parameters(config, torch.bfloat16, cpu), context=64)
     pool = KVPool(config.num_layers, 2, config.num_kv_heads, 16, config.head_size, torch.bfloat16, cpu)
     zero = torch.zeros(1, dtype=torch.int64)
-    found = _products(model, model.slot_mapping(pool, zero, zero, 1), pool)
+    found = products_of(model, model.slot_mapping(pool, zero, zero, 1), pool)
     downs = [
         isinstance(linear, Fp8Linear) for linear, _ in found if linear.weight.shape == model.layers[0].down.weight.shape
     ]
@@ -269,7 +263,7 @@ def test_products_of_layers_in_fp8_and_not_are_launched_at_the_start(llama: Path
 def test_a_rehearsal_leaves_nothing_behind(llama: Path) -> None:
     with Generator(llama, max_seqs=4, max_step_tokens=32, page_size=16) as gen:
         expected = gen.generate([[5, 6, 7]], SamplingParams(max_tokens=9, temperature=0))
-        _run_largest_steps(gen._runner)
+        run_largest_steps(gen._runner)
         assert gen.generate([[5, 6, 7]], SamplingParams(max_tokens=9, temperature=0))[0].completions == (
             expected[0].completions
         )
@@ -280,7 +274,7 @@ def test_the_start_measures_the_prefill_tokens_of_a_step_and_ranks_take_the_leas
 ) -> None:
     """The slower of two steps of 64 tokens in 2 ms takes 1 ms longer, and another rank is slower still."""
     clock = iter((0.0, 0.003, 1.0, 1.002))
-    monkeypatch.setattr(startup, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(warm_up, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     found: list[int] = []
     monkeypatch.setattr(Group, "minimum", lambda _, number: found.append(number) or number // 2)
     with Generator(llama, max_prefill_tokens=0, max_step_tokens=4096) as gen:
@@ -291,7 +285,7 @@ def test_the_start_measures_the_prefill_tokens_of_a_step_and_ranks_take_the_leas
 
 @pytest.mark.parametrize(("most", "tokens"), [(9, 256), (700, 512), (1023, 768), (2047, 1024), (2500, 2048)])
 def test_prefill_tokens_of_a_step_are_whole_tiles(most: float, tokens: int) -> None:
-    assert startup.even_tokens(most) == tokens
+    assert warm_up.even_tokens(most) == tokens
 
 
 def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, free: list[float], **options: Any) -> EngineConfig:
