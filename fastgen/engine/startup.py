@@ -76,8 +76,8 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
     remedy = "make room, or set TRITON_CACHE_DIR to a folder on another disk"
     with _explain_out_of_memory(config, free), naming_full_disk(kernels, remedy), current(device):
         with group.agreeing():  # if one rank cannot load its weights, the others must not wait for it
-            model = _build_model(model_config, config, folder, load, group)
-        runner = _make_runner(model, config) if device.type == "cpu" else _start_gpu(model, config, free)
+            model = build_model(model_config, config, folder, load, group)
+        runner = make_runner(model, config) if device.type == "cpu" else _start_gpu(model, config, free)
         if not config.max_prefill_tokens:
             runner.config = replace(runner.config, max_prefill_tokens=measure_prefill_tokens(runner))
     return runner
@@ -90,9 +90,9 @@ def _start_gpu(model: Transformer, config: EngineConfig, free: int) -> Runner:
     """
     measured = not config.num_pages
     if measured:
-        config = config.with_pages(_measure_pages(model, config, free))
-    runner = _make_runner(model, config)
-    if not measured:  # _measure_pages has not compiled the kernels
+        config = config.with_pages(measure_pages(model, config, free))
+    runner = make_runner(model, config)
+    if not measured:  # measure_pages has not compiled the kernels
         compile_kernels(runner)
         run_largest_steps(runner)
     if runner.attention.capturable:
@@ -101,7 +101,7 @@ def _start_gpu(model: Transformer, config: EngineConfig, free: int) -> Runner:
     return runner
 
 
-def _build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Transformer:
+def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Transformer:
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     if config.deterministic and device.type == "cuda" and triton is None:
         raise ValueError("deterministic=True needs Triton on a GPU; install it, or leave deterministic out")
@@ -122,7 +122,7 @@ def _build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, 
     return Transformer(parameters, config.max_model_len)
 
 
-def _make_runner(model: Transformer, config: EngineConfig) -> Runner:
+def make_runner(model: Transformer, config: EngineConfig) -> Runner:
     c = model.config
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     sizes = c.num_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size
@@ -159,14 +159,14 @@ def make_attention(name: str, pool: KVPool, num_heads: int, *sizes: Any) -> Atte
     return PagedAttention(pool, num_heads, *sizes)
 
 
-def _measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
+def measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
     """Return the number of pages that fit next to the weights and the largest step.
 
     free: bytes of device memory that were free before the weights were loaded.
     """
     weights = free - device_memory(config.device)
     # A host tier of one page takes as much of the GPU's memory as the whole tier.
-    probe = _make_runner(model, replace(config, num_pages=1, host_pages=min(config.host_pages, 1)))
+    probe = make_runner(model, replace(config, num_pages=1, host_pages=min(config.host_pages, 1)))
     compile_kernels(probe)
     run_largest_steps(probe)
     if probe.attention.capturable:

@@ -75,7 +75,7 @@ def instrument():
     generator.find_tokenizer = find_tokenizer
     measure(start, "find_device", "device")
     for name, part in (
-        ("_build_model", "weights"), ("compile_kernels", "compile"), ("run_largest_steps", "largest_steps"),
+        ("build_model", "weights"), ("compile_kernels", "compile"), ("run_largest_steps", "largest_steps"),
         ("capture", "graphs"),
     ):
         measure(startup, name, part)

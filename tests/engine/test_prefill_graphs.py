@@ -195,7 +195,7 @@ warm_up.Graphs = sys.modules["fastgen.engine.cuda_graphs"].Graphs = Called
 CpuAttention.capturable = True
 forward, parts = Transformer.forward, []
 Transformer.forward = lambda self, steps, *rest: parts.append(len(steps)) or forward(self, steps, *rest)
-assemble, runners = startup._make_runner, []
+assemble, runners = startup.make_runner, []
 
 def captured(*arguments):
     made = assemble(*arguments)
@@ -206,7 +206,7 @@ def captured(*arguments):
 found = []
 for make in (assemble, captured):
     parts.clear()
-    startup._make_runner = make
+    startup.make_runner = make
     options = {"page_size": 8, "num_pages": 60, "max_seqs": 16, "max_step_tokens": 32, "seed": 3}
     with Generator(folder, device="cpu", tp_group=dist.group.WORLD, **options) as gen:
         outputs = gen.generate(*map(list, zip(*REQUESTS)))
