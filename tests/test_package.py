@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import re
@@ -16,7 +17,8 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.request import SamplingParams
+from fastgen import AsyncGenerator, SamplingParams
+from fastgen.rl.remote import RemoteGenerator
 
 ROOT = Path(__file__).parents[1]
 
@@ -104,6 +106,16 @@ def test_the_package_as_a_module_says_what_it_takes() -> None:
     assert done.stderr == "python -m fastgen takes chat, gen, serve, and then the options of that command\n"
 
 
+def test_an_unknown_option_is_an_error_that_says_which_one_is_meant() -> None:
+    with pytest.raises(TypeError, match=r"^AsyncGenerator has no option 'dtyp'; the nearest one is 'dtype'$"):
+        AsyncGenerator(dtyp="bfloat16")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^RemoteGenerator has no option 'tmeout'; the nearest one is 'timeout'$"):
+        RemoteGenerator("http://localhost:1", tmeout=5)  # type: ignore[call-arg]
+    for kind in (AsyncGenerator, RemoteGenerator):
+        lines = str(kind.__init__.__doc__).splitlines()
+        assert [line.partition(":")[0] for line in lines] == list(inspect.signature(kind).parameters)
+
+
 TYPED = """
 from fastgen import AsyncGenerator, Generator, SamplingParams
 from fastgen.rl.remote import RemoteGenerator
@@ -142,28 +154,6 @@ def test_mypy_sees_the_types_of_an_installed_fastgen(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------- global state
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random Llama, in a folder; it has no tokenizer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    path = tmp_path_factory.mktemp("llama")
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(path)
-    return path
-
-
 def global_state() -> Iterator[tuple[str, Any]]:
     yield "default dtype", torch.get_default_dtype()
     yield "default device", torch.get_default_device()
@@ -190,10 +180,10 @@ print("imported")
     assert python(code).split() == ["imported"]
 
 
-def test_making_and_using_generators_changes_nothing_global(folder: Path) -> None:
+def test_making_and_using_generators_changes_nothing_global(llama: Path) -> None:
     before = dict(global_state())
     for options in ({"dtype": "bfloat16"}, {"load": "dummy"}, {}):
-        with fastgen.Generator(folder, device="cpu", **options) as gen:  # type: ignore[arg-type]
+        with fastgen.Generator(llama, device="cpu", **options) as gen:  # type: ignore[arg-type]
             gen.generate([[1, 2, 3], [4]], SamplingParams(n=2, max_tokens=6))
             gen.generate([[]])
             gen.score([[5, 6, 7]])
@@ -201,34 +191,27 @@ def test_making_and_using_generators_changes_nothing_global(folder: Path) -> Non
     assert [name for name in before if before[name] != after[name]] == []
 
 
-def test_the_callers_random_numbers_do_not_reach_the_answers(folder: Path) -> None:
+def test_the_callers_random_numbers_and_default_dtype_do_not_reach_the_answers(llama: Path) -> None:
     answers = []
-    for seed in (1, 2):
+    for seed, dtype in ((1, torch.float32), (2, torch.float64)):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            gen = fastgen.Generator(folder, device="cpu", seed=5)
-            answers.append(gen.generate([[1, 2, 3]], SamplingParams(max_tokens=8))[0].completions)
+            torch.set_default_dtype(dtype)
+            try:
+                gen = fastgen.Generator(llama, device="cpu", seed=5)
+                answers.append(gen.generate([[1, 2, 3]], SamplingParams(max_tokens=8))[0].completions)
+                assert torch.get_default_dtype() is dtype
+            finally:
+                torch.set_default_dtype(torch.float32)
     assert answers[0] == answers[1]
 
 
-def test_the_callers_default_dtype_is_left_alone_and_not_used(folder: Path) -> None:
-    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    plain = fastgen.Generator(folder, device="cpu").generate([[1, 2, 3]], params)[0].completions
-    torch.set_default_dtype(torch.float64)
-    try:
-        other = fastgen.Generator(folder, device="cpu").generate([[1, 2, 3]], params)[0].completions
-        assert torch.get_default_dtype() is torch.float64
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert plain == other
-
-
-def test_two_generators_live_in_one_process(folder: Path) -> None:
+def test_two_generators_live_in_one_process(llama: Path) -> None:
     """Their steps alternate, and each answers what it answers alone."""
     params = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
     prompts = [[1, 2, 3], [9, 8, 7, 6, 5]]
-    alone = [fastgen.Generator(folder, device="cpu").generate([prompt], params)[0].completions for prompt in prompts]
-    gens = [fastgen.Generator(folder, device="cpu", page_size=page_size) for page_size in (1, 16)]
+    alone = [fastgen.Generator(llama, device="cpu").generate([prompt], params)[0].completions for prompt in prompts]
+    gens = [fastgen.Generator(llama, device="cpu", page_size=page_size) for page_size in (1, 16)]
     for gen, prompt in zip(gens, prompts, strict=True):
         gen.add(prompt, params)
     said: list[list[int]] = [[], []]
