@@ -102,6 +102,10 @@ def _start_gpu(model: Transformer, config: EngineConfig, free: int) -> Runner:
 
 
 def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Transformer:
+    """Return the model of a rank with its weights, into which an adapter of the options is merged.
+
+    load: "auto", for the checkpoint in `folder`, or "dummy", for random weights.
+    """
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     if config.deterministic and device.type == "cuda" and triton is None:
         raise ValueError("deterministic=True needs Triton on a GPU; install it, or leave deterministic out")
@@ -123,6 +127,7 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
 
 
 def make_runner(model: Transformer, config: EngineConfig) -> Runner:
+    """Return a Runner over a new KV pool, with the features that the configuration asks for."""
     c = model.config
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     sizes = c.num_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size

@@ -196,10 +196,12 @@ def count_graphs(runner: Runner) -> int:
 
 
 def shares_prefixes(runner: Runner) -> bool:
+    """Return whether decodes read the pages that sequences share once."""
     return runner.prefixes is not None and runner.prefixes.enabled
 
 
 def drafting_of(runner: Runner) -> Drafting | None:
+    """Return the feature that drafts tokens; None if speculation is off."""
     found = runner.features.get(DraftPlan)
     return found if isinstance(found, Drafting) else None
 

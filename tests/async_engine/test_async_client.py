@@ -176,21 +176,6 @@ def test_many_requests_at_once(client: Client) -> None:
             assert said == completion.token_ids[: len(said)]
 
 
-def test_several_prompts_are_one_request(client: Client) -> None:
-    prompts, params = [ids(5), ids(9), ids(3)], SamplingParams(max_tokens=6, n=2, seed=3, ignore_eos=True)
-
-    async def main() -> list[Event]:
-        return await collect(client.engine.submit(prompts, params))
-
-    found = client.run(main())
-    assert [(event.id, event.index) for event in found] == [
-        (prompt, sample) for prompt in range(3) for sample in (0, 1)
-    ]
-    outputs = client.reference.generate(prompts, params)
-    wanted = [completion.token_ids for output in outputs for completion in output.completions]
-    assert [event.token_ids for event in found] == wanted
-
-
 def test_events_are_merged_for_a_slow_reader(client: Client) -> None:
     params = SamplingParams(max_tokens=6, n=2, seed=3, ignore_eos=True, logprobs=2, top_k=9, return_sampling_mask=True)
     prompt = ids(5)
@@ -213,17 +198,20 @@ def test_events_are_merged_for_a_slow_reader(client: Client) -> None:
     assert stalled == 0
 
 
-def test_a_reader_of_the_complete_answer_is_woken_twice(client: Client) -> None:
-    prompt, params = ids(5), SamplingParams(max_tokens=30, ignore_eos=True, temperature=0)
+def test_several_prompts_are_one_request_and_a_reader_of_the_complete_answers_is_seldom_woken(client: Client) -> None:
+    prompts, params = [ids(5), ids(9), ids(3)], SamplingParams(max_tokens=30, n=2, seed=3, ignore_eos=True)
 
     async def main() -> list[list[Event]]:
-        with client.engine.submit([prompt], params, every_step=False) as stream:
+        with client.engine.submit(prompts, params, every_step=False) as stream:
             return [events async for events in stream]
 
     lists = client.run(main())
-    assert len(lists) == 2
-    (output,) = client.reference.generate([prompt], params)
-    assert [token for (event,) in lists for token in event.token_ids] == output.completions[0].token_ids
+    assert len(lists) <= len(prompts) + 1
+    found = joined([event for events in lists for event in events])
+    assert [(event.id, event.index) for event in found] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    outputs = client.reference.generate(prompts, params)
+    wanted = [completion.token_ids for output in outputs for completion in output.completions]
+    assert [event.token_ids for event in found] == wanted
 
 
 # ------------------------------------------------------------------------------------------------ calls
