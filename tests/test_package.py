@@ -1,4 +1,4 @@
-"""The package as its users' processes see it: what importing it costs, and that it changes nothing global."""
+"""The package as a user's process sees it: what importing it costs, its types, and that it changes nothing global."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def python(code: str) -> str:
-    """What a process of its own prints."""
+    """Return what a Python process of its own prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -137,7 +137,7 @@ SamplingParams(n="1")  # Argument "n" to "SamplingParams" has incompatible type 
 
 
 def test_mypy_sees_the_types_of_an_installed_fastgen(tmp_path: Path) -> None:
-    """In an environment that has nothing but this checkout, so that torch is unknown and costs no time."""
+    """Check TYPED in an environment that has only this checkout: without torch, mypy takes less time."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     (site_packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
     (site_packages / "fastgen.pth").write_text(f"{ROOT}\n")
@@ -167,7 +167,7 @@ def global_state() -> Iterator[tuple[str, Any]]:
 
 
 def test_kernels_are_not_needed() -> None:
-    """Without Triton, as on other systems than Linux, their modules are there and their twins run."""
+    """Without Triton, as on systems other than Linux, the modules of kernels can be imported and their twins run."""
     code = """
 import importlib, pkgutil, sys
 sys.modules["triton"] = None
@@ -207,7 +207,7 @@ def test_the_callers_random_numbers_and_default_dtype_do_not_reach_the_answers(l
 
 
 def test_two_generators_live_in_one_process(llama: Path) -> None:
-    """Their steps alternate, and each answers what it answers alone."""
+    """Their steps alternate, and each gives the answers that it gives without the other."""
     params = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
     prompts = [[1, 2, 3], [9, 8, 7, 6, 5]]
     alone = [fastgen.Generator(llama, device="cpu").generate([prompt], params)[0].completions for prompt in prompts]

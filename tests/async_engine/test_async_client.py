@@ -277,7 +277,7 @@ class Unknown(StrEnum):
     STOP = "a"
 
 
-def test_what_another_process_can_not_read_fails_alone(client: Client) -> None:
+def test_what_another_process_cannot_read_fails_alone(client: Client) -> None:
     async def main() -> None:
         params = SamplingParams(max_tokens=200, ignore_eos=True, stop=[Unknown.STOP], seed=0, temperature=5)
         with pytest.raises(ValueError, match="must be in a module"):
@@ -404,7 +404,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("stubs")
-def test_a_result_that_the_client_can_not_read_fails_alone() -> None:
+def test_a_result_that_the_client_cannot_read_fails_alone() -> None:
     async def main() -> None:
         async with AsyncGenerator() as engine:
             with pytest.raises(ValueError, match="the other process cannot read this"):

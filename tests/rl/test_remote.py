@@ -1,4 +1,5 @@
-"""remote.py, the routes of `fgserve --rollout` and the wire between them: a Generator in a server is as one here."""
+"""remote.py, the routes of `fgserve --rollout` and the wire between them: a Generator in a server behaves like a local
+one."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def weights(talker: Path) -> Weights:
 
 @pytest.fixture
 def gen(server: Server, weights: Weights) -> Iterator[RemoteGenerator]:
-    """A client with a group of its own and small buckets. It leaves the server with the first weights and idle."""
+    """A client with a group of its own and small buckets. It leaves the server idle and with the original weights."""
     with RemoteGenerator(server.url, api_key=KEY, timeout=SECONDS, replace_group=True, bucket_bytes=20_000) as gen:
         yield gen
         gen.update_weights(weights)
@@ -64,7 +65,7 @@ def gen(server: Server, weights: Weights) -> Iterator[RemoteGenerator]:
 
 
 def drawn(outputs: list[RequestOutput]) -> list[Any]:
-    """Return what weights and params decide."""
+    """Return the parts of outputs that depend only on weights and params."""
     for output in outputs:
         if output.prompt_logprobs:
             assert math.isnan(output.prompt_logprobs[0])
@@ -230,7 +231,7 @@ def test_sleep_and_wake(gen: RemoteGenerator, weights: Weights) -> None:
 
 
 def test_weights_that_do_not_fit(gen: RemoteGenerator, here: Generator, weights: Weights, tmp_path: Path) -> None:
-    """All is checked before anything is written."""
+    """Everything is checked before anything is written."""
     old = drawn(here.generate(PROMPTS, SHORT))
     name = next(iter(weights))
     wrong = {**weights, "x": torch.ones(3), name: torch.ones(2, 2)}
