@@ -28,7 +28,7 @@ _HOMES = {
     "AsyncGenerator": "fastgen.async_engine.client",
     "EngineError": "fastgen.async_engine.client",
     "Generator": "fastgen.generator",
-    "Speculation": "fastgen.engine.speculation.planning",
+    "Speculation": "fastgen.engine.speculation.options",
 }
 
 

@@ -1,4 +1,4 @@
-"""The error of a full disk, with the place that is full and a remedy."""
+"""Errors that say which disk is full, and what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def naming_full_disk(path: Path | str, remedy: str) -> Iterator[None]:
-    """Put a path and a remedy into the OSError of a disk, quota or file that is full, which has neither."""
+    """Add a path and a remedy to an OSError that says that a disk, a quota or a file is full."""
     try:
         yield
     except OSError as error:

@@ -19,7 +19,7 @@ from fastgen.engine.inputs import InputProcessor, prompt_list
 from fastgen.engine.interface import StepRunner
 from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.loop import Loop
-from fastgen.engine.options import GeneratorOptions, takes_fields_of
+from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.outputs import OutputQueue, error_output
 from fastgen.engine.prompt_scores import pair_scores
 from fastgen.engine.stats import Stats, with_progress
@@ -29,6 +29,7 @@ from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.weights import TAGS, Tensors, Update, WeightState
+from fastgen.option import takes_fields_of
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import agreeing, log_start, resolve_options, start_runner
 from fastgen.request import Completion, Event, Message, Params, Prompt, Request, RequestOutput, SamplingParams

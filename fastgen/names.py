@@ -1,100 +1,84 @@
-"""Names that users of vLLM and transformers know, and ours for the same, for errors. docs/from-vllm.md has more."""
+"""Names that users of vLLM and transformers try, with what to use here instead; docs/from-vllm.md explains more."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterable
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-OTHER_NAMES = {
-    "gpu_memory_utilization": "memory_fraction",
-    "tensor_parallel_size": "tensor_parallel",
-    "pipeline_parallel_size": "tensor_parallel",
-    "cpu_offload_gb": "tensor_parallel",
-    "download_dir": "HF_HOME of the environment",
-    "max_num_seqs": "max_seqs",
-    "max_num_batched_tokens": "max_step_tokens",
-    "long_prefill_token_threshold": "max_prefill_tokens",
-    "max_num_partial_prefills": "max_prefill_tokens",
-    "max_long_partial_prefills": "max_prefill_tokens",
-    "max_step_ms": "max_prefill_tokens, a number of tokens",
-    "enable_prefix_caching": "prefix_cache",
-    "no_enable_prefix_caching": "no_prefix_cache",
-    "block_size": "page_size",
-    "num_gpu_blocks_override": "num_pages",
-    "kv_cache_memory_bytes": "kv_cache_gb",
-    "swap_space": "host_cache_gb",
-    "kv_offloading_size": "host_cache_gb",
-    "load_format": "load",
-    "torch_dtype": "dtype",
-    "device_map": "device or tensor_parallel",
-    "attn_implementation": "attention",
-    "attention_backend": "attention",
-    "enable_lora": "adapter",
-    "speculative_config": "speculate",
-    "allowed_origins": "allow_origin",
-    "data_parallel_size": "--replicas of fgserve or fggen",
-    "best_of": "n",
-    "num_return_sequences": "n",
-    "max_new_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "max_length": "max_tokens, which counts the new tokens alone",
-    "min_new_tokens": "min_tokens",
-    "do_sample": "temperature=0 for greedy decoding",
-    "stop_strings": "stop",
-    "eos_token_id": "stop_token_ids",
-    "bad_words_ids": "bad_words",
-    "suppress_tokens": "logit_bias",
-    "sequence_bias": "logit_bias",
-    "output_scores": "logprobs",
-    "top_logprobs": "logprobs",
-    "response_format": "json_schema",
-    "structured_outputs": "json_schema, regex, choice or grammar",
-    "guided_decoding": "json_schema, regex, choice or grammar",
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "logits_processors": "mask, an object of yours that says which tokens may come next (fastgen.TokenMask)",
-    "logits_processor": "mask, an object of yours that says which tokens may come next (fastgen.TokenMask)",
-}
-"""Arguments of vLLM's LLM and SamplingParams and flags of its server, and arguments of transformers."""
-NO_NAMES = {
-    **dict.fromkeys((
-        "enforce_eager", "enable_chunked_prefill", "trust_remote_code", "disable_log_stats", "tokenizer_mode",
-        "skip_tokenizer_init", "truncate_prompt_tokens", "detokenize", "skip_special_tokens",
-        "spaces_between_special_tokens", "output_kind", "extra_args", "enable_auto_tool_choice", "tool_call_parser",
-    ), "leave it out"),
-    **dict.fromkeys(("use_beam_search", "num_beams", "length_penalty"), "there is no beam search"),
+ADVICE = {
+    "gpu_memory_utilization": "use memory_fraction",
+    "tensor_parallel_size": "use tensor_parallel",
+    "pipeline_parallel_size": "use tensor_parallel",
+    "cpu_offload_gb": "use tensor_parallel",
+    "download_dir": "use HF_HOME of the environment",
+    "max_num_seqs": "use max_seqs",
+    "max_num_batched_tokens": "use max_step_tokens",
+    "long_prefill_token_threshold": "use max_prefill_tokens",
+    "max_num_partial_prefills": "use max_prefill_tokens",
+    "max_long_partial_prefills": "use max_prefill_tokens",
+    "max_step_ms": "use max_prefill_tokens, a number of tokens",
+    "enable_prefix_caching": "use prefix_cache",
+    "no_enable_prefix_caching": "use no_prefix_cache",
+    "block_size": "use page_size",
+    "num_gpu_blocks_override": "use num_pages",
+    "kv_cache_memory_bytes": "use kv_cache_gb",
+    "swap_space": "use host_cache_gb",
+    "kv_offloading_size": "use host_cache_gb",
+    "load_format": "use load",
+    "torch_dtype": "use dtype",
+    "device_map": "use device or tensor_parallel",
+    "attn_implementation": "use attention",
+    "attention_backend": "use attention",
+    "enable_lora": "use adapter",
+    "speculative_config": "use speculate",
+    "allowed_origins": "use allow_origin",
+    "data_parallel_size": "use --replicas of fgserve or fggen",
+    "best_of": "use n",
+    "num_return_sequences": "use n",
+    "max_new_tokens": "use max_tokens",
+    "max_completion_tokens": "use max_tokens",
+    "max_length": "use max_tokens, which counts new tokens only",
+    "min_new_tokens": "use min_tokens",
+    "do_sample": "use temperature=0 for greedy decoding",
+    "stop_strings": "use stop",
+    "eos_token_id": "use stop_token_ids",
+    "bad_words_ids": "use bad_words",
+    "suppress_tokens": "use logit_bias",
+    "sequence_bias": "use logit_bias",
+    "output_scores": "use logprobs",
+    "top_logprobs": "use logprobs",
+    "response_format": "use json_schema",
+    "structured_outputs": "use json_schema, regex, choice or grammar",
+    "guided_decoding": "use json_schema, regex, choice or grammar",
+    "guided_json": "use json_schema",
+    "guided_regex": "use regex",
+    "guided_choice": "use choice",
+    "guided_grammar": "use grammar",
+    "logits_processors": "use mask, an object of yours that says which tokens may come next (fastgen.TokenMask)",
+    "logits_processor": "use mask, an object of yours that says which tokens may come next (fastgen.TokenMask)",
+    "enforce_eager": "leave it out",
+    "enable_chunked_prefill": "leave it out",
+    "trust_remote_code": "leave it out",
+    "disable_log_stats": "leave it out",
+    "tokenizer_mode": "leave it out",
+    "skip_tokenizer_init": "leave it out",
+    "truncate_prompt_tokens": "leave it out",
+    "detokenize": "leave it out",
+    "skip_special_tokens": "leave it out",
+    "spaces_between_special_tokens": "leave it out",
+    "output_kind": "leave it out",
+    "extra_args": "leave it out",
+    "enable_auto_tool_choice": "leave it out",
+    "tool_call_parser": "leave it out",
+    "use_beam_search": "there is no beam search",
+    "num_beams": "there is no beam search",
+    "length_penalty": "there is no beam search",
     "logprobs_mode": "leave it out: outputs have all three lists, and a request to fgserve may name one",
-}  # fmt: skip
-"""Names of the same origin that have no counterpart, with what to do."""
-ADVICE = {name: f"use {ours}" for name, ours in OTHER_NAMES.items()} | NO_NAMES
-
-
-def unknown_name(owner: str, name: str, known: Iterable[str]) -> TypeError:
-    """Return the error for an argument that `owner` does not have, with ours of the same meaning, or the nearest."""
-    near = nearest(name, known)
-    other = f"the nearest one is {near!r}" if near else f"the options are {', '.join(sorted(known))}"
-    return TypeError(f"{owner} has no option {name!r}; {ADVICE.get(name, other)}")
+}
+"""What to do instead, for arguments of vLLM's LLM and SamplingParams, flags of its server, and arguments of
+transformers. Where there is a counterpart, the advice is "use" and its name."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that an unknown one is most like, or ""."""
+    """Return the known name that is most similar to an unknown one, or "" if none is similar."""
     return next(iter(difflib.get_close_matches(name[:100], list(known), n=1)), "")
-
-
-def explains_names(init: Callable[P, T], owner: str, known: Iterable[str]) -> Callable[P, T]:
-    """Return an `__init__` for which an unknown argument is an error as `unknown_name` makes it."""
-
-    @wraps(init)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in sorted(kwargs.keys() - known):
-            raise unknown_name(owner, name, known)
-        return init(*args, **kwargs)
-
-    return call

@@ -1,14 +1,26 @@
-"""Option: a value that a user may set, with its type, bounds and description; most are fields of a dataclass."""
+"""Options: values that a user may set, each with its type, bounds and description.
+
+A dataclass derived from `Options` has one field for each option. `takes_fields_of` makes the fields the arguments of
+another class's `__init__`.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
+from functools import wraps
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args, get_type_hints
+
+from fastgen.names import ADVICE, nearest
+
+Owner = TypeVar("Owner")
+Given = TypeVar("Given", bound="Options")
+Fields = ParamSpec("Fields")
 
 _TYPES: dict[Any, tuple[Any, str]] = {
     bool: (bool, "True or False"),
@@ -19,11 +31,13 @@ _TYPES: dict[Any, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Option:
-    """An option that a user may set: one field of a dataclass of options.
+    """An option that a user may set: one field of an `Options` class.
 
-    kind: str, int, float, bool, or another type, which is not checked. default: None where the option may be left open,
-    and `unset` says in words what holds then. low, high: bounds of a number; `above` excludes low. choices: all values
-    of a string.
+    kind: type of the value: str, int, float, bool, or another type, which is not checked.
+    default: value that holds where the user gives none; MISSING for an option that must be given; None where the
+        choice is left to fastgen, and `unset` then describes the choice in words.
+    low, high: bounds of a number, both included; with `above`, low itself is excluded.
+    choices: all values that a string may have.
     """
 
     name: str
@@ -45,7 +59,8 @@ class Option:
     def line(self) -> str:
         """Return the description for a docstring."""
         choices = f" Choices: {', '.join(self.choices)}." if self.choices else ""
-        return f"{self.name}: {self.help}.{choices} Default: {self.default_text}."
+        default = "" if self.default is MISSING else f" Default: {self.default_text}."
+        return f"{self.name}: {self.help}.{choices}{default}"
 
     def check(self, value: Any) -> None:
         """Raise TypeError or ValueError for a value that the option cannot have."""
@@ -59,7 +74,8 @@ class Option:
             raise ValueError(f"{self.name} {wrong}")
 
     def wrong(self, value: Any) -> str:
-        """Return why a value of the right type cannot be used, to stand behind the option's name; "" if it can."""
+        """Return why a value of the right type cannot be used, as the end of a sentence that begins with the option's
+        name; "" if it can be used."""
         if self.choices and value not in self.choices:
             return f"is {value!r}; it must be one of {', '.join(map(repr, self.choices))}"
         if self.kind not in (int, float):
@@ -77,11 +93,53 @@ class Option:
 
 
 def option(default: Any, help: str = "", **limits: Any) -> Any:
-    """Return the field of a dataclass of options. limits: other arguments of `Option`."""
+    """Return a field of an `Options` class. limits: other arguments of `Option`."""
     return field(default=default, metadata={"help": help, **limits})
 
 
-def options_of(cls: type) -> dict[str, Option]:
+@dataclass(frozen=True)
+class Options:
+    """Base class of the options of a Generator, of a request, and so on. An unknown name is a TypeError that says which
+    name is meant; its message begins with the name of the class, without "Options" at the end."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        known = cls.__dataclass_fields__
+        if unknown := kwargs.keys() - known.keys():
+            name = min(unknown)
+            near = nearest(name, known)
+            other = f"the nearest one is {near!r}" if near else f"the options are {', '.join(sorted(known))}"
+            owner = cls.__name__.removesuffix("Options")
+            raise TypeError(f"{owner} has no option {name!r}; {ADVICE.get(name, other)}")
+        return super().__new__(cls)
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError for the first option whose value cannot work."""
+        for name, each in options_of(type(self)).items():
+            each.check(getattr(self, name))
+
+
+def takes_fields_of(
+    options: Callable[Fields, Given],
+) -> Callable[[Callable[[Owner, Given], None]], Callable[Concatenate[Owner, Fields], None]]:
+    """Decorate an `__init__` that takes one object of the class `options`: it takes the fields as its arguments
+    instead. Type checkers, its signature and its docstring show the fields."""
+
+    def decorate(init: Callable[[Owner, Given], None]) -> Callable[Concatenate[Owner, Fields], None]:
+        @wraps(init)
+        def take(self: Owner, /, *args: Fields.args, **kwargs: Fields.kwargs) -> None:
+            init(self, options(*args, **kwargs))
+
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        take.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [first, *inspect.signature(options).parameters.values()]
+        )
+        take.__doc__ = "\n".join(each.line for each in options_of(options).values())
+        return take
+
+    return decorate
+
+
+def options_of(cls: Any) -> dict[str, Option]:
     """Return the options of a dataclass whose fields were made by `option`, by name."""
     found, hints = {}, get_type_hints(cls)
     for each in fields(cls):

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from fastgen.names import explains_names
-from fastgen.option import ITEMS, check_items, option, options_of
+from fastgen.option import ITEMS, Options, check_items, option, options_of
 
 if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
     import numpy as np
@@ -46,7 +45,7 @@ class TokenMask(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Options):
     """The parameters that say how a prompt is continued. They are checked when a request is added.
 
     They are complete: a parameter that is left out has the default below, whatever the model's generation_config.json
@@ -164,11 +163,6 @@ class SamplingParams:
 
 SAMPLING_OPTIONS = options_of(SamplingParams)
 _DEFAULTS = {name: option.default for name, option in SAMPLING_OPTIONS.items()}
-
-# A class decorator would hide the arguments from type checkers.
-SamplingParams.__init__ = explains_names(  # type: ignore[method-assign]
-    SamplingParams.__init__, "SamplingParams", SAMPLING_OPTIONS
-)
 
 Params = SamplingParams | Mapping[str, Any] | None
 """The parameters of a request: SamplingParams; a dict of those that differ from the model's, or None for these."""

@@ -28,6 +28,6 @@ class Called(Graphs[Any]):
 
 def capturable(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a Runner captures from now on is `Called`."""
-    monkeypatch.setattr("fastgen.engine.startup.Graphs", Called)
+    monkeypatch.setattr("fastgen.engine.warm_up.Graphs", Called)
     monkeypatch.setattr("fastgen.engine.cuda_graphs.Graphs", Called)
     monkeypatch.setattr(CpuAttention, "capturable", True)

@@ -1,4 +1,4 @@
-"""Installation: all extras resolve on PyPI alone, and the wheel works in an empty environment as the checkout does."""
+"""Installation: all extras resolve on PyPI, and the wheel works in an empty environment like the checkout."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain_pip(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, str]]:
-    """A command and its environment: a new pip, without the configuration of this machine except what connects it to
-    the network. Skips where the index that it comes from cannot be reached, and only there."""
+    """The command of a new pip and its environment, without this machine's configuration except for network access.
+    Skips if, and only if, the index that pip comes from cannot be reached."""
     ours = {"PIP_CERT", "PIP_PROXY"}
     environment = {name: value for name, value in os.environ.items() if name in ours or not name.startswith("PIP_")}
     environment["PIP_CONFIG_FILE"] = os.devnull
@@ -79,11 +79,11 @@ def plain_pip(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_all_extras_resolve_on_the_index_alone(
+def test_all_extras_resolve_with_nothing_but_the_index(
     python: str, wheel: Path, plain_pip: tuple[list[str], dict[str, str]], tmp_path: Path
 ) -> None:
-    """Resolve all extras together, which implies that each of them resolves. pip fetches metadata only. It takes wheels
-    of the version `python`, but evaluates dependencies' markers for the Python that runs it."""
+    """Resolve all extras together, which implies that each of them resolves. pip fetches only metadata. It takes wheels
+    for the version `python`, but evaluates dependencies' markers for the Python that runs it."""
     command, environment = plain_pip
     everything = f"fastgen[{','.join(EXTRAS)}] @ {wheel.as_uri()}"
     constraints, report = ROOT / "constraints.txt", tmp_path / "report.json"
@@ -116,7 +116,7 @@ def test_an_editable_installation_works_beside_a_checkout_named_fastgen(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     program = f"import site; site.addsitedir({str(site)!r}); import fastgen; print(fastgen.__file__)"
-    # -S: without the packages of these tests, among which is another fastgen.
+    # -S: without the packages of these tests, which include another fastgen.
     assert run(sys.executable, "-S", "-c", program).stdout.strip() == str(checkout / "fastgen" / "__init__.py")
 
 
@@ -128,7 +128,8 @@ def test_the_wheel_has_all_files_of_the_package(wheel: Path) -> None:
 
 @contextmanager
 def environment(package: str | Path, constraints: Path) -> Iterator[Path]:
-    """Make an environment that has a package alone, and yield the folder of its commands. It can take gigabytes."""
+    """Make an environment with one package and its dependencies, which may take gigabytes. Yield the folder of its
+    commands."""
     with tempfile.TemporaryDirectory() as folder:
         assert run(sys.executable, "-m", "venv", folder).returncode == 0
         commands = Path(folder) / ("Scripts" if os.name == "nt" else "bin")
@@ -148,7 +149,7 @@ def scripts(wheel: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, where nothing leads a process to the checkout."""
+    """A current folder in which no process finds the checkout."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     return tmp_path
@@ -176,14 +177,14 @@ def test_the_wheel_answers_as_the_checkout_does(
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="some of the oldest versions have no wheel for this Python")
 def test_the_oldest_versions_that_the_metadata_admits_do(wheel: Path, elsewhere: Path) -> None:
-    """All but torch, whose oldest version is gigabytes on some indexes, are the oldest."""
+    """All packages have their oldest version except torch, whose oldest version is gigabytes on some indexes."""
     wanted = [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["parquet"]]
     oldest = [each.replace(">=", "==") for each in wanted if not each.startswith("torch")]
     oldest += re.findall(r"^torch==\S+", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     (elsewhere / "oldest.txt").write_text("\n".join(oldest), encoding="utf-8")
     (elsewhere / "in.jsonl").write_text(json.dumps({"prompt": ADDITION}) + "\n", encoding="utf-8")
     model = shutil.copytree(ROOT / "fastgen" / "tiny", elsewhere / "model")
-    # A Mistral whose tokenizer has a class that transformers 5 writes, and 4 does not know.
+    # A Mistral whose tokenizer has a class that transformers 5 writes and transformers 4 does not know.
     for name, old, new in (
         ("config.json", "llama", "mistral"), ("tokenizer_config.json", "PreTrainedTokenizerFast", "TokenizersBackend"),
     ):  # fmt: skip

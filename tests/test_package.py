@@ -1,9 +1,11 @@
-"""The package as its users' processes see it: what importing it costs, and that it changes nothing global."""
+"""The package as a user's process sees it: what importing it costs, its types, and that it changes nothing global."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,13 +17,14 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.request import SamplingParams
+from fastgen import AsyncGenerator, SamplingParams
+from fastgen.rl.remote import RemoteGenerator
 
 ROOT = Path(__file__).parents[1]
 
 
 def python(code: str) -> str:
-    """What a process of its own prints."""
+    """Return what a Python process of its own prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -48,14 +51,15 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_names_come_lazily_and_fast_after_torch_and_need_nothing_optional() -> None:
     code = """
 import sys, time, fastgen
-assert "torch" not in sys.modules and "numpy" not in sys.modules
 assert set(fastgen.__all__) < set(dir(fastgen)), dir(fastgen)
-from fastgen import SamplingParams, Request
-assert "torch" not in sys.modules
+from fastgen import AsyncGenerator, Request, SamplingParams
+from fastgen.rl.remote import RemoteGenerator
+RemoteGenerator("http://localhost:1")
+assert not {"torch", "numpy", "transformers"} & set(sys.modules)
 import torch
-before = time.perf_counter()
+before = time.process_time()
 from fastgen import Generator
-print(time.perf_counter() - before)
+print(time.process_time() - before)
 assert Generator.__module__ == "fastgen.generator"
 needless = {"transformers", "prompt_toolkit", "flash_attn", "ray"} & set(sys.modules)
 assert torch.version.cuda or "triton" not in sys.modules
@@ -102,48 +106,52 @@ def test_the_package_as_a_module_says_what_it_takes() -> None:
     assert done.stderr == "python -m fastgen takes chat, gen, serve, and then the options of that command\n"
 
 
+def test_an_unknown_option_is_an_error_that_says_which_one_is_meant() -> None:
+    with pytest.raises(TypeError, match=r"^AsyncGenerator has no option 'dtyp'; the nearest one is 'dtype'$"):
+        AsyncGenerator(dtyp="bfloat16")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^RemoteGenerator has no option 'tmeout'; the nearest one is 'timeout'$"):
+        RemoteGenerator("http://localhost:1", tmeout=5)  # type: ignore[call-arg]
+    for kind in (AsyncGenerator, RemoteGenerator):
+        lines = str(kind.__init__.__doc__).splitlines()
+        assert [line.partition(":")[0] for line in lines] == list(inspect.signature(kind).parameters)
+
+
+TYPED = """
+from fastgen import AsyncGenerator, Generator, SamplingParams
+from fastgen.rl.remote import RemoteGenerator
+
+with Generator("folder", max_seqs=4, dtype="bfloat16") as gen:
+    reveal_type(gen.generate("a", SamplingParams(max_tokens=1, seed=2))[0].completions[0].token_ids)
+AsyncGenerator("folder", max_seqs=4, grammar_timeout=5, name="a")
+RemoteGenerator("http://localhost:1", api_key="b", timeout=5)
+Generator(dtyp="bfloat16")  # Unexpected keyword argument "dtyp" for "Generator"
+Generator(max_seqs="4")  # Argument "max_seqs" to "Generator" has incompatible type "str"
+Generator("folder", "main")  # Too many positional arguments for "Generator"
+AsyncGenerator(dtyp="bfloat16")  # Unexpected keyword argument "dtyp" for "AsyncGenerator"
+AsyncGenerator(grammar_timeout="5")  # Argument "grammar_timeout" to "AsyncGenerator" has incompatible type "str"
+RemoteGenerator()  # Missing positional argument "url" in call to "RemoteGenerator"
+RemoteGenerator("http://localhost:1", tmeout=5)  # Unexpected keyword argument "tmeout" for "RemoteGenerator"
+SamplingParams(temprature=1)  # Unexpected keyword argument "temprature" for "SamplingParams"
+SamplingParams(n="1")  # Argument "n" to "SamplingParams" has incompatible type "str"
+"""
+
+
 def test_mypy_sees_the_types_of_an_installed_fastgen(tmp_path: Path) -> None:
-    """In an environment that has nothing but this checkout, so that torch is unknown and costs no time."""
+    """Check TYPED in an environment that has only this checkout: without torch, mypy takes less time."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     (site_packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
     (site_packages / "fastgen.pth").write_text(f"{ROOT}\n")
-    program = """
-from fastgen import Generator, SamplingParams
-
-with Generator() as gen:
-    reveal_type(gen.generate("a", SamplingParams(max_tokens=1))[0].completions[0].token_ids)
-"""
-    (tmp_path / "program.py").write_text(program)
+    (tmp_path / "program.py").write_text(TYPED)
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", "env/bin/python", "program.py"]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
     checked = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "missing library stubs or py.typed" not in checked.stdout
+    found = re.findall(r"program.py:(\d+): error: ([^;[]*[^;[ ])", checked.stdout)
+    lines = enumerate(TYPED.splitlines(), 1)
+    assert found == [(str(at), line.partition("  # ")[2]) for at, line in lines if "  # " in line], checked.stdout
     assert 'Revealed type is "list[int]"' in checked.stdout, checked.stdout
 
 
 # --------------------------------------------------------------------------------------------- global state
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random Llama, in a folder; it has no tokenizer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    path = tmp_path_factory.mktemp("llama")
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(path)
-    return path
 
 
 def global_state() -> Iterator[tuple[str, Any]]:
@@ -159,7 +167,7 @@ def global_state() -> Iterator[tuple[str, Any]]:
 
 
 def test_kernels_are_not_needed() -> None:
-    """Without Triton, as on other systems than Linux, their modules are there and their twins run."""
+    """Without Triton, as on systems other than Linux, the modules of kernels can be imported and their twins run."""
     code = """
 import importlib, pkgutil, sys
 sys.modules["triton"] = None
@@ -172,10 +180,10 @@ print("imported")
     assert python(code).split() == ["imported"]
 
 
-def test_making_and_using_generators_changes_nothing_global(folder: Path) -> None:
+def test_making_and_using_generators_changes_nothing_global(llama: Path) -> None:
     before = dict(global_state())
     for options in ({"dtype": "bfloat16"}, {"load": "dummy"}, {}):
-        with fastgen.Generator(folder, device="cpu", **options) as gen:  # type: ignore[arg-type]
+        with fastgen.Generator(llama, device="cpu", **options) as gen:  # type: ignore[arg-type]
             gen.generate([[1, 2, 3], [4]], SamplingParams(n=2, max_tokens=6))
             gen.generate([[]])
             gen.score([[5, 6, 7]])
@@ -183,34 +191,27 @@ def test_making_and_using_generators_changes_nothing_global(folder: Path) -> Non
     assert [name for name in before if before[name] != after[name]] == []
 
 
-def test_the_callers_random_numbers_do_not_reach_the_answers(folder: Path) -> None:
+def test_the_callers_random_numbers_and_default_dtype_do_not_reach_the_answers(llama: Path) -> None:
     answers = []
-    for seed in (1, 2):
+    for seed, dtype in ((1, torch.float32), (2, torch.float64)):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            gen = fastgen.Generator(folder, device="cpu", seed=5)
-            answers.append(gen.generate([[1, 2, 3]], SamplingParams(max_tokens=8))[0].completions)
+            torch.set_default_dtype(dtype)
+            try:
+                gen = fastgen.Generator(llama, device="cpu", seed=5)
+                answers.append(gen.generate([[1, 2, 3]], SamplingParams(max_tokens=8))[0].completions)
+                assert torch.get_default_dtype() is dtype
+            finally:
+                torch.set_default_dtype(torch.float32)
     assert answers[0] == answers[1]
 
 
-def test_the_callers_default_dtype_is_left_alone_and_not_used(folder: Path) -> None:
-    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    plain = fastgen.Generator(folder, device="cpu").generate([[1, 2, 3]], params)[0].completions
-    torch.set_default_dtype(torch.float64)
-    try:
-        other = fastgen.Generator(folder, device="cpu").generate([[1, 2, 3]], params)[0].completions
-        assert torch.get_default_dtype() is torch.float64
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert plain == other
-
-
-def test_two_generators_live_in_one_process(folder: Path) -> None:
-    """Their steps alternate, and each answers what it answers alone."""
+def test_two_generators_live_in_one_process(llama: Path) -> None:
+    """Their steps alternate, and each gives the answers that it gives without the other."""
     params = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
     prompts = [[1, 2, 3], [9, 8, 7, 6, 5]]
-    alone = [fastgen.Generator(folder, device="cpu").generate([prompt], params)[0].completions for prompt in prompts]
-    gens = [fastgen.Generator(folder, device="cpu", page_size=page_size) for page_size in (1, 16)]
+    alone = [fastgen.Generator(llama, device="cpu").generate([prompt], params)[0].completions for prompt in prompts]
+    gens = [fastgen.Generator(llama, device="cpu", page_size=page_size) for page_size in (1, 16)]
     for gen, prompt in zip(gens, prompts, strict=True):
         gen.add(prompt, params)
     said: list[list[int]] = [[], []]

@@ -17,13 +17,14 @@ import time
 from collections.abc import AsyncGenerator as PyAsyncGenerator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
 from fastgen.async_engine.loop import Abort, Answer, Call, EngineInfo, StepEnded, Submit
+from fastgen.engine.options import OPTIONS, GeneratorOptions
 from fastgen.engine.stats import Stats
+from fastgen.option import option, takes_fields_of
 from fastgen.processes import spawning as processes
 from fastgen.processes.channel import HEAD, Failed, Start, frame
 from fastgen.request import SHARED, Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """Merge the events of each sample into one; return them in the order of prompts (`id`) and samples."""
+    """Merge the events of each sample into one event. Return these in the order of prompts (`id`) and samples."""
     if len(events) == 1:
         return events
     samples: dict[tuple[Any, int], list[Event]] = {}
@@ -53,24 +54,24 @@ def _merge(events: list[Event]) -> Event:
 
 
 class EngineError(RuntimeError):
-    """The engine of an AsyncGenerator has ended, or is not ready."""
+    """Error of an AsyncGenerator whose engine has ended or is not ready."""
 
 
 class EventStream:
-    """The events of a request: an asynchronous iterator of non-empty lists, to be used in a `with` block.
+    """Asynchronous iterator over the events of a request, in non-empty lists; to be used in a `with` block.
 
-    The `id` of an event is the index of its prompt in the request. A list has one event a sample, which merges all that
-    has arrived since the last list was taken: a slow reader gets fewer and longer events. The iterator ends after the
-    last event of every sample. Leaving the block before that aborts the request.
+    The `id` of an event is the index of its prompt in the request. A list has at most one event per sample, which
+    merges everything that has arrived since the last list was taken: a slow reader gets fewer and longer events. The
+    iterator ends after the last event of every sample. Leaving the block before that aborts the request.
 
-    Raises ValueError or TypeError where the engine does not accept the request, RuntimeError where its weights are
-    asleep, and EngineError where it ends.
+    Raises ValueError or TypeError if the engine does not accept the request, RuntimeError if its weights are asleep,
+    and EngineError if the engine ends.
     """
 
     def __init__(self, engine: AsyncGenerator, numbers: range, samples: int, every_step: bool) -> None:
         self._engine, self.numbers, self._every_step = engine, numbers, every_step
         self._unfinished = len(numbers) * samples
-        self._begun: set[int] = set()  # prompts with at least one event
+        self._begun: set[int] = set()  # indices of the prompts with at least one event
         self._events: list[Event] = []
         self._error: Exception | None = None
         self._ended = False
@@ -115,32 +116,38 @@ class EventStream:
         self._news.set()
 
 
+@dataclass(frozen=True, kw_only=True)
+class AsyncGeneratorOptions(GeneratorOptions):
+    """The arguments of an AsyncGenerator: those of a Generator and two more."""
+
+    # Readers of streams wait for each token, so that a long prompt must not delay the others.
+    max_prefill_tokens: int | None = option(0, OPTIONS["max_prefill_tokens"].help, low=0)
+    grammar_timeout: float = option(
+        GRAMMAR_TIMEOUT, "seconds that structured output may take to compile; a request whose schema needs longer is a "
+        "ValueError", low=0,
+    )  # fmt: skip
+    name: str | None = option(None, "name of the model in messages", unset="the value of `model`")
+
+
 class AsyncGenerator:
     """A Generator for asyncio programs, in a process of its own: this one does not import torch. Use it from one event
-    loop.
+    loop. The arguments are the fields of `AsyncGeneratorOptions`; `help(AsyncGenerator)` describes them.
 
-    model, options: arguments of the Generator. grammar_timeout: seconds that the compilation of structured output may
-    take; a request whose schema needs longer is a ValueError. name: the model's name in messages; default: `model`.
-
-    dead: how the engine ended; None while it runs. info: facts of the model, set by `start`. stats: the Generator's, at
-    most a quarter of a second old while it works.
+    dead: description of how the engine ended; None while it runs.
+    info: properties of the model, set by `start`.
+    stats: the Generator's `stats`, at most a quarter of a second old while the Generator works.
     """
 
     info: EngineInfo
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        grammar_timeout: float = GRAMMAR_TIMEOUT,
-        name: str | None = None,
-        **options: Any,
-    ) -> None:
-        self.name = name or ("the bundled model" if model is None else str(model))
+    @takes_fields_of(AsyncGeneratorOptions)
+    def __init__(self, options: AsyncGeneratorOptions) -> None:
+        self.name = options.name or ("the bundled model" if options.model is None else str(options.model))
         self.dead: str | None = None
         self.stats = Stats()
-        self._options = {"model": model, "max_prefill_tokens": 0, **options}  # readers of streams wait for each token
-        self._grammar_timeout = grammar_timeout
+        given = {name: getattr(options, name) for name in OPTIONS}
+        self._arguments = {name: value for name, value in given.items() if value != OPTIONS[name].default}
+        self._grammar_timeout = options.grammar_timeout
         self._next_number = 0
         self._streams: dict[str | int, EventStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -154,13 +161,13 @@ class AsyncGenerator:
     async def start(self) -> None:
         """Start the engine and wait until its model is loaded.
 
-        Raises what the Generator raises (ValueError or TypeError for wrong arguments), and EngineError where its
-        process dies, or `close` is called meanwhile.
+        Raises what the Generator raises (ValueError or TypeError for wrong arguments), and EngineError if the process
+        dies or `close` is called in the meantime.
         """
         if self._peer is not None:
             raise RuntimeError(f"the engine of {self.name} has been started; make a new AsyncGenerator")
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._peer = await _Process.start(self._options)
+        self._peer = await _Process.start(self._arguments)
         self._listener = asyncio.create_task(self._listen(self._peer))
         try:
             if self._closing:
@@ -171,7 +178,7 @@ class AsyncGenerator:
             raise
 
     async def close(self) -> None:
-        """End the engine and wait for its end; running requests fail. Further calls have no effect."""
+        """End the engine and wait until it has ended. Running requests fail. Further calls have no effect."""
         self._closing = True
         if self._peer is not None:
             await self._peer.end()
@@ -205,11 +212,11 @@ class AsyncGenerator:
     # ------------------------------------------------------------------------------------ requests
 
     async def stream(self, prompt: Prompt, params: Params = None) -> PyAsyncGenerator[Event, None]:
-        """Yield the events of a request, as they come; those of its n samples are mixed, and have an `index`.
+        """Yield the events of a request as they arrive. The events of its n samples alternate; `index` is the sample.
 
-        The last event of a sample has a finish_reason, and an `error` where the sample failed. A reader that is slower
-        than the model gets fewer and longer events. Leaving the loop early, or the cancellation of its task, aborts the
-        request. Raises what `submit` and EventStream raise.
+        The last event of a sample has a finish_reason, and an `error` if the sample failed. A reader that is slower
+        than the model gets fewer and longer events. Leaving the loop early, or cancelling its task, aborts the request.
+        Raises what `submit` and EventStream raise.
         """
         with self.submit([prompt], params) as stream:
             async for events in stream:
@@ -217,8 +224,8 @@ class AsyncGenerator:
                     yield event
 
     async def generate(self, prompt: Prompt, params: Params = None) -> RequestOutput:
-        """Return the output of one prompt; asyncio.gather waits for those of many. Cancellation aborts it. Raises what
-        `submit` and EventStream raise."""
+        """Return the output of one prompt; use asyncio.gather for many prompts. Cancellation aborts the request. Raises
+        what `submit` and EventStream raise."""
         added, first_token, events = time.perf_counter(), None, list[Event]()
         with self.submit([prompt], params, every_step=False) as stream:
             async for new in stream:
@@ -232,7 +239,7 @@ class AsyncGenerator:
         """Call a method of the Generator between two steps, such as `call("score", sequences)` or
         `call("update_weights", state_dict, in_flight="keep")`; return its result or raise its error.
 
-        Arguments and result are pickled. A call that has begun is not cancelled, except one that receives weights.
+        Arguments and result are pickled. Once a call has begun, it cannot be cancelled unless it receives weights.
         """
         peer = self._running_peer()
         number = self._number(1).start
@@ -248,7 +255,7 @@ class AsyncGenerator:
             self._progress = time.monotonic()
 
     async def pause(self) -> None:
-        """Run no step until `resume`. Requests stay as they are, and new ones wait."""
+        """Run no steps until `resume`. Running requests stay as they are, and new ones wait."""
         await self.call("pause")
         self._paused = True
 
@@ -258,13 +265,14 @@ class AsyncGenerator:
         await self.call("resume")
 
     def submit(self, prompts: Sequence[Prompt], params: Params, *, every_step: bool = True) -> EventStream:
-        """Begin a request of one or more prompts; return the stream of its events.
+        """Submit a request of one or more prompts. Return the stream of its events.
 
-        prompts: lists of ids, or other prompts, which the engine tokenizes between two steps. params: of each prompt,
-        without a mask. every_step: False for a reader that needs the complete answer only; then the
-        stream has one list for the first event of each prompt and one for all other events.
+        prompts: lists of ids, or other prompts, which the engine tokenizes between two steps.
+        params: parameters of every prompt, without a mask.
+        every_step: False for a reader that needs only the complete answer; the stream then has one list for the first
+            event of each prompt, and one list for all other events.
 
-        Raises ValueError or TypeError for wrong params, and EngineError where the engine is not ready.
+        Raises ValueError or TypeError for wrong params, and EngineError if the engine is not ready.
         """
         peer = self._running_peer()
         params = params_of(params, self.info.default_params)
@@ -293,7 +301,7 @@ class AsyncGenerator:
         return self._peer
 
     def _number(self, count: int) -> range:
-        """Return new numbers of requests or calls."""
+        """Return `count` new numbers for requests or calls."""
         numbers = range(self._next_number, self._next_number + count)
         self._next_number = numbers.stop
         return numbers
@@ -309,11 +317,11 @@ class AsyncGenerator:
     # ------------------------------------------------------------------------------------ messages
 
     async def _listen(self, peer: _Process) -> None:
-        """Handle messages until the engine ends, then its end."""
+        """Handle messages until the engine ends, then handle its end."""
         how = "sent a message that cannot be read"
         try:
             how = await peer.listen(self._receive)
-        except Exception:  # must not leave requests waiting
+        except Exception:  # requests must not be left waiting
             log.exception("a message of the engine of %s", self.name)
         self._die(how)
 
@@ -364,7 +372,7 @@ class AsyncGenerator:
 
 
 def _output(id: int, samples: list[Event], timings: Timings) -> RequestOutput:
-    """Return the output of a request. samples: one event each, of all tokens."""
+    """Return the output of a request. samples: one event per sample, with all its tokens."""
     completions = [Completion(**{name: getattr(event, name) for name in SHARED}) for event in samples]
     first = samples[0]
     return RequestOutput(
@@ -383,7 +391,7 @@ def _output(id: int, samples: list[Event], timings: Timings) -> RequestOutput:
 
 
 class _Process:
-    """The process of an engine, and the connection to it."""
+    """Process of an engine, with the connection to it."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -392,7 +400,7 @@ class _Process:
 
     @classmethod
     async def start(cls, arguments: dict[str, Any]) -> _Process:
-        """Start a process, which loads the Generator with these arguments."""
+        """Start a process that makes a Generator with these arguments."""
         started: list[subprocess.Popen[bytes]] = []
         connection = processes.spawn(("-c", "from fastgen.async_engine.loop import main; main()"), started)
         self = cls(started[0], *await asyncio.open_unix_connection(sock=connection))
@@ -400,10 +408,10 @@ class _Process:
         return self
 
     def send(self, message: object) -> None:
-        self._writer.write(frame(message))  # the event loop sends later what the socket does not take now
+        self._writer.write(frame(message))  # the event loop sends later what the socket cannot take now
 
     async def listen(self, receive: Callable[[object], None]) -> str:
-        """Hand over messages until the connection ends; return how the process ended."""
+        """Pass messages to `receive` until the connection ends. Return how the process ended."""
         try:
             while True:
                 (length,) = HEAD.unpack(await self._reader.readexactly(HEAD.size))
@@ -417,6 +425,6 @@ class _Process:
         return processes.describe_exit(self.process.returncode)
 
     async def end(self) -> None:
-        """End the process with its connection, and kill it if it lives on."""
+        """End the process by closing its connection, and kill it if it does not end."""
         self._writer.close()
         await asyncio.to_thread(processes.end_processes, [self.process])

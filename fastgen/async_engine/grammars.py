@@ -1,9 +1,9 @@
-"""Grammars that are compiled in the background, with a limit on their time.
+"""Compilation of grammars in the background, with a time limit.
 
     python -m fastgen.async_engine.grammars FD
 
-is a process that compiles grammars only to show that they have no error and do not take too long. FD is the number of
-its end of a socket. This module does not import torch.
+runs a process that compiles grammars only to find out whether they have an error or take too long. FD is the file
+descriptor of its end of a socket. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from multiprocessing.connection import Connection
 from fastgen.processes import spawning as processes
 from fastgen.text.grammar import CACHED_GRAMMARS, Compiler, GrammarMask, MarkVocabulary, compile_grammar
 
-GRAMMAR_TIMEOUT = 10.0  # default of the seconds that a grammar may take
-WORKERS = 4  # grammars that are compiled at a time
+GRAMMAR_TIMEOUT = 10.0  # default time limit in seconds
+WORKERS = 4  # number of grammars that are compiled at a time
 NICENESS = 10  # the processes give way to the engine
-MAX_BYTES = 4 * 2**30  # address space of a process, which must not take the engine's memory
+MAX_BYTES = 4 * 2**30  # limit of a process's address space, since it must not take the engine's memory
 
 
 class GrammarPool:
-    """Compiles grammars in threads. Each thread has a process that compiles the same text first, over a small
-    vocabulary, and is killed when the time is over: llguidance would need hours for some schemas of a hundred bytes,
-    and a thread cannot be killed. This process compiles only texts that the other one has compiled without an error.
+    """Pool of threads that compile grammars. Each thread has a process that first compiles the same text over a small
+    vocabulary, and is killed at the time limit: llguidance would need hours for some schemas of a hundred bytes, and a
+    thread cannot be killed. The thread compiles only texts that its process has compiled without an error.
 
-    make_compiler: makes the Compiler, when the first grammar comes.
+    make_compiler: function that makes the Compiler, called for the first grammar.
     """
 
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
@@ -40,15 +40,15 @@ class GrammarPool:
         self._threads = ThreadPoolExecutor(WORKERS, "fastgen-compile")
         self._lock = threading.Lock()  # for the first use of the Compiler
         self._check = lru_cache(CACHED_GRAMMARS)(self._check_anew)
-        self._checkers: dict[int, _Checker] = {}  # by threads
+        self._checkers: dict[int, _Checker] = {}  # by the thread's identifier
 
     def compile(self, grammar: str, seconds: float) -> Future[GrammarMask]:
-        """Return the future mask for a request. It raises ValueError where the grammar is wrong, or takes more than
-        `seconds` after its time in the queue."""
+        """Return a future of the mask for a request. Its result raises ValueError if the grammar is wrong, or takes
+        more than `seconds` to compile, not counting its time in the queue."""
         return self._threads.submit(self._compile, grammar, seconds)
 
     def close(self) -> None:
-        """Give up all masks, and end the processes."""
+        """Cancel all compilations, and end the processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for checker in list(self._checkers.values()):
             checker.kill()
@@ -64,7 +64,7 @@ class GrammarPool:
         return self._make_compiler()
 
     def _check_anew(self, grammar: str, seconds: float) -> None:
-        """Compile a grammar in the process of this thread. Raises ValueError where that fails or takes too long."""
+        """Compile a grammar in this thread's process. Raises ValueError if that fails or takes too long."""
         thread = threading.get_ident()
         if thread not in self._checkers:
             self._checkers[thread] = _Checker(self._compiler.marks)
@@ -78,7 +78,7 @@ class GrammarPool:
 
 
 class _Checker:
-    """A process that compiles grammars over a small vocabulary, one after another."""
+    """Process that compiles grammars over a small vocabulary, one after another."""
 
     def __init__(self, marks: MarkVocabulary) -> None:
         started: list[subprocess.Popen[bytes]] = []
@@ -88,8 +88,8 @@ class _Checker:
         self._unsent = [marks]
 
     def compile(self, grammar: str, seconds: float) -> str | None:
-        """Compile a grammar; return the reason where it is wrong. Raises ValueError where that takes more than
-        `seconds`, or the process ends."""
+        """Compile a grammar. Return the reason if it is wrong. Raises ValueError if that takes more than `seconds`, or
+        if the process ends."""
         try:
             for message in (*self._unsent, grammar):
                 self._connection.send(message)

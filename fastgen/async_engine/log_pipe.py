@@ -1,4 +1,4 @@
-"""A stderr that never makes its writers wait, for a process whose log may go to a pipe that nobody reads."""
+"""A stderr whose writers never wait, for a process whose log may go to a pipe that nobody reads."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import threading
 import time
 from collections import deque
 
-MAX_HELD = 2**20  # characters that wait for the reader; further lines are dropped
-LOG_SECONDS = 1.0  # for the last lines, when a process ends
+MAX_HELD = 2**20  # maximum number of characters that wait for the reader; further lines are dropped
+LOG_SECONDS = 1.0  # time limit for the last lines when a process ends
 
 
 class LogPipe(io.TextIOBase):
-    """A text stream whose lines are written to a file descriptor by a thread. Lines are dropped, and counted, while the
-    reader is MAX_HELD characters behind."""
+    """Text stream whose lines are written to a file descriptor by a thread. While MAX_HELD characters wait for the
+    reader, further lines are dropped and counted."""
 
     encoding, errors = "utf-8", "backslashreplace"
 
@@ -67,8 +67,8 @@ class LogPipe(io.TextIOBase):
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
-        except BlockingIOError:  # another process has made the pipe non-blocking
+        except BlockingIOError:  # another process has made the pipe nonblocking
             time.sleep(0.1)
             self._write(data)
-        except OSError:  # the reader has gone, so nobody can be told
+        except OSError:  # the reader has gone, and there is nowhere to report it
             pass

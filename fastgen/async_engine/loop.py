@@ -1,4 +1,5 @@
-"""The engine of an AsyncGenerator: a Generator, the loop that steps it, and the messages between loop and client.
+"""The engine of an AsyncGenerator: the loop that runs the steps of a Generator, and the messages between the loop and
+the client.
 
 The loop runs in a process of its own (`main`). Importing this module imports neither torch nor numpy.
 """
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 STATS_SECONDS = 0.25  # minimum interval between two messages with stats
 INTAKE_SECONDS = 0.02  # maximum time between two steps for adding new requests to the Generator
 WEIGHT_METHODS = ("weight_state", "init_weight_group", "close_weight_group", "receive_weights", "read_weights")
-"""Methods of WeightUpdates."""
+"""The methods of WeightUpdates that a client may call."""
 
 
 # ------------------------------------------------------------------------------------------------- messages
@@ -51,8 +52,8 @@ _row: Callable[[Event], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 
 class _Numbered:
-    """A message about one request or call. A process that cannot read it, since it has no class or function of the
-    same name for instance, gets an Answer in its place."""
+    """Message about one request or call. A process that cannot read it, for example because it has no class or function
+    of the same name, gets an Answer with an error instead."""
 
     __slots__: tuple[str, ...] = ()
     number: int
@@ -72,8 +73,12 @@ def _read(kind: Callable[..., _Numbered], number: int, data: bytes) -> _Numbered
 
 @dataclass(frozen=True, slots=True)
 class Submit(_Numbered):
-    """To the engine: a request. params: a structure of the answers is a grammar. grammar_timeout: seconds that it may
-    take to compile. structure: the parameter that it comes from, for errors."""
+    """Message to the engine: a request.
+
+    params: parameters in which structured output is given as a grammar.
+    grammar_timeout: seconds that the grammar may take to compile.
+    structure: name of the parameter that the grammar comes from, for errors.
+    """
 
     number: int
     prompt: Prompt
@@ -84,15 +89,16 @@ class Submit(_Numbered):
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """To the engine: end these requests, or the receiving of weights by such a call. Nothing more is reported of
-    them."""
+    """Message to the engine: end these requests, or a call among them that receives weights. Nothing more is reported
+    about them."""
 
     numbers: range
 
 
 @dataclass(frozen=True, slots=True)
 class Call(_Numbered):
-    """To the engine: call a method between two steps: of the Generator, one of WEIGHT_METHODS, `pause` or `resume`."""
+    """Message to the engine: call a method between two steps: a method of the Generator, one of WEIGHT_METHODS, `pause`
+    or `resume`."""
 
     number: int
     method: str
@@ -102,10 +108,12 @@ class Call(_Numbered):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """From the engine when its Generator is ready: the facts that a server needs.
+    """Message from the engine when its Generator is ready: properties of the model that a server needs.
 
-    tokenizer: folder or hub id of the tokenizer, None without one. max_model_len: maximum tokens of prompt and answer
-    together. summary: of the engine's configuration, in words. default_params: of requests that give none.
+    tokenizer: folder or hub id of the tokenizer; None: there is no tokenizer.
+    max_model_len: maximum number of tokens of prompt and answer together.
+    summary: description of the engine's configuration.
+    default_params: parameters of requests that give none.
     """
 
     tokenizer: str | None
@@ -117,8 +125,8 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Answer(_Numbered):
-    """From the engine: the result of a call, or the error of a call or a request. The engine sends an Answer that it
-    gets back (see _Numbered)."""
+    """Message from the engine: the result of a call, or the error of a call or a request. If the engine receives an
+    Answer because it cannot read a message (see _Numbered), it sends the Answer back."""
 
     number: int
     result: Any = None
@@ -127,10 +135,12 @@ class Answer(_Numbered):
 
 @dataclass(frozen=True, slots=True)
 class StepEnded:
-    """From the engine after a step. time: time.monotonic() at the end of the step, a clock that all processes of a
-    machine share. stats: sent a few times a second, and when the engine becomes idle.
+    """Message from the engine after a step.
 
-    marshal serializes events many times faster than pickle does. Both processes run the same Python, as it requires.
+    time: time.monotonic() at the end of the step; all processes of a machine share this clock.
+    stats: statistics, sent a few times per second and when the engine becomes idle; else None.
+
+    marshal serializes events many times faster than pickle does. It requires that both processes run the same Python.
     """
 
     events: list[Event]
@@ -150,10 +160,11 @@ def _read_step(events: bytes, time: float, stats: Stats | None) -> StepEnded:
 
 
 class EngineLoop:
-    """Steps of a Generator while it has work, and messages between them.
+    """Loop that runs the steps of a Generator while it has work, and handles messages between them.
 
-    incoming: messages of the client; None ends the loop. send: sends a message to the client, without waiting for a
-    slow reader, which must not delay the steps. flush: waits until all is sent.
+    incoming: queue of the client's messages; None ends the loop.
+    send: function that sends a message to the client. It does not wait for a slow reader, which must not delay steps.
+    flush: function that waits until all messages are sent.
     """
 
     def __init__(
@@ -164,15 +175,15 @@ class EngineLoop:
         flush: Callable[[], None] = lambda: None,
     ) -> None:
         self._gen, self._incoming, self._send, self._flush = gen, incoming, send, flush
-        self._arrived: dict[int, Submit] = {}  # requests to be added, in order
+        self._arrived: dict[int, Submit] = {}  # requests to be added to the Generator, in order
         self._compiling: dict[int, Future[GrammarMask]] = {}  # requests whose grammar is being compiled
         self._grammars = GrammarPool(partial(_make_compiler, gen))
         self._updates: WeightUpdates | None = None  # made at the first use, since its module imports torch
-        self._held: deque[Any] = deque()  # messages that have arrived during a call
-        self._calling = -1  # the number of the call that runs
+        self._held: deque[Any] = deque()  # messages that arrived during a call
+        self._calling = -1  # number of the call that runs
         self._paused = False
         self._stats_sent = 0.0
-        self._trimmed = False  # since the last work
+        self._trimmed = False  # whether free memory has been returned since the last work
         self._ended = False
 
     def run(self) -> None:
@@ -194,8 +205,8 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        """True while only a message can bring work: running requests wait after `pause`, and where an update of the
-        weights has failed midway, until another one is complete."""
+        """True while only a message can bring work. Running requests wait while the engine is paused, and after an
+        update of the weights that has failed midway, until another one is complete."""
         return not self._arrived and not self._held and (self._waits or not self._gen.unfinished)
 
     @property
@@ -203,12 +214,12 @@ class EngineLoop:
         return self._paused or self._gen.torn
 
     def turn(self) -> None:
-        """Handle the messages that have arrived, run a step, send its events. An idle loop waits for a message first.
-        Raises what a step raises."""
+        """Handle the messages that have arrived, run a step, and send its events. An idle loop waits for a message
+        first. Raises what a step raises."""
         wait: float | None = 0
         if self.idle:
             self._flush()
-            # Stats during a compilation show that this process lives.
+            # Stats during a compilation show that this process is alive.
             wait = STATS_SECONDS if self._compiling or not self._trimmed else None
         self._handle_messages(wait)
         self._trim(waited=wait != 0)
@@ -218,7 +229,7 @@ class EngineLoop:
         self._report(self._gen.take_events() if self._waits else self._gen.step())
 
     def _trim(self, waited: bool) -> None:
-        """Give free memory back to the system, once after each burst of work."""
+        """Return free memory to the system, once after each burst of work."""
         if not self.idle:
             self._trimmed = False
         elif waited and not self._trimmed:
@@ -226,14 +237,14 @@ class EngineLoop:
             self._trimmed = True
 
     def pause(self) -> None:
-        """Run no step until `resume`. Requests stay as they are, and new ones wait."""
+        """Run no steps until `resume`. Running requests stay as they are, and new ones wait."""
         self._paused = True
 
     def resume(self) -> None:
         self._paused = False
 
     def _handle_messages(self, wait: float | None) -> None:
-        """Handle all messages. wait: seconds to wait for the first one (None: no limit)."""
+        """Handle all messages that have arrived. wait: seconds to wait for the first one; None: no limit."""
         while self._held:
             self._handle(self._held.popleft())
         with suppress(Empty):
@@ -285,7 +296,7 @@ class EngineLoop:
         return method
 
     def _check_wanted(self) -> None:
-        """Raise DepartedError where the client of the call that runs has gone. Other messages wait."""
+        """Raise DepartedError if the client of the running call has gone. Other messages are kept for later."""
         with suppress(Empty):
             while True:
                 self._held.append(self._incoming.get_nowait())
@@ -294,7 +305,7 @@ class EngineLoop:
                 raise DepartedError("the program that sends the weights has gone")
 
     def _take_compiled(self, submit: Submit, compiled: Future[GrammarMask]) -> None:
-        if error := compiled.exception():  # any error fails this request alone
+        if error := compiled.exception():  # any error fails only this request
             error = named_error(submit.structure, error) if isinstance(error, ValueError) else error
             self._refuse(submit.number, error)
         else:
@@ -325,14 +336,14 @@ def _make_compiler(gen: Generator) -> Compiler:
 
 
 def trim_heap() -> None:
-    """Give free memory of the process's heap back to the system; glibc alone keeps holes between used blocks."""
-    with suppress(AttributeError):  # another C library
+    """Return free memory of the process's heap to the system. By itself, glibc keeps holes between used blocks."""
+    with suppress(AttributeError):  # the C library is not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def main() -> None:
-    """Be the process of an engine, which ends with its socket and with the process that started it. The last argument
-    of the program is the number of its end of the socket."""
+    """Run the process of an engine, which ends with its socket and with the process that started it. The last argument
+    of the program is the file descriptor of its end of the socket."""
     faulthandler.enable()
     sys.stderr = log = LogPipe()  # a log that nobody reads must not stop the steps
     end_with_parent()

@@ -1,4 +1,4 @@
-"""Weights that another program sends to the Generator of an AsyncGenerator, by a process group or in a folder."""
+"""Updates of the weights of an AsyncGenerator by another program, through a process group or from a folder."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from fastgen.model.weights import Update
 
 
 class WeightUpdates:
-    """Updates of a Generator's weights from other programs. check: raises where the client of the running call has
-    gone."""
+    """Updates of a Generator's weights by other programs.
+
+    check: function that raises if the client of the running call has gone.
+    """
 
     def __init__(self, gen: Generator, check: Callable[[], None]) -> None:
         self._gen, self._check = gen, check
@@ -34,10 +36,16 @@ class WeightUpdates:
     def init_weight_group(
         self, host: str, backend: str | None, gpu: str | None, seconds: float, bucket_bytes: int, replace: bool
     ) -> dict[str, Any]:
-        """Open a store at a free port of `host`, where a sender meets this process; return its port, and the key and
-        backend of the new group. backend: "gloo" or "nccl"; None: "ipc" where both ends are on one GPU. gpu: the
-        sender's (see `gpu_id`). seconds, bucket_bytes: see Wire. Raises ValueError, and RuntimeError where there is a
-        group; with `replace` that one ends."""
+        """Open a store at a free port of `host`, through which a sender meets this process. Return its port, and the
+        key and backend of the new group.
+
+        backend: "gloo" or "nccl"; None: "ipc" if both ends are on one GPU, "nccl" between two GPUs, else "gloo".
+        gpu: the sender's GPU (see `gpu_id`); None: the sender's tensors are on the CPU.
+        seconds, bucket_bytes: see Wire.
+        replace: end the group that there may be.
+
+        Raises ValueError if the backend cannot be used, and RuntimeError if there is a group and `replace` is False.
+        """
         device = torch.device(self._gen.config.device)
         if backend is None:
             backend = "gloo" if gpu is None or device.type != "cuda" else "ipc" if gpu == gpu_id(device) else "nccl"
@@ -56,14 +64,17 @@ class WeightUpdates:
         return {"port": port, "group": self._wire.key, "backend": backend}
 
     def close_weight_group(self, group: str | None = None) -> None:
-        """Close the group with this key (None: any), if it is there."""
+        """Close the group if it has this key; None: whatever its key is."""
         if self._wire is not None and group in (None, self._wire.key):
             self._wire.close()
             self._wire = None
 
     def receive_weights(self, group: str, header: Header, options: dict[str, Any]) -> int:
-        """Update the weights by what the sender sends; return their version. header: of its tensors, which is checked
-        before anything is written. options: see `Generator.update_weights`, for errors too."""
+        """Update the weights with the tensors that the sender sends. Return the version of the weights.
+
+        group: key of the group. header: names, dtypes and shapes of the tensors, checked before anything is written.
+        options: keyword arguments of `Generator.update_weights`, whose errors are raised here too.
+        """
         wire = self._wire
         if wire is None or not secrets.compare_digest(wire.key.encode(), group.encode()):
             raise ValueError("there is no weight group with this key; POST /init_weight_group returns one")
@@ -76,7 +87,7 @@ class WeightUpdates:
                 self.close_weight_group()
 
     def read_weights(self, folder: str, options: dict[str, Any]) -> int:
-        """Update the weights from the safetensors files of a folder; return their version."""
+        """Update the weights from the safetensors files of a folder. Return the version of the weights."""
         if not Path(folder).is_dir():
             raise ValueError(f"there is no folder {folder} on the server's machine")
         return self._gen.update_weights(read_tensors(Path(folder)), **options)

@@ -1,7 +1,7 @@
-"""Weights from a trainer to a Generator in another program: the process group of the two, and what goes through it.
+"""Transport of weights from a trainer to a Generator in another program, through a process group of these two.
 
-Both ends know the name, dtype and shape of each tensor beforehand, and cut them into the same buckets, each of which is
-one broadcast.
+Both ends know the name, dtype and shape of each tensor beforehand, and divide the tensors into the same buckets. Each
+bucket is one broadcast.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fastgen.device.memory import IpcMemory
 from fastgen.parallel.group import Group
 from fastgen.processes.errors import DepartedError
 
-ALIGNMENT = 16  # bytes, of the tensors in a bucket
-LONGEST_PAUSE = 1e-3  # seconds between two looks at whether the other end is ready
+ALIGNMENT = 16  # alignment in bytes of the tensors in a bucket
+LONGEST_PAUSE = 1e-3  # maximum seconds between two checks of whether the other end is ready
 
 Header = list[tuple[str, str, list[int]]]
-"""The name, dtype and shape of each tensor."""
+"""Name, dtype and shape of each tensor."""
 
 
 def header_of(named: Iterable[tuple[str, Tensor]]) -> Header:
@@ -40,28 +40,32 @@ def placeholders(header: Header) -> list[tuple[str, Tensor]]:
 
 
 def is_sender() -> bool:
-    """Return whether this process sends what all ranks of its program gather: it is rank 0, or alone."""
+    """Return whether this process sends the tensors that all ranks of its program gather: it is rank 0 or the only
+    rank."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def connect(
     address: tuple[str, int], key: str, backend: str, device: torch.device, seconds: float, bucket_bytes: int
 ) -> Wire:
-    """Return a sender's end. address: of the store."""
+    """Return a sender's end of the connection. address: host and port of the store. See Wire for the others."""
     store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=seconds))  # type: ignore[attr-defined]
     return Wire(store, key, 0, backend, device, seconds, bucket_bytes)
 
 
 class Wire:
-    """An end of a connection for weights, of which rank 0 sends and rank 1 receives.
+    """One end of a connection for weights. Rank 0 sends, and rank 1 receives.
 
-    store, key: the ends meet under this key. backend: "gloo" or "nccl", of a process group; "ipc" for two processes on
-    one GPU, where the receiver copies from memory of the sender. device: of the tensors. seconds: the longest time
-    without progress. bucket_bytes: of the tensors in a bucket, the same at both ends; a larger tensor is a bucket of
-    its own. broken: True where the two ends may be at different places; then a new connection is needed.
+    store, key: store of torch.distributed, and the key under which the two ends meet in it.
+    backend: "gloo" or "nccl" for a process group; "ipc" for two processes on one GPU, where the receiver copies from
+        the sender's memory.
+    device: device of the tensors.
+    seconds: maximum time without progress.
+    bucket_bytes: maximum bytes of the tensors in a bucket, the same at both ends; a larger tensor has its own bucket.
+    broken: True if the two ends may have come to different places in an update; a new connection is then needed.
 
-    check, an argument of the methods, is called while this end waits; it raises where the other end has failed.
-    Raises DepartedError where the other end does not answer.
+    check, an argument of the methods, is a function that is called while this end waits, and raises if the other end
+    has failed. The methods raise DepartedError if the other end does not answer.
     """
 
     def __init__(
@@ -76,8 +80,8 @@ class Wire:
         self._meetings = 0
 
     def close(self) -> None:
-        """Leave the process group. Where the other end waits, it raises an error: at once with gloo, else when its time
-        is over."""
+        """Leave the process group. If the other end is waiting, it raises an error: at once with gloo, else at its time
+        limit."""
         self.broken = True
         if self._group is not None:
             self._group.leave()
@@ -86,7 +90,7 @@ class Wire:
             self._memory = None
 
     def send(self, named: Iterable[tuple[str, Tensor]], header: Header, check: Callable[[], None]) -> None:
-        """Send an update when the other end receives it. A DTensor is gathered when its turn comes."""
+        """Send an update as soon as the other end receives. A DTensor is gathered when it is sent."""
         self._wait(lambda: self._store.check(["receives"]), check)
         with self._moving():
             self._store.delete_key("receives")
@@ -100,7 +104,7 @@ class Wire:
                 self._broadcast(data, check)
 
     def receive(self, header: Header, check: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of an update, which are valid until the next is taken."""
+        """Yield the tensors of an update. Each is valid until the next one is taken."""
         with self._moving():
             self._store.set("receives", "")
             self._join()
@@ -110,13 +114,13 @@ class Wire:
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """Run an update, after which both ends are at one place. If it does not come to its end, this end is broken."""
+        """Mark this end as broken until the block, which is an update, has ended without an error."""
         self.broken = True
         yield
         self.broken = False
 
     def _buckets(self, header: Header) -> Iterator[tuple[Tensor, list[tuple[str, Tensor]]]]:
-        """Yield the memory of each bucket (uint8), and the tensors in it by name. The memory is used again."""
+        """Yield the memory of each bucket (uint8), and the named tensors in it. The memory is used again."""
         memory = torch.empty(0, dtype=torch.uint8)
         for places, size in _layouts(header, self._bucket_bytes):
             if len(memory) < size:
@@ -132,12 +136,12 @@ class Wire:
         if self.backend == "ipc":
             self._memory = self._memory or self._share()
         elif self._group is None:
-            limit = timedelta(seconds=2 * self._seconds)  # beyond that of `_wait`, whose error is clear
+            limit = timedelta(seconds=2 * self._seconds)  # longer than the limit of `_wait`, whose error is clearer
             with _departing():
                 self._group = Group.join(self._store, self.key, self._rank, 2, self._device, False, limit)
 
     def _share(self) -> IpcMemory:
-        """Return memory for one bucket: the sender's own, or the same, opened by the receiver."""
+        """Return memory for one bucket, which the sender allocates and the receiver opens."""
         try:
             handle = None if self._rank == 0 else self._store.get("memory").decode()
             memory = IpcMemory(self._bucket_bytes, self._device, handle)
@@ -148,7 +152,7 @@ class Wire:
         return memory
 
     def _meet(self, check: Callable[[], None]) -> None:
-        """Wait until both ends have come here, and what they have launched has ended."""
+        """Wait until both ends have come here, and all work that they launched on the device has ended."""
         torch.cuda.synchronize(self._device)
         self._meetings += 1
         with _departing():
@@ -174,7 +178,7 @@ class Wire:
             work.wait()
 
     def _wait(self, ready: Callable[[], bool], check: Callable[[], None]) -> None:
-        """Wait in short pauses, so that `check` and the time limit end the wait."""
+        """Wait until `ready()`, in short pauses, so that `check` or the time limit can end the wait."""
         pause, deadline = 1e-5, time.monotonic() + self._seconds
         while True:
             with _departing():
@@ -188,7 +192,7 @@ class Wire:
 
 
 def _layouts(header: Header, bucket_bytes: int) -> Iterator[tuple[list[tuple[str, Tensor, int]], int]]:
-    """Yield the tensors of each bucket, as placeholders with the byte that each begins at, and the bucket's bytes."""
+    """Yield the tensors of each bucket, as (name, placeholder, first byte), and the size of the bucket in bytes."""
     places, end = list[tuple[str, Tensor, int]](), 0
     for name, like in placeholders(header):
         size = -(-like.nbytes // ALIGNMENT) * ALIGNMENT
@@ -203,7 +207,7 @@ def _layouts(header: Header, bucket_bytes: int) -> Iterator[tuple[list[tuple[str
 
 @contextmanager
 def _departing() -> Iterator[None]:
-    """Raise torch's errors as DepartedError, a type that a process without torch can read."""
+    """Raise torch's errors as DepartedError, a type that a process without torch can unpickle."""
     try:
         yield
     except RuntimeError as error:

@@ -10,13 +10,13 @@ import numpy as np
 from fastgen.engine.options import EngineConfig
 from fastgen.request import Batch, Prefill, Sequence, StepResult
 
-if TYPE_CHECKING:  # they load torch
+if TYPE_CHECKING:  # these modules import torch
     from fastgen.engine.step import Launched
     from fastgen.model.weights import Update
 
 
 class Weights(Protocol):
-    """The weights of all ranks; see LiveWeights."""
+    """Protocol of the weights of all ranks; see LiveWeights."""
 
     @property
     def adapted(self) -> frozenset[str]: ...
@@ -33,7 +33,8 @@ class Weights(Protocol):
 
 
 class StepRunner(Protocol):
-    """Computes steps; see Runner. A step is launched, then sampled if it is masked, and collected later."""
+    """Protocol of an object that computes steps; see Runner. A step is launched, then sampled if it is masked, and
+    collected later."""
 
     @property
     def config(self) -> EngineConfig: ...

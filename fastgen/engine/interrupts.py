@@ -1,4 +1,4 @@
-"""Ctrl-C (SIGINT) waits for the end of the step that runs."""
+"""Ctrl-C (SIGINT) is deferred to the end of the step that runs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def _in_main_thread() -> bool:
 
 
 class DeferredInterrupt:
-    """Context manager that defers SIGINT. The handler that was installed before the block is called by `check` and at
-    the end of the block: Python's own raises KeyboardInterrupt, and a user's does what it does. Blocks may be nested.
+    """Context manager that defers SIGINT. `check` and the end of the block call the handler that was installed before
+    the block: Python's own raises KeyboardInterrupt, and a user's may do anything. Blocks may be nested.
 
-    It does nothing outside the main thread, which is where Python runs handlers, or while SIGINT is ignored. Ctrl-\\
-    ends a block that hangs.
+    Nothing is deferred outside the main thread, since Python runs handlers in the main thread, or while SIGINT is
+    ignored. Ctrl-\\ ends a block that hangs.
     """
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ class DeferredInterrupt:
             found = self._found.pop()
             if callable(found):
                 signal.signal(signal.SIGINT, found)
-            self._call(found)  # of a nested block, this object's own, which notes it again
+            self._call(found)  # in a nested block, `found` is `_note`, which notes the signal again
 
     def check(self) -> None:
-        """Call the handler that a deferred SIGINT waits for, if one has come."""
+        """Call the handler if a SIGINT has been deferred."""
         if self._pending:
             self._call(self._found[self._outer()])
 
@@ -59,7 +59,7 @@ class DeferredInterrupt:
             except StopIteration:
                 return
             finally:
-                if deferring:  # a handler that the iterable has installed is the user's from now on
+                if deferring:  # if the iterable has installed a handler, it is the user's from now on
                     self._found[self._outer()] = signal.signal(signal.SIGINT, self._note)
             yield item
             del item  # no reference is held while the next item is made
@@ -78,10 +78,10 @@ class DeferredInterrupt:
 
 
 class OneCaller(DeferredInterrupt):
-    """DeferredInterrupt whose blocks one thread of one process may be in at a time. Entering raises RuntimeError while
-    another thread is in one, and in a fork of the process, where the threads that compute are missing."""
+    """DeferredInterrupt for one thread of one process at a time. Entering a block raises RuntimeError while another
+    thread is in one, and in a fork of the process, which does not have the threads that compute."""
 
-    exiting = staticmethod(sys.is_finalizing)  # an attribute, as globals are None when the interpreter frees modules
+    exiting = staticmethod(sys.is_finalizing)  # an attribute, since globals are None when the interpreter frees modules
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class OneCaller(DeferredInterrupt):
 
     @property
     def forked(self) -> bool:
-        """True in a fork of the process that made this."""
+        """True in a fork of the process that made this object."""
         return os.getpid() != self._process
 
     def _take(self) -> None:

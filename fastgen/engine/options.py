@@ -1,38 +1,34 @@
-"""The options of a Generator, and what they resolve to: the configuration of an engine.
+"""The options of a Generator, and the configuration of an engine that they resolve to.
 
-`GeneratorOptions` is what the user gives: the Python signature and the command-line tools derive from it. Each field
-has a type, a default and a help line. `EngineConfig` has every option resolved to a value, checked once, and not
-changed later. Nothing here depends on torch, so that `--help` answers at once.
+`GeneratorOptions` holds what the user gives; the signature of `Generator` and the flags of the command-line tools are
+made from its fields. `EngineConfig` holds a value for every option, checked once and not changed later. This module
+does not import torch, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from fastgen.engine.speculation.options import Speculation
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
-from fastgen.names import unknown_name
-from fastgen.option import option, options_of
+from fastgen.option import Options, option, options_of
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_SEQS = 8192  # limit of the kernels that list the work of a step
-MOST_GB = 1e9  # of memory: 10^18 bytes
-LANE_BYTES = 22  # of a lane for each token of the vocabulary: penalty counts, logits and temporaries of the sampler
-DEFAULT_KV_CACHE_GB = 4.0  # without a GPU, whose memory is measured
-GPU_ROWS, CPU_ROWS = 64, 32  # most rows of a speculative step: beyond, arithmetic costs more than drafts save
-GPU_ROW_COST, CPU_ROW_COST = 0.004, 0.08  # the time of a row over that of a step
+MOST_GB = 1e9  # limit of memory sizes: 10^18 bytes
+LANE_BYTES = 22  # memory per lane and token of the vocabulary: penalty counts, logits and temporaries of the sampler
+DEFAULT_KV_CACHE_GB = 4.0  # on the CPU; on a GPU the free memory is measured
+GPU_ROWS, CPU_ROWS = 64, 32  # maximum rows of a speculative step; with more, arithmetic costs more than drafts save
+GPU_ROW_COST, CPU_ROW_COST = 0.004, 0.08  # time of one more row, relative to the time of a step
 MIN_PREFILL_TOKENS = 256  # a smaller step takes about as long on a GPU, since it reads all weights
-DECODE_KEYS, DECODE_GROUP = 64, 32  # keys of a block and most heads per KV head of the decode kernel in Gluon
+DECODE_KEYS, DECODE_GROUP = 64, 32  # block size and maximum number of query heads per KV head of Gluon's decode kernel
 
 
 @dataclass(frozen=True)
-class GeneratorOptions:
-    """The arguments of a Generator, not yet checked (`check`); EngineConfig fills in what is left open."""
+class GeneratorOptions(Options):
+    """The arguments of a Generator, not yet checked (`check`); EngineConfig chooses what the user leaves open."""
 
     model: str | Path | None = option(None, "a folder in Hugging Face format or a hub id", unset=BUNDLED_NAME)
     _: KW_ONLY
@@ -42,83 +38,85 @@ class GeneratorOptions:
         False, "let texts in messages become special tokens, as transformers does: users can then forge turns"
     )
     adapter: str | Path | None = option(
-        None, "folder of a LoRA adapter that PEFT has saved, merged into the weights", unset="no adapter"
+        None, "folder of a LoRA adapter saved by PEFT, which is merged into the weights", unset="no adapter"
     )
     adapter_base: str = option(
-        "host", "memory for the weights as they are without an adapter, which the first update_adapter copies: pinned "
-        "memory of the host, or the device's, which makes an update faster",
+        "host", "where the first update_adapter keeps a copy of the weights without an adapter: in pinned memory of "
+        "the host, or on the device, which makes updates faster",
         choices=("host", "device"),
     )  # fmt: skip
     dtype: str = option(
-        "auto", "dtype of weights and KV cache; auto is the checkpoint's on a GPU, float32 on the CPU; in Python "
-        "also a torch.dtype", choices=("auto", *DTYPE_BYTES),
+        "auto", "dtype of weights and KV cache; auto is the checkpoint's dtype on a GPU, and float32 on the CPU; in "
+        "Python also a torch.dtype", choices=("auto", *DTYPE_BYTES),
     )  # fmt: skip
     quantization: str | None = option(
-        None, "fp8: linear layers but the head in E4M3, quantized as they are loaded, with a scale a row, and their "
-        "inputs with a scale a token; a checkpoint in fp8 needs no option", choices=("fp8",), unset="the checkpoint's",
+        None, "fp8: linear layers except the head are quantized to E4M3 as they are loaded, with one scale per row, "
+        "and their inputs with one scale per token; a checkpoint in fp8 needs no option",
+        choices=("fp8",), unset="the checkpoint's",
     )  # fmt: skip
     kv_cache_dtype: str = option(
-        "auto", "numbers of the KV cache; auto is the model's dtype, fp8 is E4M3 with a scale a token and KV head: "
-        "twice as many tokens in the same memory", choices=("auto", "fp8"),
+        "auto", "dtype of the KV cache; auto is the model's dtype, fp8 is E4M3 with one scale per token and KV head: "
+        "twice as many tokens fit in the same memory", choices=("auto", "fp8"),
     )  # fmt: skip
     device: str | None = option(
         None, "cpu, cuda or cuda:1, for example", unset="a GPU if torch can use one, else the CPU"
     )
     max_model_len: int | None = option(
-        None, "the context: tokens of prompt and answer together", low=1,
-        unset="the model's, or what the KV cache holds if that is less",
+        None, "the context: maximum number of tokens of prompt and answer together", low=1,
+        unset="the model's context, or what the KV cache holds if that is less",
     )  # fmt: skip
     max_seqs: int | None = option(
-        None, "sequences that run at a time", unset="as many as suit the device", low=1, high=MOST_SEQS
+        None, "maximum number of sequences that run at a time", unset="chosen for the device", low=1, high=MOST_SEQS
     )
     max_step_tokens: int | None = option(
-        None, "tokens that one step computes at most", unset="as many as suit the device", low=1
+        None, "maximum number of tokens that one step computes", unset="chosen for the device", low=1
     )
     max_prefill_tokens: int | None = option(
-        None, "prefill tokens of a step that also decodes, at most; 0: measured at the start, for steps of about 50 ms",
+        None, "maximum number of prefill tokens in a step that also decodes; 0: measured at the start, for steps of "
+        "about 50 ms",
         unset="no limit; 0 in fgserve and AsyncGenerator", low=0,
     )  # fmt: skip
-    page_size: int = option(64, "tokens of a page of the KV cache", low=1)
-    num_pages: int | None = option(None, "pages of the KV cache", unset="what kv_cache_gb holds", low=2)
+    page_size: int = option(64, "number of tokens per page of the KV cache", low=1)
+    num_pages: int | None = option(None, "number of pages of the KV cache", unset="what kv_cache_gb holds", low=2)
     kv_cache_gb: float | None = option(
         None, "size of the KV cache on all GPUs together, in 10^9 bytes",
         unset="what memory_fraction leaves on a GPU, at most 4 on the CPU", low=0, above=True, high=MOST_GB,
     )  # fmt: skip
     memory_fraction: float = option(
-        0.9, "share of the GPU's free memory for weights, steps and KV cache together, if the KV cache is given no "
-        "size; the models of one fgserve split it", low=0, above=True, high=1,
+        0.9, "fraction of the GPU's free memory for weights, steps and KV cache together, if no size is given for the "
+        "KV cache; the models of one fgserve split it", low=0, above=True, high=1,
     )  # fmt: skip
     prefix_cache: bool = option(
-        True, "keep the KV of full pages for later prompts that begin alike, and for preempted sequences"
+        True, "keep the KV of full pages for later prompts that begin in the same way, and for preempted sequences"
     )
     host_cache_gb: float = option(
-        0, "pinned memory of the host for pages that the KV cache evicts, in 10^9 bytes", low=0, high=MOST_GB
+        0, "pinned host memory for pages that the KV cache evicts, in 10^9 bytes", low=0, high=MOST_GB
     )
     attention: str = option(
         "auto", "attention kernels; auto is paged on a GPU and cpu on the CPU, flash is paged with flash-attn for "
-        "prefills, reference is slow and plain torch",
+        "prefills, reference is plain torch, and slow",
         choices=("auto", "cpu", "flash", "paged", "reference"),
     )  # fmt: skip
     tensor_parallel: int = option(
-        1, "GPUs that hold the model together; this process drives the first, and starts a process for each other one",
-        low=1,
+        1, "number of GPUs that hold the model together; this process uses the first, and starts a process for each of "
+        "the others", low=1,
     )  # fmt: skip
     tp_group: Any = option(
         None, "process group of torch.distributed, or DeviceMesh of one dimension, whose ranks hold the model "
         "together: every rank makes the Generator and calls the same methods in the same order, rank 0's arguments "
-        "count, rank 0 alone reads the iterable of `stream`, and all ranks get the same results", unset="no group",
+        "count, only rank 0 reads the iterable of `stream`, and all ranks get the same results", unset="no group",
     )  # fmt: skip
     deterministic: bool | None = option(
-        None, "tokens and logprobs do not depend on the schedule, to the bit; always so on one H100 or H200 in "
+        None, "tokens and logprobs do not depend on the schedule, bit for bit; always the case on one H100 or H200 in "
         "bfloat16 or float16 with heads of 64 to 128", unset="on there and on the CPU, off elsewhere",
     )  # fmt: skip
     speculate: Any = option(
-        False, "draft tokens and compute them together, which changes no bit where deterministic is on: auto where few "
-        "sequences run, ngram from a sequence's own tokens alone, off; in Python also False or a Speculation",
+        False, "draft tokens and verify them together, which changes no bit where deterministic is on: auto drafts "
+        "when few sequences run, ngram only from a sequence's own tokens, off; in Python also False or a Speculation",
         unset="off",
     )  # fmt: skip
     generation_config: bool = option(
-        True, "take sampling parameters that a request leaves out from the model's generation_config.json"
+        True, "take the sampling parameters that a request leaves out from the model's generation_config.json"
     )
     load: str = option(
         "auto", "source of the weights: the checkpoint, or random numbers (dummy)", choices=("auto", "dummy")
@@ -132,51 +130,23 @@ class GeneratorOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))  # "bfloat16" for torch.bfloat16
 
-    def check(self) -> None:
-        """Raise TypeError or ValueError for the first option whose value cannot work, whatever the model."""
-        for name, each in OPTIONS.items():
-            each.check(getattr(self, name))
-
 
 OPTIONS = options_of(GeneratorOptions)
-
-Owner = TypeVar("Owner")
-Arguments = ParamSpec("Arguments")
-
-
-def takes_fields_of(
-    cls: Callable[Arguments, GeneratorOptions],
-) -> Callable[[Callable[[Owner, GeneratorOptions], None]], Callable[Concatenate[Owner, Arguments], None]]:
-    """Make an `__init__` of one GeneratorOptions take the fields as arguments instead, in signature and docstring too.
-
-    An unknown argument is a TypeError that says what to give instead.
-    """
-
-    def decorate(init: Callable[[Owner, GeneratorOptions], None]) -> Callable[Concatenate[Owner, Arguments], None]:
-        @wraps(init)
-        def take(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-            for name in kwargs.keys() - OPTIONS.keys():
-                raise unknown_name(type(self).__name__, name, OPTIONS)
-            init(self, cls(*args, **kwargs))
-
-        shown = inspect.signature(cls).parameters.values()
-        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        take.__signature__ = inspect.Signature([first, *shown])  # type: ignore[attr-defined]
-        take.__doc__ = "\n".join(each.line for each in OPTIONS.values())
-        return take
-
-    return decorate
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The configuration of an engine. The fields with an option's name have its value, or the one chosen for it.
+    """The configuration of an engine. A field with the name of an option has the option's value, or the value chosen
+    for it.
 
-    Memory and pages are those of each rank. num_pages is 0 until a GPU's memory is measured (`with_pages`), and
-    max_prefill_tokens is 0 until the speed of prefills is measured, where the user asks for that. host_pages: pages of
-    the host tier. kv_cache_dtype: "fp8", or dtype. kernels: the kind that runs, "gluon" (beside Triton's), "triton" or
-    "torch". context_given: the user gave max_model_len; else it is what the model and the pool allow. adapter: the
-    folder of the one that the start merges. speculate: with max_rows and row_cost; None: no speculation.
+    num_pages: number of pages on each rank; 0 until a GPU's memory is measured (`with_pages`).
+    max_prefill_tokens: 0 until the speed of prefills is measured, if the user asks for that.
+    host_pages: number of pages of the host tier, on each rank.
+    kv_cache_dtype: "fp8", or the same as dtype.
+    kernels: kind of kernels that run: "gluon" (in addition to Triton's), "triton" or "torch".
+    context_given: whether the user gave max_model_len; if not, it is what the model and the pool allow.
+    adapter: folder of the adapter that is merged at the start.
+    speculate: options of speculation, including max_rows and row_cost; None: no speculation.
     """
 
     device: str
@@ -203,10 +173,12 @@ class EngineConfig:
     def make(
         cls, model: ModelConfig, options: GeneratorOptions, memory: int = 0, kernels: str = "torch"
     ) -> EngineConfig:
-        """Resolve checked options of a rank, whose device is known; tensor_parallel is the number of ranks.
+        """Return the configuration for checked options of one rank, with a device; tensor_parallel is the number of
+        ranks.
 
-        model: as a rank holds it (`ModelConfig.split`). memory: bytes of the GPU, 0 without one. kernels: the fastest
-        kind that the device runs ("gluon", "triton" or "torch"). Raises ValueError with what to change.
+        model: configuration of the model's part on this rank (`ModelConfig.split`). memory: bytes of the GPU's memory,
+        0 on the CPU. kernels: fastest kind of kernels that the device runs ("gluon", "triton" or "torch"). Raises
+        ValueError, saying what to change.
         """
         assert options.device is not None
         gpu = options.device.split(":")[0] != "cpu"
@@ -253,11 +225,11 @@ class EngineConfig:
         return config.with_pages(pages) if pages else config
 
     def with_pages(self, num_pages: int) -> EngineConfig:
-        """Return the configuration with so many pages, and a context no longer than they hold.
+        """Return the configuration with this number of pages, and a context that fits in them.
 
-        Raises ValueError where the user gave a longer context.
+        Raises ValueError if the user gave a longer context.
         """
-        # A page less than all, so that a sequence alone always fits and cannot preempt itself forever.
+        # One page is left over, so that a single sequence always fits and cannot preempt itself forever.
         room = (num_pages - 1) * self.page_size
         if self.context_given and self.max_model_len > room:
             raise ValueError(
@@ -268,7 +240,7 @@ class EngineConfig:
 
     @property
     def summary(self) -> str:
-        """The values that a user looks for after a start, in words."""
+        """Description of the values that a user looks for after a start."""
         ranks = f" and {self.tensor_parallel - 1} more" if self.tensor_parallel > 1 else ""
         mode = ", deterministic" if self.deterministic else ""
         kv = " in fp8" if self.kv_cache_dtype == "fp8" else ""
@@ -278,34 +250,35 @@ class EngineConfig:
         )
 
     def prefill_tokens(self, decodes: int) -> int:
-        """Return the maximum number of prefill tokens in a step with so many decodes.
+        """Return the maximum number of prefill tokens in a step with this number of decodes.
 
-        The decodes count towards `max_prefill_tokens` where MIN_PREFILL_TOKENS remain: in a large step the tokens are
-        then a whole number of tiles of the products.
+        The decodes count towards `max_prefill_tokens` as long as MIN_PREFILL_TOKENS remain, so that the tokens of a
+        large step are a whole number of tiles.
         """
         room, limit = self.max_step_tokens - decodes, self.max_prefill_tokens
         return min(room, max(limit - decodes, min(limit, MIN_PREFILL_TOKENS))) if decodes else room
 
     def page_bytes(self, model: ModelConfig) -> int:
-        """Return the bytes of a page on one rank: keys and values of all layers."""
+        """Return the size in bytes of a page on one rank: keys and values of all layers."""
         return token_bytes(model, self.kv_cache_dtype) * self.page_size
 
     @property
     def most_rows(self) -> int:
-        """The most rows of a step of decodes, with drafted tokens."""
+        """Maximum number of rows in a step of decodes, including drafted tokens."""
         return max(self.max_seqs, self.speculate.max_rows if self.speculate else 0)
 
     def useful_pages(self) -> int:
-        """Return the pages that all lanes can fill, and one more."""
+        """Return the number of pages that all lanes can fill, plus one."""
         return self.max_seqs * -(-self.max_model_len // self.page_size) + 1
 
 
 def _deterministic(
     model: ModelConfig, options: GeneratorOptions, dtypes: tuple[str, str], gpu: bool, kernels: str
 ) -> bool:
-    """Return whether no bit depends on the schedule. Raises ValueError for what is asked for and impossible.
+    """Return whether no bit of a result depends on the schedule. Raises ValueError if the user asks for something else
+    than is possible.
 
-    dtypes: of the computation and of the KV cache.
+    dtypes: dtype of the computation and of the KV cache.
     """
     always = gpu and options.tensor_parallel == 1 and _has_fast_kernels(model, options, dtypes, kernels)
     if always and options.deterministic is False:
@@ -334,8 +307,8 @@ def _deterministic(
 
 
 def _speculation(options: GeneratorOptions, budget: int, gpu: bool, kernels: str) -> Speculation | None:
-    """Return the options of speculation, complete; None if it is off, as on a GPU without CUDA graphs of decodes (whose
-    start warns that it is slower than possible)."""
+    """Return the options of speculation with all values filled in. Return None if speculation is off, as on a GPU
+    without CUDA graphs of decodes (whose start warns that it is slower than possible)."""
     found = Speculation.of(options.speculate)
     if found is None or (gpu and (kernels == "torch" or options.attention == "reference")):
         return None
@@ -345,8 +318,8 @@ def _speculation(options: GeneratorOptions, budget: int, gpu: bool, kernels: str
 
 
 def _has_fast_kernels(model: ModelConfig, options: GeneratorOptions, dtypes: tuple[str, str], kernels: str) -> bool:
-    """Return whether kernels in Gluon compute products and decodes (`fastgen.kernels.hopper_decode.streams`): their
-    results do not depend on the schedule, and nothing is faster."""
+    """Return whether Gluon kernels compute products and decodes (see `fastgen.kernels.hopper_decode.streams`). Their
+    results do not depend on the schedule, and no other kernel is faster."""
     dtype, kv_dtype = dtypes
     fp8 = kv_dtype == "fp8"
     heads = 64 <= model.head_size <= 128 and model.head_size % (16 if fp8 else 8) == 0
@@ -361,7 +334,8 @@ def _aligned(model: ModelConfig) -> bool:
 
 
 def token_bytes(model: ModelConfig, kv_dtype: str) -> int:
-    """Return the bytes of one token's KV on one rank. kv_dtype: "fp8", with a scale of a byte a head, or a dtype."""
+    """Return the size in bytes of one token's KV on one rank. kv_dtype: a dtype, or "fp8", which has a one-byte scale
+    per head."""
     head = model.head_size + 1 if kv_dtype == "fp8" else model.head_size * DTYPE_BYTES[kv_dtype]
     return 2 * model.num_layers * model.num_kv_heads * head
 
@@ -369,14 +343,14 @@ def token_bytes(model: ModelConfig, kv_dtype: str) -> int:
 def _step_size(
     model: ModelConfig, options: GeneratorOptions, dtype: str, kv_dtype: str, memory: int
 ) -> tuple[int, int]:
-    """Return the lanes and the token budget, as given or as they suit the memory in bytes.
+    """Return the number of lanes and the token budget: as given, or chosen for the memory (in bytes; 0 on the CPU).
 
-    On a GPU: as many lanes as sequences of 256 tokens find room beside the weights, since more lanes per step use its
-    arithmetic better; and a budget at which its products run at full speed.
+    On a GPU, there are as many lanes as sequences of 256 tokens fit next to the weights, since more lanes per step make
+    better use of the arithmetic, and the budget is one at which matrix products run at full speed.
     """
     max_seqs, max_step_tokens = options.max_seqs, options.max_step_tokens
     budget = 512  # on the CPU, where a step of 2048 tokens may take seconds that a newcomer waits
-    if memory:  # 66 tiles of 128 tokens share out evenly among the 132 processors of an H100 or H200
+    if memory:  # 66 tiles of 128 tokens are distributed evenly over the 132 multiprocessors of an H100 or H200
         budget = 8448 if memory > 60e9 else 4096 if memory > 30e9 else 2048
     if max_seqs is None:
         lanes = 256
@@ -396,7 +370,7 @@ def _step_size(
 
 
 def _num_pages(config: EngineConfig, options: GeneratorOptions, page_bytes: int, measured: bool) -> int:
-    """Return the pages that num_pages or kv_cache_gb asks for; 0 if the memory will be measured."""
+    """Return the number of pages that num_pages or kv_cache_gb asks for; 0 if the memory will be measured."""
     if options.num_pages is not None:
         if options.kv_cache_gb is not None:
             raise ValueError("num_pages and kv_cache_gb both size the KV pool; give one of them")
@@ -409,19 +383,19 @@ def _num_pages(config: EngineConfig, options: GeneratorOptions, page_bytes: int,
 
 
 def _host_pages(options: GeneratorOptions, page_bytes: int) -> int:
-    """Return the pages of the host tier."""
+    """Return the number of pages of the host tier."""
     if not options.host_cache_gb:
         return 0
     if not options.prefix_cache:
         raise ValueError(
             f"host_cache_gb is {options.host_cache_gb:g} with prefix_cache=False, which leaves nothing to keep there; "
-            "take one of them away"
+            "leave one of them out"
         )
     return _pages_in("host_cache_gb", options.host_cache_gb, page_bytes, 1)
 
 
 def _pages_in(name: str, gigabytes: float, page_bytes: int, least: int) -> int:
-    """Return the pages that fit in so much memory. Raises ValueError if fewer than `least` do."""
+    """Return the number of pages that fit in this much memory. Raises ValueError if fewer than `least` fit."""
     pages = int(gigabytes * 1e9 / page_bytes)
     if pages < least:
         raise ValueError(

@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastgen.device.chip import current
+from fastgen.device.find import find_device
 from fastgen.engine.interface import StepRunner
 from fastgen.engine.options import EngineConfig, GeneratorOptions
-from fastgen.engine.startup import build_rank, find_device
+from fastgen.engine.startup import build_rank
 from fastgen.model.config import ModelConfig
 from fastgen.parallel.group import Group, gather_objects
 from fastgen.processes.channel import Failed, Peers, Start

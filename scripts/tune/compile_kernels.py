@@ -227,7 +227,7 @@ def run(name: str, dtype: str, deterministic: bool, **options: Any) -> None:
     """Run steps of all kinds: prefills long and short, decodes of few and many lanes, samples that share a prompt,
     scores; and those that CUDA graphs of decodes hold, with shared keys too."""
     from fastgen import Generator, SamplingParams
-    from fastgen.engine import startup
+    from fastgen.engine import warm_up
 
     plain = SamplingParams(max_tokens=3, ignore_eos=True)
     full = SamplingParams(
@@ -240,13 +240,13 @@ def run(name: str, dtype: str, deterministic: bool, **options: Any) -> None:
             model: Any = gen._runner.model
             for linear in (model.parameters.lm_head, *(linear for layer in model.layers for linear in layer.linears)):
                 linear.batch_invariant |= deterministic  # as on a GPU
-            startup._compile(gen._runner)
+            warm_up.compile_kernels(gen._runner)
             for params in (plain, full):
                 for lengths in ([400], [9] * 6, [9] * 12, [70] * 20):
                     outputs = gen.generate([[5] * length for length in lengths], params)
                     assert all(output.error is None for output in outputs)
             gen.score([[5] * 100])  # more rows than go through our own products by default
-            startup.rehearse_decodes(gen._runner, [1, 8, 32])  # what graphs hold; without a GPU there are none
+            warm_up.rehearse_decodes(gen._runner, [1, 8, 32])  # what graphs hold; without a GPU there are none
 
 
 def faults(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -53,18 +53,24 @@ def test_a_grammar_that_takes_too_long_is_an_error_and_others_go_on(pool: Gramma
     assert pool.compile(EASY, AMPLE).result() is not pool.compile(EASY, AMPLE).result()
 
 
-@pytest.mark.parametrize("marks", ['<[3]> <[1000-1010]> "a"', '<|end|> "a"'])
-def test_tokens_do_not_hide_a_slow_grammar(pool: GrammarPool, marks: str) -> None:
-    rule = NEVER.removeprefix("start: ")
-    with pytest.raises(ValueError, match="takes more than"):
-        pool.compile(f"start: {marks} b\nb: {rule}", SECONDS).result()
-
-
-@pytest.mark.parametrize(("opening", "closing"), [("<|", "|>"), ("<[", "]>")])
-def test_names_that_look_like_tokens_do_not_hide_a_slow_schema(pool: GrammarPool, opening: str, closing: str) -> None:
+def slow_schema(opening: str, closing: str) -> str:
+    """Return a slow grammar, which has names that look like the marks of a token."""
     schema = {"type": "object", "required": [opening], "properties": {opening: SLOW, closing: {"type": "integer"}}}
+    return f"start: {json_rule(schema, strict=True)}"
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: <[3]> <[1000-1010]> "a" b\nb: ' + NEVER.removeprefix("start: "),
+        'start: <|end|> "a" b\nb: ' + NEVER.removeprefix("start: "),
+        slow_schema("<|", "|>"),
+        slow_schema("<[", "]>"),
+    ],
+)
+def test_tokens_and_names_that_look_like_tokens_do_not_hide_a_slow_grammar(pool: GrammarPool, grammar: str) -> None:
     with pytest.raises(ValueError, match="takes more than"):
-        pool.compile(f"start: {json_rule(schema, strict=True)}", SECONDS).result()
+        pool.compile(grammar, SECONDS).result()
 
 
 def test_the_process_knows_every_token_that_a_grammar_may_name(pool: GrammarPool, compiler: Compiler) -> None:

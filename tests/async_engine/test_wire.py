@@ -1,4 +1,4 @@
-"""wire.py: weights from one thread to another, through memory of a faked GPU. tests/rl/test_remote.py has gloo."""
+"""wire.py: weights go from one thread to another through a fake GPU's memory. tests/rl/test_remote.py tests gloo."""
 
 from __future__ import annotations
 

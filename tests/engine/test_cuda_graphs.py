@@ -19,7 +19,7 @@ from fastgen.engine.cuda_graphs import batch_sizes, shared_sizes
 from fastgen.engine.speculation.drafting import Drafting
 from fastgen.engine.speculation.options import Speculation
 from fastgen.engine.speculation.planning import DraftPlan
-from fastgen.engine.startup import capture
+from fastgen.engine.warm_up import capture
 from fastgen.kernels.state import DecodeInput
 from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.linear import ROW_TILE

@@ -23,7 +23,7 @@ from fastgen.engine.cuda_graphs import PREFILL_SIZES, prefill_sizes
 from fastgen.engine.pages import PageMoves
 from fastgen.engine.prompt_scores import ScorePlan
 from fastgen.engine.runner import Runner
-from fastgen.engine.startup import capture
+from fastgen.engine.warm_up import capture
 from fastgen.kernels.rope import SlotMapping
 from fastgen.model.linear import ROW_TILE
 from fastgen.model.transformer import StepPart
@@ -176,8 +176,7 @@ def test_steps_too_small_for_pieces_have_none(llama: Path, monkeypatch: pytest.M
 RANK = """
 import sys
 import torch.distributed as dist
-from fastgen.engine import halves
-from fastgen.engine import startup
+from fastgen.engine import halves, startup, warm_up
 from fastgen import Generator
 from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.transformer import Transformer
@@ -191,22 +190,22 @@ REQUESTS = ALL[1:6]
 rank, folder, store = int(sys.argv[1]), *sys.argv[2:]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 halves.CUT_TOKENS, halves.CUT_MULTIPLE = 20, 8
-startup.Graphs = sys.modules["fastgen.engine.cuda_graphs"].Graphs = Called
+warm_up.Graphs = sys.modules["fastgen.engine.cuda_graphs"].Graphs = Called
 CpuAttention.capturable = True
 forward, parts = Transformer.forward, []
 Transformer.forward = lambda self, steps, *rest: parts.append(len(steps)) or forward(self, steps, *rest)
-assemble, runners = startup._make_runner, []
+assemble, runners = startup.make_runner, []
 
 def captured(*arguments):
     made = assemble(*arguments)
-    startup.capture(made, [16])
+    warm_up.capture(made, [16])
     runners.append(made)
     return made
 
 found = []
 for make in (assemble, captured):
     parts.clear()
-    startup._make_runner = make
+    startup.make_runner = make
     options = {"page_size": 8, "num_pages": 60, "max_seqs": 16, "max_step_tokens": 32, "seed": 3}
     with Generator(folder, device="cpu", tp_group=dist.group.WORLD, **options) as gen:
         outputs = gen.generate(*map(list, zip(*REQUESTS)))

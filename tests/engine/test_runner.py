@@ -22,7 +22,7 @@ from fastgen import Generator, SamplingParams
 from fastgen.engine.pages import PageMoves
 from fastgen.engine.prompt_scorer import SCORE_ROWS
 from fastgen.engine.prompt_scores import Scored, ScoreRequest
-from fastgen.engine.startup import capture
+from fastgen.engine.warm_up import capture
 from fastgen.model.linear import ROW_TILE
 from fastgen.parallel.group import Group
 from fastgen.request import Batch, Prefill

@@ -14,7 +14,7 @@ import pytest
 from hash_model import make_config, make_sequence
 
 from fastgen.engine.scheduler import Scheduler
-from fastgen.engine.startup import STEP_SECONDS, even_tokens
+from fastgen.engine.warm_up import STEP_SECONDS, even_tokens
 from fastgen.request import Batch, SamplingParams, Sequence, StepResult
 
 Cost = Callable[[list[int], list[tuple[int, int]]], float]

@@ -33,8 +33,8 @@ class Absent(ModuleType):
         return type(name, (), {"__init__": lambda *_, **__: None})
 
 names = (
-    "device.memory", "parallel.group", "engine.runner", "engine.startup", "engine.step", "model.live_weights",
-    "model.weights", "kernels", "kernels.launch",
+    "device.find", "device.memory", "parallel.group", "engine.runner", "engine.startup", "engine.step",
+    "model.live_weights", "model.weights", "kernels", "kernels.launch",
 )
 for name in ("torch", "torch.distributed", "torch.distributed.device_mesh", *(f"fastgen.{name}" for name in names)):
     sys.modules[name] = Absent(name)

@@ -1,12 +1,11 @@
-"""remote.py, the routes of `fgserve --rollout` and the wire between them: a Generator in a server is as one here."""
+"""remote.py, the routes of `fgserve --rollout` and the wire between them: a Generator in a server behaves like a local
+one."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -58,7 +57,7 @@ def weights(talker: Path) -> Weights:
 
 @pytest.fixture
 def gen(server: Server, weights: Weights) -> Iterator[RemoteGenerator]:
-    """A client with a group of its own and small buckets. It leaves the server with the first weights and idle."""
+    """A client with a group of its own and small buckets. It leaves the server idle and with the original weights."""
     with RemoteGenerator(server.url, api_key=KEY, timeout=SECONDS, replace_group=True, bucket_bytes=20_000) as gen:
         yield gen
         gen.update_weights(weights)
@@ -66,7 +65,7 @@ def gen(server: Server, weights: Weights) -> Iterator[RemoteGenerator]:
 
 
 def drawn(outputs: list[RequestOutput]) -> list[Any]:
-    """Return what weights and params decide."""
+    """Return the parts of outputs that depend only on weights and params."""
     for output in outputs:
         if output.prompt_logprobs:
             assert math.isnan(output.prompt_logprobs[0])
@@ -117,7 +116,11 @@ def test_wrong_params_of_other_clients_are_a_400(server: Server, params: dict[st
     assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), answer.text
 
 
-def test_a_stream_that_is_closed_ends_its_requests(gen: RemoteGenerator, server: Server) -> None:
+def test_a_stream_takes_requests_and_none_and_ends_them_when_it_is_closed(gen: RemoteGenerator, server: Server) -> None:
+    outputs = list(gen.stream([None, Request([5, 6], SHORT), None, Request([7], SHORT), None]))
+    assert [output.error for output in outputs] == [None, None]
+    with pytest.raises(TypeError, match="stream takes Requests, not str"):
+        next(gen.stream(["hello"]))  # type: ignore[list-item]
     stream = gen.stream(Request([5, 6, number], SHORT if number == 10 else LONG) for number in range(10, 16))
     assert len(next(stream).completions) == 2
     stream.close()
@@ -228,7 +231,7 @@ def test_sleep_and_wake(gen: RemoteGenerator, weights: Weights) -> None:
 
 
 def test_weights_that_do_not_fit(gen: RemoteGenerator, here: Generator, weights: Weights, tmp_path: Path) -> None:
-    """All is checked before anything is written."""
+    """Everything is checked before anything is written."""
     old = drawn(here.generate(PROMPTS, SHORT))
     name = next(iter(weights))
     wrong = {**weights, "x": torch.ones(3), name: torch.ones(2, 2)}
@@ -323,7 +326,7 @@ def test_a_server_without_rollout_and_one_that_is_gone() -> None:
         gen = RemoteGenerator(server.await_ready().url)
         assert "start fgserve with --rollout" in refusal(lambda: gen.weight_version)
         assert httpx.post(f"{server.url}/update_weights", json={"folder": "/"}).status_code == 404
-    assert "no answer from" in refusal(lambda: gen.pause(), ConnectionError)
+    assert "no answer from" in refusal(lambda: gen.generate([[5]] * 64, SHORT), ConnectionError)
     assert "must be like http://" in refusal(lambda: RemoteGenerator("localhost:1"), ValueError)
     assert "backend is 'mpi'" in refusal(lambda: RemoteGenerator(server.url, backend="mpi"), ValueError)
 
@@ -354,15 +357,11 @@ def test_a_long_call_is_no_hang() -> None:
         assert call.result() == 0
 
 
-def test_samples_without_end_are_refused() -> None:
+def test_samples_without_end_are_refused_and_a_dead_engine_is_not_started_with_old_weights() -> None:
     with Server(STUB, "--rollout", "--max-queued-requests=3") as server:
         told = server.await_ready().post("/generate", {"prompt": [5], "params": {"n": 4}})
         assert (told.status_code, "n is 4; one request may have 3" in told.text) == (400, True)
-
-
-def test_a_dead_engine_is_not_started_with_old_weights() -> None:
-    with Server(STUB, "--rollout") as server:
-        server.await_ready().signal_engines(signal.SIGKILL)
+        server.signal_engines(signal.SIGKILL)
         assert server.end()[0] == 1
 
 
@@ -379,24 +378,3 @@ def test_a_client_of_one_model_of_several(talker: Path, tmp_path: Path) -> None:
 def test_the_routes_are_in_the_schema(server: Server) -> None:
     paths = json.loads(server.get("/openapi.json").text)["paths"]
     assert {"/v1/update_weights", "/v1/generate", "/v1/weight_version"} <= paths.keys()
-
-
-def test_a_client_needs_no_torch() -> None:
-    code = "import sys; from fastgen.rl import remote; remote.RemoteGenerator('http://x:1'); "
-    code += "assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
-
-
-def test_a_server_that_is_not_there_is_an_error_of_all_prompts() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    gone = RemoteGenerator(f"http://127.0.0.1:{port}")
-    with pytest.raises(ConnectionError):
-        gone.generate([[5]] * 64, SHORT)
-
-
-def test_a_stream_takes_requests_and_none(gen: RemoteGenerator) -> None:
-    outputs = list(gen.stream([None, Request([5, 6], SHORT), None, Request([7], SHORT), None]))
-    assert [output.error for output in outputs] == [None, None]
-    with pytest.raises(TypeError, match="stream takes Requests, not str"):
-        next(gen.stream(["hello"]))  # type: ignore[list-item]

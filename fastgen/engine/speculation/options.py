@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastgen.option import option, options_of
+from fastgen.option import Options, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speculation:
+class Speculation(Options):
     """The options of speculation.
 
     max_draft: maximum number of drafted tokens of a sequence in a step. max_rows: maximum number of tokens of a
@@ -31,8 +31,7 @@ class Speculation:
             return named[given]
         if not isinstance(given, Speculation):
             raise ValueError(f"speculate is {given!r}; it must be 'auto', 'ngram', 'off' (False) or a Speculation")
-        for name, each in options_of(cls).items():
-            each.check(getattr(given, name))
+        given.check()
         return given
 
     @property

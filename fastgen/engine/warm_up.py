@@ -1,0 +1,233 @@
+"""Steps on made-up tokens before the first request: they compile the kernels, are captured in CUDA graphs, and show how
+much memory the largest step takes and how fast prefills are."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from fastgen.device.chip import Chip, current
+from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs, batch_sizes, prefill_sizes, shared_sizes
+from fastgen.engine.options import MIN_PREFILL_TOKENS, EngineConfig
+from fastgen.engine.pages import PageMoves
+from fastgen.engine.prompt_scorer import SCORE_ROWS
+from fastgen.engine.prompt_scores import ScorePlan, ScoreRequest
+from fastgen.engine.runner import Runner
+from fastgen.engine.speculation.drafting import Drafting, speculative_sizes
+from fastgen.engine.speculation.planning import DraftPlan
+from fastgen.kernels import batch_invariant
+from fastgen.kernels.ahead import compile_ahead
+from fastgen.kernels.batch_invariant import Fused, RopeWrite
+from fastgen.kernels.rope import SlotMapping
+from fastgen.model.kv_pool import KVPool
+from fastgen.model.linear import Linear
+from fastgen.model.quantized import Fp8Linear
+from fastgen.model.transformer import Transformer
+from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams
+
+STEP_SECONDS = 0.06  # limit of a step of decodes and prefills at the measured rate; rounding makes it 50 ms on average
+MULTIPLE = 1024  # tokens; for Mistral 7B on an H200, a step of 2176 takes 21 % longer than one of 2048
+CPU_RATE_TOKENS = 64  # tokens of the step that measures the speed of prefills on the CPU
+
+
+def compile_kernels(runner: Runner) -> None:
+    """Compile the kernels that steps need."""
+    show = sys.stderr.isatty() and runner.group.rank == 0
+    compile_ahead(partial(_launch_all, runner), runner.device, show)
+
+
+def _launch_all(runner: Runner) -> None:
+    """Launch each kernel that a step may need: in the largest steps, in decodes of all sizes, and in products of all
+    sizes that have kernels of their own."""
+    config, model = runner.config, runner.model
+    run_largest_steps(runner)
+    if runner.attention.capturable:
+        rehearse_decodes(runner, batch_sizes(config.max_seqs))
+    deterministic = model.parameters.lm_head.batch_invariant
+    launch_products(model, runner.pool, [*batch_invariant.SIZES, config.max_step_tokens] if deterministic else [])
+    if deterministic:
+        return
+    for size in (size for size in batch_invariant.SIZES if size <= batch_invariant.MOST):
+        count = min(size, config.max_step_tokens, config.max_model_len - 1)
+        start = LaneStart(0, SamplingParams(), prompt_len=count)
+        zeros = np.zeros(count, dtype=np.int32)
+        scores = ScorePlan((ScoreRequest(0, 0, zeros),))  # so that the head is run too
+        runner.collect(
+            runner.launch(Batch(prefills=(Prefill(0, 0, zeros, True),), starts=(start,), features=(scores,)))
+        )
+    runner.clear_lanes()
+
+
+@torch.inference_mode()
+def launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None:
+    """Launch the kernels of linear layers: fp8 products, and batch-invariant products for steps of these numbers of
+    tokens, on which their tiles depend."""
+    device = pool.keys.device
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    for linear, fused in products_of(model, model.slot_mapping(pool, zero, zero - 1, 1), pool):
+        if isinstance(linear, Fp8Linear):
+            linear.launch_all(fused, model.parameters.dtype)
+            continue
+        x = linear.weight.new_zeros(1, linear.weight.shape[1])
+        for size in sizes:
+            found = batch_invariant.config(size, *linear.weight.shape, linear.weight.dtype, Chip.of(device))
+            rope = fused.rope if batch_invariant.fuses_rope(size) else None
+            batch_invariant.launch_as(found, x, linear.weight, linear.bias, fused._replace(rope=rope))
+
+
+def products_of(model: Transformer, mapping: SlotMapping, pool: KVPool) -> list[tuple[Linear, Fused]]:
+    """Return one linear layer per kind, with the operations that are fused with it for one token at `mapping`. A layer
+    that is in fp8 in some layers of the model and not in others is two kinds."""
+    head, layers = model.parameters.lm_head, model.layers
+    rope = None if layers[0].head_norm or pool.fp8 else RopeWrite(mapping, pool.keys[0], pool.values[0])
+    adds = Fused(add=model.parameters.norm.weight.new_zeros(1, model.config.hidden_size))
+    fused = Fused(rope=rope), adds, Fused(swiglu=True), adds  # in the order of Layer.linears
+    kinds = {(at, type(linear)): (linear, fused[at]) for layer in layers for at, linear in enumerate(layer.linears)}
+    return [*kinds.values(), (head, Fused(out_dtype=torch.float32))]
+
+
+def run_largest_steps(runner: Runner) -> None:
+    """Run the largest possible steps on made-up tokens, with all sampling parameters and with none, and small prefills
+    with some of them."""
+    plain = SamplingParams()
+    everything = SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, min_tokens=1,
+        logit_bias={0: 1.0}, logprobs=min(MAX_LOGPROBS, runner.model.config.vocab_size), return_sampling_mask=True,
+    )  # fmt: skip
+    demanding = SamplingParams(temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1)
+    config = runner.config
+    small = replace(config, max_step_tokens=config.max_seqs)
+    for params, size in ((everything, config), (demanding, small), (plain, config)):
+        for batch in largest_batches(size, params):
+            runner.collect(runner.launch(batch))
+    runner.clear_lanes()
+
+
+def largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[Batch]:
+    """Yield a step of prefills on all lanes that fill the token budget, a step of decodes on all lanes, and, after a
+    step that starts its lanes, the speculative step with the maximum number of lanes.
+
+    The steps also save, load, wipe and copy the spare page. Forks are left out: they take no more memory than prefills.
+    """
+    lanes, most = config.max_seqs, config.max_model_len - 1
+    lengths, left = [1] * lanes, config.max_step_tokens - lanes
+    for lane in range(lanes):  # the first lanes are the longest, so that many rows are scored
+        more = min(left, most - 1)
+        lengths[lane], left = 1 + more, left - more
+    scored = min(lengths[0] - 1, SCORE_ROWS) if params.logprobs else 0
+    starts = tuple(LaneStart(lane, params, 0, 0, lengths[lane], frozenset((0,)), (0,)) for lane in range(lanes))
+    score = ScoreRequest(0, 0, np.zeros(scored, dtype=np.int32), params.logprobs or 0)
+    prefills = tuple(Prefill(lane, 0, np.zeros(lengths[lane], dtype=np.int32), True) for lane in range(lanes))
+    spare = config.num_pages
+    saves, loads = (((spare, 0),), ((0, spare),)) if config.host_pages else ((), ())
+    scores = (ScorePlan((score,)),) if scored else ()
+    yield Batch(prefills=prefills, starts=starts, features=(PageMoves((spare,), saves, loads), *scores))
+    yield Batch(decodes=tuple(range(lanes)), copies=((0, spare),))
+    if config.speculate:
+        lanes = speculative_sizes(config)[-1]
+        rows = (config.speculate.max_draft + 1,) * lanes
+        token = np.zeros(1, dtype=np.int32)
+        texts = tuple((lane, 0, token) for lane in range(lanes))
+        first = tuple(Prefill(lane, 0, token, True) for lane in range(lanes))
+        yield Batch(prefills=first, features=(DraftPlan(texts=texts, drafts=True),))
+        yield Batch(decodes=tuple(range(lanes)), features=(DraftPlan(rows=rows, drafts=True),))
+
+
+@torch.inference_mode()
+def capture(runner: Runner, sizes: list[int] | None = None, prefills: list[int] | None = None) -> None:
+    """Capture the CUDA graphs of decode steps, speculative steps and prefills.
+
+    sizes: numbers of lanes for which decode steps are captured; None: all. If given, only the largest speculative step
+        is captured.
+    prefills: numbers of tokens for which PrefillGraphs are captured; None: all.
+    """
+    config, device, group = runner.config, runner.device, runner.group
+    speculative = speculative_sizes(config)[-1 if sizes else 0 :]
+    sizes = sizes or batch_sizes(config.max_seqs)
+    prefills = prefill_sizes(config.max_step_tokens) if prefills is None else prefills
+    with current(device):
+        rehearse_decodes(runner, sizes)  # compiles all kernels; those that do not compile disable attention.prefixes
+        if not runner.attention.capturable:
+            return
+        plain = Graphs(sizes, device)
+        plain.capture(runner.decode_body, compiled=True)
+        runner.graphs = {False: plain}
+        if shares_prefixes(runner):
+            runner.graphs[True] = Graphs(shared_sizes(sizes), device, partner=plain)
+            runner.graphs[True].capture(lambda size: runner.decode_body(size, shared=True), compiled=True)
+        for graphs in runner.graphs.values():
+            group.register_graphs(graphs)
+        if drafting := drafting_of(runner):
+            drafting.graphs = Graphs(speculative, device, partner=plain)
+            drafting.graphs.capture(lambda size: runner.decode_body(size, source=drafting), compiled=True)
+            group.register_graphs(drafting.graphs)
+        if prefills:
+            runner.prefill_graphs = PrefillGraphs(runner.model, runner.pool, prefills, partner=plain)
+            group.register_graphs(runner.prefill_graphs.graphs)
+
+
+@torch.inference_mode()
+def rehearse_decodes(runner: Runner, sizes: list[int]) -> None:
+    """Run decode steps of these numbers of lanes on padding, as they will be captured, through one layer per kind."""
+    layers, lanes = runner.model.parameters.distinct, runner.lanes
+    lanes.input.lanes.fill_(lanes.padding)
+    for size in sizes:
+        runner.decode_body(size, layers=layers)
+    for size in shared_sizes(sizes) if shares_prefixes(runner) else ():
+        runner.decode_body(size, shared=True, layers=layers)
+    for size in speculative_sizes(runner.config):
+        runner.decode_body(size, source=drafting_of(runner), layers=layers)
+    lanes.forget_decodes()
+
+
+def count_graphs(runner: Runner) -> int:
+    """Return the number of graphs that `capture` makes of all sizes."""
+    config = runner.config
+    sizes = batch_sizes(config.max_seqs)
+    shared = shared_sizes(sizes) if shares_prefixes(runner) else []
+    return sum(map(len, (sizes, shared, speculative_sizes(config), prefill_sizes(config.max_step_tokens))))
+
+
+def shares_prefixes(runner: Runner) -> bool:
+    """Return whether decodes read the pages that sequences share once."""
+    return runner.prefixes is not None and runner.prefixes.enabled
+
+
+def drafting_of(runner: Runner) -> Drafting | None:
+    """Return the feature that drafts tokens; None if speculation is off."""
+    found = runner.features.get(DraftPlan)
+    return found if isinstance(found, Drafting) else None
+
+
+def measure_prefill_tokens(runner: Runner) -> int:
+    """Return the number of prefill tokens in a step of about 50 ms: the minimum over the ranks, since all ranks have
+    the same schedule.
+
+    The rate is measured in the largest step on a GPU, and in a short step on the CPU, where the largest may take
+    seconds.
+    """
+    config = runner.config
+    if runner.device.type == "cpu":
+        config = replace(config, max_seqs=1, max_step_tokens=min(config.max_step_tokens, CPU_RATE_TOKENS))
+    largest = next(largest_batches(config, SamplingParams()))
+    batch, seconds = Batch(prefills=largest.prefills, starts=largest.starts), math.inf
+    for _ in range(2):
+        start = time.perf_counter()
+        runner.collect(runner.launch(batch))
+        seconds = min(seconds, time.perf_counter() - start)
+    runner.clear_lanes()
+    rate = sum(len(chunk.tokens) for chunk in batch.prefills) / seconds
+    return runner.group.minimum(min(even_tokens(rate * STEP_SECONDS), runner.config.max_step_tokens))
+
+
+def even_tokens(most: float) -> int:
+    """Return the largest number of tokens <= `most` whose tiles fill a GPU evenly, but at least MIN_PREFILL_TOKENS."""
+    unit = MULTIPLE if most >= MULTIPLE else MIN_PREFILL_TOKENS
+    return max(int(most) // unit * unit, MIN_PREFILL_TOKENS)
