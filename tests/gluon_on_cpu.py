@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.language import constexpr
 
 PATIENCE = 20
 ROW = 64  # numbers of a row of swizzled memory
@@ -393,6 +394,8 @@ def put(monkeypatch: pytest.MonkeyPatch, kernel: str, module: ModuleType, *helpe
         for name, value in vars(each).copy().items():
             if hasattr(value, "fn") and hasattr(value, "rewrite"):  # a function for Triton's interpreter
                 monkeypatch.setattr(each, name, value.fn)
+            elif isinstance(value, constexpr):
+                monkeypatch.setattr(each, name, value.value)
         monkeypatch.setattr(each, "tl", program.language, raising=False)
         monkeypatch.setattr(each, "gl", program.language, raising=False)
     names = {"gl": program.language, "nvidia": program.nvidia, "barrier": int, "load_tile": load_tile,

@@ -35,8 +35,8 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cuIpcOpenMemHandle_v2": [_POINTER, IpcHandle, _UINT],
     "cuIpcCloseMemHandle": [_ADDRESS],
     "cuMemcpyAsync": [_ADDRESS, _ADDRESS, _SIZE, _STREAM],
-    # With flags of 0, a memory barrier precedes the write, and a wait ends at the given value or a later one, where later
-    # is meant for numbers that wrap around.
+    # With flags of 0, a memory barrier precedes the write, and a wait ends at the given value or a later one, where
+    # "later" is meant for numbers that wrap around.
     "cuStreamWriteValue32_v2": [_STREAM, _ADDRESS, ctypes.c_uint32, _UINT],
     "cuStreamWaitValue32_v2": [_STREAM, _ADDRESS, ctypes.c_uint32, _UINT],
 }

@@ -204,9 +204,8 @@ def _attention_kernel(
     members_ptr, bases_ptr, lens_ptr, layer, num_pages, table_width,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr,
-    COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr, KIND: tl.constexpr, PLAIN: tl.constexpr,
-    SHARED: tl.constexpr, PRIVATE: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr, KIND: tl.constexpr, SHARED: tl.constexpr,
+    PRIVATE: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Take tasks in order, the first by the program's number and the others from the layer's counter."""
     # A SHARED launch lets the PRIVATE one start only when all earlier kernels have ended.
@@ -264,10 +263,10 @@ def _softmax(
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr,
 ):  # fmt: skip
-    """Extend the softmax of q [ROWS, DIMS] at positions query [ROWS], from low to high, by the keys [begin, end).
+    """Extend the softmax of q [ROWS, DIMS] by the keys [begin, end), and return a partial result (acc, peak, total).
 
-    Returns acc [ROWS, DIMS], before division by total; peak [ROWS]; and total [ROWS], in units of 2**peak. The peak of
-    a row that sees no key (-1e20 or less) weighs nothing beside another.
+    query: [ROWS], the positions of q, which are between low and high. A row that sees no key has a peak of -1e20 or
+    less, which has no weight when it is combined with any other.
     """
     full_begin = begin
     full_end = end
@@ -422,7 +421,7 @@ def _launch(
         q, out, keys, values, page_table, tiles.list, *memory, members, tiles.bases, tiles.kv_lens,
         layer, num_pages, page_table.stride(0), num_heads, num_kv, head_size, page_size, window, scale,
         config.rows, config.keys, dims, config.peel, config.combine_rows, config.combine_splits,
-        tiles.kind, PLAIN, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
+        tiles.kind, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
         # The compiler might otherwise fuse a multiplication with an addition in one phase and not in another.
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip

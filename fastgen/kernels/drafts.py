@@ -215,15 +215,15 @@ def _follow_kernel(
                 score = (match.to(tl.int64) << 32) + place
                 best = tl.maximum(best, tl.max(tl.where(found, score, 0)))
     match = (best >> 32).to(tl.int32)
-    behind = (best & 0xFFFFFFFF).to(tl.int32) + 1
-    sure = (match >= GOOD) | ((behind > near) & (behind <= near + NEAR))
+    after = (best & 0xFFFFFFFF).to(tl.int32) + 1
+    sure = (match >= GOOD) | ((after > near) & (after <= near + NEAR))
     most = tl.where((match > 0) & sure, most_drafts, tl.minimum(match, most_drafts))
     ahead = tl.arange(0, D)
-    draft = tl.load(text + behind + ahead % tl.maximum(end - behind, 1), mask=ahead < most, other=-1)
+    draft = tl.load(text + after + ahead % tl.maximum(end - after, 1), mask=ahead < most, other=-1)
     count = tl.min(tl.where(draft < 0, ahead, most))
     tl.store(drafts_ptr + lane * most_drafts + ahead, draft.to(tl.int64), mask=ahead < count)
     tl.store(counts_ptr + lane, count)
-    tl.store(sources_ptr + lane, behind)
+    tl.store(sources_ptr + lane, after)
     tl.store(sources_ptr + all_lanes + lane, match)
     tl.store(sources_ptr + 2 * all_lanes + lane, near)
     tl.store(found_ptr + s, kept)
@@ -306,11 +306,11 @@ def propose(text: np.ndarray, near: int, most: int) -> tuple[np.ndarray, int, in
             break
         matches[longer] += 1
     match = int(matches.max())
-    behind = int(places[matches == match][-1]) + 1
-    sure = match >= GOOD or near < behind <= near + NEAR
-    draft = text[behind + np.arange(most if sure else min(match, most)) % (end - behind)]
+    after = int(places[matches == match][-1]) + 1
+    sure = match >= GOOD or near < after <= near + NEAR
+    draft = text[after + np.arange(most if sure else min(match, most)) % (end - after)]
     ends = np.flatnonzero(draft < 0)
-    return draft[: ends[0]] if len(ends) else draft, behind, match
+    return draft[: ends[0]] if len(ends) else draft, after, match
 
 
 spread = Kernel(_spread_launch, _spread_twin)

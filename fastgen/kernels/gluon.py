@@ -68,6 +68,13 @@ def side_of(
 
 
 @gluon_jit()
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """Return the stage of a ring of shared memory that follows `stage`, and its barriers' phase."""
+    stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+    return stage, gl.where(stage == 0, phase ^ 1, phase)
+
+
+@gluon_jit()
 def clear_rows(v, keys):
     """Overwrite the values from row `keys` on with zeros.
 

@@ -30,20 +30,20 @@ import torch
 from torch import Tensor
 
 from fastgen.device.chip import Chip, power_of_two
-from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, nvidia, reinterpret
+from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, next_stage, nvidia, reinterpret
 from fastgen.kernels.hopper_products import LOADING_REGISTERS, REGISTERS, SIDE, WARPS, described, runs_on
-from fastgen.kernels.launch import tl
+from fastgen.kernels.launch import constant, tl
 from fastgen.kernels.pages import E4M3, power_of, scales_of
 from fastgen.kernels.softmax import combine, combine_splits, load_partial
 from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, read_tile, schedule
 
 KEYS = 64  # keys of a block, as in all attention kernels
-SOME = 16  # keys that an instruction sums; the keys of a sequence's last block are padded to a multiple of these
+SOME = constant(16)  # keys that an instruction sums; a sequence's last block is padded to a multiple of these
 MOST_GROUP = 32  # maximum query heads per KV head; with more, a thread's numbers do not fit in its registers
 PROGRAMS = 2  # programs per processor that REGISTERS and `stages_of` leave room for; more could wait for ever
 SPLIT_BELOW = 0.4  # tasks per processor up to which decodes are split
 MOST_STAGES = 8
-COMBINED = 8, 32  # splits whose partial results a program loads at once, if there are few splits and if there are many
+FEW, MANY = constant(8), constant(32)  # splits whose partial results a program loads at once, if there are few or many
 
 
 def rows_of(group: int) -> int:
@@ -80,9 +80,8 @@ def _decode_kernel(
     q_desc, keys_desc, values_desc, key_bits_desc, value_bits_desc, out_ptr, table_ptr, list_ptr, parts_ptr, peaks_ptr,
     totals_ptr, layer, num_pages, table_width, split, alone,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, SOME: gl.constexpr, DIMS: gl.constexpr, STAGES: gl.constexpr,
-    SIDE: gl.constexpr, COMBINED: gl.constexpr, HEADER: gl.constexpr, FIELDS: gl.constexpr,
-    SPLITS: gl.constexpr, PRIVATE: gl.constexpr, REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, DIMS: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr,
+    HEADER: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr,
 ):  # fmt: skip
     """Compute all tasks, scheduled statically. H, K, D, P, ROWS, DIMS: see fastgen.kernels.attention.
 
@@ -121,22 +120,22 @@ def _decode_kernel(
         [
             (_attend, (
                 q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs, split, H, K, D, WINDOW, SCALE,
-                SOME, SIDE, COMBINED, FIELDS, SPLITS, PRIVATE,
+                SIDE, FIELDS, SPLITS, PRIVATE,
             )),
             (_load_blocks, (
                 pools, blocks, tiles_ptr, table_ptr, table_width, layer * num_pages, task, tasks,
-                programs, K, P, SOME, FIELDS,
+                programs, K, P, FIELDS,
             )),
         ],
         [1],
-        [REGISTERS],
+        [LOADING_REGISTERS],
     )  # fmt: skip
 
 
 @gluon_jit()
 def _load_blocks(
     pools, blocks, tiles_ptr, table_ptr, table_width, first_page, task, tasks, programs,
-    K: gl.constexpr, P: gl.constexpr, SOME: gl.constexpr, FIELDS: gl.constexpr,
+    K: gl.constexpr, P: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
     """Load the blocks of all tasks, each as soon as a stage is free.
 
@@ -156,7 +155,7 @@ def _load_blocks(
         pages_ptr = table_ptr + lane * table_width
         page = tl.load(pages_ptr + begin // P)
         for start in range(begin, end, KEYS):
-            at = [(first_page + page) * K + task % K, start % P - _behind(start, end, KEYS, SOME), 0]
+            at = [(first_page + page) * K + task % K, start % P - _keys_before(start, end, KEYS), 0]
             page = tl.load(pages_ptr + gl.minimum(start + KEYS, end - 1) // P)
             nvidia.mbarrier.wait(free.index(stage), phase)
             if start + KEYS > position:  # the block contains the key that the previous kernel writes
@@ -167,13 +166,12 @@ def _load_blocks(
             if FP8:
                 load_tile(key_bits_desc, at[:2], ready.index(stage), bits[0].index(2 * stage))
                 load_tile(value_bits_desc, at[:2], ready.index(stage), bits[1].index(2 * stage))
-            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-            phase = gl.where(stage == 0, phase ^ 1, phase)
+            stage, phase = next_stage(stage, phase, STAGES)
         task += programs
 
 
 @gluon_jit()
-def _behind(start, end, KEYS: gl.constexpr, SOME: gl.constexpr):
+def _keys_before(start, end, KEYS: gl.constexpr):
     """Return the number of keys of a stage before the keys [start, end), a multiple of SOME.
 
     Thereby the keys [start, end) are summed by the same instructions as in a full block.
@@ -195,8 +193,8 @@ def _load_query(
 @gluon_jit()
 def _attend(
     q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs, splitting,
-    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, SOME: gl.constexpr,
-    SIDE: gl.constexpr, COMBINED: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr,
+    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
+    SIDE: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr,
 ):  # fmt: skip
     """Compute the blocks as they arrive, and then combine splits. Keys are rows of products: acc is [DIMS, ROWS]."""
     ks, vs, bits, ready, free = blocks
@@ -239,8 +237,8 @@ def _attend(
             scores = nvidia.warpgroup_mma(k, q.permute((1, 0)), gl.zeros([KEYS, ROWS], gl.float32, mma), is_async=True)
             v = _convert_values(v, left) if FP8 else v.permute((1, 0))
             scores = nvidia.warpgroup_mma_wait(0, deps=[scores])
-            behind = _behind(start, end, KEYS, SOME)
-            key = start - behind + number
+            before = _keys_before(start, end, KEYS)
+            key = start - before + number
             if FP8:
                 scores = scores * shrink * power_of(bits[0].index(2 * stage).permute((1, 0)).load(mma))
             weights, next_peak = _weigh(scores, key, start, end, position, WINDOW, SCALE)
@@ -249,20 +247,19 @@ def _attend(
             if FP8:  # no step has written the keys from `end` on; their numbers are finite, but maybe not their scales
                 scales = gl.where(key < end, power_of(bits[1].index(2 * stage).permute((1, 0)).load(mma)), 0.0)
                 scaled.store(gl.permute(weights * scales.to(dtype), (1, 0)))
-            elif end - start + behind < KEYS:
-                clear_rows(vs.index(stage).reshape([KEYS, DIMS]), end - start + behind)
+            elif end - start + before < KEYS:
+                clear_rows(vs.index(stage).reshape([KEYS, DIMS]), end - start + before)
             next_total, next_acc = _sum_values(ones, ws, v, scaled if FP8 else ws, mma)
             nvidia.mbarrier.arrive(free.index(stage))
             acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, True)
-            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-            phase = gl.where(stage == 0, phase ^ 1, phase)
+            stage, phase = next_stage(stage, phase, STAGES)
         part += tokens // SPLITS
         _store(acc, peak, gl.max(total, 0), results, first, part, split, task % K, H, K, D, SPLITS, FP8)
         if (split // SPLITS > 1) & (split % SPLITS < H // K):
             combine_from, combine_until = gl.minimum(combine_from, task), task + 1
         q_phase, slot, task = q_phase ^ slot, slot ^ 1, task + programs
     if (splitting != 0) & (gl.program_id(0) < programs):
-        _combine(results, tiles_ptr, combine_from, combine_until, programs, H, K, D, DIMS, COMBINED, FIELDS, SPLITS)
+        _combine(results, tiles_ptr, combine_from, combine_until, programs, H, K, D, DIMS, FIELDS, SPLITS)
 
 
 @gluon_jit()
@@ -409,7 +406,7 @@ def _store(
 @gluon_jit()
 def _combine(
     results, tiles_ptr, task, until, programs, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
-    DIMS: gl.constexpr, COMBINED: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr,
+    DIMS: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Combine the partial results of some query heads, when all programs have stored theirs.
 
@@ -431,10 +428,10 @@ def _combine(
         if splits > 1:
             for number in range(split % SPLITS, G, splits):
                 head = task % K * G + number
-                if splits > COMBINED[1]:
-                    _combine_head(results, first, part, partials, head, H, D, DIMS, COMBINED[1])
+                if splits > MANY:
+                    _combine_head(results, first, part, partials, head, H, D, DIMS, MANY)
                 else:
-                    _combine_head(results, first, part, partials, head, H, D, DIMS, COMBINED[0])
+                    _combine_head(results, first, part, partials, head, H, D, DIMS, FEW)
         task += programs
 
 
@@ -479,6 +476,6 @@ def launch(
     _decode_kernel[(min(most * num_kv, chip.processors * PROGRAMS),)](
         described(q.view(-1, head_size), [rows, dims]), *pools, out, page_table, tiles, *memory[:3],
         layer, num_pages, page_table.stride(0), int(split), int(alone), num_heads, num_kv, head_size, page_size,
-        window, scale, rows, KEYS, SOME, dims, stages, SIDE, COMBINED, HEADER, FIELDS, SPLITS, private,
-        LOADING_REGISTERS, num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
+        window, scale, rows, KEYS, dims, stages, SIDE, HEADER, FIELDS, SPLITS, private,
+        num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

@@ -17,16 +17,17 @@ from torch import Tensor
 from fastgen.device.chip import Chip
 from fastgen.kernels.batch_invariant import GROUP
 from fastgen.kernels.epilogue import added, gated, read_rows
-from fastgen.kernels.gluon import gl, gluon_jit, load_tile, nvidia, store_tile
+from fastgen.kernels.gluon import gl, gluon_jit, load_tile, next_stage, nvidia, store_tile
 from fastgen.kernels.hopper_products import described
-from fastgen.kernels.launch import tl
+from fastgen.kernels.launch import constant, tl
 
 CHUNK = 128
 """Number of inputs that the tensor cores sum; also rows and inputs per block with one scale."""
 
 TOKENS = 128  # tokens of a tile: two groups of warps with 64 each
 SIDES = (128, 64)  # choices of rows of each of a tile's two sides
-WARPS, REGISTERS, LOADING_REGISTERS = 4, 240, 24  # warps of a group, registers per thread of a group and of the loader
+WARPS = 4  # warps of a group
+REGISTERS, LOADING_REGISTERS = constant(240), constant(24)  # per thread of a group, and of the loading warp
 LAUNCHED = 168  # registers per thread at the launch: a processor's registers, distributed over three groups
 
 
@@ -57,7 +58,6 @@ def _product_kernel(
     x_desc, weight_desc, out_desc, bias_ptr, out_ptr, x_scales_ptr, scales_ptr, T, N, tiles,
     K: gl.constexpr, HALF: gl.constexpr, ADD: gl.constexpr, BLOCKS: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute tiles of TOKENS tokens and two sides of ROWS rows, which are neighbours, or gate and up.
 
@@ -114,8 +114,7 @@ def _load_tiles(
             load_tile(x_desc, [first_token, at], ready.index(stage), xs.index(stage))
             load_tile(weight_desc, [row, at], ready.index(stage), weights.index(2 * stage))
             load_tile(weight_desc, [other, at], ready.index(stage), weights.index(2 * stage + 1))
-            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-            phase = gl.where(stage == 0, phase ^ 1, phase)
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon_jit()
@@ -175,8 +174,7 @@ def _multiply(
             part = nvidia.warpgroup_mma_wait(0, deps=[product])
             nvidia.mbarrier.arrive(free.index(stage))
             b = gl.fma(part, gl.full_like(part, scale_b), b) if BLOCKS else b + part
-            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-            phase = gl.where(stage == 0, phase ^ 1, phase)
+            stage, phase = next_stage(stage, phase, STAGES)
         rows_a = row + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
         rows_b = other + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
         read_a = read_rows(gl.expand_dims(token, 1), rows_a, bias_ptr, out_ptr, T, N, ADD)
@@ -256,6 +254,5 @@ def launch(
         described(x, [TOKENS, CHUNK]), described(weight, [rows, CHUNK]), described(out, [TOKENS // 2, rows]),
         bias, out, x_scales, scales,
         tokens, outputs, tiles, inputs, half, add, scales.dim() > 1, TOKENS, rows, stages, GROUP // TOKENS,
-        REGISTERS, LOADING_REGISTERS,
         num_warps=WARPS, maxnreg=LAUNCHED, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fastgen.device.chip import Chip, power_of_two
-from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, nvidia, reinterpret
+from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, next_stage, nvidia, reinterpret
 from fastgen.kernels.hopper_products import described, runs_on
-from fastgen.kernels.launch import tl
+from fastgen.kernels.launch import constant, tl
 from fastgen.kernels.work_tiles import FIELDS, HEADER, next_task, read_tile
 
 SIDE = 64  # rows of a group
@@ -30,7 +30,7 @@ KEYS = 64  # keys of a block, as in all attention kernels; one instruction loads
 PIECE = 64  # dimensions that one instruction loads
 WARPS = 4  # warps of a group
 REGISTERS = 168  # registers per thread of 12 warps; the loading warps give some of theirs to the others
-GROUP_REGISTERS, LOADING_REGISTERS = 240, 24
+GROUP_REGISTERS, LOADING_REGISTERS = constant(240), constant(24)
 
 
 def unit_of(group: int) -> tuple[int, int]:
@@ -63,8 +63,7 @@ def _prefill_kernel(
     layer, num_pages, table_width,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
     DIMS: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr, PIECE: gl.constexpr,
-    HEADER: gl.constexpr, FIELDS: gl.constexpr, GROUP_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
-    KEYS: gl.constexpr,
+    HEADER: gl.constexpr, FIELDS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     """Compute all tasks. H, K, D, P, DIMS: see fastgen.kernels.attention."""
     dtype: gl.constexpr = keys_desc.dtype
@@ -146,8 +145,7 @@ def _load(
             _load_block(keys_desc, ks, ready, stage, start, page, first_row, start < end, K, P, PIECE)
             _load_block(values_desc, vs, ready, stage, start - KEYS, page_before, first_row, start > begin, K, P, PIECE)
             page_before = page
-            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-            phase = gl.where(stage == 0, phase ^ 1, phase)
+            stage, phase = next_stage(stage, phase, STAGES)
             if start == begin:  # after the first keys, for which there is room earlier
                 nvidia.mbarrier.wait(answered, q_phase)
                 field = gl.where(number == 0, task, gl.where(number == 1, position, tokens))
@@ -293,8 +291,7 @@ def _first_step(running, q, blocks, query, begin, end, WINDOW: gl.constexpr, SCA
     nvidia.mbarrier.arrive(free.index(stage))
     weights, p_peak = _weigh(scores, query, begin, end, WINDOW, SCALE, True)
     p = gl.convert_layout(weights.to(ks.dtype), gl.DotOperandLayout(0, summed, 2))
-    stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-    phase = gl.where(stage == 0, phase ^ 1, phase)
+    stage, phase = next_stage(stage, phase, STAGES)
     return acc, peak, total, p, p_peak, stage, phase
 
 
@@ -317,8 +314,7 @@ def _last_step(state, blocks, rest):
     next_acc, next_total, p = nvidia.warpgroup_mma_wait(0, deps=[next_acc, next_total, p])
     nvidia.mbarrier.arrive(free.index(stage))
     acc, _peak, total = _join(acc, peak, total, next_acc, p_peak, next_total)
-    stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-    phase = gl.where(stage == 0, phase ^ 1, phase)
+    stage, phase = next_stage(stage, phase, STAGES)
     return acc, gl.max(total, 1), stage, phase  # the maximum of equal numbers
 
 
@@ -366,8 +362,7 @@ def _step(
     next_acc, next_total, p = nvidia.warpgroup_mma_wait(0, deps=[next_acc, next_total, p])
     nvidia.mbarrier.arrive(free.index(stage))
     acc, peak, total = _join(acc, peak, total, next_acc, p_peak, next_total)
-    stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-    phase = gl.where(stage == 0, phase ^ 1, phase)
+    stage, phase = next_stage(stage, phase, STAGES)
     return acc, peak, total, rounded, next_peak, stage, phase
 
 
@@ -464,6 +459,6 @@ def launch(
     _prefill_kernel[(min(most * num_kv, chip.processors),)](
         described(q, [*unit_of(num_heads // num_kv), PIECE]), *pools, out, page_table, tiles,
         layer, num_pages, page_table.stride(0), num_heads, num_kv, head_size, page_size, window, scale,
-        dims, stages_of(dims, q.element_size(), chip), SIDE, PIECE, HEADER, FIELDS, GROUP_REGISTERS, LOADING_REGISTERS,
-        KEYS, num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
+        dims, stages_of(dims, q.element_size(), chip), SIDE, PIECE, HEADER, FIELDS, KEYS,
+        num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

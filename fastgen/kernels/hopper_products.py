@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastgen.device.chip import Chip
 from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
-from fastgen.kernels.gluon import HALVES, gl, gluon_jit, load_tile, nvidia, side_of
+from fastgen.kernels.gluon import HALVES, gl, gluon_jit, load_tile, next_stage, nvidia, side_of
 from fastgen.kernels.launch import GLUON, constant, tl
 
 SIDE = 64  # minimum number of rows of the instruction's left side
@@ -46,7 +46,7 @@ TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128))
 MOST, ALL = 256, 128  # tokens up to which some products, and all products, are faster here than in Triton
 SPARE = 1.5  # maximum bytes of weight per halved tile, in units of the shared memory
 WARPS, REGISTERS = 4, 128  # registers per thread at the start, for two programs per processor
-LOADING_REGISTERS = 40  # registers per thread of the loading warp's group, which leaves the rest to the others
+LOADING_REGISTERS = constant(40)  # registers per thread of the loading warp's group; the others get the rest
 AHEAD, AHEAD_ROPE = 64, 32  # sums per thread up to which the epilogue's inputs load before the product
 LEAST = 3  # the larger depth is taken if more stages than this fit
 
@@ -122,7 +122,6 @@ def _product_kernel(
     K: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, P: gl.constexpr, ADD: gl.constexpr, BLOCKS: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     SIDE: gl.constexpr, PIECES: gl.constexpr, CUT: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
-    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute the product of one tile of the weight's rows with one tile of tokens per program.
 
@@ -168,7 +167,7 @@ def _product_kernel(
             (_load_tiles, (x_desc, weight_desc, ring, first_token, head, first_row, STEPS, HALF, ROWS, PIECES, EARLY)),
         ],
         [1],
-        [REGISTERS],
+        [LOADING_REGISTERS],
     )  # fmt: skip
     if not AHEAD:
         read = _read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
@@ -223,8 +222,7 @@ def _load_tiles(
         nvidia.mbarrier.wait(free.index(stage), phase)
         _load_weight(weight_desc, ring, stage, step, head, first_row, HALF, ROWS, PIECES)
         _load_x(x_desc, ring, stage, step, first_token)
-        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-        phase = gl.where(stage == 0, phase ^ 1, phase)
+        stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon_jit()
@@ -300,8 +298,7 @@ def _sum(ring, K: gl.constexpr, SIDE: gl.constexpr, PIECES: gl.constexpr):
             acc = nvidia.warpgroup_mma_wait(PIECES, deps=[acc])
         nvidia.mbarrier.arrive(free.index(before), pred=step > 0)  # the previous step has ended
         before = stage
-        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-        phase = gl.where(stage == 0, phase ^ 1, phase)
+        stage, phase = next_stage(stage, phase, STAGES)
     return acc
 
 
@@ -357,8 +354,7 @@ def _sum_chunks(
             part = nvidia.warpgroup_mma_wait(CHUNKS - 1 - chunk, deps=[parts[chunk]])
             acc = gl.fma(part, gl.expand_dims(factors[chunk], 1), acc) if BLOCKS else acc + part
         nvidia.mbarrier.arrive(free.index(stage))
-        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-        phase = gl.where(stage == 0, phase ^ 1, phase)
+        stage, phase = next_stage(stage, phase, STAGES)
     acc *= gl.expand_dims(x_scale, 0)
     if not BLOCKS:
         acc *= gl.expand_dims(scale, 1)
@@ -386,7 +382,6 @@ def launch(
     _product_kernel[(-(-len(x) // tile) * tiles,)](
         described(x, x_block), described(weight, [*block[:-1], depth // pieces]), *others, len(x), *sizes,
         tile, rows, heads, depth, stages, side, pieces, token_tiles > 1, ahead, early,
-        LOADING_REGISTERS,
         num_warps=warps, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
 

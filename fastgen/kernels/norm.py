@@ -60,16 +60,9 @@ def _rms_norm_kernel(
     tl.store(out_ptr + at, x, mask=here)
 
 
-def _rms_norm_launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
-    return _launch(x, weight, eps, delta, None)
-
-
-def _fp8_launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    scales = x.new_empty(len(x), dtype=torch.float32)
-    return _launch(x, weight, eps, delta, scales), scales
-
-
-def _launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None, scales: Tensor | None) -> Tensor:
+def _rms_norm_launch(
+    x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None, scales: Tensor | None = None
+) -> Tensor:
     rows, size = x.shape
     assert x.is_contiguous()
     assert weight.shape == (size,)
@@ -106,6 +99,11 @@ def _constant(value: float) -> Tensor:
 
 
 rms_norm = Kernel(_rms_norm_launch, _rms_norm_twin)
+
+
+def _fp8_launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    scales = x.new_empty(len(x), dtype=torch.float32)
+    return _rms_norm_launch(x, weight, eps, delta, scales), scales
 
 
 def _fp8_twin(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastgen.device.chip import Chip
+from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels import sampler_rows as layout
 from fastgen.kernels.launch import jit, tl
 from fastgen.kernels.sampler_rows import (
@@ -38,7 +38,7 @@ from fastgen.kernels.sampler_rows import (
     scale_of,
     weigh,
 )
-from fastgen.kernels.truncation import BINS, LISTED, bin_kernel, cut_kernel
+from fastgen.kernels.truncation import BINS, LISTED, bin_kernel, cut_kernel, find_best
 
 EDIT_REGISTERS = 80  # per thread, so that three programs fit on a processor
 DRAW_REGISTERS = 128  # so that two programs fit
@@ -209,8 +209,7 @@ def _draw_kernel(
     if FULL:
         min_p = parameter(entry, layout.MIN_P)
         if (temperature > 0) & ((min_p > 0) | is_cut(entry, V)):
-            sub = tl.arange(0, SUBS)
-            best = tl.max(tl.load(tops_ptr + row * N + sub, mask=sub < N, other=float("-inf")))
+            best = find_best(tops_ptr + row * N, N, SUBS)
             kept = (x > float("-inf")) & (x >= best + tl.log(min_p) * temperature)
             kept &= rank_keys(x, ids) >= tl.load(record + layout.LEAST_KEY)
             scores = tl.where(kept, scores, float("-inf"))
@@ -309,15 +308,17 @@ def draw(
     assert truncated or not cut
     device = logits.device
     out = torch.empty(6, count, dtype=torch.int32, device=device)
-    chunks, v, chunk, sub, *padded = _sizes(vocab, layout.CHUNK, layout.SUB)
+    chunk, sub = layout.CHUNK, layout.SUB
+    chunks = -(-vocab // chunk)
+    padded_chunks, padded_subs = power_of_two(chunks), power_of_two(-(-vocab // sub))
     grid = (chunks, count)
-    options = _options(device, layout.WARPS)
+    options = _options(device)
     pdl = "launch_pdl" in options
     known = lanes, positions, state.table
     if not (edits or truncated or keep):
         _draw_kernel[grid](
-            logits, None, 0, *known, work.record, None, work.chunks, state.last_token, None, out, 0, None, v, chunk,
-            sub, *padded, False, pdl, **options,
+            logits, None, 0, *known, work.record, None, work.chunks, state.last_token, None, out, 0, None, vocab,
+            chunk, sub, padded_chunks, padded_subs, False, pdl, **options,
         )  # fmt: skip
         return out, None
     changed = torch.empty(count if edits else 1, vocab, dtype=torch.float32, device=device)
@@ -326,39 +327,33 @@ def draw(
     if edits or truncated:
         _edit_kernel[grid](
             *read_from, *known, state.token_ids, state.addends, state.token_ids.shape[1], state.counts,
-            state.in_prompt, out if mask is None else mask, work.record, work.tops, work.lows, bins, v, chunk, sub,
-            BINS, pdl, maxnreg=EDIT_REGISTERS, **options,
+            state.in_prompt, out if mask is None else mask, work.record, work.tops, work.lows, bins, vocab, chunk,
+            sub, BINS, pdl, maxnreg=EDIT_REGISTERS, **options,
         )  # fmt: skip
     if cut:
         listed = torch.empty(count, LISTED, dtype=torch.int64, device=device)
         bin_kernel[grid](
-            *read_from, *known, work.record, work.tops, work.lows, bins, v, chunk, sub, *padded, BINS, pdl,
-            maxnreg=CUT_REGISTERS, **options,
+            *read_from, *known, work.record, work.tops, work.lows, bins, vocab, chunk, sub, padded_chunks, padded_subs,
+            BINS, pdl, maxnreg=CUT_REGISTERS, **options,
         )  # fmt: skip
         cut_kernel[grid](
-            *read_from, *known, work.record, work.tops, listed, v, chunk, sub, *padded, BINS, LISTED, pdl,
+            *read_from, *known, work.record, work.tops, listed, vocab, chunk, sub, padded_subs, BINS, LISTED, pdl,
             maxnreg=CUT_REGISTERS, **options,
         )  # fmt: skip
     kept = torch.empty(count, vocab, dtype=torch.bool, device=device) if keep else None
     _draw_kernel[grid](
         *read_from, *known, work.record, work.tops, work.chunks, state.last_token, state.counts, out, int(keep),
-        out if kept is None else kept, v, chunk, sub, *padded, True, pdl, maxnreg=DRAW_REGISTERS, **options,
+        out if kept is None else kept, vocab, chunk, sub, padded_chunks, padded_subs, True, pdl,
+        maxnreg=DRAW_REGISTERS, **options,
     )  # fmt: skip
     return out, kept
 
 
 @cache
-def _sizes(vocab: int, chunk: int, sub: int) -> tuple[int, ...]:
-    """Return the number of chunks; then the kernels' V, CHUNK, SUB, CHUNKS and SUBS."""
-    chunks, subs = -(-vocab // chunk), -(-vocab // sub)
-    return chunks, vocab, chunk, sub, 1 << (chunks - 1).bit_length(), 1 << (subs - 1).bit_length()
-
-
-@cache
-def _options(device: torch.device, warps: int) -> dict[str, Any]:
+def _options(device: torch.device) -> dict[str, Any]:
     """Return the options of compilation and launch. Products and sums are fused only where a kernel says so, because
     edited logits have the same bits as torch's."""
-    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": layout.WARPS, "enable_fp_fusion": False}
     if Chip.of(device).dependent_launch:
         options["launch_pdl"] = True
     return options

@@ -144,8 +144,8 @@ def find_windows(entry, bins, record, V: tl.constexpr, BINS: tl.constexpr):
 @jit("lanes_ptr", "positions_ptr", "edits")
 def cut_kernel(
     logits_ptr, edited_ptr, edits, lanes_ptr, positions_ptr, table_ptr, record_ptr, tops_ptr, listed_ptr,
-    V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, CHUNKS: tl.constexpr, SUBS: tl.constexpr,
-    BINS: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
+    V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, SUBS: tl.constexpr, BINS: tl.constexpr,
+    LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """List the tokens of a chunk in the bins where top-k and top-p cut, with one program per chunk and row.
 

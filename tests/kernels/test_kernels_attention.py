@@ -347,7 +347,7 @@ for phase, D in json.loads(sys.argv[1]):
     constants = {
         "H": 32, "K": 8, "D": D, "P": 64, "WINDOW": 0, "SCALE": 0.1, "ROWS": c.rows, "KEYS": c.keys, "DIMS": D,
         "PEEL": c.peel, "COMBINE_ROWS": c.combine_rows, "COMBINE_SPLITS": c.combine_splits,
-        "KIND": 0, "PLAIN": 0, "SHARED": 1, "PRIVATE": 2,
+        "KIND": 0, "SHARED": 1, "PRIVATE": 2,
         "HEADER": work_tiles.HEADER, "FIELDS": work_tiles.FIELDS, "SPLITS": work_tiles.SPLITS,
         "PDL": True, **dict.fromkeys(nobody),
     }

@@ -71,7 +71,7 @@ for tokens, outputs, inputs, half, heads, what in [
         "K": inputs, "HALF": half, "KV": 8 * (what == "rope"), "P": 64, "ADD": what == "add", "TOKENS": found.tokens,
         "ROWS": found.rows, "HEADS": heads, "DEPTH": found.depth, "STAGES": found.stages, "SIDE": max(found.rows, 64),
         "PIECES": pieces, "CUT": found.token_tiles > 1, "AHEAD": tokens <= 64,
-        "EARLY": outputs == 6144, "REGISTERS": hopper_products.LOADING_REGISTERS,
+        "EARLY": outputs == 6144,
     }
     blocks = {"x_desc": [found.tokens, found.depth], "weight_desc": block}
     made = compiled(kernel, types, blocks, constants, ["N"], {"num_warps": found.warps})
@@ -90,9 +90,8 @@ for group, head_size, window, fp8 in [
     types |= {"out_ptr": "*bf16", "table_ptr": "*i32", "list_ptr": "*i32"}
     constants = {
         "H": 8 * group, "K": 8, "D": head_size, "P": 64, "WINDOW": window, "SCALE": 0.1, "ROWS": rows, "KEYS": 64,
-        "SOME": 16, "DIMS": dims, "STAGES": stages, "SIDE": 64, "COMBINED": hopper_decode.COMBINED,
-        "HEADER": work_tiles.HEADER, "FIELDS": work_tiles.FIELDS, "SPLITS": work_tiles.SPLITS,
-        "PRIVATE": window > 0, "REGISTERS": hopper_products.LOADING_REGISTERS,
+        "DIMS": dims, "STAGES": stages, "SIDE": 64, "HEADER": work_tiles.HEADER, "FIELDS": work_tiles.FIELDS,
+        "SPLITS": work_tiles.SPLITS, "PRIVATE": window > 0,
     }
     blocks = {"q_desc": [rows, dims], "keys_desc": [1, 64, dims], "values_desc": [1, 64, dims]}
     if fp8:
@@ -112,7 +111,6 @@ for group, head_size, window in [(4, 128, 0), (5, 96, 100)]:
         "H": 8 * group, "K": 8, "D": head_size, "P": 64, "WINDOW": window, "SCALE": 0.1, "DIMS": dims,
         "STAGES": hopper_prefill.stages_of(dims, 2, H200), "SIDE": hopper_prefill.SIDE,
         "PIECE": hopper_prefill.PIECE, "HEADER": work_tiles.HEADER, "FIELDS": work_tiles.FIELDS,
-        "GROUP_REGISTERS": hopper_prefill.GROUP_REGISTERS, "LOADING_REGISTERS": hopper_prefill.LOADING_REGISTERS,
         "KEYS": hopper_prefill.KEYS,
     }
     blocks = {"q_desc": [*hopper_prefill.unit_of(group), 64], "keys_desc": [1, 64, 64], "values_desc": [1, 64, 64]}
