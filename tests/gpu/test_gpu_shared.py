@@ -1,4 +1,4 @@
-"""Sharing changes no answer on a GPU: prefixes that are cached, forked, and read once by all who have them."""
+"""Sharing changes no answer on a GPU: prefixes are cached, forked, and read once for all sequences that share them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tree_prompts(vocab_size: int) -> list[list[int]]:
-    """A system prompt, behind it few-shot prompts, behind these questions, some asked twice; and a stranger."""
+    """Return a system prompt with few-shot prompts, each followed by questions (some asked twice), and an unrelated
+    prompt."""
     draw = random.Random(3)
 
     def ids(count: int) -> list[int]:
@@ -84,17 +85,18 @@ def test_a_replayed_step_is_the_launched_one() -> None:
         for _ in range(6):
             gen.step()
         gen._loop.drain()
-        runner = gen._runner
-        assert runner.prefixes._found
-        assert len(runner.prefixes._decodes) == len(tree_prompts(4)) * PARAMS.n
+        runner, real = gen._runner, gen.stats.running
+        assert real == len(tree_prompts(4)) * PARAMS.n
+        assert runner.prefixes is not None
+        assert runner.prefixes.rows.ends.any(), "rows share keys"
         with torch.inference_mode():
-            check_replay(runner)
+            check_replay(runner, real)
 
 
-def check_replay(runner: Runner) -> None:
+def check_replay(runner: Runner, real: int) -> None:
     held = [runner.lanes.kv_lens, runner.pool.keys, runner.pool.values]
     before = [tensor.clone() for tensor in held]
-    size, real = smallest_size(runner.graphs[True].keys, len(runner.prefixes._decodes)), len(runner.prefixes._decodes)
+    size = smallest_size(runner.graphs[True].keys, real)
     results = []
     for run in (runner.graphs[True].run, lambda size: runner.decode_body(size, True), runner.decode_body):
         for tensor, saved in zip(held, before, strict=True):
