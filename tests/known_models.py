@@ -1,4 +1,4 @@
-"""config.json of known models, and what is expected of it."""
+"""The config.json of known models, and the expected ModelConfig."""
 
 from typing import Any
 
@@ -80,7 +80,7 @@ QWEN_14B = {
     "num_hidden_layers": 48, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "sliding_window": 131072,
 }  # fmt: skip
 
-# name -> (config.json, generation_config.json or None, what has to come out, the number of parameters)
+# Name -> (config.json, generation_config.json or None, expected fields, number of parameters).
 KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], int]] = {
     "meta-llama/Llama-3.1-8B-Instruct": (
         {**LLAMA, **LLAMA_8B, "eos_token_id": [128001, 128008, 128009], "transformers_version": "4.42.3"},

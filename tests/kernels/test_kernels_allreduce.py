@@ -1,4 +1,4 @@
-"""The all-reduce kernels in Triton's interpreter: a process a rank, which push into each other's shared memory."""
+"""The all-reduce kernels in Triton's interpreter, with one process per rank and shared memory for the inboxes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ KINDS = [
     AllReduceConfig(2, 64, 1),
     AllReduceConfig(2, 256, 4),
 ]
-"""With 50 warps the chip has room for 2 programs, which take several blocks each."""
+"""With 50 warps the chip has room for 2 programs, each of which takes several blocks."""
 
 
 @pytest.fixture
 def pause(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that a rank sleeps at each look, at least some, so that ranks that wait leave the cores to others.
+    """Let ranks sleep at each poll for so many seconds, so that ranks that wait leave the cores to others.
 
-    And there are fewer cells for the number of a step.
+    There are also fewer cells for step numbers.
     """
     if not INTERPRETED:
         pytest.skip("ranks here are processes that share a CPU's memory")
@@ -61,7 +61,7 @@ def pause(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @dataclass(frozen=True)
 class Call:
-    """A call, and the seconds that each rank sleeps before it."""
+    """A call, and for how many seconds each rank sleeps before it."""
 
     x: Tensor
     parts: list[Tensor]
@@ -87,7 +87,7 @@ def random_call(rng: random.Random, size: int, chosen: AllReduceConfig | None = 
 
 @dataclass(frozen=True)
 class Ranks:
-    """What ranks need, in memory that forked processes share: inboxes [N], steps and expired a rank, results a call."""
+    """The memory of all ranks, which forked processes share: inboxes, steps and expired, with one row per rank."""
 
     memory: Tensor
     steps: Tensor
@@ -108,7 +108,7 @@ class Ranks:
         return replace(made, steps=self.steps[rank], expired=self.expired[rank])
 
     def run(self, work: Callable[[int], None], *ranks: int) -> None:
-        """work(rank) in a process each, at the same time."""
+        """Run work(rank) for these ranks at the same time, in one process each."""
         fork = multiprocessing.get_context("fork")
         processes = [fork.Process(target=work, args=(rank,)) for rank in ranks]
         for process in processes:
@@ -120,7 +120,7 @@ class Ranks:
         assert [process.exitcode for process in processes] == [0] * len(ranks)
 
     def calls(self, calls: list[Call], *ranks: int, before: Callable[[int], None] = lambda rank: None) -> list[Tensor]:
-        """The result [N, T, H] of each call, which these ranks make one after another; zeros for other ranks.
+        """Make calls in order, on these ranks, and return the result [N, T, H] of each call, zeros for other ranks.
 
         before: called with the rank, in its process.
         """
@@ -240,8 +240,8 @@ for trips in (1, 2):
 """
 
 
-def test_a_step_s_number_is_written_after_all_warps_have_read_it() -> None:
-    """Each warp reads the cell for itself. Without a barrier ahead of the write, a warp that woke late read the next
+def test_a_step_number_is_written_after_all_warps_have_read_it() -> None:
+    """Each warp reads the cell separately. Without a barrier before the write, a warp that was late read the next
     number, and both ranks waited for ever, in one start of twenty."""
     kernels = [made["ptx"] for made in compiled(LAUNCHES)]
     assert len(kernels) == 2

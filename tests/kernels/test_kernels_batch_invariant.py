@@ -1,5 +1,5 @@
-"""Products whose rows do not depend on each other, in Triton's interpreter where there is no GPU, against the twin; and
-what instructions they are compiled to for chips that are not here."""
+"""Products whose rows do not depend on each other, in Triton's interpreter if there is no GPU, compared with the twin;
+and the instructions that they are compiled to."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_against_the_twin(tokens: int, outputs: int, inputs: int, dtype: torch.d
 
 @pytest.mark.parametrize(("heads", "num_kv", "head_size"), [(4, 2, 64), (5, 1, 48), (1, 1, 256), (4, 2, 16)])
 @pytest.mark.parametrize(("tokens", "dtype"), [(5, HALVES[0]), (70, HALVES[0]), (70, torch.float32)])
-def test_rope_behind_the_product(tokens: int, dtype: torch.dtype, heads: int, num_kv: int, head_size: int) -> None:
+def test_rope_after_the_product(tokens: int, dtype: torch.dtype, heads: int, num_kv: int, head_size: int) -> None:
     page_size, pages = 16, 5
     x, weight = randn(tokens, 72, dtype=dtype), randn((heads + 2 * num_kv) * head_size, 72, seed=1, dtype=dtype)
     bias = randn(len(weight), seed=2, dtype=dtype)
@@ -87,13 +87,13 @@ def test_rope_behind_the_product(tokens: int, dtype: torch.dtype, heads: int, nu
     assert torch.equal((pool != before).any(-1), (twin_pool != before).any(-1))
     chosen, alone = config(tokens, *weight.shape, dtype, Chip.of(x.device)), before.clone()
     within = launch_as(chosen, x, weight, bias, Fused(rope=RopeWrite(mapping, *alone)))
-    assert torch.equal(within, out), "as behind it"
+    assert torch.equal(within, out), "the same bits as the separate kernel"
     assert torch.equal(alone, pool)
     assert batch_invariant.fuses_rope(tokens) == (tokens <= 64)
 
 
-def test_rope_is_compiled_as_behind_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fused multiplication and addition would round once: on a GPU these have other bits."""
+def test_rope_is_compiled_without_fused_multiply_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused multiply-add rounds once, which has other bits on a GPU."""
     asked = {}
 
     class Recorded:
@@ -124,7 +124,7 @@ def test_on_the_cpu_the_twin_answers() -> None:
 
 
 def test_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ordinary mode takes these products for few tokens: for more where they are in Gluon."""
+    """If bits may depend on the schedule, these products are used for few tokens, and in Gluon for more."""
     monkeypatch.setattr(hopper_products, "GLUON", True)
     for chip, most in ((H200, 128), (A100, 32), (replace(H200, capability=(10, 0)), 32)):
         assert pays(1, 4096, torch.bfloat16, chip)

@@ -1,4 +1,4 @@
-"""kernels/fp8.py: the numbers, the twin of the product, and what the kernels for Hopper are compiled to. On a GPU
+"""kernels/fp8.py: quantization, the twin of the product, and what the kernels for Hopper are compiled to. On a GPU
 scripts/tune/tune_fp8.py and gpu/test_gpu_fp8.py run them."""
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def test_quantized_numbers() -> None:
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, beside the largest number."""
+    """Return the largest difference divided by the largest number."""
     return float((found.float() - expected).abs().max() / expected.abs().max())
 
 
 def same(found: Tensor, expected: Tensor) -> float:
-    """Return the share of equal fp8 numbers; the interpreter rounds ties, and up to the next power of two,
-    otherwise."""
+    """Return the fraction of equal fp8 numbers. The interpreter rounds ties, and numbers below a power of two,
+    differently."""
     return (found.float() == expected.float()).float().mean().item()
 
 

@@ -77,8 +77,8 @@ LOAD, WAIT, START = r"cp\.async\.bulk\.tensor\.\dd\.shared", "griddepcontrol.wai
 
 
 def check_hand_over(ptx: str) -> None:
-    """What the first warps hand to the other groups of warps (a group's task, values that it takes over) lies in shared
-    memory between two barriers of all threads. racecheck does not know these barriers, and reports races."""
+    """Check that data for other groups of warps (their tasks, and values that they take over) is in shared memory
+    between two barriers of all threads. racecheck does not know these barriers, and reports races."""
     barrier = r"barrier\.sync\s+1;\s*\n"
     written = re.findall(rf"st\.shared\S*\s+\[global_smem\+\d+\], [^\n]*\n\s*{barrier}", ptx)
     assert len(written) == 2, "tasks, and the end"
@@ -103,11 +103,11 @@ def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
         ptx, stages = made["ptx"], made["stages"]
         programs = 1 if made["token_tiles"] * made["outputs"] <= 132 * made["rows"] else 2
         assert made["shared"] <= (H200.shared_memory + 1024) // programs - 1024
-        # The part of the four warps, whose wait is the first; then that of the warp that loads.
+        # The wait of the four warps comes first, and then the wait of the warp that loads.
         loads, waits = places(LOAD, ptx), places(WAIT, ptx)
         assert len(waits) == 2
         assert waits[0] < waits[1]
-        a_stage = made["pieces"] * max(made["depth"] // made["pieces"] // 64, 1)  # instructions: 64 columns each
+        a_stage = made["pieces"] * max(made["depth"] // made["pieces"] // 64, 1)  # instructions with 64 columns each
         first = min(stages, made["steps"])
         assert len(places(LOAD, ptx[: waits[1]])) == first * a_stage, "the weight's first ones"
         x_too = a_stage + max(made["depth"] // 64, 1)
@@ -130,14 +130,14 @@ def test_decodes_are_compiled() -> None:
         assert made["shared"] <= (H200.shared_memory + 1024) // hopper_decode.PROGRAMS - 1024
         assert made["stages"] > 2
         loads, waits = places(LOAD, made["ptx"]), places(WAIT, made["ptx"])
-        # Two of the four warps: where the step is not of decodes alone, and before the first query. And one of the warp
-        # that loads keys, in a branch of its own, for a block with a new key.
+        # The four warps wait twice: in a step with prefills, and before the first query. The warp that loads
+        # keys waits in a branch for a block with a new key.
         assert len(waits) == 3
         assert waits[1] < loads[0], "the first query"
         products = set(re.findall(r"wgmma\.mma_async\S+k16\.(\S+)", made["ptx"]))
         assert products == {"f32.bf16.bf16", *["f32.f16.f16"] * made["fp8"]}
         assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+)", made["ptx"])) == {f"m64n{made['rows']}"}
-        if made["fp8"]:  # by 4 bytes a thread, and not one by one
+        if made["fp8"]:  # 4 bytes per thread at a time
             each = hopper_decode.KEYS * made["dims"] // (32 * hopper_products.WARPS) // 4
             assert len(places(r"ldmatrix\S+x4\.shared", made["ptx"])) == each // 4, "keys"
             assert len(places(r"ldmatrix\S+x4\.trans", made["ptx"])) == each // 4, "values"
@@ -147,8 +147,8 @@ def test_decodes_are_compiled() -> None:
 
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_prefills_are_compiled(tmp_path: Path) -> None:
-    """Where a group's softmax runs beside its second product, the wait for that stands behind the softmax: the compiler
-    of PTX would put it first, and compiles products one after the other if it cannot follow them."""
+    """A group's softmax overlaps with its second product if the wait for that product comes after the softmax. ptxas
+    would put the wait first, and serializes products that it does not understand."""
     import triton
 
     for made in compiled(ATTENTION + PREFILLS):
@@ -171,7 +171,7 @@ def test_prefills_are_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fresh_configs")
-def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_run_only_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_products, "GLUON", True)
     assert hopper_products.runs_on(H200, torch.bfloat16)
     assert not hopper_products.runs_on(H200, torch.float32)
@@ -190,7 +190,7 @@ def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batch_invariant.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 8
     assert batch_invariant.config(1, 6144, 4096, torch.bfloat16, A100).tokens == 16
     monkeypatch.setattr(hopper_products, "GLUON", False)
-    assert not hopper_products.runs_on(H200, torch.bfloat16), "as with a Triton whose Gluon we do not know"
+    assert not hopper_products.runs_on(H200, torch.bfloat16), "as with an unknown Triton"
     batch_invariant.config.cache_clear()
     assert batch_invariant.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 16
 
@@ -199,7 +199,7 @@ def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ("outputs", "inputs"), [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (50257, 512)]
 )
 def test_tiles_of_many_tokens(outputs: int, inputs: int) -> None:
-    """All fit, with stages enough, and no sum is cut; beyond ALL tokens only where all tiles run at once."""
+    """Tiles fit with enough stages, and beyond ALL tokens they are used only if all tiles run at the same time."""
     for tokens in range(65, hopper_products.MOST + 1):
         tile, rows, depth, warps, stages = hopper_products.tile_of(tokens, outputs, inputs, 2, H200)
         tiles = -(-tokens // tile) * -(-outputs // rows)
