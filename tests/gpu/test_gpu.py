@@ -57,22 +57,6 @@ def collect_events(gen: Generator, found: dict[str | int, list[int]]) -> None:
         found[event.id] += event.token_ids
 
 
-def test_preemption_changes_nothing_in_float32(expected: list[list[int]]) -> None:
-    """Every few steps all running sequences are preempted, and compute everything again."""
-    found: dict[str | int, list[int]] = {id: [] for id in range(len(CHATS))}
-    with Generator(device="cuda", dtype="float32", max_seqs=8, max_step_tokens=64, speculate=False) as gen:
-        for id, chat in enumerate(CHATS):
-            gen.add(chat, GREEDY, id=id)
-        while gen.unfinished:
-            for _ in range(9):
-                collect_events(gen, found)
-            gen._loop.drain()
-            gen._loop.scheduler.preempt_all()
-        collect_events(gen, found)
-        assert gen.stats.preemptions > len(CHATS)
-    assert list(found.values()) == expected
-
-
 def test_aborts_change_nothing_in_float32(expected: list[list[int]]) -> None:
     """Of the first half of the requests every second one is aborted, and then the second half is added."""
     found: dict[str | int, list[int]] = {id: [] for id in range(len(CHATS))}
@@ -120,16 +104,6 @@ def test_two_schedules_in_bfloat16_first_differ_at_a_near_tie(attention: str) ->
         assert raw[one.token_ids[first]] - raw[other.token_ids[first]] < NEAR_TIE
 
 
-def test_sampling_and_scores_agree_on_the_gpu() -> None:
-    params = SamplingParams(seed=1, temperature=0.8, top_p=0.9, top_k=40, repetition_penalty=1.1, n=4, max_tokens=32)
-    with Generator(device="cuda", dtype="float32") as gen:
-        for output in gen.generate(CHATS[:5], params):
-            ids, start = output.prompt_token_ids, len(output.prompt_token_ids)
-            scores = gen.score([ids + completion.token_ids for completion in output.completions], start=start)
-            for score, completion in zip(scores, output.completions, strict=True):
-                assert score == pytest.approx(completion.raw_logprobs, abs=1e-3)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_checkpoint_comes_onto_the_gpu_as_it_is(dtype: torch.dtype, tmp_path: Path) -> None:
     """Tensors are loaded through several pinned buffers, into rows of fused parameters, and to another dtype."""
@@ -152,17 +126,6 @@ def test_a_checkpoint_comes_onto_the_gpu_as_it_is(dtype: torch.dtype, tmp_path: 
         assert torch.equal(targets[name].cpu(), tensor.to(dtype)), name
     assert not wide[:, :3].any()
     assert not wide[:, 6:].any()
-
-
-def test_the_bundled_checkpoint_is_the_same_on_both_devices() -> None:
-    with Generator(device="cpu", dtype="bfloat16") as there, Generator(device="cuda", dtype="bfloat16") as here:
-        pairs = zip(
-            there._runner.model.parameters.targets().items(),
-            here._runner.model.parameters.targets().values(),
-            strict=True,
-        )
-        for (name, one), other in pairs:
-            assert torch.equal(one.view, other.view.cpu()), name
 
 
 FILL = """

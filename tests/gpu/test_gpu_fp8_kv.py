@@ -37,11 +37,8 @@ def test_bytes_are_those_of_the_twin() -> None:
     assert (found[0] != found[1]).float().mean() < 1e-3, "keys, which the kernel rotates without fused multiply-adds"
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_the_schedule_never_shows(
-    folder: Path, quantization: str | None, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
-) -> None:  # fmt: skip
-    options = {**OPTIONS, "load": "dummy", "quantization": quantization}
+def test_the_schedule_never_shows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    options = {**OPTIONS, "load": "dummy"}
     requests = random_requests(4096, 24, 300, 40)
     with Generator(folder, **options) as gen:
         assert gen.config.deterministic

@@ -58,18 +58,16 @@ def expected() -> list[list[int]]:
     return tokens(answers(shares=False, prefix_cache=False))
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_shared_keys_read_once_change_nothing_in_float32(page_size: int, expected: list[list[int]]) -> None:
-    assert tokens(answers(page_size=page_size)) == expected
-
-
-def test_a_warm_cache_and_chunks_change_nothing_in_float32(expected: list[list[int]]) -> None:
-    assert tokens(answers(page_size=16, rounds=2, max_step_tokens=100, max_seqs=20)) == expected
-
-
-def test_a_thrashing_host_tier_changes_nothing_in_float32(expected: list[list[int]]) -> None:
-    """The pool holds little more than one sequence, and the host tier not all that is evicted."""
-    options: dict[str, Any] = {"page_size": 16, "num_pages": 70, "max_seqs": 8, "rounds": 3, "host_cache_gb": 0.004}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 64},
+        {"page_size": 16, "rounds": 2, "max_step_tokens": 100, "max_seqs": 20},  # a warm cache, and chunks
+        # The pool holds little more than one sequence, and the host tier not everything that is evicted.
+        {"page_size": 16, "num_pages": 70, "max_seqs": 8, "rounds": 3, "host_cache_gb": 0.004},
+    ],
+)
+def test_in_float32_nothing_changes(options: dict[str, Any], expected: list[list[int]]) -> None:
     assert tokens(answers(**options)) == expected
 
 

@@ -67,7 +67,7 @@ def test_against_the_twin(tokens: int, outputs: int, inputs: int, dtype: torch.d
 
 @pytest.mark.parametrize(("heads", "num_kv", "head_size"), [(4, 2, 64), (5, 1, 48), (1, 1, 256), (4, 2, 16)])
 @pytest.mark.parametrize(("tokens", "dtype"), [(5, HALVES[0]), (70, HALVES[0]), (70, torch.float32)])
-def test_rope_after_the_product(tokens: int, dtype: torch.dtype, heads: int, num_kv: int, head_size: int) -> None:
+def test_rope_fused_with_the_product(tokens: int, dtype: torch.dtype, heads: int, num_kv: int, head_size: int) -> None:
     page_size, pages = 16, 5
     x, weight = randn(tokens, 72, dtype=dtype), randn((heads + 2 * num_kv) * head_size, 72, seed=1, dtype=dtype)
     bias = randn(len(weight), seed=2, dtype=dtype)
@@ -116,11 +116,6 @@ def test_any_tile_gives_the_same_bits(swap: bool) -> None:
         tile = ProductConfig(tokens, rows, 32, 4, 2, swap)
         for count in (1, 31, 33, 70):
             assert torch.equal(launch_as(tile, x[:count], weight, None, Fused()), expected[:count])
-
-
-def test_on_the_cpu_the_twin_answers() -> None:
-    x, weight = randn(3, 64).cpu(), randn(32, 64, seed=1).cpu()
-    assert torch.equal(product(x, weight, None, Fused()), torch.nn.functional.linear(x, weight))
 
 
 def test_pays(monkeypatch: pytest.MonkeyPatch) -> None:
