@@ -115,7 +115,7 @@ def configure(
             rows, keys, warps, stages, programs, tiles, combine_rows, combine_splits, streamed=streamed
         )
     raise ValueError(
-        f"attention='paged' cannot run {group} query heads a KV head of size {head_size} in {dtype} on this GPU, "
+        f"attention='paged' cannot run {group} query heads per KV head of size {head_size} in {dtype} on this GPU, "
         f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"
     )
 
