@@ -114,7 +114,7 @@ def test_flash_compiles_nothing_after_the_start() -> None:
     make("flash", Ragged(size, group, 128, torch.bfloat16).pool("cuda"), group * KV_HEADS, 300)
     functions = (interface._flash_attn_fwd, interface._compute_tile_cumsum, interface._compute_blocks_to_batch)
     before = [len(function.compile_cache.cache) for function in functions]
-    assert before[0] >= 4
+    assert before[0]
     for query_lens in (None, [3], [3] * 40, [500], [2] * 299):
         case = Ragged(size, group, 128, torch.bfloat16, query_lens=query_lens)
         attention = make("flash", case.pool("cuda"), group * KV_HEADS, 300)
