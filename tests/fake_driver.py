@@ -1,4 +1,4 @@
-"""A CUDA driver of the CPU's memory, which checks each call."""
+"""A fake CUDA driver for the CPU's memory, which checks each call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MB = 1 << 20
 
 
 class FakeDriver:
-    """Addresses of the CPU's memory, which is torn to pieces where nothing is mapped. total: bytes of the device."""
+    """A range of CPU memory that is overwritten when it is mapped or unmapped. total: size of the device in bytes."""
 
     granularity = 4096
 
@@ -55,7 +55,7 @@ class FakeDriver:
 
     def tensor(self, address: int, size: int, owner: object) -> Tensor:
         at = address
-        while at < address + size:  # through mappings that lie one behind the other
+        while at < address + size:  # across mappings that follow each other
             at = next(start + length for start, length in self.mapped.items() if start <= at < start + length)
         owned = (ctypes.c_uint8 * size).from_address(address)
         owned.owner = owner

@@ -1,8 +1,8 @@
-"""The part of Gluon that Hopper's attention is written in, on the CPU: its logic without a GPU.
+"""An implementation on the CPU of the part of Gluon that Hopper's attention uses, to test its logic without a GPU.
 
-Partitions are threads, and synchronize as on a GPU; a wait that nothing ends fails after PATIENCE seconds. Memory
-begins as NaN. Products are computed when they are waited for, with what memory holds then. Tensors have layouts only
-where kernels ask for them: how these place numbers in registers and banks is not seen here.
+Partitions are threads, and synchronize as on a GPU; a wait that nothing ends fails after PATIENCE seconds. Memory is
+NaN at first. Products are computed when they are waited for, with the contents of memory at that time. Tensors have
+layouts only where kernels ask for them; the placement of numbers in registers and banks is not tested.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from triton.language import constexpr
 
 PATIENCE = 20
-ROW = 64  # numbers of a row of swizzled memory
+ROW = 64  # numbers per row of swizzled memory
 
 
 class Layout:
@@ -50,7 +51,8 @@ class Tensor:
 
 
 def lifted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function of torch tensors and numbers take Tensors. The first with a layout gives the result's."""
+    """Return a version of a function of torch tensors that takes Tensors. The first layout is the layout of the
+    result."""
 
     def run(*values: Any) -> Any:
         tensors = [value for value in values if isinstance(value, Tensor)]
@@ -82,7 +84,7 @@ class Pointer:
 
 
 class Waited:
-    """A condition that threads wait for."""
+    """A condition that threads can wait for."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -111,7 +113,7 @@ class MemoryBarrier(Waited):
 
 
 class NamedBarrier(Waited):
-    """Of two partitions."""
+    """A named barrier of two partitions."""
 
     arrived = 0
 
@@ -126,7 +128,7 @@ class NamedBarrier(Waited):
 
 @dataclass
 class Shared:
-    """Shared memory: the places of its numbers in a flat tensor."""
+    """A view of shared memory, given by the positions of its numbers in a flat tensor."""
 
     flat: torch.Tensor
     at: torch.Tensor
@@ -145,7 +147,7 @@ class Shared:
 
     @property
     def _flat(self) -> torch.Tensor:
-        """Torch does not index numbers in fp8."""
+        """Return the flat tensor as torch can index it, which it cannot do in fp8."""
         return self.flat.view(torch.uint8) if self.dtype.itemsize == 1 else self.flat
 
     def reshape(self, shape: list[int]) -> Shared:
@@ -192,7 +194,7 @@ class Descriptor:
 
 
 def load_tile(desc: Descriptor, at: list[int], ready: MemoryBarrier, to: Shared, pred: bool = True) -> None:
-    """Numbers outside of the tensor are zeros."""
+    """Load a tile; numbers outside of the tensor are zeros."""
     if pred:
         block = torch.zeros(to.shape, dtype=desc.dtype)
         before = tuple(max(-first, 0) for first in at)
@@ -220,7 +222,7 @@ class Product:
 
 @dataclass
 class Partitions(threading.local):
-    """What a partition knows of itself."""
+    """The state of a partition: its number of warps, and its products in flight."""
 
     warps: int = 4
     products: deque[Product] = field(default_factory=deque)
@@ -301,7 +303,7 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 
 def compute(text: str, given: list[Tensor], dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
-    """Run instructions of PTX on registers that hold two 2-byte numbers each, neighbours in the last dimension."""
+    """Run PTX instructions on registers that hold two 2-byte numbers each, neighbours in the last dimension."""
     registers = {f"${len(dtypes) + n}": x.x.contiguous().view(torch.int32).long() % 2**32 for n, x in enumerate(given)}
 
     def times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -323,7 +325,7 @@ def compute(text: str, given: list[Tensor], dtypes: tuple[torch.dtype, ...]) -> 
 
 
 class Program:
-    """A kernel's programs, which run one after the other. language: what stands for `gl` and for `tl`."""
+    """A kernel whose programs run one after the other. language: the replacement of `gl` and `tl`."""
 
     def __init__(self, kernel: Callable[..., None]) -> None:
         self.kernel = kernel
@@ -387,12 +389,14 @@ class Program:
 
 
 def put(monkeypatch: pytest.MonkeyPatch, kernel: str, module: ModuleType, *helpers: ModuleType) -> None:
-    """Have the kernel of a module run here, which calls functions of `helpers`."""
+    """Make a module's kernel run on the CPU. helpers: modules whose functions it calls."""
     program = Program(getattr(module, kernel))
     for each in (module, *helpers):
         for name, value in vars(each).copy().items():
             if hasattr(value, "fn") and hasattr(value, "rewrite"):  # a function for Triton's interpreter
                 monkeypatch.setattr(each, name, value.fn)
+            elif isinstance(value, constexpr):
+                monkeypatch.setattr(each, name, value.value)
         monkeypatch.setattr(each, "tl", program.language, raising=False)
         monkeypatch.setattr(each, "gl", program.language, raising=False)
     names = {"gl": program.language, "nvidia": program.nvidia, "barrier": int, "load_tile": load_tile,

@@ -1,5 +1,4 @@
-"""Triton's interpreter, in which kernels run where there is no GPU, does here without what takes most of its time, and
-multiplies alike on all processors."""
+"""Patches of Triton's interpreter that make it faster, and make its products the same on all processors."""
 
 from __future__ import annotations
 
@@ -12,8 +11,9 @@ core = interpreter.tl.core
 
 
 def hasten() -> None:
-    """From now on, in this process. Kernels compute the same, but for products, whose sums are rounded once."""
-    # Sums are checked for overflow, and what is found is then dropped, as `debug` is False.
+    """Patch the interpreter of this process. Kernels compute the same, except that sums of products are rounded
+    once."""
+    # Otherwise sums are checked for overflow, and the result is ignored, since `debug` is False.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter.InterpretedFunction.__call__ = _call
     interpreter._get_np_dtype = _numpy_type
@@ -29,15 +29,17 @@ dot = interpreter.InterpreterBuilder.create_dot
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """As the interpreter calls a function from a kernel, whose launch has patched Triton's language: to do that
-    again for each call is a third of all time. What Triton's own functions use is patched once, and stays."""
+    """Call a function from a kernel without patching Triton's language again, which takes a third of all time.
+
+    The launch of the kernel has patched it. What Triton's own functions use is patched once, and stays patched.
+    """
     if core.is_builtin(core.load):
         patch(function.fn)
     return function.rewrite()(*args, **kwargs)
 
 
 def _numpy_type(type: Any) -> Any:
-    """It makes a dictionary of all types for each look into it."""
+    """Cache Triton's function, which makes a dictionary of all types at each call."""
     found = numpy_types.get(type.name)
     if found is None:
         found = numpy_types[type.name] = numpy_type(type)
@@ -45,8 +47,8 @@ def _numpy_type(type: Any) -> Any:
 
 
 def _dot(self: Any, a: Any, b: Any, acc: Any, *options: Any) -> Any:
-    """A product in float64, rounded once. In float32 the order of a sum, and so its last bit, depends on the processor
-    and on the place in the tile."""
+    """Compute a product in float64, rounded once. In float32 the order of a sum, and therefore its last bit, would
+    depend on the processor and on the position in the tile."""
     zero = interpreter.TensorHandle(np.zeros(acc.data.shape), core.float64)
     exact = dot(self, a, b, zero, *options)
     return interpreter.TensorHandle(exact.data.astype(acc.data.dtype) + acc.data, acc.dtype.scalar)
@@ -59,7 +61,7 @@ def _sizes(shape: Any) -> list[int]:
 
 
 def _init_tuple(self: Any, args: Any, type: Any = None) -> None:
-    """Every tensor's shape is one, whose type nobody asks for."""
+    """Do not compute the type of a tuple; tensors have shapes whose type is never used."""
     self.values = [*args]
     self._type = type if type is None or isinstance(type, core.tuple_type) else core.tuple_type(type)
 

@@ -1,4 +1,4 @@
-"""config.json of known models, and what is expected of it."""
+"""The config.json of known models, and the expected ModelConfig."""
 
 from typing import Any
 
@@ -80,7 +80,7 @@ QWEN_14B = {
     "num_hidden_layers": 48, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "sliding_window": 131072,
 }  # fmt: skip
 
-# name -> (config.json, generation_config.json or None, what has to come out, the number of parameters)
+# Name -> (config.json, generation_config.json or None, expected fields, number of parameters).
 KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], int]] = {
     "meta-llama/Llama-3.1-8B-Instruct": (
         {**LLAMA, **LLAMA_8B, "eos_token_id": [128001, 128008, 128009], "transformers_version": "4.42.3"},
@@ -118,12 +118,6 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
         {"windows": (32768,) * 36, "max_position": 32768, "rope": RopeConfig(theta=1e8), "head_size": 128},
         8_019_808_256,
     ),
-    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (
-        {**LLAMA, **LLAMA_8B, "eos_token_id": 128001, "transformers_version": "4.43.0.dev0"},
-        {"bos_token_id": 128000, "do_sample": True, "eos_token_id": 128001, "temperature": 0.6, "top_p": 0.95},
-        {"eos_ids": (128001,), "rope": RopeConfig("llama3", 500000.0, 8.0, 1.0, 4.0, 8192), "head_size": 128},
-        8_030_261_248,
-    ),
     "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": (
         {**LLAMA, "eos_token_id": [128001, 128008, 128009], "head_dim": 128, "hidden_size": 8192,
          "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80,
@@ -144,12 +138,6 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
         {"windows": (0,) * 28, "num_heads": 28, "num_kv_heads": 4, "head_size": 128, "norm_eps": 1e-6,
          "rope": RopeConfig(theta=1000000.0), "qkv_bias": True, "o_bias": False, "qk_norm": False},
         7_615_616_512,
-    ),
-    "Qwen/Qwen2.5-14B": (
-        {**QWEN, **QWEN_14B, "transformers_version": "4.43.1"},
-        {"bos_token_id": 151643, "do_sample": False, "eos_token_id": 151643, "max_new_tokens": 2048},
-        {"windows": (0,) * 48, "num_heads": 40, "num_kv_heads": 8, "max_position": 131072},
-        14_770_033_664,
     ),
     "Qwen/Qwen3-8B": (
         {**QWEN, "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "eos_token_id": 151645,

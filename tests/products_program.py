@@ -1,5 +1,5 @@
-"""Checks that the bits of packed products and of attention depend neither on the rows beside nor on the number of
-threads."""
+"""A program that checks that the bits of packed products and of attention do not depend on other rows or on the number
+of threads."""
 
 import os
 
@@ -17,7 +17,7 @@ SHAPES = [
     (16, 64), (128, 64), (128, 128), (200, 96), (256, 704), (392, 96), (456, 352), (512, 256), (520, 300), (896, 1024),
     (1024, 3072), (4096, 256),
 ]  # fmt: skip
-ROWS = [1, 2, 3, 4, 5, 7, 8, 11, 16, 25, 33, 64, 150, 256]  # of PACKED_ROW_TILE
+ROWS = [1, 2, 3, 4, 5, 7, 8, 11, 16, 25, 33, 64, 150, 256]  # in units of PACKED_ROW_TILE
 
 
 def check(outputs: int, inputs: int) -> None:
@@ -49,7 +49,7 @@ def check_attention(head_size: int, kv_heads: int, page_size: int) -> None:
     queries = [torch.randn(length, heads, head_size) for length in lens]
 
     def attend(members: list[int], most: int) -> list[torch.Tensor]:
-        """The last tokens of these sequences, at most so many, in a step."""
+        """Attend with up to `most` last tokens of these sequences in one step."""
         query_lens = np.minimum(lens[members], most)
         plan = attention.plan(StepLayout(query_lens, lens[members], 0, np.array(members), table))
         q = torch.cat([queries[member][-most:] for member in members])

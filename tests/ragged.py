@@ -1,4 +1,4 @@
-"""Random ragged steps over a paged pool, for the tests of attention; and what attention must answer, within what."""
+"""Random ragged steps over a paged pool for the tests of attention, with the expected answers and their tolerances."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fastgen.model.kv_pool import KVPool
 
 KV_HEADS = 2
 LAYERS = 2
-LAYER = 1  # the one that holds the case; the other holds garbage
+LAYER = 1  # the layer with the case's keys and values; the other has garbage
 QUERIES = (1, 2, 31, 64, 127, 128, 130, 300)
 KNOWN = (0, 1, 63, 64, 65, 127, 128, 129, 500)
 
 
 class Ragged:
-    """A step of some decodes, then some prefill chunks, over shuffled pages and lanes.
+    """A step of some decodes followed by some prefill chunks, with shuffled pages and lanes.
 
-    query_lens: of each sequence; by default a few of each kind. q: [T, H, D] of `dtype`, on the CPU, as is all here
-    that has no device given.
+    query_lens: query length of each sequence, by default some of each kind. q: [T, H, D] of `dtype`, on the CPU, like
+    everything here unless a device is given.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Ragged:
         slots = [-(-length // page_size) for length in self.kv_lens]
         num_pages, lanes = sum(slots) + 3, len(slots) + 2
         self.lanes = torch.from_numpy(rng.permutation(lanes)[: len(slots)])
-        # Behind a sequence's last page stands any page.
+        # The page table is random after a sequence's last page.
         self.table = torch.from_numpy(rng.integers(0, num_pages, (lanes, max(slots) + 1))).int()
         own = torch.split(torch.from_numpy(rng.permutation(num_pages)[: sum(slots)]).int(), slots)
         self._pool = self._new_pool(num_pages, page_size, torch.float32, "cpu")
@@ -64,8 +64,8 @@ class Ragged:
         return KVPool(LAYERS, num_pages, KV_HEADS, page_size, head_size, dtype, torch.device(device))
 
     def pool(self, device: str = "cpu", garbage: float = 1e4) -> KVPool:
-        """A pool of `dtype` with keys and values of the sequences; `garbage` where none has written a value, NaN where
-        none has written a key."""
+        """Return a pool of `dtype` with the keys and values of the sequences. Unwritten values are `garbage`, and
+        unwritten keys NaN."""
         pool = self._new_pool(self._pool.spare, self._pool.page_size, self.dtype, device)
         written = self._written[:, None, :, None]
         pool.keys.fill_(torch.nan)
@@ -75,17 +75,18 @@ class Ragged:
         return pool
 
     def layout(self, device: str = "cpu", lens: Sequence[int] | None = None) -> StepLayout:
-        """lens: kv_lens, if not those of the case."""
+        """Return the layout of the step. lens: other KV lengths than the case's."""
         ends = [length == 1 for length in self.query_lens] + [False]
         lens = self.kv_lens if lens is None else lens
         host = np.array(self.query_lens), np.array(lens)
         return StepLayout(*host, ends.index(False), self.lanes.numpy(), self.table.to(device))
 
     def expected(self, window: int, lens: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """The answer [T, H, D] in float32, and by how much each number of an answer in `dtype` may differ from it.
+        """Return the answer [T, H, D] in float32, and by how much each number of an answer in `dtype` may differ from
+        it.
 
-        The weights of the keys are rounded to dtype before they meet the values, and the answer is rounded to it: each
-        to half a unit in the last place, so that both together stay under a unit of what |values| come to.
+        The weights of the keys and the answer are rounded to `dtype`, each by at most half a unit in the last place.
+        Together they change an answer by less than a unit of the answer for |values|.
         """
         layout, pool = self.layout(lens=lens), self._pool
         answer = self._reference(pool, layout, window)
@@ -100,8 +101,8 @@ class Ragged:
 
 
 def assert_within(answer: Tensor, expected: tuple[Tensor, Tensor]) -> None:
-    """NaN is within nothing."""
+    """Check that an answer is within the tolerance; NaN never is."""
     exact, slack = expected
     excess = ((answer.float().cpu() - exact).abs() / slack).nan_to_num(torch.inf)
     assert answer.shape == exact.shape
-    assert excess.max() <= 1, f"{excess.max():.2f} times what rounding can make of it, at {excess.argmax().item()}"
+    assert excess.max() <= 1, f"{excess.max():.2f} times the tolerance, at {excess.argmax().item()}"

@@ -1,1 +1,1 @@
-"""The device, without any model: the CUDA driver, memory, pinned buffers, profiling, and threads of the CPU."""
+"""Access to the device, independent of any model: CUDA driver, memory, pinned buffers, profiling, and CPU threads."""

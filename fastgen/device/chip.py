@@ -15,8 +15,8 @@ HOPPER = (9, 0)
 class Chip:
     """The properties of a GPU by which kernels are configured.
 
-    capability: (9, 0) for Hopper. processors: the number of streaming multiprocessors. shared_memory: the most bytes of
-    a block.
+    capability: compute capability, (9, 0) for Hopper. processors: number of streaming multiprocessors. shared_memory:
+    maximum number of bytes of shared memory per block.
     """
 
     capability: tuple[int, int]
@@ -25,13 +25,14 @@ class Chip:
 
     @property
     def dependent_launch(self) -> bool:
-        """Return whether a kernel may start before the one ahead has ended (programmatic dependent launch)."""
+        """Return whether a kernel can start before the previous one has ended (programmatic dependent launch)."""
         return self.capability >= (9, 0)
 
     @staticmethod
     @cache
     def of(device: torch.device) -> Chip:
-        """Return the properties of a GPU; for the CPU those of a small imaginary one, for the interpreter."""
+        """Return the properties of a GPU. For the CPU, return those of a small imaginary GPU, for Triton's
+        interpreter."""
         if device.type != "cuda":
             return Chip((8, 0), 4, 100_000)
         found = torch.cuda.get_device_properties(device)
@@ -40,7 +41,7 @@ class Chip:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one, for launches and streams; for the CPU do nothing."""
+    """Make a GPU the current one, for launches and streams, within a block. For the CPU, do nothing."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""Functions of the CUDA driver that torch does not offer: virtual memory, memory that two processes share, and flags
+"""Functions of the CUDA driver that torch does not expose: virtual memory, memory that two processes share, and flags
 that streams write and wait for.
 
 https://docs.nvidia.com/cuda/cuda-driver-api/
@@ -15,7 +15,7 @@ _POINTER, _STREAM, _INT, _UINT = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int,
 
 
 class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle, which the driver takes by value."""
+    """The driver's CUipcMemHandle, which functions take by value."""
 
     _fields_ = [("bytes", ctypes.c_ubyte * 64)]
 
@@ -35,8 +35,8 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cuIpcOpenMemHandle_v2": [_POINTER, IpcHandle, _UINT],
     "cuIpcCloseMemHandle": [_ADDRESS],
     "cuMemcpyAsync": [_ADDRESS, _ADDRESS, _SIZE, _STREAM],
-    # With flags of 0, a write comes after a memory barrier, and a wait ends at the value or a later one, in the order
-    # of numbers that wrap around.
+    # With flags of 0, a memory barrier precedes the write, and a wait ends at the given value or a later one, where
+    # "later" is meant for numbers that wrap around.
     "cuStreamWriteValue32_v2": [_STREAM, _ADDRESS, ctypes.c_uint32, _UINT],
     "cuStreamWaitValue32_v2": [_STREAM, _ADDRESS, ctypes.c_uint32, _UINT],
 }
@@ -44,7 +44,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
 
 @cache
 def library() -> ctypes.CDLL:
-    """Load the driver's library, with the types of these functions."""
+    """Load the driver's library, and set the argument types of these functions."""
     loaded = ctypes.CDLL("libcuda.so.1")
     for name, arguments in _FUNCTIONS.items():
         getattr(loaded, name).argtypes = arguments

@@ -1,8 +1,8 @@
-"""Memory that is given back and taken again while its tensors keep their addresses.
+"""Memory that can be released and restored while its tensors keep their addresses.
 
-On a GPU a range of addresses is reserved, and physical memory is mapped there as tensors are made, with the CUDA
-driver's virtual memory management. Giving memory back unmaps it. CUDA graphs know addresses alone, so they stay valid
-when other physical memory is mapped at the same place.
+On a GPU, a range of addresses is reserved with the CUDA driver's virtual memory management, and physical memory is
+mapped there as tensors are made. Releasing the memory unmaps it. CUDA graphs contain only addresses, so they stay valid
+when other physical memory is mapped to the same addresses.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from fastgen.device.pinned import Pinned
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 512  # bytes, of each tensor on a GPU
+ALIGNMENT = 512  # alignment of tensors on a GPU, in bytes
 HUGE = 4 << 20  # bytes from which on a mapping asks for huge pages, as numpy does for its arrays
 
 
 def device_memory(device: str) -> int:
-    """Return the free bytes of a GPU's memory; 0 for the CPU."""
+    """Return the number of free bytes of a GPU, or 0 for the CPU."""
     return torch.cuda.mem_get_info(torch.device(device))[0] if torch.device(device).type == "cuda" else 0
 
 
 def release_memory(device: str) -> None:
-    """Empty torch's cache of a GPU's memory, so that it counts as free."""
+    """Empty torch's cache of GPU memory, so that this memory counts as free."""
     if torch.device(device).type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with current(torch.device(device)):
             torch.cuda.empty_cache()
 
 
 class Memory:
-    """Memory of the CPU, where nothing is given back. DeviceMemory gives back that of a GPU.
+    """Memory for tensors on the CPU, which is never released. DeviceMemory, for a GPU, is released.
 
-    The tensors may outlive the object. Between `release` and `restore` they must not be used.
+    The tensors may outlive the object. They must not be used between `release` and `restore`.
     """
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make a tensor of zeros. Raises torch.OutOfMemoryError on a GPU and MemoryError on the CPU.
 
-        On the CPU it is an anonymous mapping, which takes memory as it is written to.
+        On the CPU it is an anonymous mapping, which takes up memory only as it is written to.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         try:
@@ -61,34 +61,35 @@ class Memory:
         return torch.frombuffer(block, dtype=dtype).view(*shape)
 
     def release(self, keep: bool) -> None:
-        """Give all memory back. Nothing that uses the tensors may be in flight; a second call does nothing.
+        """Release all memory. No work that uses the tensors may be in flight; a second call does nothing.
 
-        keep: `restore` brings the contents back; otherwise the tensors are zeros then.
+        keep: whether `restore` brings the contents back; otherwise it fills the tensors with zeros.
         """
 
     def restore(self) -> None:
-        """Take the memory again, at the same addresses, filled for work launched next on the current stream.
+        """Restore the memory at the same addresses, with contents that are ready for later work on the current stream.
 
-        Raises torch.OutOfMemoryError if there is too little; the memory stays released then. Does nothing where it is
-        not released.
+        Raises torch.OutOfMemoryError if there is too little, and leaves the memory released. Does nothing if the memory
+        is not released.
         """
 
 
 def memory_on(device: torch.device) -> Memory:
-    """Return the memory of a GPU or of the CPU."""
+    """Return a Memory for tensors on `device`."""
     return DeviceMemory(VirtualMemory(device), device) if device.type == "cuda" else Memory()
 
 
 class DeviceMemory(Memory):
-    """Memory of a GPU: tensors one behind the other in a reserved range, of which the used part is mapped.
+    """Memory of a GPU. Its tensors follow each other in a reserved range of addresses, whose used part is mapped.
 
-    The copies of kept contents are in pinned memory of the host. It is pinned once, since that takes longer than a
-    copy."""
+    While the memory is released, kept contents are in pinned host memory. This is pinned only once, because pinning
+    takes longer than a copy.
+    """
 
     def __init__(self, driver: VirtualMemory, device: torch.device) -> None:
         self._driver, self._device = driver, device
         self._address, size = driver.reserve()
-        self._used = self._mapped = 0  # bytes; _mapped counts while released, too
+        self._used = self._mapped = 0  # bytes; _mapped stays the same while the memory is released
         self._mappings: list[tuple[int, int]] = []  # (address, size)
         self._released = False
         self._pinned: Pinned | None = None
@@ -136,7 +137,7 @@ class DeviceMemory(Memory):
         self._mapped = offset + size
 
     def _bytes(self, start: int, end: int) -> Tensor:
-        """Return uint8 [end - start]. It keeps this object alive, so this object must not keep it."""
+        """Return uint8 [end - start]. It keeps this object alive, so this object must not hold a reference to it."""
         return self._driver.tensor(self._address + start, end - start, self)
 
 
@@ -163,7 +164,7 @@ ON_DEVICE = 1  # CU_MEM_ALLOCATION_TYPE_PINNED and CU_MEM_LOCATION_TYPE_DEVICE
 READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
-UNSHARED = 2 << 20  # bytes; the driver may put smaller allocations together, which the other process would see
+UNSHARED = 2 << 20  # bytes; the driver may place smaller allocations together, and the other process would see them all
 
 
 class _Location(ctypes.Structure):
@@ -196,7 +197,7 @@ class _Mapped:
 
 
 class VirtualMemory:
-    """Addresses and physical memory of a GPU. Sizes and addresses are multiples of `granularity`."""
+    """Access to the addresses and the physical memory of a GPU. Sizes and addresses are multiples of `granularity`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -208,17 +209,17 @@ class VirtualMemory:
         self.granularity = granularity.value
 
     def reserve(self) -> tuple[int, int]:
-        """Reserve addresses for as much memory as the device has. Return (address, size)."""
+        """Reserve addresses for as much memory as the device has, and return (address, size)."""
         address, size = ctypes.c_uint64(), _rounded(self._total, self.granularity)
         self._call("cuMemAddressReserve", ctypes.byref(address), size, 0, 0, 0)
         return address.value, size
 
     def free(self, address: int, size: int) -> None:
-        """Give back a range of `reserve`."""
+        """Free a range of addresses that `reserve` has returned."""
         self._call("cuMemAddressFree", address, size)
 
     def map(self, address: int, size: int) -> None:
-        """Take physical memory and map it. Raises torch.OutOfMemoryError if there is too little."""
+        """Allocate physical memory and map it. Raises torch.OutOfMemoryError if there is too little."""
         handle = ctypes.c_uint64()
         create = ctypes.byref(handle), size, ctypes.byref(self._allocation), 0
         with current(self._device):
@@ -241,7 +242,7 @@ class VirtualMemory:
         self._call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
 
     def unmap(self, address: int, size: int) -> None:
-        """Give back the memory of one call of `map`."""
+        """Unmap and free the memory of one call to `map`."""
         self._call("cuMemUnmap", address, size)
 
     def synchronize(self) -> None:
@@ -258,17 +259,16 @@ class VirtualMemory:
 
 
 def gpu_id(device: torch.device) -> str | None:
-    """Return the UUID of a GPU; None for the CPU."""
+    """Return the UUID of a GPU, or None for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 class IpcMemory:
-    """Memory of a GPU that another process of this machine opens by its `handle` (CUDA IPC). bytes: uint8, `size` or
-    more.
+    """Memory of a GPU that another process on this machine can open by its handle (CUDA IPC).
 
-    handle: of the other process's memory; None makes new memory, which the driver allocates: what torch's allocator has
-    may have no handle (expandable segments). Raises RuntimeError where the driver refuses, as it does where there is
-    too little memory, and between containers.
+    bytes: uint8, `size` elements or more. handle: handle of memory of the other process, or None to make new memory.
+    The driver allocates it, since memory of torch's allocator may have no handle (expandable segments). Raises
+    RuntimeError if the driver refuses, as it does if there is too little memory, and between containers.
     """
 
     def __init__(self, size: int, device: torch.device, handle: str | None = None) -> None:
@@ -286,7 +286,7 @@ class IpcMemory:
         self.bytes = torch.as_tensor(_Mapped(self._address.value, size, None), device=device)
 
     def close(self) -> None:
-        """Give the memory back, which is not used any more; the process that has made it comes last."""
+        """Close the memory when nothing uses it any more. The process that made it has to be the last to close it."""
         with current(self._device):
             torch.cuda.synchronize(self._device)
             cuda_driver.call("cuMemFree_v2" if self._is_mine else "cuIpcCloseMemHandle", self._address)

@@ -1,8 +1,8 @@
-"""Float32 products of the MKL within torch that torch itself does not offer: with packed weights, and of batches whose
-matrices lie anywhere.
+"""Float32 products of torch's MKL that torch does not expose: products with packed weights, and batches of products
+whose matrices are given by address.
 
-A packed weight is in the order of MKL's product, which would reorder it in each call. Products with it are up to twice
-as fast as F.linear, and equal to the bit for any number of threads.
+A packed weight is stored in the order that MKL's product needs, which otherwise reorders the weight in each call.
+Products with packed weights are up to twice as fast as F.linear, and have the same bits for any number of threads.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 PACKED_INPUTS = 352
-"""The most inputs of a packed part of a weight, whose products are added in order. MKL sums longer rows (from 450 to
-700 inputs on) in pieces whose size depends on the number of rows."""
+"""Maximum number of inputs of a packed part of a weight; the products of the parts are added in order. MKL sums longer
+rows (from 450 to 700 inputs on) in pieces whose size depends on the number of rows."""
 
-_ROW_MAJOR, _PLAIN, _TRANSPOSED, _PACKED, _RIGHT = 101, 111, 112, 151, 162  # of CBLAS
-_ROWS = 16  # of the products that a weight is packed for
+_ROW_MAJOR, _PLAIN, _TRANSPOSED, _PACKED, _RIGHT = 101, 111, 112, 151, 162  # constants of CBLAS
+_ROWS = 16  # number of rows of the products that a weight is packed for
 
 Indices = NDArray[np.int64]
 
 
 def library_function(library: str | None, name: str) -> Callable[..., int] | None:
-    """Return a function of a library that torch has loaded, or None."""
+    """Return a function of a library that torch has loaded, or None if there is none."""
     try:
         found: Callable[..., int] | None = getattr(ctypes.CDLL(library), name, None)
     except OSError:
@@ -40,7 +40,7 @@ def library_function(library: str | None, name: str) -> Callable[..., int] | Non
 
 
 def mkl_function(name: str, returns: type = c_int) -> Callable[..., int] | None:
-    """Return a function of the MKL within torch, which returns a type of ctypes; None where there is none."""
+    """Return a function of torch's MKL, or None if there is none. returns: the ctypes type of its result."""
     found: Any = library_function(_LIBTORCH, name)
     if found is not None:
         found.restype = returns
@@ -53,28 +53,28 @@ _PACK_SIZE = mkl_function("cblas_sgemm_pack_get_size", returns=c_size_t)
 _MULTIPLY_BATCH = mkl_function("cblas_sgemm_batch")
 
 PACKS = None not in (_PACK, _PACK_SIZE, _MULTIPLY)
-"""torch has products with packed weights."""
+"""True if products with packed weights are available."""
 
 BATCHES = _MULTIPLY_BATCH is not None
-"""torch has products of batches by address."""
+"""True if batches of products by address are available."""
 
 
 # Packed weights
 
 
 def packed_outputs(outputs: int) -> int:
-    """Return the outputs of a packed weight, which has rows of zeros behind its own.
+    """Return the number of outputs of a packed weight, which is padded with rows of zeros.
 
-    With AVX2, MKL sums products of fewer than 192 outputs, or of weights that 16 threads have packed, in other orders;
-    and on processors of AMD those of 4 to 8 outputs that are left for the last of 16 or more threads.
+    With AVX2, MKL uses another order for sums of products with fewer than 192 outputs, and with weights that 16 threads
+    have packed. On AMD processors it also does for the 4 to 8 outputs that remain for the last of 16 or more threads.
     """
     return max(-(-outputs // 16) * 16, 192)
 
 
 @cache
 def _parts(outputs: int, inputs: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the first input of each packed part of a weight, the number of inputs, and the part's bytes, padded to a
-    multiple of 64."""
+    """Return (first input, number of inputs, number of bytes padded to a multiple of 64) of each packed part of a
+    weight."""
     assert _PACK_SIZE is not None
     sizes = {first: min(PACKED_INPUTS, inputs - first) for first in range(0, inputs, PACKED_INPUTS)}
     return tuple(
@@ -83,12 +83,12 @@ def _parts(outputs: int, inputs: int) -> tuple[tuple[int, int, int], ...]:
 
 
 def pack_size(outputs: int, inputs: int) -> int:
-    """Return the float32 numbers that a packed weight [outputs, inputs] takes, a multiple of 64 bytes."""
+    """Return how many float32 numbers a packed weight [outputs, inputs] takes, a multiple of 64 bytes."""
     return sum(length for _, _, length in _parts(packed_outputs(outputs), inputs)) // 4
 
 
 def pack(weight: Tensor, memory: Tensor) -> None:
-    """Pack a weight [outputs, inputs] into `memory`, float32 [pack_size]."""
+    """Pack a weight [outputs, inputs] into `memory`, float32 [pack_size(outputs, inputs)]."""
     assert _PACK is not None
     if more := packed_outputs(len(weight)) - len(weight):
         weight = F.pad(weight, (0, 0, 0, more))
@@ -103,9 +103,9 @@ def pack(weight: Tensor, memory: Tensor) -> None:
 
 
 def multiply_packed(x: Tensor, packed: Tensor, y: Tensor, keep: float) -> Tensor:
-    """Set y [T, outputs] to keep * y, plus the product of x [T, inputs] and a packed weight; return y.
+    """Set y to keep * y plus the product of x [T, inputs] and a packed weight, and return y.
 
-    y has `packed_outputs` columns.
+    y: [T, packed_outputs(outputs)].
     """
     assert _MULTIPLY is not None
     assert y.is_contiguous()
@@ -121,7 +121,7 @@ def multiply_packed(x: Tensor, packed: Tensor, y: Tensor, keep: float) -> Tensor
 
 
 def _at(x: Tensor, number: int = 0) -> c_void_p:
-    """Return the address of a number of a float32 tensor."""
+    """Return the address of the element with index `number` of a float32 tensor."""
     return c_void_p(x.data_ptr() + 4 * number)
 
 
@@ -138,10 +138,10 @@ def batch(
     c: tuple[Indices, int],
     transposed: bool = False,
 ) -> Callable[[], object]:
-    """Return the call that sets matrices c [m, n] to the products of a [m, k] and b, [k, n] or [n, k] if transposed.
+    """Return a function that sets matrices c [m, n] to the products of a [m, k] and b, [k, n] or if transposed [n, k].
 
-    groups: the number of products of each size m, n, k. a, b, c: the addresses of the matrices, read at each call, and
-    the numbers from a row to the next.
+    groups: number of products of each size (m, n, k). a, b, c: addresses of the matrices, which are read at each call,
+    and number of elements between the beginnings of two rows.
     """
     assert _MULTIPLY_BATCH is not None
     count = len(groups)

@@ -1,4 +1,4 @@
-"""Pinned memory of the host: the GPU's driver knows that its pages stay, so copies run at full speed."""
+"""Pinned host memory, whose pages stay in place, so that copies to and from a GPU run at full speed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNMENT = 4096  # bytes; a page of the host's memory is pinned as a whole
+ALIGNMENT = 4096  # bytes; a page of host memory is pinned as a whole
 
 
 class Pinned:
-    """Memory of the host, `bytes`: uint8 [num_bytes], pinned if `device` is a GPU until this object is gone.
+    """Host memory that is pinned until this object is deleted, if `device` is a GPU.
 
-    use, advice: for errors, what the memory is for ("the host tier") and how the user can do with less. Raises
-    ValueError if the host has too little memory.
+    bytes: uint8 [num_bytes], the memory. use, advice: for error messages, what the memory is for ("the host tier") and
+    how the user can do with less. Raises ValueError if the host has too little memory.
     """
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
@@ -34,8 +34,8 @@ class Pinned:
         start = -raw.ctypes.data % ALIGNMENT
         self.bytes = torch.from_numpy(raw[start : start + num_bytes])
         if device.type == "cuda" and num_bytes:
-            # Registered, not allocated by torch, which would take the next power of two. zero_ touches the pages with
-            # all threads; the driver would touch them one after the other.
+            # The memory is registered instead of allocated by torch, which would round its size up to a power of two.
+            # zero_ touches the pages with all threads; the driver would touch one after the other.
             self.bytes.zero_()
             status = int(_cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0))
             if status:
@@ -44,7 +44,7 @@ class Pinned:
 
 
 def _unpin(memory: Tensor, device: torch.device) -> None:
-    """Unpin memory behind the last copy, before it is freed."""
+    """Unpin memory after the last copy, before the memory is freed."""
     torch.cuda.synchronize(device)
     status = int(_cudart().cudaHostUnregister(memory.data_ptr()))
     assert not status, f"host memory cannot be unpinned (CUDA error {status})"
@@ -55,7 +55,7 @@ def _cudart() -> Any:
 
 
 def _free_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the bytes that Linux and the limit of this container leave; infinity on other systems."""
+    """Return how many bytes of memory Linux and the limit of this container leave, or infinity on other systems."""
     free = math.inf
     if meminfo.exists():
         found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
@@ -68,13 +68,13 @@ def _free_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """Launch what is inside the block on `stream`; None stands for the CPU, where nothing changes."""
+    """Launch the work of a block on `stream`. None stands for the CPU, where nothing changes."""
     return torch.cuda.stream(stream) if stream is not None else nullcontext()
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to a device, in the order of the current stream. The host does not wait, as it would for a copy
-    from memory that is not pinned."""
+    """Copy an array to a device, in the order of the current stream, through pinned memory, so the host does not
+    wait."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -83,16 +83,16 @@ Sent = TypeVar("Sent", Tensor, Tensor | None)
 
 
 def to_host(tensor: Sent) -> Sent:
-    """Start a copy to the host. It is complete when all launches so far have run."""
+    """Start a copy to the host, and return it. It is complete when all launches so far have run."""
     if tensor is None or tensor.device.type == "cpu":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def upload_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy arrays [n] of one dtype to a device as `upload` does, in one transfer.
+    """Copy one-dimensional arrays of the same dtype to a device in one transfer, as `upload` does.
 
-    Each tensor begins at a multiple of 16 bytes: Triton would compile kernels anew for another alignment.
+    Each tensor begins at a multiple of 16 bytes, because Triton would compile kernels again for other alignments.
     """
     multiple = max(16 // arrays[0].itemsize, 1)
     sizes = [-(-len(array) // multiple) * multiple for array in arrays]

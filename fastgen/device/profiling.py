@@ -1,6 +1,7 @@
-"""Chrome traces of the engine's steps, and the names of their parts.
+"""Chrome traces of the engine's steps, and names for the parts of a step.
 
-Each part of a step runs in a `span`, which shows in any trace of torch.profiler, also in a trace of the user's own.
+Each part of a step runs in a `span`, which appears in any trace of torch.profiler, including traces that the user
+makes.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ _NOTHING = nullcontext()
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """Return a context manager that names a range in the trace of this thread; without a trace it costs 0.1 us."""
+    """Return a context manager that names a range in this thread's trace. Without a trace it costs 0.1 us."""
     return record_function(name) if _profiler_enabled() else _NOTHING
 
 
 class Tracer:
-    """The recording of a Generator's steps."""
+    """A recorder of a Generator's steps."""
 
     def __init__(self) -> None:
         self._profiler: profile | None = None  # None outside of `block`
-        self._left = 0  # steps still to be recorded
+        self._left = 0  # number of steps still to be recorded
 
     @contextmanager
     def block(self, path: str | Path, steps: int) -> Iterator[None]:
-        """Record what runs inside the block until `steps` steps have ended, and write it to `path` behind the block.
+        """Record the work of a block until `steps` steps have ended, and write the trace to `path` at the end of the
+        block.
 
-        Raises ValueError for steps below 1, for a path that is no file in a folder, and where a trace is being
-        recorded already.
+        Raises ValueError for steps below 1, for a path that is not a file in an existing folder, and if a trace is
+        being recorded already.
         """
         Option("steps", int, 1, low=1).check(steps)
         path = Path(path)
@@ -53,7 +55,7 @@ class Tracer:
             profiler.export_chrome_trace(str(path))
 
     def end_step(self) -> None:
-        """Count a step; the recording stops behind the last one."""
+        """Count a step, and stop the recording after the last one."""
         if self._profiler is not None and self._left:
             self._left -= 1
             if not self._left:

@@ -1,11 +1,11 @@
-"""The number of threads that a step takes on the CPU.
+"""The number of threads that a step uses on the CPU.
 
-torch shares an operation out over OpenMP's threads, which wait for each other actively. If another process takes the
+torch distributes an operation over OpenMP's threads, which wait for each other actively. If another process takes the
 core of one thread, the others wait for milliseconds at the end of operations that take microseconds, and a step has
-hundreds of these. So a step takes no more threads than there are cores that other processes leave.
+hundreds of these. Therefore a step uses at most as many threads as there are cores that other processes do not use.
 
-The limit is OpenMP's and MKL's for the calling thread alone; torch's own setting and the program's other threads stay
-as they are. The sums of a step are the same to the bit on any number of threads, with MKL's packed products.
+The limit is set in OpenMP and MKL for the calling thread only. torch's own setting and the other threads of the program
+are not affected. With MKL's packed products, the bits of a step do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ import torch
 from fastgen.device.mkl import library_function, mkl_function
 
 INTERVAL = 0.25
-"""Seconds over which the use of the cores is measured."""
+"""Length in seconds of the intervals over which the use of the cores is measured."""
 
 SLACK = 0.3
-"""Cores that other processes may use before a step takes a thread less."""
+"""Number of cores that other processes can use before a step uses one thread less."""
 
 _STAT = Path("/proc/stat")
 
 
 _HAS_MKL = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-# Without MKL, the sums of F.linear depend on the number of threads, which then stays as it is.
+# Without MKL, the sums of F.linear depend on the number of threads, so this number is not changed.
 _SET_OPENMP = library_function(None, "omp_set_num_threads") if _HAS_MKL else None
 _SET_MKL = mkl_function("MKL_Set_Num_Threads_Local")  # returns the number that was set, or 0
 
 
 @contextmanager
 def at_most(threads: int) -> Iterator[None]:
-    """Let torch use at most so many threads for operations of the calling thread in this block, if it can be told."""
+    """Let torch use at most `threads` threads for operations of the calling thread in this block, where this is
+    possible.
+    """
     before = torch.get_num_threads()
     if before <= threads or _SET_OPENMP is None:
         yield
@@ -54,16 +56,16 @@ def at_most(threads: int) -> Iterator[None]:
 
 
 class FreeCores:
-    """The cores that this process may use and that other processes leave, as far as Linux tells."""
+    """A count of the cores that this process may use and other processes do not use, as far as Linux tells."""
 
     def __init__(self) -> None:
-        self.count = len(_cores())  # all, until the first interval has passed
+        self.count = len(_cores())  # all cores, until the first interval has passed
         self._measured = self._times()
-        self._ended = self._measured[0]  # the last step
+        self._ended = self._measured[0]  # when the last step ended
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a step in this block, with as many threads as cores are free."""
+        """Run a step in this block, with as many threads as there are free cores."""
         if time.monotonic() - self._ended > INTERVAL:
             self._measured = self._times()  # processes that ran between steps may have ended
         with at_most(self.update()):
@@ -71,7 +73,7 @@ class FreeCores:
         self._ended = time.monotonic()
 
     def update(self) -> int:
-        """Return their number, at least 1, measured anew if INTERVAL has passed."""
+        """Return the number of free cores, at least 1. It is measured again if INTERVAL has passed."""
         if time.monotonic() - self._measured[0] >= INTERVAL:
             (start, busy_before, own_before), (now, busy, own) = self._measured, self._times()
             others = (busy - busy_before - (own - own_before)) / (now - start)
@@ -80,7 +82,7 @@ class FreeCores:
         return self.count
 
     def _times(self) -> tuple[float, float, float]:
-        """Return the time, the seconds that these cores have been busy, and the seconds that this process has run."""
+        """Return the time, for how many seconds these cores have been busy, and for how many this process has run."""
         busy = 0
         if _STAT.exists():
             lines = (line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu"))

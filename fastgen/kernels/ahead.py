@@ -1,9 +1,9 @@
-"""Compilation of kernels before their first launch, on all cores.
+"""Compilation of kernels on all cores, before their first launch.
 
-At a first launch one core would compile the kernel while the launches behind it wait. Therefore the steps that launch
-kernels run once without any launch: each launch is noted with the types of its arguments, and then threads compile the
-noted kernels. (Triton's passes, LLVM and ptxas release the interpreter's lock, and take three quarters of the time.)
-Kernels in Triton's cache on disk are read from there. Each kernel is also loaded onto the GPU.
+A first launch compiles its kernel on one core, and all later launches wait for it. Therefore the steps that launch
+kernels run once without launching anything: each launch is noted with the types of its arguments, and then several
+threads compile the noted kernels. (Triton's passes, LLVM and ptxas take three quarters of the time, and release the
+GIL.) Kernels in Triton's cache on disk are read from there. Each kernel is also loaded onto the GPU.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from fastgen.kernels.launch import KNOWN, Notes, launcher, noting, triton
 
 log = logging.getLogger(__name__)
 
-MOST_THREADS = 16  # more would wait for the interpreter's lock
-PATIENCE = 1.0  # seconds; kernels from Triton's cache take less
-LOG_SECONDS = 5.0  # between two lines in the log
+MOST_THREADS = 16  # more threads would wait for the GIL
+PATIENCE = 1.0  # seconds before progress is shown; reading kernels from Triton's cache takes less
+LOG_SECONDS = 5.0  # seconds between two lines in the log
 
 
 def compile_ahead(steps: Callable[[], None], device: torch.device, show: bool = False) -> None:
-    """Compile the kernels that `steps` launches. With a known Triton nothing is launched, and torch's own operations
-    run on tensors that no kernel has written.
+    """Compile the kernels that `steps` launches.
 
-    show: write a progress line to the terminal. If a kernel does not compile, `steps` runs again and launches, since a
-    launch handles that.
+    With a known version of Triton nothing is launched, and torch's own operations run on tensors that no kernel has
+    written. With another version, or if a kernel does not compile, `steps` runs and launches, since a launch handles
+    such errors. show: whether to write a progress line to the terminal.
     """
-    # A copy of the context, so that `noting` is unset afterwards.
+    # `noting` is set in a copy of the context only.
     if not KNOWN or not copy_context().run(_compile_noted, steps, device, show):
         steps()
 
 
 def _compile_noted(steps: Callable[[], None], device: torch.device, show: bool) -> bool:
-    """Compile the kernels that `steps` would launch; return whether all of them compile."""
+    """Compile the kernels that `steps` would launch, and return whether all of them compile."""
     notes = Notes()
     noting.set(notes)
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_THREADS)) as threads:
         try:
-            # A digest of Triton's library of 400 MB, which Triton keeps; else each thread would compute it first.
+            # Triton computes a digest of its 400 MB library once. Without this, each thread would begin with that.
             digest = threads.submit(triton.runtime.cache.triton_key)
             steps()
             start = time.perf_counter()
             digest.result()
             futures = [threads.submit(_load, compile_kernel, device) for compile_kernel in notes.kernels]
             _wait(futures, show)
-        finally:  # after an error do not wait for the other kernels
+        finally:  # after an error, do not wait for the other kernels
             threads.shutdown(cancel_futures=True)
     log.debug("%d kernels in %.1f s", len(futures), time.perf_counter() - start)
     return not any(future.exception() for future in futures)
@@ -66,7 +66,7 @@ def _load(compile_kernel: Callable[[], Any], device: torch.device) -> None:
 
 
 def _wait(futures: list[Future[None]], show: bool) -> None:
-    """Wait for all kernels, with a progress bar, or else lines in the log, if they take long."""
+    """Wait for all kernels. If this takes long, show a progress bar, or write lines to the log."""
     done, waiting = wait(futures, PATIENCE)
     form = "compiling kernels {n_fmt}/{total_fmt}, once for this machine"
     logged = time.monotonic()

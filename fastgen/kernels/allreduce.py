@@ -1,27 +1,29 @@
 """All-reduce of tensor-parallel ranks with residual addition: the residual stream += the sum of a row-split product.
 
-Letters: T tokens, H hidden size, N ranks. A word is 4 bytes: a float32, or two elements of 2 bytes. Every rank has an
-inbox, memory that all ranks can write (NVLink), and every call has a step number, the same on all ranks. A rank pushes
-its words to the inboxes, and waits at its own until the words of all others for this step have arrived.
+Letters: T tokens, E hidden size, N ranks. A word is 4 bytes: a float32, or two elements of 2 bytes. Every rank has an
+inbox, memory that all ranks can write to (NVLink), and every call has a step number, the same on all ranks. A rank
+pushes its words to the inboxes, and waits at its own inbox until the words of all other ranks for this step have
+arrived.
 
-One trip, for few tokens. A rank pushes each word to every rank, with the step number beside it. A store of 8 bytes
-arrives whole, so that the number tells that the word is there, and no other wait is needed. Two inboxes take turns. A
-rank that begins step s + 2 has ended s + 1, for which it waited for words of every rank; so every rank has begun s + 1,
-and ended s. Step s + 2 overwrites the words of step s, which all have read.
+One trip, for few tokens. A rank pushes each word to every rank, together with the step number. A store of 8 bytes
+arrives as a whole, so the step number shows that the word has arrived, and no other wait is needed. Two inboxes
+alternate. A rank that begins step s + 2 has ended step s + 1, for which it waited for words of every rank; so every
+rank has begun step s + 1, and ended step s. Step s + 2 overwrites the words of step s, which all ranks have read.
 
-Two trips, for more tokens. Words are cut into blocks, and a block into one slice a rank. A program pushes each slice of
-its block to the slice's rank, and then a flag (a release store after the stores of all threads). As the slice's rank it
-sums the slices that arrive, pushes the result to all ranks, and again a flag. A rank sends (N - 1) / N of the words
-twice, instead of N - 1 times with step numbers as long as the words, but there are a second trip and two fences. One
-inbox for each trip suffices. Partial sums: a rank that begins step s + 1 has ended s, so it has all results of s, which
-their ranks pushed after they had read the partial sums. Results: a rank pushes those of a block of step s + 1 when it
-has the block's partial sums from every rank, each of which has thus begun s + 1, and ended s.
+Two trips, for more tokens. The words are divided into blocks, and each block into one slice per rank. A program pushes
+each slice of its block to the slice's rank, followed by a flag (a release store after the stores of all threads). As
+the slice's rank it sums the slices that arrive, pushes the result to all ranks, and again a flag. A rank sends
+(N - 1) / N of the words twice, instead of sending them N - 1 times with step numbers of the same size, at the cost of a
+second trip and two fences. One inbox for each trip suffices. Partial sums: a rank that begins step s + 1 has ended step
+s, so it has all results of step s, which their ranks pushed after they had read the partial sums. Results: a rank
+pushes the results of a block of step s + 1 when it has the block's partial sums from every rank, so every rank has
+begun step s + 1, and ended step s.
 
-Both hold between calls of either kind and any size. They need that a step begins after the one before has ended on its
-rank: stream order. Programs wait for programs of the same number on other ranks, all of which must run at the same
-time: no more are launched than fit on the chip.
+Both arguments hold for any sequence of calls of both kinds and of any size. They require that a step begins after the
+previous one has ended on its rank, which stream order ensures. A program waits for the programs with the same number on
+other ranks, so all of these must run at the same time: no more programs are launched than fit on the chip.
 
-All ranks add in the order of ranks, in float32, and round once. They get the same bits, for one trip as for two.
+All ranks add in the order of ranks, in float32, and round once. They get the same bits, with one trip or with two.
 """
 
 from __future__ import annotations
@@ -37,31 +39,30 @@ from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels.launch import jit, tl
 
 ONE_TRIP = 3 << 16
-"""The most words that a rank sends to all others together in one trip."""
+"""Maximum number of words, over all receivers, that a rank sends in one trip."""
 
 SMALL = 1 << 17
-"""Words up to which smaller blocks make two trips faster (on 4 H200s)."""
+"""Number of words up to which two trips are faster with smaller blocks (on 4 H200s)."""
 
 PROGRAMS = 1024
-"""The most programs of a call."""
+"""Maximum number of programs of a call."""
 
 BLOCKS = 4096
-"""The most blocks of a call with two trips."""
+"""Maximum number of blocks of a call with two trips."""
 
 SLICE = 4096
-"""The most words of a slice."""
+"""Maximum number of words of a slice."""
 
 POLLS = 60_000_000
-"""Polls before a wait is given up, which takes about half a minute."""
+"""Number of polls before a wait is given up, which take about half a minute."""
 
 
 class InboxLayout(NamedTuple):
-    """The layout of an inbox, in words.
+    """The layout of an inbox. All sizes and offsets are in words.
 
-    flagged: the most words of a call in one trip; the inbox begins with 2 N rows of as many 8-byte cells. share: the
-    words of all slices of a rank. partials: the offset of the partial sums, N rows of `share` words. results: the
-    offset of the N * share results. flags: the offset of the flags, int32 [2, BLOCKS, N] for both trips. end: the words
-    of all.
+    flagged: maximum number of words of a call with one trip; the inbox begins with 2 N rows of `flagged` cells of 8
+    bytes. share: size of all slices of a rank. partials: offset of the partial sums, N rows of `share` words. results:
+    offset of the N * share results. flags: offset of the flags of both trips, int32 [2, BLOCKS, N]. end: total size.
     """
 
     flagged: int
@@ -85,12 +86,13 @@ class InboxLayout(NamedTuple):
 class Inbox:
     """A rank's end of the exchange. All memory is zeros before any rank's first call.
 
-    peers: int64 [N], the addresses of all ranks' inboxes, its own included: Inbox.bytes_for(words, N) bytes each,
-    aligned to 16. steps: int32 [PROGRAMS], the number of the last step in every cell. expired: int32 [1], 1 after a
-    call has given up waiting: its result and those of later calls are wrong, and later calls do not wait. words: the
-    most of a call. polls: int32 [1], the polls before a wait is given up; may change at any time.
+    peers: int64 [N], addresses of the inboxes of all ranks, including this one, with Inbox.bytes_for(words, N) bytes
+    each, aligned to 16 bytes. steps: int32 [PROGRAMS], the number of the last step in every cell. expired: int32 [1], 1
+    after a call has given up waiting; the results of this call and of later ones are wrong, and later calls do not
+    wait. polls: int32 [1], number of polls before a wait is given up; it may change at any time. words: maximum number
+    of words of a call.
 
-    Calls of an inbox have one order, the same on all ranks, and do not overlap. (Step numbers wrap around: they are
+    The calls of an inbox do not overlap, and have the same order on all ranks. (Step numbers wrap around. They are
     ambiguous only in a cell that no call has written for 2 ** 32 steps.)
     """
 
@@ -104,13 +106,15 @@ class Inbox:
 
     @staticmethod
     def bytes_for(words: int, size: int) -> int:
-        """Return the bytes of an inbox for calls of up to `words` words among `size` ranks."""
+        """Return the size in bytes of an inbox for calls of up to `words` words among `size` ranks."""
         return 4 * InboxLayout.of(words, size).end
 
     @staticmethod
     def make(peers: Sequence[int], words: int, rank: int, device: torch.device, polls: int = POLLS) -> Inbox:
-        """Return the inbox of a rank, after all inboxes exist as zeros at the addresses `peers`, as this rank sees
-        them."""
+        """Return the inbox of a rank. All inboxes have to exist already, filled with zeros.
+
+        peers: addresses of the inboxes, as this rank sees them.
+        """
         size = len(peers)
         assert size > 1
         assert 0 <= rank < size
@@ -128,8 +132,10 @@ class Inbox:
 
 @dataclass(frozen=True)
 class AllReduceConfig:
-    """The shape of a call. trips: 1 or 2. block: words of a program, or with two trips of a slice. warps: of a
-    program."""
+    """The shape of a call.
+
+    trips: 1 or 2. block: number of words per program, or with two trips per slice. warps: number of warps per program.
+    """
 
     trips: int
     block: int
@@ -146,32 +152,32 @@ def config(words: int, inbox: Inbox, chip: Chip) -> AllReduceConfig:
     block = 512 if words <= SMALL else 1024
     while words > inbox.size * block * BLOCKS:
         block *= 2
-    return AllReduceConfig(2, block, block // 128)  # 16 bytes a thread and rank
+    return AllReduceConfig(2, block, block // 128)  # 16 bytes per thread and rank
 
 
 def warps_at_a_time(size: int, chip: Chip) -> int:
-    """Return the warps that fit on the chip with the kernels' registers: up to 64 a thread, or 80 for 8 ranks."""
+    """Return how many warps fit on the chip at a time, given up to 64 registers per thread, or 80 for 8 ranks."""
     return (32 if size <= 4 else 24) * chip.processors
 
 
 def words_of(x: Tensor) -> int:
-    """Return the words of a tensor [T, H] of float32, or of an even number of 2-byte elements."""
+    """Return the number of words of a tensor [T, E] of float32, or of an even number of 2-byte elements."""
     count, rest = divmod(x.numel() * x.element_size(), 4)
     assert rest == 0
     return count
 
 
 def add_reduced(x: Tensor, y: Tensor, inbox: Inbox) -> None:
-    """Add the sum of y [T, H] over the ranks to x [T, H] in place. Both are contiguous, in float32, bfloat16 or
-    float16.
+    """Add the sum of y [T, E] over the ranks to x [T, E] in place.
 
-    x is the same on all ranks, before and after. The host does not wait; see Inbox.expired.
+    Both are contiguous, in float32, bfloat16 or float16. x is the same on all ranks, before and after the call. The
+    host does not wait; see Inbox.expired.
     """
     launch_as(config(words_of(x), inbox, Chip.of(x.device)), x, y, inbox)
 
 
 def launch_as(chosen: AllReduceConfig, x: Tensor, y: Tensor, inbox: Inbox) -> None:
-    """Run add_reduced in the shape of an AllReduceConfig."""
+    """Run add_reduced with the shape of an AllReduceConfig."""
     words, size = words_of(x), inbox.size
     assert x.shape == y.shape
     assert x.dtype == y.dtype
@@ -202,8 +208,9 @@ def launch_as(chosen: AllReduceConfig, x: Tensor, y: Tensor, inbox: Inbox) -> No
 
 
 def add_in_order(x: Tensor, parts: Sequence[Tensor]) -> None:
-    """Add all ranks' y [T, H], in the order of ranks, to x [T, H] in place; the twin of add_reduced, with the same
-    bits."""
+    """Add `parts`, the y [T, E] of all ranks in order, to x [T, E] in place; the twin of add_reduced, with the same
+    bits.
+    """
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -217,9 +224,9 @@ def _one_trip_kernel(
     RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, CELLS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Reduce BLOCK words a program."""
+    """Reduce BLOCK words per program."""
     rank = tl.arange(0, RANKS)
-    peer = (RANK + rank) % SIZE  # each rank begins with another
+    peer = (RANK + rank) % SIZE  # each rank begins with a different peer
     inboxes = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64), bitcast=True)
     own = tl.load(peers_ptr + RANK).to(tl.pointer_type(tl.int64), bitcast=True)
     if PDL:
@@ -260,10 +267,10 @@ def _two_trips_kernel(
     RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, SLICE: tl.constexpr, CELLS: tl.constexpr,
     BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Reduce blocks of SIZE * SLICE words: a program takes a block, and then every num_programs-th after it."""
+    """Reduce blocks of SIZE * SLICE words. A program takes one block, and then every num_programs-th block after it."""
     rank = tl.arange(0, RANKS)
     real = rank < SIZE
-    peer = (RANK + rank) % SIZE  # each rank begins with another
+    peer = (RANK + rank) % SIZE  # each rank begins with a different peer
     inboxes = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int32), bitcast=True)
     own = tl.load(peers_ptr + RANK).to(tl.pointer_type(tl.int32), bitcast=True)
     if PDL:
@@ -308,11 +315,11 @@ def _two_trips_kernel(
 
 @jit()
 def _end(steps_ptr, step, CELLS: tl.constexpr):
-    """Write the step's number to all cells, since the next call may have another grid.
+    """Write the step number to all cells, since the next call may have a different grid.
 
-    A program writes its own cell and every num_programs-th after it, which no other program of this call reads. It
-    calls this after the first reduction over its warps: each warp reads the number in the cell for itself, and a warp
-    that reads it late would take the next step's and wait for ever.
+    A program writes its own cell and every num_programs-th cell after it, which no other program of this call reads. It
+    calls this after its first reduction over warps, because each warp reads the number from the cell separately: a warp
+    that reads it too late would get the number of the next step, and wait for ever.
     """
     first = tl.program_id(0)
     while first < CELLS:
@@ -323,9 +330,11 @@ def _end(steps_ptr, step, CELLS: tl.constexpr):
 
 @jit()
 def _meet(inboxes, own, flag, step, limit, polls_ptr, RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr):
-    """Signal to all ranks that this program has stored, and wait for the signals of all ranks. Returns 0, or 1 if a
-    signal is missing after `limit` polls. flag: the offset of the N flags of a block and a trip in an inbox, in
-    words."""
+    """Signal to all ranks that this program has stored, and wait for the signals of all ranks.
+
+    Return 0, or 1 if a signal is missing after `limit` polls. flag: offset, in words, of the N flags of a block and
+    trip in an inbox.
+    """
     rank = tl.arange(0, RANKS)
     real = rank < SIZE
     tl.debug_barrier()  # all threads have stored before one of them signals
@@ -342,7 +351,7 @@ def _meet(inboxes, own, flag, step, limit, polls_ptr, RANK: tl.constexpr, SIZE: 
 
 @jit()
 def _total(parts, x, DTYPE: tl.constexpr, SIZE: tl.constexpr):
-    """Return x plus the sum of parts over the ranks, all as int32 words of DTYPE: x [BLOCK], parts [N, BLOCK]."""
+    """Return x [BLOCK] plus the sum of parts [N, BLOCK] over the ranks, all given as int32 words that hold DTYPE."""
     rank = tl.arange(0, parts.shape[0])[:, None]
     halves: tl.constexpr = 32 // DTYPE.primitive_bitwidth
     words = tl.full(x.shape, 0, tl.int32)

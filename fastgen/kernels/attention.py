@@ -1,16 +1,16 @@
-"""Attention over the paged KV pool, for decodes and prefills alike, from a list of work tiles.
+"""Attention over the paged KV pool, for decodes and prefills, driven by a list of work tiles.
 
-A task is a work tile and a KV head (`fastgen.kernels.work_tiles`): the query rows are the tile's tokens times the query
-heads of that KV head. As many programs run as the chip holds, and each takes tasks until there are none. If the keys of
-a decode are split, each split stores a partial result, and the last program to end combines them in the order of the
-splits, so that the result does not depend on which program was last.
+A task is a work tile and a KV head (`fastgen.kernels.work_tiles`): its query rows are the tile's tokens times the query
+heads of that KV head. As many programs run as fit on the chip, and each takes tasks until none are left. If the keys of
+a decode are split, each split stores a partial result, and the program that finishes last combines them in the order of
+the splits, so the result does not depend on which program was last.
 
-Keys that rows of a decode step share have a launch of their own (SHARED), whose tiles hold these rows and which stores
-partial results. The launch for the private keys follows (PRIVATE) and combines these results with its own.
+Keys that several rows of a decode step share have their own launch (SHARED), whose tiles hold these rows and which
+stores partial results. The launch for the private keys follows (PRIVATE) and combines these results with its own.
 
-On Hopper, fastgen.kernels.hopper_prefill computes prefills and fastgen.kernels.hopper_decode decodes, except for shared
-keys. All kernels compute the softmax in the same blocks of keys (fastgen.kernels.softmax), so that the bits of a row do
-not depend on the kernel.
+On Hopper, fastgen.kernels.hopper_prefill computes prefills, and fastgen.kernels.hopper_decode computes decodes except
+for their shared keys. All kernels compute the softmax in the same blocks of keys (fastgen.kernels.softmax), so the bits
+of a row do not depend on the kernel.
 
 Shape letters: T tokens in the step, H query heads, K KV heads, D head size, P page size, G = H / K.
 """
@@ -52,8 +52,8 @@ from fastgen.kernels.work_tiles import (
 )
 
 DECODE, PREFILL = "decode", "prefill"
-GROUP = "group"  # rows that share keys
-REGISTERS = 256  # of a thread; all that it may have, which measured faster than more programs per processor
+GROUP = "group"  # the phase of rows that share keys
+REGISTERS = 256  # registers per thread, the maximum, which measured faster than more programs per processor
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class AttentionConfig:
     """The shape of a program's work.
 
     rows: number of rows of a query tile, at least tokens * G. keys: number of keys of a block. programs: maximum number
-    of programs on a processor. peel: blocks of keys that all rows see in full have a loop of their own, without a mask.
-    combine_rows, combine_splits: numbers of rows and splits whose partial results are loaded at once. specialized,
-    streamed: fastgen.kernels.hopper_prefill, or hopper_decode, computes the work tiles.
+    of programs per processor. peel: whether blocks of keys that all rows see in full have a separate loop without a
+    mask. combine_rows, combine_splits: numbers of rows and splits whose partial results are loaded together.
+    specialized, streamed: whether fastgen.kernels.hopper_prefill, or hopper_decode, computes the work tiles.
     """
 
     rows: int
@@ -78,9 +78,9 @@ class AttentionConfig:
     streamed: bool = False
 
 
-# Phase -> choices of (rows, warps, stages); the first that fits is taken. 0 rows are those of one token. `stages` - 1
-# blocks of keys load while the program computes one. The bits of a row must not depend on its phase, so all phases have
-# the same tensor core instruction. Hopper's takes at least 64 rows on the left side.
+# Phase -> choices of (rows, warps, stages), of which the first that fits is taken. 0 rows: the rows of one token. While
+# a program computes a block of keys, `stages` - 1 blocks load. The bits of a row must not depend on its phase, so all
+# phases use the same tensor core instruction. Hopper's needs at least 64 rows on the left side.
 HOPPER_SHAPES = {DECODE: ((64, 4, 2),), PREFILL: ((128, 8, 3), (64, 4, 2)), GROUP: ((64, 4, 2),)}
 HALF_SHAPES = {DECODE: ((0, 2, 2),), PREFILL: ((32, 2, 2),), GROUP: ((32, 2, 2),)}
 FLOAT_SHAPES = dict.fromkeys((DECODE, PREFILL, GROUP), ((32, 4, 2),))
@@ -91,15 +91,15 @@ def configure(
 ) -> AttentionConfig:
     """Return the configuration for `group` query heads per KV head (G), with keys and values of `dtype` or in fp8.
 
-    A block has 64 keys, 32 in float32, and fewer where large heads would not fit the chip. Raises ValueError if nothing
-    fits.
+    A block has 64 keys, 32 in float32, and fewer where large heads would not fit on the chip. Raises ValueError if no
+    size fits.
     """
     half = dtype.itemsize == 2
     if phase == PREFILL and not fp8 and hopper_prefill.runs(chip, dtype, group, head_size, page_size):
         rows = hopper_prefill.tokens_of(group) * group
         return AttentionConfig(rows, hopper_prefill.KEYS, hopper_prefill.WARPS, 0, 1, True, 1, 1, specialized=True)
     for keys in (64, 32, 16)[not half :]:
-        # All phases have as many keys as the one with the largest tiles has room for.
+        # All phases use the largest block of keys that fits next to the largest query tiles, those of prefills.
         if _shape(PREFILL, keys, group, head_size, dtype, chip) is None:
             continue
         shape = _shape(phase, keys, group, head_size, dtype, chip)
@@ -115,7 +115,7 @@ def configure(
             rows, keys, warps, stages, programs, tiles, combine_rows, combine_splits, streamed=streamed
         )
     raise ValueError(
-        f"attention='paged' cannot run {group} query heads a KV head of size {head_size} in {dtype} on this GPU, "
+        f"attention='paged' cannot run {group} query heads per KV head of size {head_size} in {dtype} on this GPU, "
         f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"
     )
 
@@ -123,12 +123,12 @@ def configure(
 def _shape(
     phase: str, keys: int, group: int, head_size: int, dtype: torch.dtype, chip: Chip
 ) -> tuple[int, int, int] | None:
-    """Return the rows of a tile, warps and stages of a phase; None if blocks of so many keys do not fit the chip."""
+    """Return the rows of a tile, the warps and the stages of a phase, or None if blocks of `keys` keys do not fit."""
     half, dims, least = dtype.itemsize == 2, power_of_two(head_size), max(power_of_two(group), 16)
-    wide = dims > 128  # half as many rows then have as many numbers
+    wide = dims > 128  # half as many rows then hold as many numbers
     hopper = half and chip.capability[0] == HOPPER[0] and 64 <= dims <= 128
     for rows, warps, stages in (HOPPER_SHAPES if hopper else HALF_SHAPES if half else FLOAT_SHAPES)[phase]:
-        if not hopper:  # the warps then divide the keys in all phases, as tests have it
+        if not hopper:  # so that the warps divide the keys in all phases, which tests check
             rows = min(rows, dims // 2)
         rows = max(rows // 2 if wide else rows, least)
         warps = max(warps, min(rows // 16, 8) if rows == least else 0, 4 if wide else 0)
@@ -138,29 +138,30 @@ def _shape(
 
 
 def programs_of(shared_memory: int, warps: int, chip: Chip) -> int:
-    """Return the programs that a processor holds at once. If there were more, the last would find no tasks left."""
-    by_memory = (chip.shared_memory + 1024) // (shared_memory + 1024)  # the system takes a kilobyte of each
+    """Return the number of programs that a processor holds at once. Any further ones would find no tasks left."""
+    by_memory = (chip.shared_memory + 1024) // (shared_memory + 1024)  # the system takes a kilobyte per program
     by_registers = 65536 // (REGISTERS * 32 * warps)
     return max(min(by_memory, by_registers, 16), 1)
 
 
 def shared_bytes(rows: int, keys: int, stages: int, dims: int, dtype: torch.dtype, chip: Chip) -> int:
-    """Return the bytes of shared memory that a program takes, rounded up, because the compiler decides."""
+    """Return an upper bound of the bytes of shared memory per program; the compiler decides the exact number."""
     ahead = stages if chip.capability >= HOPPER and rows >= 64 else max(stages - 1, 1)
     numbers = 2 * ahead * keys * dims + rows * dims + rows * keys
     return max(numbers * dtype.itemsize, rows * dims * 4) + 2048
 
 
-PLAIN, SHARED, PRIVATE = 0, 1, 2  # kinds of lists, see the module's docstring
+PLAIN, SHARED, PRIVATE = 0, 1, 2  # kinds of lists; see the module's docstring
 
 
 @dataclass(frozen=True)
 class TileList:
     """A list of work tiles on the device, and how to run it.
 
-    list: int32, see fastgen.kernels.work_tiles. most: the most work tiles that it can have. kind: PLAIN, SHARED or
-    PRIVATE. Of SHARED lists: rows, whose list it is; bases and kv_lens, int32 [S], of the list's window. split: decodes
-    may be split. alone: see fastgen.model.attention.interface.Attention.plan_decode.
+    list: int32, see fastgen.kernels.work_tiles. most: maximum number of work tiles in the list. kind: PLAIN, SHARED or
+    PRIVATE. rows, bases, kv_lens: for SHARED lists only, the ranges that the list belongs to, their bases for the
+    window (int32 [S]), and the number of keys of each row (int32 [S]). split: whether decodes may be split. alone: see
+    fastgen.model.attention.interface.Attention.plan_decode.
     """
 
     list: Tensor
@@ -176,9 +177,11 @@ class TileList:
 
 @dataclass(frozen=True)
 class PartialResults:
-    """Memory for the partial results of work tiles (fastgen.kernels.softmax). parts: float32 [partials, H, D], the
-    weighted sums of values. peaks, totals: float32 [partials, H]. arrivals: int32 [partials, K], zeros between
-    launches."""
+    """Memory for the partial results of work tiles (fastgen.kernels.softmax).
+
+    parts: float32 [partials, H, D], weighted sums of values. peaks, totals: float32 [partials, H]. arrivals: int32
+    [partials, K], counters of finished splits, which are 0 between launches.
+    """
 
     parts: Tensor
     peaks: Tensor
@@ -201,12 +204,11 @@ def _attention_kernel(
     members_ptr, bases_ptr, lens_ptr, layer, num_pages, table_width,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr,
-    COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr, KIND: tl.constexpr, PLAIN: tl.constexpr,
-    SHARED: tl.constexpr, PRIVATE: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr, KIND: tl.constexpr, SHARED: tl.constexpr,
+    PRIVATE: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Take tasks in order: the first by the program's number, others from the layer's counter."""
-    # A SHARED launch lets the PRIVATE one start only after all earlier kernels have ended.
+    """Take tasks in order, the first by the program's number and the others from the layer's counter."""
+    # A SHARED launch lets the PRIVATE one start only when all earlier kernels have ended.
     if PDL and KIND == SHARED:
         tl.extra.cuda.gdc_wait()
     if PDL:
@@ -215,7 +217,7 @@ def _attention_kernel(
         tl.extra.cuda.gdc_wait()
     G: tl.constexpr = H // K
     task = tl.program_id(0)
-    # The first work tile loads together with the number of them, not after it: in a small step that is the wait.
+    # The first work tile loads at the same time as their number. In a small step, loading it later would take longer.
     count = tl.load(list_ptr)
     tile = read_tile(list_ptr + HEADER + task // K * FIELDS)
     while task < count * K:
@@ -230,10 +232,10 @@ def _attention_kernel(
         if KIND == SHARED:
             query_row = tl.load(members_ptr + query_row, mask=token < tokens, other=0)
             query = tl.load(lens_ptr + query_row) - 1
-            low, high = end, tl.max(query, 0)  # all positions lie after the range
+            low, high = end, tl.max(query, 0)  # all queries come after the range
         q = tl.load(q_ptr + ((query_row * H + q_head)[:, None] * D + dim), mask=here, other=0.0)
         acc, peak, total = no_keys(ROWS, DIMS)
-        if KIND == PRIVATE:  # begin with the shared keys, unless `combine_splits` does
+        if KIND == PRIVATE:  # begin with the result of the shared keys, unless `combine_splits` does
             partial = (token < tokens % SPLITS) & (tokens // SPLITS > 0) & (split // SPLITS == 1)
             slot = part * H + q_head
             acc, peak, total = load_partial(
@@ -261,10 +263,10 @@ def _softmax(
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     KEYS: tl.constexpr, DIMS: tl.constexpr, PEEL: tl.constexpr,
 ):  # fmt: skip
-    """Extend the softmax of q [ROWS, DIMS] at positions query [ROWS], from low to high, by the keys [begin, end).
+    """Extend the softmax of q [ROWS, DIMS] by the keys [begin, end), and return a partial result (acc, peak, total).
 
-    Returns acc [ROWS, DIMS], before division by total; peak [ROWS]; and total [ROWS], in units of 2**peak. The peak of
-    a row that sees no key (-1e20 or less) weighs nothing beside another.
+    query: [ROWS], the positions of q, which are between low and high. A row that sees no key has a peak of -1e20 or
+    less, which has no weight when it is combined with any other.
     """
     full_begin = begin
     full_end = end
@@ -295,8 +297,8 @@ def _blocks(
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
     KEYS: tl.constexpr, DIMS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Extend the softmax by the keys [begin, end). Keys from `limit` on do not exist: the pool may hold anything in
-    their place, so they are not loaded."""
+    """Extend the softmax by the keys [begin, end). Keys from `limit` on do not exist and are not loaded, because the
+    pool may hold anything there."""
     FP8: tl.constexpr = keys_ptr.dtype.element_ty == tl.float8e4nv
     STEP: tl.constexpr = P * (D + 1) if FP8 else P * D  # from one head's page to the next one's
     number = tl.arange(0, KEYS)
@@ -304,16 +306,16 @@ def _blocks(
     next_page = tl.load(table_ptr + tl.minimum(begin, limit - 1) // P)
     for start in range(begin, end, KEYS):
         key = start + number
-        if P % KEYS == 0:  # the block lies in one page, whose number loaded an iteration ago
+        if P % KEYS == 0:  # the block lies in one page, whose number was loaded an iteration ago
             base = ((first_page + next_page).to(tl.int64) * K + head) * STEP + start % P * D
             next_page = tl.load(table_ptr + tl.minimum(start + KEYS, limit - 1) // P)
             at = number[:, None] * D + dim
-            behind = P * D - start % P * (D - 1) + number
+            scale_at = P * D - start % P * (D - 1) + number
         else:
             page = (first_page + tl.load(table_ptr + key // P, mask=key < limit, other=0)).to(tl.int64)
             base = tl.zeros([], tl.int64)
             at = ((page * K + head) * STEP + key % P * D)[:, None] + dim
-            behind = (page * K + head) * STEP + P * D + key % P
+            scale_at = (page * K + head) * STEP + P * D + key % P
         if MASKED:
             here = (key < limit)[:, None] & (dim < D)
             k = tl.load(keys_ptr + base + at, mask=here, other=0.0)
@@ -325,8 +327,8 @@ def _blocks(
             k = tl.load(keys_ptr + base + at, mask=dim < D, other=0.0)
             v = tl.load(values_ptr + base + at, mask=dim < D, other=0.0)
         if FP8:
-            k = dequantized(k, tl.load(keys_ptr + base + behind, mask=key < limit, other=0.0)[:, None], q.dtype)
-            v = dequantized(v, tl.load(values_ptr + base + behind, mask=key < limit, other=0.0)[:, None], q.dtype)
+            k = dequantized(k, tl.load(keys_ptr + base + scale_at, mask=key < limit, other=0.0)[:, None], q.dtype)
+            v = dequantized(v, tl.load(values_ptr + base + scale_at, mask=key < limit, other=0.0)[:, None], q.dtype)
         seen = None
         if MASKED:
             seen = _seen(key, query, limit, WINDOW)
@@ -337,7 +339,7 @@ def _blocks(
 
 @jit()
 def _seen(key, query, limit, WINDOW: tl.constexpr):
-    """Return whether queries [ROWS] see keys [KEYS]: [ROWS, KEYS]."""
+    """Return a mask [ROWS, KEYS] of the keys [KEYS] that each query [ROWS] sees."""
     key, query = key[None, :], query[:, None]
     seen = (key <= query) & (key < limit)
     if WINDOW > 0:
@@ -351,7 +353,8 @@ def _finish(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
     COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of a query tile; if it is split, the partial result, and the last program combines them all."""
+    """Write the result of a query tile. If it is split, write a partial result, and combine all of them if this program
+    is the last to finish."""
     partials = tokens // SPLITS
     tokens = tokens % SPLITS
     splits = split // SPLITS
@@ -418,8 +421,8 @@ def _launch(
         q, out, keys, values, page_table, tiles.list, *memory, members, tiles.bases, tiles.kv_lens,
         layer, num_pages, page_table.stride(0), num_heads, num_kv, head_size, page_size, window, scale,
         config.rows, config.keys, dims, config.peel, config.combine_rows, config.combine_splits,
-        tiles.kind, PLAIN, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
-        # The compiler might fuse a multiplication with an addition in one phase and not in another.
+        tiles.kind, SHARED, PRIVATE, HEADER, FIELDS, SPLITS, pdl,
+        # The compiler might otherwise fuse a multiplication with an addition in one phase and not in another.
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
 
@@ -431,8 +434,8 @@ def _twin(
     """Write the causal attention of the work tiles' query tokens, rows of q [T, H, D], to the same rows of out.
 
     keys, values: [layers, pages, K, P, D], in the dtype of q or in fp8, of which `layer` is read. page_table: int32
-    [lanes, columns]. A query at position p sees the positions (p - window, p], or all up to p if window is 0. Sums are
-    float32. A list serves each layer once. SHARED lists only store partial results.
+    [lanes, columns]. A query at position p sees the positions (p - window, p], or all positions up to p if window is 0.
+    Sums are computed in float32. A list can be used once per layer. SHARED lists only store partial results.
     """
     listed = tiles.list.cpu()
     work_tiles = listed[HEADER : HEADER + int(listed[0]) * FIELDS].view(-1, FIELDS).tolist()
@@ -471,8 +474,10 @@ def _exact(
     q: Tensor, query: Tensor, key: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tile: list[int],
     layer: int, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend with q [t, H, D] at positions `query` [t] to positions `key` of the work tile's lane, in float32. Returns
-    the result [t, H, D], and the log2 of the softmax's sum [t, H], -1e30 for a row that sees no key."""
+    """Attend with q [t, H, D] at positions `query` [t] to the positions `key` of the work tile's lane, in float32.
+
+    Return the result [t, H, D], and the log2 of the softmax's sum [t, H], which is -1e30 for a row that sees no key.
+    """
     num_kv, page_size = keys.shape[2:4]
     group = q.shape[1] // num_kv
     page = page_table[tile[LANE], key // page_size].long()
@@ -488,4 +493,4 @@ def _exact(
 
 
 attention = Kernel(_launch, _twin)
-sharing = Kernel(_launch, _twin)  # of SHARED and PRIVATE lists: where a chip refuses these, the others still run
+sharing = Kernel(_launch, _twin)  # for SHARED and PRIVATE lists; if these do not compile for a chip, others still run

@@ -1,18 +1,18 @@
-"""Batch-invariant matrix products: each row of the result is the same, to the bit, for any number of other rows.
+"""Batch-invariant matrix products, in which the bits of a row of the result do not depend on the number of other rows.
 
-Letters: T tokens, N outputs, K inputs. One program sums a number of the result over K in order, in one accumulator, 16
-inputs an instruction of the tensor cores. The size of the tile changes nothing, so that it may depend on T, but only
-among tiles for which the chip has the same instruction. On Hopper that is wgmma: it wants at least 64 rows on the left
-side, 16 columns on the right in Triton (8 in Gluon), and 4 or 8 warps; for other tiles Triton takes mma.sync, which
-sums differently. Therefore the weight is the left side of products of few tokens.
+Shape letters: T tokens, N outputs, K inputs. Each element of the result is summed by one program over K in order, in
+one accumulator, with 16 inputs per tensor core instruction. The size of the tile does not change this order, so it may
+depend on T, as long as all tiles use the same instruction. On Hopper this is wgmma, which needs at least 64 rows on the
+left side, 16 columns on the right side in Triton (8 in Gluon), and 4 or 8 warps; for other tiles Triton uses mma.sync,
+which sums differently. Therefore the weight is the left side of products of few tokens.
 
-On Hopper fastgen.kernels.hopper_products computes the products of up to 256 tokens, and sums in the same order.
+On Hopper, fastgen.kernels.hopper_products computes the products of up to 256 tokens, and sums in the same order.
 
-The epilogue of a product works on the sums before they are rounded. Rope rotates rounded numbers, as its own kernel
-does behind products of many tokens.
+The epilogue of a product works on the sums before they are rounded. Rope is an exception: it rotates rounded numbers,
+because its separate kernel, which follows products of many tokens, does the same.
 
-Where results must not depend on the schedule, all products go through these kernels, elsewhere those that beat cuBLAS:
-see `pays`.
+Where results must not depend on the schedule, all products use these kernels; elsewhere only the products for which
+they are faster than cuBLAS (see `pays`).
 """
 
 from __future__ import annotations
@@ -31,34 +31,38 @@ from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read
 from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.rope import SlotMapping, rope_write
 
-ALIGN = 8  # divides the inputs of a weight, so that its rows begin at multiples of 16 bytes
-GROUP = 2176  # tokens whose tiles share the weight's tiles in the L2 cache: about a quarter of a large step
+ALIGN = 8  # the inputs of a weight are a multiple of it, so that rows begin at multiples of 16 bytes
+GROUP = 2176  # tokens whose tiles share the weight's tiles in the L2 cache, about a quarter of a large step
 
 FLOAT32 = (32, 32, 32, 4, 2)  # tokens, rows, depth, warps, stages of ProductConfig at any number of tokens
 FEW = {16: (128, 128), 32: (128, 64), 64: (64, 128)}
 """Padded tokens -> rows and depth for weights with many rows."""
 
-NARROW = (64, 128)  # rows and depth for others
+NARROW = (64, 128)  # rows and depth for other weights
 MANY = ((128, 256, 64, 8), (128, 128, 64, 4), (128, 64, 64, 4))
-"""Tokens, rows, depth and warps beyond FEW; the choice takes the busiest processor the least time."""
+"""Choices of tokens, rows, depth and warps for more tokens than FEW has. The one that takes the busiest processor the
+least time is used."""
 
-MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 2, 3, 12  # programs a processor, and stages, of 2-byte weights
-SIDES, TILE = 16, 4096  # the cost in multiplications of a row of a tile's sides, and of any tile
+MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 2, 3, 12  # programs per processor, and stages, for 2-byte weights
+SIDES, TILE = 16, 4096  # the cost, in multiplications, of a row or column of a tile, and of a tile itself
 
 FEW_IN_TRITON = 32
-"""Tokens up to which these products beat cuBLAS in Triton. In Gluon they do for hopper_products.ALL."""
+"""Tokens up to which these products are faster than cuBLAS in Triton. In Gluon it is hopper_products.ALL."""
 
-MOST = max(*FEW, hopper_products.ALL)  # tokens up to which these products may beat cuBLAS
+MOST = max(*FEW, hopper_products.ALL)  # tokens up to which these products can be faster than cuBLAS
 
 SIZES = (1, 16, 32, 64, 65, 128, 129, 192, 256, 257, 512, 1024, 2048, 4096)
-"""Tokens whose products are compiled at the start."""
+"""Numbers of tokens whose products are compiled at the start."""
 
 
 @dataclass(frozen=True)
 class ProductConfig:
-    """The tiles of a product. tokens, rows, depth: of the tiles of x [tokens, depth] and of the weight [rows, depth] in
-    a step of a program's loop, of which `stages` load at once. swap: the weight is the left side of the product.
-    token_tiles: the tiles of tokens of a product in Gluon, at most."""
+    """The tiles of a product.
+
+    tokens, rows, depth: sizes of the tiles of x [tokens, depth] and of the weight [rows, depth] in a step of a
+    program's loop. stages: number of steps whose tiles load at the same time. swap: whether the weight is the left side
+    of the product. token_tiles: maximum number of tiles of tokens of a product in Gluon.
+    """
 
     tokens: int
     rows: int
@@ -70,7 +74,7 @@ class ProductConfig:
 
     @property
     def group(self) -> int:
-        """Return the tiles of tokens that share the weight's tiles while these are in the L2 cache."""
+        """Return the number of tiles of tokens that share the weight's tiles while they are in the L2 cache."""
         return max(GROUP // self.tokens, 1)
 
 
@@ -81,10 +85,11 @@ def _product_kernel(
     TOKENS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     SWAP: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of the result a program. Rows and columns beyond T, N and K are read as zeros.
+    """Compute one tile of the result per program. Rows and columns beyond T, N and K are read as zeros.
 
-    HALF: the distance of the rows of a pair (gate and up, or rope's), or 0 without pairs. A tile then has pairs of
-    HEADS times 2 * HALF rows, all or some of them. KV, P: KV heads and page size for rope, or 0 without rope.
+    HALF: distance between the rows of a pair (gate and up, or the halves of a head for rope), or 0 without pairs. With
+    pairs, a tile has all or some pairs of HEADS heads, each of 2 * HALF rows. KV, P: number of KV heads and page size
+    for rope, or 0 without rope.
     """
     PAIRS: tl.constexpr = ROWS // 2 // HEADS  # pairs of a head in a tile
     tiles_n = tl.cdiv(N, ROWS)
@@ -104,7 +109,7 @@ def _product_kernel(
     if HALF > 0:  # the first of each pair
         row = (head + number // PAIRS) * 2 * HALF + first_row + number % PAIRS
     if PDL:
-        if not SWAP:  # for few tokens see below the loop
+        if not SWAP:  # for few tokens, see after the loop
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([ROWS, TOKENS] if SWAP else [TOKENS, ROWS], tl.float32)
@@ -118,7 +123,7 @@ def _product_kernel(
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
-    if PDL and SWAP:  # not earlier: the next programs would crowd on the few processors that are free by then
+    if PDL and SWAP:  # not earlier, or the next programs would crowd on the few processors that are free by then
         tl.extra.cuda.gdc_launch_dependents()
     if SWAP:
         acc = tl.trans(acc)
@@ -137,7 +142,7 @@ def _product_kernel(
 
 @lru_cache(maxsize=4096)
 def config(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, chip: Chip) -> ProductConfig:
-    """Return the tiles for the product of `tokens` tokens with a weight [outputs, inputs]; all choices give the same
+    """Return the tiles for the product of `tokens` tokens and a weight [outputs, inputs]. All choices give the same
     bits."""
     if dtype == torch.float32:
         return ProductConfig(*FLOAT32)
@@ -162,14 +167,17 @@ def _tiles(found: ProductConfig, tokens: int, outputs: int) -> int:
 
 
 def _cost(found: ProductConfig, tokens: int, outputs: int, chip: Chip) -> int:
-    """Return the time of the busiest processor, in multiplications."""
+    """Return the time that the busiest processor takes, in multiplications."""
     tile = found.tokens * found.rows + SIDES * (found.tokens + found.rows) + TILE
     return -(-_tiles(found, tokens, outputs) // chip.processors) * tile
 
 
 def staged(found: ProductConfig, tiles: int, item_size: int, chip: Chip) -> ProductConfig:
-    """Return the configuration with as many stages as fit into shared memory: for one program a processor if all tiles
-    then run at once, else for as many programs as have LEAST_STAGES each."""
+    """Return the configuration with as many stages as fit into shared memory.
+
+    If all tiles can run at the same time, they fit for one program per processor, otherwise for as many programs as
+    there is room for with LEAST_STAGES each.
+    """
     stages = [_stages(found, programs, item_size, chip) for programs in range(1, MOST_PROGRAMS + 1)]
     several = [each for each in stages if each >= LEAST_STAGES]
     chosen = several[-1] if several and tiles > chip.processors else stages[0]
@@ -177,26 +185,26 @@ def staged(found: ProductConfig, tiles: int, item_size: int, chip: Chip) -> Prod
 
 
 def _stages(found: ProductConfig, programs: int, item_size: int, chip: Chip) -> int:
-    """Return the stages that fit into shared memory for so many programs a processor."""
+    """Return the number of stages that fit into shared memory if a processor runs `programs` programs."""
     step = (found.tokens + found.rows) * found.depth * item_size
     return min((chip.shared_memory // programs - 3072) // step, MOST_STAGES)
 
 
 def pays(tokens: int, inputs: int, dtype: torch.dtype, chip: Chip) -> bool:
-    """Return whether the product of `tokens` tokens with a weight [outputs, inputs] beats cuBLAS."""
+    """Return whether the product of `tokens` tokens and a weight [outputs, inputs] is faster here than in cuBLAS."""
     most = hopper_products.ALL if hopper_products.runs_on(chip, dtype) else FEW_IN_TRITON
     return tokens <= most and dtype.itemsize == 2 and inputs % ALIGN == 0
 
 
 def fuses_rope(tokens: int) -> bool:
-    """Return whether the product's kernel computes rope. Behind a tile of many tokens its own kernel is faster; both
-    give the same bits."""
+    """Return whether the product's kernel computes rope. For many tokens a separate kernel is faster; both give the
+    same bits."""
     return tokens <= max(FEW)
 
 
 @dataclass(frozen=True)
 class RopeWrite:
-    """Rope behind a product with the weight of q, k and v: the arguments of fastgen.kernels.rope.rope_write."""
+    """The arguments of fastgen.kernels.rope.rope_write, for rope after the product with the weight of q, k and v."""
 
     mapping: SlotMapping
     keys: Tensor
@@ -206,10 +214,10 @@ class RopeWrite:
 class Fused(NamedTuple):
     """The epilogue of a product [T, N].
 
-    add: [T, N] in x's dtype, to which the result is added in place. swiglu: weight and bias hold the rows of gate and
-    then of up, and the result is silu(gate) * up [T, N / 2]. rope: the weight holds the rows of q, k and v, and the
-    result is rope_write's, q [T, H, D]. out_dtype: the dtype of the result, if not x's. out: where the result is
-    written; only without add, swiglu and rope.
+    add: [T, N] in x's dtype, to which the result is added in place. swiglu: weight and bias hold the rows of gate
+    followed by the rows of up, and the result is silu(gate) * up [T, N / 2]. rope: the weight holds the rows of q, k
+    and v, and the result is the same as for rope_write, q [T, H, D]. out_dtype: dtype of the result, by default x's.
+    out: tensor that receives the result; only without add, swiglu and rope.
     """
 
     add: Tensor | None = None
@@ -238,7 +246,7 @@ def launch_as(
 ) -> Tensor:
     """Compute the product with the tiles of a ProductConfig; see the twin for the arguments.
 
-    scales: of the tokens and of the weight, for fp8 (fastgen.kernels.fp8) and few tokens on Hopper.
+    scales: scales of the tokens and of the weight, for products of few tokens in fp8 on Hopper (fastgen.kernels.fp8).
     """
     from triton.tools.tensor_descriptor import TensorDescriptor as Described
 
@@ -282,7 +290,7 @@ def launch_as(
     else:
         assert scales is None
         pdl = chip.dependent_launch
-        # Without fused multiply-adds, which the compiler might use in the epilogue of one tile and not of another.
+        # Without fused multiply-adds, which the compiler might use in the epilogues of some tiles and not of others.
         _product_kernel[(-(-tokens // chosen.tokens) * tiles,)](
             Described(x, [tokens, inputs], [inputs, 1], [chosen.tokens, chosen.depth]),
             Described(weight, [*weight.shape], [*weight.stride()], block), *others, tokens, *sizes,
@@ -293,15 +301,16 @@ def launch_as(
 
 
 def _twin(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
-    """Return x [T, K] times the rows of weight [N, K] plus bias [N], with the epilogue `fused`: [T, N] in x's dtype.
+    """Return x weight^T + bias, [T, N] in x's dtype, with the epilogue `fused`.
 
-    x, weight and bias have one dtype: float32, bfloat16 or float16. K is a multiple of ALIGN.
+    x: [T, K]. weight: [N, K]. bias: [N]. All have the same dtype, float32, bfloat16 or float16. K is a multiple of
+    ALIGN.
     """
     return finished(F.linear(x, weight, bias), fused)
 
 
 def finished(y: Tensor, fused: Fused) -> Tensor:
-    """Return a product y [T, N] with the epilogue `fused`; for twins."""
+    """Apply the epilogue `fused` to a product y [T, N] and return the result; for twins."""
     if fused.rope is not None:
         y = y.to(fused.out_dtype or y.dtype)
         turned: Tensor = rope_write.twin(y, fused.rope.mapping, fused.rope.keys, fused.rope.values)

@@ -1,17 +1,19 @@
-"""Drafts on the device: the rows of a speculative decode, what is kept of its draws, and the next drafted tokens.
+"""Drafts on the device: the rows of a speculative decode, the draws of it that are kept, and the next drafted tokens.
 
-A lane's text holds tokens of earlier outputs, then those of its sequence; -1 separates. `follow` appends the tokens
-that a step draws. It then looks for the longest match of the text's last tokens, up to LONGEST_MATCH of them, at an
-earlier place, and of equally long ones for the latest. The draft repeats the tokens behind that place, and where these
-end begins with them again, since the match and the end then lie a period apart.
+The text of a lane holds the tokens of earlier outputs followed by the tokens of its sequence, separated by -1. `follow`
+appends the tokens that a step draws. It then searches the text for the longest earlier match of its last tokens (up to
+LONGEST_MATCH), and of equally long matches takes the latest. The draft is a copy of the tokens after the match. If the
+copy reaches the end of the text, it continues with the first tokens after the match, as if the text were periodic.
 
-An answer that follows a source leaves it and comes back, a few tokens later. So a match that continues within NEAR
-tokens behind the last good source counts as NEAR_BONUS tokens more. Such a match, and one of GOOD tokens, drafts as
-many tokens as there is room for; another one as many as match.
+An answer that copies from a source often leaves it and returns a few tokens later. Therefore a match that continues
+within NEAR tokens after the last good source counts as NEAR_BONUS tokens longer. Such a match, and a match of GOOD
+tokens, drafts as many tokens as there is room for. Any other match drafts as many tokens as it is long.
 
-`spread` shares the rows of a step out: each lane gets as many as it wants up to the same number.
+`spread` distributes the rows of a step: each lane gets as many rows as it wants, up to a limit that is the same for
+all.
 
-Shape letters: L lanes with the padding lane, S lanes of the step, R rows of all of them, D most drafted tokens.
+Shape letters: L lanes including the padding lane, S lanes of the step, R rows of the step, D maximum number of drafted
+tokens per lane.
 """
 
 from __future__ import annotations
@@ -29,17 +31,20 @@ from fastgen.kernels.state import DecodeInput
 
 LONGEST_MATCH = 16
 NEAR, NEAR_BONUS, GOOD = 6, 2, 5
-BLOCK = 1024  # places of a text that a program compares at a time
-ROWS = 64  # of a speculative step, up to which all steps take the same variant of a kernel
+BLOCK = 1024  # positions of a text that a program compares at a time
+ROWS = 64  # number of rows up to which all speculative steps use the same variant of a kernel
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """texts: int32 [L, any]. starts: int64 [L], where the sequence of a lane begins in its text. tokens: int64 [L, D],
-    the drafted tokens of each lane's next decode; counts: int32 [L], their number. most: int32 [L], the most rows of
-    it. rows: int32 [2, L], the first row of a lane in the last speculative step, and their number. sources: int32
-    [3, L], the place in its text that a lane's draft was copied from, the match's tokens with the bonus, and the place
-    behind the last good source."""
+    """The drafts of all lanes, and the texts that they are copied from.
+
+    texts: int32 [L, any]. starts: int64 [L], position in the text where the lane's sequence begins. tokens: int64 [L,
+    D], the drafted tokens of each lane's next decode. counts: int32 [L], number of drafted tokens. most: int32 [L],
+    maximum number of rows of the next decode. rows: int32 [2, L], the first row of a lane in the last speculative step,
+    and the number of its rows. sources: int32 [3, L], the position in the text that a lane's draft was copied from, the
+    length of the match including the bonus, and the position after the last good source.
+    """
 
     texts: Tensor
     starts: Tensor
@@ -63,7 +68,8 @@ class Drafts:
         )
 
     def begin(self, lane: int, start: int, tokens: Tensor) -> None:
-        """Set a lane's text, int32 [n]; its next decode has no draft."""
+        """Set a lane's text to `tokens`, int32 [n], and drop its draft. start: where its sequence begins in the
+        text."""
         self.texts[lane, : len(tokens)] = tokens
         self.starts[lane] = start
         self.counts[lane] = 0
@@ -76,7 +82,7 @@ def _spread_kernel(
     row_lanes_ptr, ids_ptr, positions_ptr, slots_ptr, row_lens_ptr, padding, table_width, most_drafts, lanes, size,
     BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Fill the rows of one lane a program; the last program fills the padding."""
+    """Fill the rows of one lane per program. The last program fills the padding."""
     s = tl.program_id(0)
     each = tl.arange(0, BLOCK_S)
     lane = tl.load(lanes_ptr + each, mask=each < lanes, other=padding)
@@ -129,11 +135,12 @@ def _spread_launch(
 def _spread_twin(
     lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, table: Tensor, step: DecodeInput, page: int
 ) -> None:
-    """Fill `step`, R rows, for lanes int64 [S], S <= R, and write their `rows`.
+    """Fill the R rows of `step` for `lanes`, int64 [S] with S <= R, and write drafts.rows.
 
-    The rows of a lane are its last token and drafted ones, those of the first lane first. Where not all of them fit,
-    each lane has up to the same number, and the first lanes one more. Behind them is padding: rows of the last lane at
-    position 0. last: int64 [L], last tokens; kv_lens: int32 [L]; table: int32 [L, columns]; page: tokens of a page.
+    A lane has one row for its last token, followed by one row per drafted token; rows are in the order of `lanes`. If
+    not all rows fit, all lanes get the same maximum number of rows, and the first lanes one more. The remaining rows
+    are padding: rows of the last lane at position 0. last: int64 [L], last token of each lane. kv_lens: int32 [L].
+    table: int32 [L, columns], the page table. page: page size.
     """
     size, padding = len(step.lanes), len(kv_lens) - 1
     wanted = torch.where(lanes == padding, 0, torch.minimum(drafts.most, drafts.counts + 1)[lanes])
@@ -190,7 +197,7 @@ def _follow_kernel(
     near = tl.where(good, source, tl.load(sources_ptr + 2 * all_lanes + lane))
     tl.debug_barrier()  # all threads of this program have written
 
-    # The best place has the largest match * 2^32 + place.
+    # The best position has the largest match * 2^32 + position.
     best = tl.zeros([], tl.int64)
     if fits & (newest >= 0):
         for block in range(0, end - 1, BLOCK):
@@ -208,15 +215,15 @@ def _follow_kernel(
                 score = (match.to(tl.int64) << 32) + place
                 best = tl.maximum(best, tl.max(tl.where(found, score, 0)))
     match = (best >> 32).to(tl.int32)
-    behind = (best & 0xFFFFFFFF).to(tl.int32) + 1
-    sure = (match >= GOOD) | ((behind > near) & (behind <= near + NEAR))
+    after = (best & 0xFFFFFFFF).to(tl.int32) + 1
+    sure = (match >= GOOD) | ((after > near) & (after <= near + NEAR))
     most = tl.where((match > 0) & sure, most_drafts, tl.minimum(match, most_drafts))
     ahead = tl.arange(0, D)
-    draft = tl.load(text + behind + ahead % tl.maximum(end - behind, 1), mask=ahead < most, other=-1)
+    draft = tl.load(text + after + ahead % tl.maximum(end - after, 1), mask=ahead < most, other=-1)
     count = tl.min(tl.where(draft < 0, ahead, most))
     tl.store(drafts_ptr + lane * most_drafts + ahead, draft.to(tl.int64), mask=ahead < count)
     tl.store(counts_ptr + lane, count)
-    tl.store(sources_ptr + lane, behind)
+    tl.store(sources_ptr + lane, after)
     tl.store(sources_ptr + all_lanes + lane, match)
     tl.store(sources_ptr + 2 * all_lanes + lane, near)
     tl.store(found_ptr + s, kept)
@@ -232,7 +239,7 @@ def _follow_launch(
     assert tokens.dtype == positions.dtype == kv_lens.dtype == torch.int32
     assert len(lanes) <= len(tokens) == len(positions)
     assert all(x.is_contiguous() for x in (lanes, tokens, positions))
-    # Zeros, since the results of kernels that are compiled ahead and not launched are read, too.
+    # Zeros, because the result is read even if the kernel is compiled ahead and not launched.
     found = torch.zeros(3, len(lanes), dtype=torch.int32, device=lanes.device)
     _follow_kernel[(len(lanes),)](
         lanes, tokens, positions, drafts.texts, drafts.starts, drafts.counts, drafts.tokens, drafts.rows,
@@ -248,13 +255,13 @@ def _follow_twin(
 ) -> Tensor:
     """Keep the draws of a step that equal the drafts, and one more; append them to the texts; draft the next tokens.
 
-    lanes: int64 [S]. tokens, positions: int32 [R], the draws: one of each lane, or where R > S of the rows of `spread`.
-    Sets the lanes' `last`, int64 [L], and kv_lens, int32 [L]. Returns int32 [3, S]: the number of tokens kept; the
-    first of the tokens that are drafted now, -1 for none; and the number of drafted tokens that the step computed.
+    lanes: int64 [S]. tokens, positions: int32 [R], the draws, one per lane, or if R > S, one per row of `spread`. last:
+    int64 [L], and kv_lens: int32 [L], are updated for these lanes. Returns int32 [3, S]: the number of tokens kept, the
+    first token of the new draft (-1 if it is empty), and the number of drafted tokens that the step computed.
     """
     found = np.zeros((3, len(lanes)), dtype=np.int32)
     state = (drafts.texts, drafts.starts, drafts.tokens, drafts.counts, drafts.sources, last, kv_lens)
-    host = [x.cpu() for x in state]  # copies where a GPU does not compile the kernel
+    host = [x.cpu() for x in state]  # copies, if this runs because the kernel does not compile for a GPU
     texts, starts, waiting, counts, sources, lasts, lengths = (x.numpy() for x in host)
     spread_rows = drafts.rows[:, lanes].T.tolist() if len(tokens) > len(lanes) else [(s, 1) for s in range(len(lanes))]
     all_drawn, all_positions = tokens.tolist(), positions.tolist()
@@ -284,10 +291,10 @@ def _follow_twin(
 
 
 def propose(text: np.ndarray, near: int, most: int) -> tuple[np.ndarray, int, int]:
-    """Return up to `most` tokens that may follow a text, int32 [n], the place that they begin at, and the tokens that
-    match before it, with the bonus. near: the place behind the last good source."""
+    """Return up to `most` tokens that may follow a text (int32 [n]), the position in the text where they begin, and the
+    length of the match before it, including the bonus. near: the position after the last good source."""
     end = len(text)
-    places = np.flatnonzero((text[:-1] == text[-1]) & (text[-1] >= 0))  # of the last token of each match
+    places = np.flatnonzero((text[:-1] == text[-1]) & (text[-1] >= 0))  # position of the last token of each match
     if not len(places):
         return text[:0], 1, 0
     matches = 1 + NEAR_BONUS * ((places >= near) & (places < near + NEAR))
@@ -299,11 +306,11 @@ def propose(text: np.ndarray, near: int, most: int) -> tuple[np.ndarray, int, in
             break
         matches[longer] += 1
     match = int(matches.max())
-    behind = int(places[matches == match][-1]) + 1
-    sure = match >= GOOD or near < behind <= near + NEAR
-    draft = text[behind + np.arange(most if sure else min(match, most)) % (end - behind)]
+    after = int(places[matches == match][-1]) + 1
+    sure = match >= GOOD or near < after <= near + NEAR
+    draft = text[after + np.arange(most if sure else min(match, most)) % (end - after)]
     ends = np.flatnonzero(draft < 0)
-    return draft[: ends[0]] if len(ends) else draft, behind, match
+    return draft[: ends[0]] if len(ends) else draft, after, match
 
 
 spread = Kernel(_spread_launch, _spread_twin)

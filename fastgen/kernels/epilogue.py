@@ -1,10 +1,10 @@
 """Epilogues of matrix products: bias, residual addition, SwiGLU and rope, for kernels in Triton and in Gluon.
 
-The epilogue of a fused product works on its float32 sums, and has two parts, so that what it loads (`read_`) arrives
-while the product is summed. SwiGLU behind cuBLAS is a kernel of its own.
+The epilogue of a fused product works on its float32 sums. It has two parts, so that its inputs can be loaded (`read_`)
+while the product is summed. After a product by cuBLAS, SwiGLU is a separate kernel.
 
-T tokens, N outputs. token: numbers of rows of the result [TOKENS, 1]. row: rows of the weight [ROWS]; or pairs of them,
-at places `at` of the halves of heads `head`, both [ROWS / 2]. Rows beyond T and N are neither read nor stored.
+T tokens, N outputs. token: [TOKENS, 1], rows of the result. row: [ROWS], rows of the weight. Pairs of rows are given as
+positions `at` within the halves of heads `head`, both [ROWS / 2]. Rows beyond T and N are neither read nor stored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastgen.kernels.rope import look_up, turn
 
 @jit()
 def read_rows(token, row, bias_ptr, out_ptr, T, N, ADD: tl.constexpr):
-    """Load the bias, and what the product is added to; without these, return numbers that are not used."""
+    """Load the bias, and the numbers to which the product is added; without these, return numbers that are not used."""
     bias = row
     before = row
     if bias_ptr is not None:
@@ -33,7 +33,7 @@ def read_rows(token, row, bias_ptr, out_ptr, T, N, ADD: tl.constexpr):
 
 @jit()
 def finish_rows(acc, read, token, row, bias_ptr, out_ptr, T, N, ADD: tl.constexpr):
-    """Store acc float32 [TOKENS, ROWS], or if ADD add it to `out`."""
+    """Store acc, float32 [TOKENS, ROWS], or if ADD, add it to `out`."""
     acc = added(acc, read, bias_ptr, ADD)
     here = (token < T) & (row < N)[None, :]
     tl.store(out_ptr + (token.to(tl.int64) * N + row[None, :]), acc.to(out_ptr.dtype.element_ty), mask=here)
@@ -41,7 +41,9 @@ def finish_rows(acc, read, token, row, bias_ptr, out_ptr, T, N, ADD: tl.constexp
 
 @jit()
 def added(acc, read, bias_ptr, ADD: tl.constexpr):
-    """Return acc float32 [TOKENS, ROWS] plus the bias, and if ADD plus what `read_rows` found in `out`."""
+    """Return acc, float32 [TOKENS, ROWS], plus the bias, and if ADD, plus the numbers that `read_rows` loaded from
+    `out`.
+    """
     bias, before = read
     if bias_ptr is not None:
         acc += bias.to(tl.float32)[None, :]
@@ -54,7 +56,7 @@ def added(acc, read, bias_ptr, ADD: tl.constexpr):
 def read_pairs(
     token, head, at, bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, T, N, HALF: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
-    """Load the bias of both rows of each pair, and the tables of rope."""
+    """Load the bias of both rows of each pair, and for rope the result of `look_up`."""
     head, at = head[None, :], at[None, :]
     row = head * 2 * HALF + at
     there = (row < N) & (at < HALF)
@@ -75,7 +77,7 @@ def finish_pairs(
     a, b, read, token, head, at, bias_ptr, out_ptr, keys_ptr, values_ptr, T, N,
     HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Store SwiGLU or rope of the pairs (a, b), float32 [TOKENS, ROWS / 2]."""
+    """Compute and store SwiGLU or rope of the pairs (a, b), float32 [TOKENS, ROWS / 2]."""
     bias_a, bias_b, found = read
     head, at = head[None, :], at[None, :]
     here = (head * 2 * HALF + at < N) & (at < HALF) & (token < T)
@@ -95,16 +97,16 @@ def finish_pairs(
 
 @jit()
 def gated(gate, up):
-    """Return SwiGLU of float32 numbers."""
+    """Return SwiGLU of gate and up in float32."""
     return gate / (1 + tl.exp(-gate)) * up
 
 
-BLOCK = 2048  # columns a program
+BLOCK = 2048  # columns per program
 
 
 @jit()
 def _swiglu_kernel(x_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Compute BLOCK of the N columns of a row a program."""
+    """Compute BLOCK of the N columns of a row per program."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -127,11 +129,11 @@ def _launch(x: Tensor) -> Tensor:
 
 
 def _twin(x: Tensor) -> Tensor:
-    """Return silu(gate) * up [T, I] of x [T, 2 I], contiguous, which holds gate and then up."""
+    """Return silu(gate) * up, [T, I], where x [T, 2 I] is contiguous and holds gate followed by up."""
     gate, up = x.chunk(2, dim=-1)
     if x.is_cuda or x.dtype != torch.float32:
         return F.silu(gate).mul_(up)
-    # Made of exp, because F.silu rounds differently where a thread's share of a tensor ends within a vector.
+    # Computed with exp, because F.silu rounds differently where a thread's part of a tensor ends within a vector.
     weight = gate.neg().exp_().add_(1)
     return torch.div(gate, weight, out=weight).mul_(up)
 

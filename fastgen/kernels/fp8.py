@@ -1,10 +1,10 @@
-"""Numbers of 8 bits (E4M3) with float32 scales, and their batch-invariant products.
+"""Quantization to fp8 (E4M3) with float32 scales, and batch-invariant products in fp8.
 
-A weight has a scale a row, or a scale a block of 128 x 128. The input of a product has a scale a token, the largest
-magnitude of its row / 448: a scale for several tokens would make a token's bits depend on its neighbours. Products are
-summed over each 128 inputs, and these sums are added in float32, in order, for any number of tokens.
+A weight has one scale per row, or one per block of 128 x 128. The input of a product has one scale per token, the
+largest magnitude of its row / 448: a scale for several tokens would make a token's bits depend on its neighbours.
+Products are summed over each 128 inputs, and these sums are added in float32, in order, for any number of tokens.
 
-Letters: T tokens, N outputs, K inputs.
+Shape letters: T tokens, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.pages import E4M3 as E4M3
 from fastgen.kernels.rope import rope_write
 
-BLOCK = 128  # rows and inputs of a block with one scale
+BLOCK = 128  # rows and inputs per block with one scale
 LARGEST = 448.0
-LEAST_SCALE = 1 / (LARGEST * 512)  # that of a row of zeros, too
-FEW = 64  # rows up to which more warps quantize one
-ALIGN = 16  # divides the inputs of a weight, so that its rows begin at multiples of 16 bytes
+LEAST_SCALE = 1 / (LARGEST * 512)  # also the scale of a row of zeros
+FEW = 64  # maximum number of rows for which more warps quantize each row
+ALIGN = 16  # the inputs of a weight are a multiple of it, so that rows begin at multiples of 16 bytes
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A weight in fp8. values: float8_e4m3fn [N, K]. scales: float32 [N], or [ceil(N / 128), ceil(K / 128)]. The weight
-    is the values times their scales."""
+    """A weight in fp8, the product of values and scales.
+
+    values: float8_e4m3fn [N, K]. scales: float32 [N], or [ceil(N / 128), ceil(K / 128)] with one scale per block.
+    """
 
     values: Tensor
     scales: Tensor
@@ -48,7 +50,7 @@ class Quantized:
 
 @jit()
 def _quantize_kernel(x_ptr, values_ptr, scales_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Quantize a row of N numbers a program."""
+    """Quantize one row of N numbers per program."""
     column = tl.arange(0, BLOCK)
     here = column < N
     if PDL:
@@ -63,9 +65,9 @@ def _quantize_kernel(x_ptr, values_ptr, scales_ptr, N: tl.constexpr, BLOCK: tl.c
 
 @jit()
 def quantized(x):
-    """Return x [BLOCK] float32, a row and then zeros, in E4M3, and its scale."""
+    """Return x in E4M3 and its scale. x: float32 [BLOCK], a row followed by zeros."""
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x)), 448.0), 1 / (448.0 * 512))
-    x *= tl.div_rn(1.0, scale)  # a division of each number would take twice as long as memory does
+    x *= tl.div_rn(1.0, scale)  # dividing each number would take twice as long as reading and writing them
     return tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.float8e4nv), scale
 
 
@@ -80,7 +82,7 @@ def _quantize_launch(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_twin(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x [T, N] in E4M3, and the scale of each row, float32 [T]: its largest magnitude / 448."""
+    """Return x [T, N] in E4M3, and the scale of each row, its largest magnitude / 448, float32 [T]."""
     x = x.float()
     scales = _scales(x.abs().amax(1))
     return _rounded(x * (1 / scales)[:, None]), scales
@@ -90,8 +92,10 @@ quantize = Kernel(_quantize_launch, _quantize_twin)
 
 
 def quantize_weight(weight: Tensor, blocks: bool = False) -> Quantized:
-    """Return a weight [N, K] of any dtype in fp8, with a scale a row, or a block of 128 x 128 (N and K are multiples
-    then)."""
+    """Return a weight [N, K] of any dtype in fp8, with one scale per row, or if `blocks`, per block of 128 x 128.
+
+    With blocks, N and K have to be multiples of 128.
+    """
     rows, columns = (BLOCK, BLOCK) if blocks else (1, weight.shape[1])
     tiles = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     scales = _scales(tiles.abs().amax(dim=(1, 3), keepdim=True))
@@ -100,8 +104,8 @@ def quantize_weight(weight: Tensor, blocks: bool = False) -> Quantized:
 
 
 def _scales(largest: Tensor) -> Tensor:
-    """Return the scales of numbers whose largest magnitudes are given, in float32."""
-    # By a tensor: on a GPU torch would multiply with the reciprocal of a number, which has other bits.
+    """Return the scales, in float32, for the given largest magnitudes."""
+    # Divided by a tensor, because a GPU multiplies by the reciprocal of a Python number, which has other bits.
     return (largest / torch.full_like(largest, LARGEST)).clamp_(min=LEAST_SCALE)
 
 
@@ -114,19 +118,19 @@ def _launch(x: Tensor, x_scales: Tensor, weight: Quantized, bias: Tensor | None,
 
 
 def kind_of(tokens: int, outputs: int, chip: Chip) -> tuple[int, int]:
-    """Return the kind of kernel for a number of tokens, one of KINDS."""
+    """Return the kind of kernel, one of KINDS, for a number of tokens."""
     padded = next((each for each in hopper_products.WIDE if tokens <= each), 0)
     return padded, 0 if padded else hopper_fp8.rows_of(tokens, outputs, chip)
 
 
 KINDS = (*((tokens, 0) for tokens in hopper_products.WIDE), *((0, rows) for rows in hopper_fp8.SIDES))
-"""The kinds of kernels: the padded tokens of one for few tokens, or the rows of a tile's sides of one for many."""
+"""Kinds of kernels: (padded tokens, 0) for few tokens, and (0, rows of a tile's sides) for many tokens."""
 
 
 def launch_as(
     kind: tuple[int, int], x: Tensor, x_scales: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused
 ) -> Tensor:
-    """Compute the product with a kind of kernel that takes as many tokens; see the twin for the other arguments."""
+    """Compute the product with a kind of kernel that can take as many tokens; see the twin for the other arguments."""
     (tokens, inputs), (outputs, _) = x.shape, weight.values.shape
     assert weight.values.shape == (outputs, inputs)
     assert x.dtype == weight.values.dtype == E4M3
@@ -151,10 +155,10 @@ def launch_as(
 
 
 def _twin(x: Tensor, x_scales: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused) -> Tensor:
-    """Return x [T, K] times the rows of a weight [N, K] plus bias [N], with the epilogue `fused`: [T, N].
+    """Return x weight^T + bias, [T, N], with the epilogue `fused`.
 
-    x: float8_e4m3fn; x_scales: float32 [T], of its rows. The result has the dtype of `fused.add`, or `fused.out_dtype`,
-    one of which is needed. K is a multiple of ALIGN.
+    x: float8_e4m3fn [T, K]. x_scales: float32 [T], the scales of its rows. weight: [N, K]. bias: [N]. The result has
+    the dtype of `fused.add` or else `fused.out_dtype`; one of them is required. K is a multiple of ALIGN.
     """
     if weight.scales.dim() == 1:
         y = F.linear(x.float(), weight.values.float()) * x_scales[:, None] * weight.scales

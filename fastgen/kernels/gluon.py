@@ -1,8 +1,8 @@
 """Gluon, Triton's language with explicit layouts. This module hides the differences between its versions.
 
-Gluon is experimental, and its names change between versions of Triton. Kernels in Gluon therefore run with the versions
-of `launch.KNOWN_TRITON` alone, and not in Triton's interpreter. Without Gluon, `gl` and `nvidia` are None, and a kernel
-is a plain function that nothing calls.
+Gluon is experimental, and its names change between versions of Triton. Kernels in Gluon therefore run only with the
+versions in `launch.KNOWN_TRITON`, and not in Triton's interpreter. Without Gluon, `gl` and `nvidia` are None, and a
+kernel is a plain function that nothing calls.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ gl: Any = launch.optional("triton.experimental.gluon.language") if GLUON else No
 nvidia: Any = launch.optional("triton.experimental.gluon.language.nvidia.hopper") if GLUON else None
 
 barrier: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier", None)
-"""Synchronizes the threads of a partition. Only Triton 3.6 has the second name, and not the first."""
+"""Synchronize the threads of a partition. Triton 3.6 has only the second name."""
 
 _tma: Any = getattr(nvidia, "tma", None)
 load_tile: Any = getattr(_tma, "async_load", None) or getattr(_tma, "async_copy_global_to_shared", None)
-"""Begins a load by TMA. Triton 3.6 and 3.7 have only the second name, 3.9 only the first."""
+"""Begin a TMA load. Triton 3.6 and 3.7 have only the second name, 3.9 only the first."""
 
 store_tile: Any = getattr(_tma, "async_store", None) or getattr(_tma, "async_copy_shared_to_global", None)
-"""Begins a store by TMA. Triton 3.6 and 3.7 have only the second name."""
+"""Begin a TMA store. Triton 3.6 and 3.7 have only the second name."""
 
 _memory: Any = getattr(gl, "shared_memory_descriptor", None)
 reinterpret: Any = getattr(_memory, "reinterpret", None) or getattr(_memory, "_reinterpret", None)
-"""Views shared memory in another shape. Triton 3.9 has only the first name, earlier versions only the second."""
+"""View shared memory in another shape. Triton 3.9 has only the first name, earlier versions only the second."""
 
 _VERSION = launch.version()
 _SLICES = launch.constant(_VERSION >= (3, 9))
-"""True if a buffer of any number of tiles can be sliced, so that a view may begin between two larger tiles."""
+"""True if a buffer of any number of tiles can be sliced, which lets a view begin between two larger tiles."""
 
 HALVES = _VERSION != (3, 8)
 """True if `side_of` can view two halved tiles as one: by a slice, or (until 3.7) by a view larger than its source."""
@@ -52,10 +52,10 @@ def side_of(
     tiles, stage, piece: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, SIDE: gl.constexpr,
     LONG: gl.constexpr,
 ):  # fmt: skip
-    """Return a view [SIDE, LONG] of shared memory: a piece of a stage, and behind halved tiles the memory that follows.
+    """Return a view [SIDE, LONG] of shared memory that begins with the given piece of a stage.
 
-    tiles: [STAGES * PIECES, ...], of SIDE rows each; or halved, with half of the rows, an even PIECES and one tile
-    more.
+    tiles: [STAGES * PIECES, ...]. A tile has SIDE rows, or if the tiles are halved, SIDE // 2 rows. PIECES is then
+    even, there is one extra tile at the end, and the second half of the view is the memory after the piece.
     """
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDE, LONG], tiles.dtype)
     if _SLICES:
@@ -68,9 +68,19 @@ def side_of(
 
 
 @gluon_jit()
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """Return the stage of a ring of shared memory that follows `stage`, and its barriers' phase."""
+    stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+    return stage, gl.where(stage == 0, phase ^ 1, phase)
+
+
+@gluon_jit()
 def clear_rows(v, keys):
-    """Write zeros over the values from row `keys` on, which no step has written: they may be NaN, which a weight of 0
-    does not cancel. Each group of warps that calls this writes the same."""
+    """Overwrite the values from row `keys` on with zeros.
+
+    No step has written them, so they may be NaN, which a weight of 0 does not cancel. All groups of warps that call
+    this write the same numbers.
+    """
     KEYS: gl.constexpr = v.shape[0]
     DIMS: gl.constexpr = v.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [gl.num_warps(), 1], [1, 0])

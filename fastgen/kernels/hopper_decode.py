@@ -1,22 +1,25 @@
-"""Decode attention on Hopper, in Gluon; the same to the bit as fastgen.kernels.attention.
+"""Decode attention on Hopper, in Gluon, with the same bits as fastgen.kernels.attention.
 
-The blocks of keys of all tasks of a program are one stream: one warp loads the next blocks to shared memory (by TMA),
-including those of the next task, while four others compute. In Triton's loop each task would wait for its first block.
+The blocks of keys of all tasks of a program form one stream: one warp loads the next blocks to shared memory (by TMA),
+including the first blocks of the next task, while four other warps compute. In Triton's loop each task would have to
+wait for its first block.
 
-If keys are split, a split is one block. When all programs have stored their partial results, many combine them, a query
-head each: 16000 keys have 250 splits, which one program would take longer to load than all programs take for the keys.
+If keys are split, each split is one block. When all programs have stored their partial results, many programs combine
+them, one query head each: 16,000 keys have 250 splits, and one program would take longer to load their results than all
+programs take to load the keys.
 
-In a step of decodes alone, only the positions of the step's own tokens hold new keys, and the lists and page tables
-were written before the step's embedding. The first blocks therefore load before the kernel ahead has ended (see
+If a step has only decodes, its only new keys are at the positions of its own tokens, and its lists and page tables were
+written before its embedding. Therefore the first blocks load before the previous kernel has ended (see
 fastgen.kernels.hopper_products).
 
-Keys and values in fp8 (fastgen.kernels.pages) become 2-byte numbers in the registers of the warps that multiply. The
-numbers of a thread then come from as many bytes that lie together: an instruction's 16 columns of keys, and 16 rows of
-values, are in another order than memory has them. All numbers and scales are exact, so the bits are those of bfloat16,
-unless the numbers of a query span more than 2**31.
-- Keys become float16, which is one instruction for two. The queries, too, times a power of two.
-- Values become bfloat16 by shifts and masks: E4M3 in a bfloat16's place is 2**120 times smaller.
-- The scales of keys multiply the scores, and those of values the weights.
+Keys and values in fp8 (fastgen.kernels.pages) are converted to 2-byte numbers in the registers of the warps that
+multiply. Each thread reads contiguous bytes, so the 16 columns of keys (or 16 rows of values) of an instruction have a
+different order than in memory. All numbers and scales are exact, so the bits are the same as with these keys and values
+in bfloat16, unless the elements of a query span more than a factor of 2**31.
+- Keys are converted to float16, with one instruction for two numbers. Queries are converted to float16 times a power of
+  two.
+- Values are converted to bfloat16 by shifts and masks: E4M3 bits read as a bfloat16 are 2**120 times smaller.
+- The scales of keys multiply the scores, and the scales of values multiply the weights.
 """
 
 from __future__ import annotations
@@ -27,31 +30,31 @@ import torch
 from torch import Tensor
 
 from fastgen.device.chip import Chip, power_of_two
-from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, nvidia, reinterpret
+from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, next_stage, nvidia, reinterpret
 from fastgen.kernels.hopper_products import LOADING_REGISTERS, REGISTERS, SIDE, WARPS, described, runs_on
-from fastgen.kernels.launch import tl
+from fastgen.kernels.launch import constant, tl
 from fastgen.kernels.pages import E4M3, power_of, scales_of
 from fastgen.kernels.softmax import combine, combine_splits, load_partial
 from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, read_tile, schedule
 
-KEYS = 64  # of a block, as in all attention kernels
-SOME = 16  # keys that an instruction sums; a multiple of these loads of a sequence's last block
-MOST_GROUP = 32  # query heads of a KV head; with more, a thread's numbers do not fit its registers
-PROGRAMS = 2  # a processor, for which REGISTERS and `stages_of` leave room: more would wait for each other for ever
-SPLIT_BELOW = 0.4  # tasks a processor; with more, decodes are not split
+KEYS = 64  # keys of a block, as in all attention kernels
+SOME = constant(16)  # keys that an instruction sums; a sequence's last block is padded to a multiple of these
+MOST_GROUP = 32  # maximum query heads per KV head; with more, a thread's numbers do not fit in its registers
+PROGRAMS = 2  # programs per processor that REGISTERS and `stages_of` leave room for; more could wait for ever
+SPLIT_BELOW = 0.4  # tasks per processor up to which decodes are split
 MOST_STAGES = 8
-COMBINED = 8, 32  # splits whose partial results a program loads at once: if there are few, and if there are many
+FEW, MANY = constant(8), constant(32)  # splits whose partial results a program loads at once, if there are few or many
 
 
 def rows_of(group: int) -> int:
-    """Return the rows of a tile: the query heads of a KV head, and unused rows."""
+    """Return the number of rows of a tile: the query heads of a KV head, and unused rows."""
     return max(power_of_two(group), 8)
 
 
 def stages_of(group: int, dims: int, item_size: int, chip: Chip) -> int:
-    """Return the number of blocks that are loading or in use at once. item_size: bytes of a number of the pool."""
+    """Return how many blocks can be loading or in use at the same time. item_size: bytes per element of the pool."""
     rows = (KEYS + 2 * dims) * rows_of(group)
-    if item_size == 1:  # and queries in float16, and weights times scales
+    if item_size == 1:  # in addition, queries in float16 and weights times scales
         rows += (KEYS + dims) * rows_of(group)
     room = (chip.shared_memory + 1024) // PROGRAMS - 2048 - rows * 2
     return min(room // (2 * KEYS * (dims + 2 * (item_size == 1)) * item_size), MOST_STAGES)
@@ -60,12 +63,14 @@ def stages_of(group: int, dims: int, item_size: int, chip: Chip) -> int:
 def streams(
     chip: Chip, dtype: torch.dtype, group: int, head_size: int, page_size: int, item_size: int | None = None
 ) -> bool:
-    """Return whether this kernel takes decodes of this shape. dtype: of queries; item_size: of the pool's numbers, by
-    default theirs."""
+    """Return whether this kernel computes decodes of this shape.
+
+    dtype: dtype of the queries. item_size: bytes per element of the pool; by default the same as for queries.
+    """
     dims, item_size = power_of_two(head_size), item_size or dtype.itemsize
-    if item_size == 1 and dtype != torch.bfloat16:  # which values become
+    if item_size == 1 and dtype != torch.bfloat16:  # values are converted to bfloat16
         return False
-    loads = page_size % KEYS == 0 and head_size * item_size % 16 == 0  # as TMA wants
+    loads = page_size % KEYS == 0 and head_size * item_size % 16 == 0  # a requirement of TMA
     fits = loads and 64 <= dims <= 128 and group <= MOST_GROUP
     return fits and runs_on(chip, dtype) and stages_of(group, dims, item_size, chip) > 1
 
@@ -75,17 +80,18 @@ def _decode_kernel(
     q_desc, keys_desc, values_desc, key_bits_desc, value_bits_desc, out_ptr, table_ptr, list_ptr, parts_ptr, peaks_ptr,
     totals_ptr, layer, num_pages, table_width, split, alone,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, SOME: gl.constexpr, DIMS: gl.constexpr, STAGES: gl.constexpr,
-    SIDE: gl.constexpr, COMBINED: gl.constexpr, HEADER: gl.constexpr, FIELDS: gl.constexpr,
-    SPLITS: gl.constexpr, PRIVATE: gl.constexpr, REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, DIMS: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr,
+    HEADER: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr,
 ):  # fmt: skip
-    """Compute all tasks, scheduled statically. H, K, D, P, ROWS, DIMS: see fastgen.kernels.attention. The descriptors
-    of bits are of the scales of keys and values in fp8, else None."""
+    """Compute all tasks, scheduled statically. H, K, D, P, ROWS, DIMS: see fastgen.kernels.attention.
+
+    key_bits_desc, value_bits_desc: descriptors of the scales of keys and values in fp8, else None.
+    """
     dtype: gl.constexpr = keys_desc.dtype
     ks = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, DIMS], keys_desc.layout)
     vs = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, DIMS], values_desc.layout)
     bits = (None, None)
-    if key_bits_desc is not None:  # with gaps, since TMA wants multiples of 128 bytes
+    if key_bits_desc is not None:  # with gaps, since TMA needs multiples of 128 bytes
         bits = (
             gl.allocate_shared_memory(dtype, [2 * STAGES, 1, KEYS], key_bits_desc.layout),
             gl.allocate_shared_memory(dtype, [2 * STAGES, 1, KEYS], value_bits_desc.layout),
@@ -108,31 +114,34 @@ def _decode_kernel(
     tiles_ptr = list_ptr + HEADER
     blocks = (ks, vs, bits, ready, free)
     pools = (keys_desc, values_desc, key_bits_desc, value_bits_desc)
-    arrivals_ptr = list_ptr + 1 + layer  # a counter in the list, which no tile scheduler uses here
+    arrivals_ptr = list_ptr + 1 + layer  # the layer's counter, which the static schedule does not need
     results = (out_ptr, parts_ptr, peaks_ptr, totals_ptr, arrivals_ptr)
     gl.warp_specialize(
         [
             (_attend, (
                 q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs, split, H, K, D, WINDOW, SCALE,
-                SOME, SIDE, COMBINED, FIELDS, SPLITS, PRIVATE,
+                SIDE, FIELDS, SPLITS, PRIVATE,
             )),
             (_load_blocks, (
                 pools, blocks, tiles_ptr, table_ptr, table_width, layer * num_pages, task, tasks,
-                programs, K, P, SOME, FIELDS,
+                programs, K, P, FIELDS,
             )),
         ],
         [1],
-        [REGISTERS],
+        [LOADING_REGISTERS],
     )  # fmt: skip
 
 
 @gluon_jit()
 def _load_blocks(
     pools, blocks, tiles_ptr, table_ptr, table_width, first_page, task, tasks, programs,
-    K: gl.constexpr, P: gl.constexpr, SOME: gl.constexpr, FIELDS: gl.constexpr,
+    K: gl.constexpr, P: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
-    """Load the blocks of all tasks, each when a stage is free. The keys of a sequence's last block lie at the end of
-    the stage, behind the keys before them in the page, or zeros if the page begins there."""
+    """Load the blocks of all tasks, each as soon as a stage is free.
+
+    The keys of a sequence's last block are placed at the end of the stage. The rest of the stage holds the keys before
+    them in the page, or zeros before the beginning of the page.
+    """
     ks, vs, bits, ready, free = blocks
     keys_desc, values_desc, key_bits_desc, value_bits_desc = pools
     STAGES: gl.constexpr = ks.shape[0]
@@ -146,10 +155,10 @@ def _load_blocks(
         pages_ptr = table_ptr + lane * table_width
         page = tl.load(pages_ptr + begin // P)
         for start in range(begin, end, KEYS):
-            at = [(first_page + page) * K + task % K, start % P - _behind(start, end, KEYS, SOME), 0]
+            at = [(first_page + page) * K + task % K, start % P - _keys_before(start, end, KEYS), 0]
             page = tl.load(pages_ptr + gl.minimum(start + KEYS, end - 1) // P)
             nvidia.mbarrier.wait(free.index(stage), phase)
-            if start + KEYS > position:  # with the key that the kernel ahead writes
+            if start + KEYS > position:  # the block contains the key that the previous kernel writes
                 tl.extra.cuda.gdc_wait()
             nvidia.mbarrier.expect(ready.index(stage), BYTES)
             load_tile(keys_desc, at, ready.index(stage), ks.index(stage))
@@ -157,15 +166,16 @@ def _load_blocks(
             if FP8:
                 load_tile(key_bits_desc, at[:2], ready.index(stage), bits[0].index(2 * stage))
                 load_tile(value_bits_desc, at[:2], ready.index(stage), bits[1].index(2 * stage))
-            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-            phase = gl.where(stage == 0, phase ^ 1, phase)
+            stage, phase = next_stage(stage, phase, STAGES)
         task += programs
 
 
 @gluon_jit()
-def _behind(start, end, KEYS: gl.constexpr, SOME: gl.constexpr):
-    """Return the number of keys of a stage before those of [start, end): a multiple of the keys that an instruction
-    sums, so that the keys of [start, end) are summed as in a full block."""
+def _keys_before(start, end, KEYS: gl.constexpr):
+    """Return the number of keys of a stage before the keys [start, end), a multiple of SOME.
+
+    Thereby the keys [start, end) are summed by the same instructions as in a full block.
+    """
     return gl.maximum(KEYS - (end - start + SOME - 1) // SOME * SOME, 0)
 
 
@@ -183,8 +193,8 @@ def _load_query(
 @gluon_jit()
 def _attend(
     q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs, splitting,
-    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, SOME: gl.constexpr,
-    SIDE: gl.constexpr, COMBINED: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr,
+    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
+    SIDE: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr,
 ):  # fmt: skip
     """Compute the blocks as they arrive, and then combine splits. Keys are rows of products: acc is [DIMS, ROWS]."""
     ks, vs, bits, ready, free = blocks
@@ -202,7 +212,7 @@ def _attend(
     if FP8:
         halves = gl.allocate_shared_memory(gl.float16, [ROWS, DIMS], qs.index(0).type.layout)
         scaled = gl.allocate_shared_memory(dtype, [ROWS, KEYS], ws.type.layout)
-    # Program 0 waits in any case, so that this kernel never ends before the one ahead.
+    # Program 0 always waits, so that this kernel cannot end before the previous one.
     if (task < tasks) | (gl.program_id(0) == 0):
         tl.extra.cuda.gdc_wait()
     _load_query(q_desc, qs, asked, 0, tiles_ptr, task, tasks, H, K, FIELDS)
@@ -227,30 +237,29 @@ def _attend(
             scores = nvidia.warpgroup_mma(k, q.permute((1, 0)), gl.zeros([KEYS, ROWS], gl.float32, mma), is_async=True)
             v = _convert_values(v, left) if FP8 else v.permute((1, 0))
             scores = nvidia.warpgroup_mma_wait(0, deps=[scores])
-            behind = _behind(start, end, KEYS, SOME)
-            key = start - behind + number
+            before = _keys_before(start, end, KEYS)
+            key = start - before + number
             if FP8:
                 scores = scores * shrink * power_of(bits[0].index(2 * stage).permute((1, 0)).load(mma))
             weights, next_peak = _weigh(scores, key, start, end, position, WINDOW, SCALE)
             weights = weights.to(dtype)
             ws.store(gl.permute(weights, (1, 0)))
-            if FP8:  # no step has written the keys from `end` on: their numbers are finite, but maybe not their scales
+            if FP8:  # no step has written the keys from `end` on; their numbers are finite, but maybe not their scales
                 scales = gl.where(key < end, power_of(bits[1].index(2 * stage).permute((1, 0)).load(mma)), 0.0)
                 scaled.store(gl.permute(weights * scales.to(dtype), (1, 0)))
-            elif end - start + behind < KEYS:
-                clear_rows(vs.index(stage).reshape([KEYS, DIMS]), end - start + behind)
+            elif end - start + before < KEYS:
+                clear_rows(vs.index(stage).reshape([KEYS, DIMS]), end - start + before)
             next_total, next_acc = _sum_values(ones, ws, v, scaled if FP8 else ws, mma)
             nvidia.mbarrier.arrive(free.index(stage))
             acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, True)
-            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-            phase = gl.where(stage == 0, phase ^ 1, phase)
+            stage, phase = next_stage(stage, phase, STAGES)
         part += tokens // SPLITS
         _store(acc, peak, gl.max(total, 0), results, first, part, split, task % K, H, K, D, SPLITS, FP8)
         if (split // SPLITS > 1) & (split % SPLITS < H // K):
             combine_from, combine_until = gl.minimum(combine_from, task), task + 1
         q_phase, slot, task = q_phase ^ slot, slot ^ 1, task + programs
     if (splitting != 0) & (gl.program_id(0) < programs):
-        _combine(results, tiles_ptr, combine_from, combine_until, programs, H, K, D, DIMS, COMBINED, FIELDS, SPLITS)
+        _combine(results, tiles_ptr, combine_from, combine_until, programs, H, K, D, DIMS, FIELDS, SPLITS)
 
 
 @gluon_jit()
@@ -259,8 +268,10 @@ def _begin(
     ROWS: gl.constexpr, SIDE: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr, FP8: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
-    """Return the softmax over the keys that a row shares, if it has a partial result which `_combine` does not take,
-    else over no keys: acc [DIMS, ROWS], peak [ROWS] and total [SIDE, ROWS]."""
+    """Return the partial result to begin with: acc [DIMS, ROWS], peak [ROWS] and total [SIDE, ROWS].
+
+    It covers the keys that a row shares, if there are any and `_combine` does not add them, otherwise no keys.
+    """
     if PRIVATE:
         _out_ptr, parts_ptr, peaks_ptr, totals_ptr, _arrivals_ptr = results
         row = gl.arange(0, ROWS, gl.SliceLayout(0, mma))
@@ -275,16 +286,19 @@ def _begin(
 
 @gluon_jit()
 def _dims_of(row, FP8: gl.constexpr):
-    """Return the dimensions of rows of acc."""
-    if FP8:  # as `_convert_values` orders them
+    """Return the dimensions of the head that these rows of acc hold."""
+    if FP8:  # in the order of `_convert_values`
         row = row // 16 * 16 + row % 8 * 2 + row // 8 % 2
     return row
 
 
 @gluon_jit()
 def _halve(q, halves):
-    """Write queries [ROWS, DIMS] to `halves` in float16, times powers of two with which the largest number of a row is
-    at least 2**14, and in the order of `_convert_keys`. Return the factors of the scores, [ROWS]."""
+    """Write queries [ROWS, DIMS] to `halves` in float16, with their columns in the order of `_convert_keys`.
+
+    Each row is multiplied by a power of two, with which its largest magnitude is at least 2**14. Return the factors by
+    which scores have to be multiplied, [ROWS].
+    """
     ROWS: gl.constexpr = q.shape[0]
     DIMS: gl.constexpr = q.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [gl.num_warps(), 1], [1, 0])
@@ -295,14 +309,16 @@ def _halve(q, halves):
     found = gl.permute(gl.reshape(found.to(gl.float16), [ROWS, DIMS // 16, 4, 2, 2]), (0, 1, 3, 2, 4))
     halves.store(gl.reshape(found, [ROWS, DIMS]))
     nvidia.fence_async_shared()
-    barrier()  # here, or each block would have one
+    barrier()  # without it the compiler would put one into the loop over blocks
     return ((exponent - 14) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon_jit()
 def _convert_keys(numbers, left: gl.constexpr):
-    """Return numbers in E4M3 [KEYS, DIMS] in float16 as a product's left side. Of 16 columns, 4 that lie together in
-    memory are the 2 pairs of a thread."""
+    """Convert numbers in E4M3 [KEYS, DIMS] to float16, and return them as the left side of a product.
+
+    Of each 16 columns, a thread holds 4 that are contiguous in memory, as 2 pairs.
+    """
     KEYS: gl.constexpr = numbers.shape[0]
     DIMS: gl.constexpr = numbers.shape[1]
     registers: gl.constexpr = [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]] + [[0, 64]] * (DIMS // 128)
@@ -314,8 +330,11 @@ def _convert_keys(numbers, left: gl.constexpr):
 
 @gluon_jit()
 def _convert_values(numbers, left: gl.constexpr):
-    """Return numbers in E4M3 [KEYS, DIMS] in bfloat16 as a product's left side, [DIMS, KEYS]. Row 16 * n + 8 * i + j is
-    column 16 * n + 2 * j + i, so that a load which transposes 2 bytes at a time gives a thread two rows."""
+    """Convert numbers in E4M3 [KEYS, DIMS] to bfloat16, and return them as the left side of a product, [DIMS, KEYS].
+
+    Row 16 * n + 8 * i + j is column 16 * n + 2 * j + i, so a load that transposes units of 2 bytes gives a thread two
+    rows.
+    """
     KEYS: gl.constexpr = numbers.shape[0]
     DIMS: gl.constexpr = numbers.shape[1]
     HALF: gl.constexpr = DIMS // 2
@@ -338,7 +357,7 @@ def _convert_values(numbers, left: gl.constexpr):
 
 @gluon_jit()
 def _weigh(scores, key, start, end, position, WINDOW: gl.constexpr, SCALE: gl.constexpr):
-    """Return the weights of keys [KEYS, 1], of which [start, end) are seen, and the peak they are relative to."""
+    """Return the weights of keys [KEYS, 1], of which [start, end) are seen, and the peak that they are relative to."""
     seen = (key >= start) & (key < end)
     if WINDOW > 0:
         seen = seen & (key > position - WINDOW)
@@ -349,7 +368,7 @@ def _weigh(scores, key, start, end, position, WINDOW: gl.constexpr, SCALE: gl.co
 
 @gluon_jit()
 def _sum_values(ones, weights, v, scaled, mma: gl.constexpr):
-    """Return the sums of weights [ROWS, KEYS], in [SIDE, ROWS], and of values v [DIMS, KEYS] times scaled weights."""
+    """Return the sums of weights [ROWS, KEYS], as [SIDE, ROWS], and of values v [DIMS, KEYS] times scaled weights."""
     ROWS: gl.constexpr = weights.shape[0]
     DIMS: gl.constexpr = v.shape[0]
     nvidia.fence_async_shared()
@@ -365,7 +384,7 @@ def _store(
     acc, peak, total, results, first, part, split, head,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, SPLITS: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """Write the result of a task from acc [DIMS, ROWS], or, if it is a split, the partial result."""
+    """Write the result of a task from acc [DIMS, ROWS]; if the task is a split, write a partial result."""
     out_ptr, parts_ptr, peaks_ptr, totals_ptr, _arrivals_ptr = results
     G: gl.constexpr = H // K
     DIMS: gl.constexpr = acc.shape[0]
@@ -387,13 +406,13 @@ def _store(
 @gluon_jit()
 def _combine(
     results, tiles_ptr, task, until, programs, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
-    DIMS: gl.constexpr, COMBINED: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr,
+    DIMS: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Combine partial results for some of the query heads, when all programs have stored theirs.
+    """Combine the partial results of some query heads, when all programs have stored theirs.
 
-    The program of one of a query tile's first splits takes one head, or several if the splits are fewer, so that many
-    programs load partial results. task, until: the range of these of its tasks. All programs are on the chip at once
-    (PROGRAMS), so that none waits for a program that has not begun.
+    A query tile's heads are distributed over the programs of its first splits, so that many programs load partial
+    results. task, until: the range of tasks of this program that are such splits. All programs are on the chip at the
+    same time (PROGRAMS), so none waits for a program that has not begun.
     """
     G: gl.constexpr = H // K
     arrivals_ptr = results[4]
@@ -409,10 +428,10 @@ def _combine(
         if splits > 1:
             for number in range(split % SPLITS, G, splits):
                 head = task % K * G + number
-                if splits > COMBINED[1]:
-                    _combine_head(results, first, part, partials, head, H, D, DIMS, COMBINED[1])
+                if splits > MANY:
+                    _combine_head(results, first, part, partials, head, H, D, DIMS, MANY)
                 else:
-                    _combine_head(results, first, part, partials, head, H, D, DIMS, COMBINED[0])
+                    _combine_head(results, first, part, partials, head, H, D, DIMS, FEW)
         task += programs
 
 
@@ -431,8 +450,8 @@ def _combine_head(
 
 
 def described_pools(keys: Tensor, values: Tensor, block: list[int]) -> list[Any]:
-    """Return the descriptors of keys and values [layers, pages, K, P, D] in tiles `block` of a head's page, and of
-    their scales: None if they are not in fp8."""
+    """Return TMA descriptors of keys and values [layers, pages, K, P, D], in tiles `block`, and of their scales, which
+    are None unless keys and values are in fp8."""
     pools = [described(x.flatten(0, 2), block) for x in (keys, values)]
     if keys.dtype != E4M3:
         return [*pools, None, None]
@@ -443,11 +462,11 @@ def launch(
     q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: Tensor, most: int, split: bool,
     alone: bool, private: bool, memory: tuple[Tensor, ...], layer: int, window: int, scale: float,
 ) -> None:  # fmt: skip
-    """Attend as fastgen.kernels.attention, which checks the arguments.
+    """Launch the kernel; fastgen.kernels.attention has checked the arguments, and its twin says what it computes.
 
-    tiles: the list, of at most `most` work tiles. split: some may be splits. alone: see
-    fastgen.model.attention.interface.Attention.plan_decode. private: the list is PRIVATE. memory: the tensors of
-    PartialResults.
+    tiles: the list of work tiles. most: maximum number of work tiles. split: whether some may be splits. alone: see
+    fastgen.model.attention.interface.Attention.plan_decode. private: whether the list is PRIVATE. memory: the tensors
+    of PartialResults.
     """
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _) = q.shape, keys.shape
     chip, group, dims = Chip.of(q.device), num_heads // num_kv, power_of_two(head_size)
@@ -457,6 +476,6 @@ def launch(
     _decode_kernel[(min(most * num_kv, chip.processors * PROGRAMS),)](
         described(q.view(-1, head_size), [rows, dims]), *pools, out, page_table, tiles, *memory[:3],
         layer, num_pages, page_table.stride(0), int(split), int(alone), num_heads, num_kv, head_size, page_size,
-        window, scale, rows, KEYS, SOME, dims, stages, SIDE, COMBINED, HEADER, FIELDS, SPLITS, private,
-        LOADING_REGISTERS, num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
+        window, scale, rows, KEYS, dims, stages, SIDE, HEADER, FIELDS, SPLITS, private,
+        num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

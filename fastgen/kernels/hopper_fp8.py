@@ -1,13 +1,13 @@
-"""Products of many tokens in fp8 on Hopper, in Gluon; the same to the bit as the fp8 products of few tokens in
+"""Products of many tokens in fp8 on Hopper, in Gluon, with the same bits as products of few tokens in
 fastgen.kernels.hopper_products.
 
-Hopper's tensor cores add fp8 products in an accumulator of about 14 bits. Therefore each 128 inputs are summed there
-from zero (four instructions of 32), and these sums are added in float32, in order. With a scale a block of 128 x 128
-inputs and outputs the addition multiplies by it; other scales multiply the result.
+Hopper's tensor cores add fp8 products in an accumulator of about 14 bits. Therefore they sum each 128 inputs from zero
+(with four instructions of 32 inputs), and these sums are added in float32, in order. If the weight has one scale per
+block of 128 x 128, the addition multiplies by the scale; other scales multiply the result.
 
-Two groups of four warps have 64 tokens of a tile each: while one adds, the other's products keep the tensor cores busy.
-A ninth warp loads (by TMA). A program computes tile after tile: loads go on while results are made, which leave through
-shared memory (by TMA) while the next tile is summed.
+Two groups of four warps each have 64 tokens of a tile: while one group adds, the products of the other keep the tensor
+cores busy. A ninth warp loads (by TMA). A program computes several tiles: loads continue while results are made, and
+results leave through shared memory (by TMA) while the next tile is summed.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from torch import Tensor
 from fastgen.device.chip import Chip
 from fastgen.kernels.batch_invariant import GROUP
 from fastgen.kernels.epilogue import added, gated, read_rows
-from fastgen.kernels.gluon import gl, gluon_jit, load_tile, nvidia, store_tile
+from fastgen.kernels.gluon import gl, gluon_jit, load_tile, next_stage, nvidia, store_tile
 from fastgen.kernels.hopper_products import described
-from fastgen.kernels.launch import tl
+from fastgen.kernels.launch import constant, tl
 
 CHUNK = 128
-"""Inputs that the tensor cores sum, and rows and inputs of a block with one scale."""
+"""Number of inputs that the tensor cores sum; also rows and inputs per block with one scale."""
 
-TOKENS = 128  # of a tile: two groups of warps with 64 each
-SIDES = (128, 64)  # rows of each of a tile's two sides
-WARPS, REGISTERS, LOADING_REGISTERS = 4, 240, 24  # a group of warps; registers a thread of a group, of the loading warp
-LAUNCHED = 168  # registers a thread before they are shared out: a processor's, over three groups
+TOKENS = 128  # tokens of a tile: two groups of warps with 64 each
+SIDES = (128, 64)  # choices of rows of each of a tile's two sides
+WARPS = 4  # warps of a group
+REGISTERS, LOADING_REGISTERS = constant(240), constant(24)  # per thread of a group, and of the loading warp
+LAUNCHED = 168  # registers per thread at the launch: a processor's registers, distributed over three groups
 
 
 @gluon_jit()
 def _place(
     tile, T, N, HALF: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Return the first token of a tile, and the first rows of its two sides in the weight."""
+    """Return the first token of a tile, and the first row in the weight of each of its two sides."""
     tiles_n = gl.cdiv(N, 2 * ROWS)
     if HALF > 0:
         tiles_n = gl.cdiv(HALF, ROWS)
@@ -57,11 +58,11 @@ def _product_kernel(
     x_desc, weight_desc, out_desc, bias_ptr, out_ptr, x_scales_ptr, scales_ptr, T, N, tiles,
     K: gl.constexpr, HALF: gl.constexpr, ADD: gl.constexpr, BLOCKS: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of TOKENS tokens and two sides of ROWS rows: neighbours, or gate and up.
+    """Compute tiles of TOKENS tokens and two sides of ROWS rows, which are neighbours, or gate and up.
 
-    HALF: rows of gate and of up, or 0 without SwiGLU. BLOCKS: scales are of blocks of 128 x 128, else of rows.
+    HALF: number of rows of gate and of up, or 0 without SwiGLU. BLOCKS: whether the weight has one scale per block of
+    128 x 128 instead of one per row.
     """
     DEPTH: gl.constexpr = x_desc.block_type.shape[1]
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, DEPTH], x_desc.layout)
@@ -90,8 +91,10 @@ def _load_tiles(
     x_desc, weight_desc, ring, out_ptr, T, N, tiles,
     K: gl.constexpr, HALF: gl.constexpr, ADD: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Load the steps of all tiles of the program, each when both groups of warps have left a stage. What a tile is
-    added to is on its way to the L2 cache meanwhile."""
+    """Load the steps of all tiles of the program, each as soon as both groups of warps have left a stage.
+
+    If results are added to `out`, each tile of `out` is prefetched to the L2 cache.
+    """
     xs, weights, ready, free = ring
     STAGES: gl.constexpr = xs.shape[0]
     TOKENS: gl.constexpr = xs.shape[1]
@@ -100,7 +103,7 @@ def _load_tiles(
     tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
     stage = 0
-    phase = 1  # of `free`: a new barrier counts as complete before
+    phase = 1  # the phase of `free`, since waiting for phase 1 of a new barrier returns at once
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         first_token, row, other = _place(tile, T, N, HALF, TOKENS, ROWS, GROUP)
         if ADD:
@@ -111,13 +114,12 @@ def _load_tiles(
             load_tile(x_desc, [first_token, at], ready.index(stage), xs.index(stage))
             load_tile(weight_desc, [row, at], ready.index(stage), weights.index(2 * stage))
             load_tile(weight_desc, [other, at], ready.index(stage), weights.index(2 * stage + 1))
-            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-            phase = gl.where(stage == 0, phase ^ 1, phase)
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon_jit()
 def _prefetch(out_ptr, token, row, T, N, TOKENS: gl.constexpr, ROWS: gl.constexpr):
-    """Begin to read a tile of `out` into the L2 cache, 128 bytes at a time."""
+    """Begin to load a tile of `out` into the L2 cache, 128 bytes at a time."""
     LINE: gl.constexpr = 1024 // out_ptr.dtype.element_ty.primitive_bitwidth
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, 1], [1, 0])
     tokens = gl.minimum(token + gl.arange(0, TOKENS, gl.SliceLayout(1, layout)), T - 1)
@@ -131,7 +133,7 @@ def _multiply(
     ring, results, out_desc, pointers, T, N, tiles, K: gl.constexpr, HALF: gl.constexpr, ADD: gl.constexpr,
     BLOCKS: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """Multiply and store 64 tokens of each tile of the program, the first (PART 0) or the last."""
+    """Compute and store 64 tokens of each tile of the program, the first (PART 0) or the last (PART 1)."""
     xs, weights, ready, free = ring
     bias_ptr, out_ptr, x_scales_ptr, scales_ptr = pointers
     STAGES: gl.constexpr = xs.shape[0]
@@ -172,14 +174,13 @@ def _multiply(
             part = nvidia.warpgroup_mma_wait(0, deps=[product])
             nvidia.mbarrier.arrive(free.index(stage))
             b = gl.fma(part, gl.full_like(part, scale_b), b) if BLOCKS else b + part
-            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-            phase = gl.where(stage == 0, phase ^ 1, phase)
+            stage, phase = next_stage(stage, phase, STAGES)
         rows_a = row + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
         rows_b = other + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
         read_a = read_rows(gl.expand_dims(token, 1), rows_a, bias_ptr, out_ptr, T, N, ADD)
         read_b = read_rows(gl.expand_dims(token, 1), rows_b, bias_ptr, out_ptr, T, N, ADD)
         a = added(_scaled(a, x_scales, scales_a, BLOCKS), read_a, bias_ptr, ADD)
-        if HALF == 0:  # it leaves while b is finished
+        if HALF == 0:  # the store of a overlaps with finishing b
             _store(a, results.index(PART), out_desc, first_token, row)
         b = added(_scaled(b, x_scales, scales_b, BLOCKS), read_b, bias_ptr, ADD)
         if HALF > 0:
@@ -191,7 +192,7 @@ def _multiply(
 
 @gluon_jit()
 def _fall_behind(tiles):
-    """Wait for 2500 cycles if the program has several tiles: while a group stores, the other one then multiplies."""
+    """Wait for 2500 cycles if the program has several tiles, so that one group multiplies while the other stores."""
     if tiles >= 2 * gl.num_programs(0):
         gl.inline_asm_elementwise(
             "{.reg .b32 a, b; .reg .pred p; mov.u32 a, %clock; L: mov.u32 b, %clock; sub.u32 b, b, a; "
@@ -201,14 +202,14 @@ def _fall_behind(tiles):
 
 @gluon_jit()
 def _row_scales(scales_ptr, row, N, ROWS: gl.constexpr, BLOCKS: gl.constexpr):
-    """Return the scales of ROWS rows, a row a thread; with scales of blocks, numbers that are not used."""
+    """Return the scales of ROWS rows, one row per thread; if BLOCKS, return numbers that are not used."""
     row += gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     return row if BLOCKS else gl.load(scales_ptr + row, mask=row < N, other=0.0)
 
 
 @gluon_jit()
 def _scaled(acc, x_scales, scales, BLOCKS: gl.constexpr):
-    """Return the sums [SIDE, ROWS] times the scales of their tokens and rows."""
+    """Return the sums [SIDE, ROWS] multiplied by the scales of their tokens and rows."""
     acc *= gl.expand_dims(x_scales, 1)
     if not BLOCKS:
         acc *= gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(0, acc.type.layout)), 0)
@@ -218,19 +219,19 @@ def _scaled(acc, x_scales, scales, BLOCKS: gl.constexpr):
 @gluon_jit()
 def _store(acc, result, out_desc, token, row):
     """Begin to store acc float32 [SIDE, ROWS] from row `token` and column `row` on, through shared memory."""
-    nvidia.tma.store_wait(0)  # the result before has left it
+    nvidia.tma.store_wait(0)  # the previous result has left shared memory
     result.store(acc.to(out_desc.dtype))
     nvidia.fence_async_shared()
     store_tile(out_desc, [token, row], result)
 
 
 def rows_of(tokens: int, outputs: int, chip: Chip) -> int:
-    """Return the rows of a tile's sides for a weight of `outputs` rows: 64 or 128, by which the busiest processor has
-    less to do; both give the same bits."""
+    """Return the rows of a tile's sides, 64 or 128, that take the busiest processor less time for a weight of `outputs`
+    rows. Both give the same bits."""
 
     def cost(rows: int) -> int:
         tiles = -(-tokens // TOKENS) * -(-outputs // (2 * rows))
-        return -(-tiles // chip.processors) * (2 * rows + TOKENS // 2)  # half of a tile's cost is that of its tokens
+        return -(-tiles // chip.processors) * (2 * rows + TOKENS // 2)  # a token costs half as much as a row
 
     return min(SIDES, key=cost)
 
@@ -239,9 +240,9 @@ def launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, x_scales: Tensor, scales: Tensor,
     swiglu: bool, add: bool, rows: int,
 ) -> None:  # fmt: skip
-    """Multiply x [T, K] with a weight [N, K], both float8_e4m3fn; see fastgen.kernels.fp8.product.
+    """Multiply x [T, K] by a weight [N, K], both float8_e4m3fn; see fastgen.kernels.fp8.product.
 
-    out: [T, N], or [T, N / 2] with swiglu; with `add` the result is added to it. rows: of SIDES.
+    out: [T, N], or [T, N / 2] with swiglu; with `add` the result is added to it. rows: one of SIDES.
     """
     (tokens, inputs), outputs, chip = x.shape, len(weight), Chip.of(x.device)
     half = outputs // 2 if swiglu else 0
@@ -253,6 +254,5 @@ def launch(
         described(x, [TOKENS, CHUNK]), described(weight, [rows, CHUNK]), described(out, [TOKENS // 2, rows]),
         bias, out, x_scales, scales,
         tokens, outputs, tiles, inputs, half, add, scales.dim() > 1, TOKENS, rows, stages, GROUP // TOKENS,
-        REGISTERS, LOADING_REGISTERS,
         num_warps=WARPS, maxnreg=LAUNCHED, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

@@ -1,15 +1,16 @@
-"""Prefill attention on Hopper, in Gluon; the same to the bit as a decode of each row.
+"""Prefill attention on Hopper, in Gluon, with the same bits as a decode of each row.
 
-A program has two groups of four warps, each with half of a tile's rows, and a warp that loads queries, keys and values
-(by TMA) for both, as far ahead as shared memory allows and over the ends of tasks. A step of a group has two parts: the
-products (the scores of a block, and the weights of the block before with its values), and the softmax of the block.
-The groups take turns, so that the products of one run beside the softmax of the other. A group's own softmax runs
-beside the second of its products too.
+A program has two groups of four warps, each with half of a tile's rows, and one warp that loads queries, keys and
+values (by TMA) for both groups, as far ahead as shared memory allows and across the ends of tasks. A step of a group
+has two parts: the products (the scores of a block, and the weights of the previous block times its values), and the
+softmax of the block. The groups take turns, so the products of one overlap with the softmax of the other. A group's own
+softmax overlaps with the second of its products, too.
 
-A tile's rows lie in units that one load brings: some tokens times some heads, both powers of two. A group has one unit
-with all query heads of the KV head, or if their number is no power of two, units of eight rows: all heads of the first
-tokens, then all heads of the next. A stage of shared memory holds what a step needs: the keys of a block and the values
-of the block before. A tile of n blocks has n + 1 steps, the first without values and the last without keys.
+The rows of a tile are loaded in units of some tokens times some heads, both powers of two. If the number of query heads
+per KV head is a power of two, a group has one unit with all of these heads; otherwise it has units of eight or more
+rows, first all heads of the first tokens, then all heads of the next tokens. A stage of shared memory holds what a step
+needs: the keys of a block and the values of the previous block. A tile of n blocks has n + 1 steps, the first without
+values and the last without keys.
 """
 
 from __future__ import annotations
@@ -18,41 +19,41 @@ import torch
 from torch import Tensor
 
 from fastgen.device.chip import Chip, power_of_two
-from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, nvidia, reinterpret
+from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, next_stage, nvidia, reinterpret
 from fastgen.kernels.hopper_products import described, runs_on
-from fastgen.kernels.launch import tl
+from fastgen.kernels.launch import constant, tl
 from fastgen.kernels.work_tiles import FIELDS, HEADER, next_task, read_tile
 
 SIDE = 64  # rows of a group
-UNIT = 8  # rows of a unit, at least: as many as have different places in banks
-KEYS = 64  # of a block, as in all attention kernels; one instruction loads them
-PIECE = 64  # dims that one instruction loads
-WARPS = 4  # of a group
-REGISTERS = 168  # a thread, of 12 warps; those that the loading warp gives up go to the others
-GROUP_REGISTERS, LOADING_REGISTERS = 240, 24
+UNIT = 8  # minimum number of rows of a unit, the period of the bank swizzle
+KEYS = 64  # keys of a block, as in all attention kernels; one instruction loads them
+PIECE = 64  # dimensions that one instruction loads
+WARPS = 4  # warps of a group
+REGISTERS = 168  # registers per thread of 12 warps; the loading warps give some of theirs to the others
+GROUP_REGISTERS, LOADING_REGISTERS = constant(240), constant(24)
 
 
 def unit_of(group: int) -> tuple[int, int]:
-    """Return the tokens and the heads of a unit, for `group` query heads a KV head."""
-    heads = group & -group  # the largest power of two that divides it
+    """Return the tokens and the heads of a unit, for `group` query heads per KV head."""
+    heads = group & -group  # the largest power of two that divides `group`
     return (SIDE if heads == group else max(UNIT, heads)) // heads, heads
 
 
 def tokens_of(group: int) -> int:
-    """Return the most tokens of a tile."""
+    """Return the maximum number of tokens of a tile, for `group` query heads per KV head; 0 if they do not fit."""
     tokens, heads = unit_of(group)
     return 2 * SIDE // max(tokens * heads, 1) // (group // heads) * tokens
 
 
 def stages_of(dims: int, item_size: int, chip: Chip) -> int:
-    """Return the number of steps whose keys and values are loading or in use at once."""
+    """Return for how many steps keys and values can be loading or in use at the same time."""
     room = chip.shared_memory - 3072 - 2 * SIDE * dims * item_size
     return min(room // (2 * KEYS * dims * item_size), 8)
 
 
 def runs(chip: Chip, dtype: torch.dtype, group: int, head_size: int, page_size: int) -> bool:
-    """Return whether this kernel takes prefills of this shape."""
-    loads = page_size % KEYS == 0 and head_size * dtype.itemsize % 16 == 0  # as TMA wants
+    """Return whether this kernel computes prefills of this shape."""
+    loads = page_size % KEYS == 0 and head_size * dtype.itemsize % 16 == 0  # a requirement of TMA
     return loads and runs_on(chip, dtype) and 64 <= power_of_two(head_size) <= 128 and tokens_of(group) > 0
 
 
@@ -62,8 +63,7 @@ def _prefill_kernel(
     layer, num_pages, table_width,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
     DIMS: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr, PIECE: gl.constexpr,
-    HEADER: gl.constexpr, FIELDS: gl.constexpr, GROUP_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
-    KEYS: gl.constexpr,
+    HEADER: gl.constexpr, FIELDS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     """Compute all tasks. H, K, D, P, DIMS: see fastgen.kernels.attention."""
     dtype: gl.constexpr = keys_desc.dtype
@@ -117,8 +117,8 @@ def _load(
     H: gl.constexpr, K: gl.constexpr, P: gl.constexpr, PIECE: gl.constexpr, HEADER: gl.constexpr,
     FIELDS: gl.constexpr,
 ):  # fmt: skip
-    """Take tasks until there are none, and load what each needs as soon as there is room. Pages behind the last are
-    replaced by the last."""
+    """Take tasks until there are none, and load what each needs as soon as there is room. The last page of a sequence
+    stands in for pages after it."""
     ks, vs, _ones, ready, free = blocks
     qs, fields, asked, answered = queue
     STAGES: gl.constexpr = ks.shape[0]
@@ -145,9 +145,8 @@ def _load(
             _load_block(keys_desc, ks, ready, stage, start, page, first_row, start < end, K, P, PIECE)
             _load_block(values_desc, vs, ready, stage, start - KEYS, page_before, first_row, start > begin, K, P, PIECE)
             page_before = page
-            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-            phase = gl.where(stage == 0, phase ^ 1, phase)
-            if start == begin:  # behind the first keys, for which there is room earlier
+            stage, phase = next_stage(stage, phase, STAGES)
+            if start == begin:  # after the first keys, for which there is room earlier
                 nvidia.mbarrier.wait(answered, q_phase)
                 field = gl.where(number == 0, task, gl.where(number == 1, position, tokens))
                 fields.store(gl.where(number < 3, field, gl.where(number == 3, begin, end)))
@@ -161,10 +160,10 @@ def _load(
 
 @gluon_jit()
 def _load_queries(q_desc, qs, asked, first, head, G: gl.constexpr, PIECE: gl.constexpr):
-    """Load the units of a task. Tokens behind its last are those of another sequence, or zeros."""
+    """Load the units of a task. What follows the last token of the tile are tokens of another sequence, or zeros."""
     TOKENS: gl.constexpr = q_desc.block_type.shape[0]
     HEADS: gl.constexpr = q_desc.block_type.shape[1]
-    UNITS: gl.constexpr = qs.shape[1] // (TOKENS * HEADS)  # of a group
+    UNITS: gl.constexpr = qs.shape[1] // (TOKENS * HEADS)  # units of a group
     SETS: gl.constexpr = G // HEADS
     USED: gl.constexpr = 2 * UNITS // SETS * SETS
     PIECES: gl.constexpr = qs.shape[2] // PIECE
@@ -181,7 +180,7 @@ def _load_queries(q_desc, qs, asked, first, head, G: gl.constexpr, PIECE: gl.con
 def _load_block(
     desc, to, ready, stage, start, page, first_row, wanted, K: gl.constexpr, P: gl.constexpr, PIECE: gl.constexpr
 ):
-    """Load a block of keys or values, which lies in one page, to a stage, if `wanted`."""
+    """Load a block of keys or values, all from one page, to a stage, if `wanted`."""
     KEYS: gl.constexpr = to.shape[1]
     PIECES: gl.constexpr = to.shape[2] // PIECE
     view = reinterpret(to, to.dtype, [to.shape[0] * PIECES, 1, KEYS, PIECE], desc.layout)
@@ -192,7 +191,7 @@ def _load_block(
 
 @gluon_jit()
 def _place(row, GROUP: gl.constexpr, SIDE: gl.constexpr, G: gl.constexpr, TOKENS: gl.constexpr, HEADS: gl.constexpr):
-    """Return the token and the query head, numbers in the tile, of a group's row [SIDE], and whether it has any."""
+    """Return the token and the query head, within the tile, of each row [SIDE] of a group, and whether it is used."""
     UNIT: gl.constexpr = TOKENS * HEADS
     SETS: gl.constexpr = G // HEADS
     unit = GROUP * (SIDE // UNIT) + row // UNIT
@@ -242,7 +241,7 @@ def _attend(
             state = _step(state, q, blocks, query, start, end, GROUP, WINDOW, SCALE, True)
         nvidia.mbarrier.arrive(answered)
         q_phase = q_phase ^ 1
-        # The tile is read again, so that its fields do not take registers meanwhile.
+        # The tile is read again, so that its fields do not occupy registers meanwhile.
         first, tokens, _lane, _position, begin, end, _part, _split = read_tile(list_ptr + HEADER + task // K * FIELDS)
         acc, total, stage, phase = _last_step(state, blocks, (end - begin) % KEYS)
         _store(acc, total, out_ptr, first, tokens, task % K, GROUP, H, K, D, TOKENS, HEADS)
@@ -252,7 +251,7 @@ def _attend(
 
 @gluon_jit()
 def _read_fields(fields):
-    """Return what the loading warp says of a task."""
+    """Return the fields of the task that the loading warp has stored."""
     FIELDS: gl.constexpr = fields.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [gl.num_warps()], [0])
     number = gl.arange(0, FIELDS, layout)
@@ -267,7 +266,7 @@ def _read_fields(fields):
 
 @gluon_jit()
 def _full_blocks(position, tokens, begin, end, KEYS: gl.constexpr, WINDOW: gl.constexpr):
-    """Return the blocks [begin, end) behind the first whose keys all rows see."""
+    """Return the range [begin, end) of keys of the blocks after the first that all rows see in full."""
     full_begin = begin + KEYS
     if WINDOW > 0:  # the first block that the last query sees in full
         hidden = gl.maximum(position + tokens - WINDOW - begin, 0)
@@ -278,7 +277,7 @@ def _full_blocks(position, tokens, begin, end, KEYS: gl.constexpr, WINDOW: gl.co
 
 @gluon_jit()
 def _first_step(running, q, blocks, query, begin, end, WINDOW: gl.constexpr, SCALE: gl.constexpr):
-    """Compute the weights of a tile's first block. Returns the state: see `_step`."""
+    """Compute the weights of a tile's first block. Return the state; see `_step`."""
     acc, peak, total, stage, phase = running
     ks, _vs, _ones, ready, free = blocks
     STAGES: gl.constexpr = ks.shape[0]
@@ -292,15 +291,16 @@ def _first_step(running, q, blocks, query, begin, end, WINDOW: gl.constexpr, SCA
     nvidia.mbarrier.arrive(free.index(stage))
     weights, p_peak = _weigh(scores, query, begin, end, WINDOW, SCALE, True)
     p = gl.convert_layout(weights.to(ks.dtype), gl.DotOperandLayout(0, summed, 2))
-    stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-    phase = gl.where(stage == 0, phase ^ 1, phase)
+    stage, phase = next_stage(stage, phase, STAGES)
     return acc, peak, total, p, p_peak, stage, phase
 
 
 @gluon_jit()
 def _last_step(state, blocks, rest):
-    """Sum the values of a tile's last block, of which only the first `rest` keys exist (0: all). Returns acc, the sum
-    of all weights, and the next stage and its phase."""
+    """Sum the values of a tile's last block, of which only the first `rest` keys exist (0: all).
+
+    Return acc, the sum of all weights, the next stage and its phase.
+    """
     acc, peak, total, p, p_peak, stage, phase = state
     _ks, vs, ones, ready, free = blocks
     STAGES: gl.constexpr = vs.shape[0]
@@ -314,14 +314,13 @@ def _last_step(state, blocks, rest):
     next_acc, next_total, p = nvidia.warpgroup_mma_wait(0, deps=[next_acc, next_total, p])
     nvidia.mbarrier.arrive(free.index(stage))
     acc, _peak, total = _join(acc, peak, total, next_acc, p_peak, next_total)
-    stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-    phase = gl.where(stage == 0, phase ^ 1, phase)
-    return acc, gl.max(total, 1), stage, phase  # of equal numbers
+    stage, phase = next_stage(stage, phase, STAGES)
+    return acc, gl.max(total, 1), stage, phase  # the maximum of equal numbers
 
 
 @gluon_jit()
 def _weigh(scores, query, start, end, WINDOW: gl.constexpr, SCALE: gl.constexpr, MASKED: gl.constexpr):
-    """Return the weights of a block of keys, and the block's peak, which they are relative to."""
+    """Return the weights of a block of keys, and the peak that they are relative to."""
     if MASKED:
         key = gl.expand_dims(start + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout)), 0)
         seen = (key <= gl.expand_dims(query, 1)) & (key < end)
@@ -337,10 +336,10 @@ def _step(
     state, q, blocks, query, start, end, GROUP: gl.constexpr,
     WINDOW: gl.constexpr, SCALE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute the weights of the block at `start`, and sum the values of the block before. Returns the new state.
+    """Compute the weights of the block at `start`, and sum the values of the previous block. Return the new state.
 
-    state: acc, peak and total of the blocks before that; p, its weights, and the peak they are relative to; the stage
-    of shared memory and its phase.
+    state: acc, peak and total of all blocks before the previous one; p, the weights of the previous block, and the peak
+    that they are relative to; the stage of shared memory and its phase.
     """
     acc, peak, total, p, p_peak, stage, phase = state
     ks, vs, ones, ready, free = blocks
@@ -363,14 +362,13 @@ def _step(
     next_acc, next_total, p = nvidia.warpgroup_mma_wait(0, deps=[next_acc, next_total, p])
     nvidia.mbarrier.arrive(free.index(stage))
     acc, peak, total = _join(acc, peak, total, next_acc, p_peak, next_total)
-    stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-    phase = gl.where(stage == 0, phase ^ 1, phase)
+    stage, phase = next_stage(stage, phase, STAGES)
     return acc, peak, total, rounded, next_peak, stage, phase
 
 
 @gluon_jit()
 def _begin_sum(acc, total, p, ones, v):
-    """Begin to sum the weights p of a block and its values, in the layouts of total and acc."""
+    """Begin to sum the weights p of a block, and its values, in the layouts of total and acc."""
     narrow: gl.constexpr = total.type.layout
     summed: gl.constexpr = acc.type.layout
     SIDE: gl.constexpr = acc.shape[0]
@@ -383,7 +381,7 @@ def _begin_sum(acc, total, p, ones, v):
 
 @gluon_jit()
 def _join(acc, peak, total, next_acc, next_peak, next_total):
-    """Join the sums of a block to those before as softmax.combine does."""
+    """Combine the sums of a block with the sums before it, as softmax.combine does."""
     summed: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     narrow: gl.constexpr = gl.SliceLayout(1, total.type.layout)
     higher = gl.maximum(peak, next_peak)
@@ -400,8 +398,11 @@ def _join(acc, peak, total, next_acc, next_peak, next_total):
 
 @gluon_jit()
 def _hold(p):
-    """Have the compiler compute p before the next wait, which it would else put first: by a store that depends on all
-    weights, and that never happens, as it were if they all were 0 and one of them negative."""
+    """Make the compiler compute p before the next wait, which it would otherwise put first.
+
+    This is done by a store that depends on all weights and never happens, since it would need all weights to be 0 and
+    one of them to be negative.
+    """
     gl.inline_asm_elementwise(
         "{.reg .b32 a; .reg .pred n; lop3.b32 a, $4, $5, $6, 0xFE; lop3.b32 a, a, $7, $8, 0xFE; "
         "lop3.b32 a, a, $9, $10, 0xFE; or.b32 a, a, $11; setp.eq.b32 n, a, 0x80000000; @n st.shared.b32 [a], a; "
@@ -446,10 +447,10 @@ def launch(
     q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: Tensor, most: int, layer: int,
     window: int, scale: float,
 ) -> None:  # fmt: skip
-    """Attend as fastgen.kernels.attention, which checks the arguments.
+    """Launch the kernel; fastgen.kernels.attention has checked the arguments, and its twin says what it computes.
 
-    tiles: the list, of `most` work tiles of up to `tokens_of` tokens, whose ranges begin at multiples of KEYS. Keys are
-    not split.
+    tiles: list of `most` work tiles of up to `tokens_of` tokens each, whose key ranges begin at multiples of KEYS. Keys
+    are not split.
     """
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _) = q.shape, keys.shape
     chip, dims = Chip.of(q.device), power_of_two(head_size)
@@ -458,6 +459,6 @@ def launch(
     _prefill_kernel[(min(most * num_kv, chip.processors),)](
         described(q, [*unit_of(num_heads // num_kv), PIECE]), *pools, out, page_table, tiles,
         layer, num_pages, page_table.stride(0), num_heads, num_kv, head_size, page_size, window, scale,
-        dims, stages_of(dims, q.element_size(), chip), SIDE, PIECE, HEADER, FIELDS, GROUP_REGISTERS, LOADING_REGISTERS,
-        KEYS, num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
+        dims, stages_of(dims, q.element_size(), chip), SIDE, PIECE, HEADER, FIELDS, KEYS,
+        num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

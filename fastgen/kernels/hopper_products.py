@@ -1,13 +1,14 @@
-"""Products of up to 256 tokens on Hopper, in Gluon; the same to the bit as fastgen.kernels.batch_invariant in Triton.
+"""Products of up to 256 tokens on Hopper, in Gluon, with the same bits as fastgen.kernels.batch_invariant in Triton.
 
-One warp of a program loads the tiles (by TMA) that four others multiply. Between the kernels of a decode step memory
-would be idle for 3 us each. Therefore a weight's first tiles load before the kernel ahead has ended (programmatic
-dependent launch), and those of x when it has. That is safe because no kernel of a step writes weights, and earlier
-writes have ended when a step's first product begins: torch's embedding, an ordinary launch, waits for all of them.
-Triton's pipeline loads both sides alike and can only wait before the first of them.
+One warp of a program loads the tiles (by TMA) that four other warps multiply. Otherwise memory would be idle for 3 us
+between each two kernels of a decode step. Therefore the first tiles of a weight load before the previous kernel has
+ended (programmatic dependent launch), and the tiles of x load afterwards. This is safe because no kernel of a step
+writes weights, and earlier writes have ended when a step's first product begins: torch's embedding, an ordinary launch,
+waits for all of them. Triton's pipeline cannot treat the two sides differently: it can only wait before loading either.
 
-Narrow products have a program a tile, at most as many as processors, each with all of a processor's memory. With long
-rows, fewer and larger tiles are faster: the programs of the next kernel start on free processors.
+Narrow products have one program per tile, at most one per processor, and each can use all of the processor's shared
+memory. For long rows, fewer and larger tiles are faster, because the programs of the next kernel start on the
+processors that are free.
 """
 
 from __future__ import annotations
@@ -21,42 +22,45 @@ from torch import Tensor
 
 from fastgen.device.chip import Chip
 from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
-from fastgen.kernels.gluon import HALVES, gl, gluon_jit, load_tile, nvidia, side_of
+from fastgen.kernels.gluon import HALVES, gl, gluon_jit, load_tile, next_stage, nvidia, side_of
 from fastgen.kernels.launch import GLUON, constant, tl
 
-SIDE = 64  # the least rows of the instruction's left side
+SIDE = 64  # minimum number of rows of the instruction's left side
 PIECE = 128  # bytes of a row of shared memory
 CHUNK = constant(128)
-"""fp8 inputs that the tensor cores sum before a float32 addition; rows and inputs of a block with one scale."""
+"""Number of fp8 inputs that the tensor cores sum before a float32 addition; also rows and inputs per block with one
+scale."""
 
 WIDE = {8: (128, 128), 16: (128, 128), 32: (128, 64), 64: (64, 128)}
-"""Padded tokens -> rows and depth of a tile of 2-byte numbers, for weights with at least one such tile a processor. The
-depth of fp8 tiles, here and below, is twice as large."""
+"""Padded tokens -> rows and depth of a tile of 2-byte numbers, for weights with at least one such tile per processor.
+The depth of fp8 tiles, here and below, is twice as large."""
 
 NARROW = {8: 256, 16: 256, 32: 128, 64: 128}
-"""Padded tokens -> depth, for weights with at most one tile of SIDE rows a processor."""
+"""Padded tokens -> depth, for weights with at most one tile of SIDE rows per processor."""
 
-LONG = 8192  # inputs from which on fp8 tiles for 32 tokens are as deep as those for 16
-BETWEEN, HALVED = 128, 256  # depth for other weights, and for tiles with half of SIDE's rows
+LONG = 8192  # inputs from which on fp8 tiles for 32 tokens are as deep as tiles for 16 tokens
+BETWEEN, HALVED = 128, 256  # depth for other weights, and for tiles with SIDE / 2 rows
 TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128))
-"""Tokens and rows of a tile to choose from beyond WIDE. All of a tile of x is loaded for each tile of the weight."""
+"""Choices of tokens and rows of a tile for more tokens than WIDE has. A tile of x loads for each tile of the weight."""
 
-MOST, ALL = 256, 128  # tokens up to which some products, and all, are faster here than in Triton
-SPARE = 1.5  # halved tiles may have so many times the shared memory in bytes of weight
-WARPS, REGISTERS = 4, 128  # registers a thread at the start, for two programs a processor
-LOADING_REGISTERS = 40  # of the loading warp's group, a thread; it leaves the others the rest
-AHEAD, AHEAD_ROPE = 64, 32  # sums of a thread up to which the epilogue's numbers load before the product
-LEAST = 3  # stages of the larger depth are more than these
+MOST, ALL = 256, 128  # tokens up to which some products, and all products, are faster here than in Triton
+SPARE = 1.5  # maximum bytes of weight per halved tile, in units of the shared memory
+WARPS, REGISTERS = 4, 128  # registers per thread at the start, for two programs per processor
+LOADING_REGISTERS = constant(40)  # registers per thread of the loading warp's group; the others get the rest
+AHEAD, AHEAD_ROPE = 64, 32  # sums per thread up to which the epilogue's inputs load before the product
+LEAST = 3  # the larger depth is taken if more stages than this fit
 
 
 def runs_on(chip: Chip, dtype: torch.dtype) -> bool:
-    """Return whether these kernels run on a chip with numbers of a dtype."""
+    """Return whether these kernels run on a chip with inputs of a dtype."""
     return GLUON and chip.capability == (9, 0) and dtype.itemsize <= 2
 
 
 def takes(tokens: int, outputs: int, chip: Chip) -> bool:
-    """Return whether a product of `tokens` tokens is faster here than in Triton: up to ALL tokens, and up to MOST if
-    all tiles run at once."""
+    """Return whether a product of `tokens` tokens is faster here than in Triton.
+
+    It is for up to ALL tokens, and for up to MOST tokens if all tiles run at the same time.
+    """
     if tokens <= ALL:
         return True
     tile, rows = _shape(tokens, outputs, chip)
@@ -64,10 +68,11 @@ def takes(tokens: int, outputs: int, chip: Chip) -> bool:
 
 
 def _shape(tokens: int, outputs: int, chip: Chip) -> tuple[int, int]:
-    """Return the tokens and rows of a tile for more tokens than WIDE has, by the time of the busiest processor.
+    """Return the tokens and rows of a tile that take the busiest processor the least time, for more tokens than WIDE
+    has.
 
-    A processor loads 64 bytes a cycle, and its tensor cores multiply 2048 pairs of numbers: 16 numbers of K of a tile
-    take it tokens * rows / 128 cycles, or (tokens + rows) / 2 to load.
+    In a cycle, a processor loads 64 bytes, and its tensor cores multiply 2048 pairs of numbers. Therefore a tile's
+    multiplications take tokens * rows / 128 cycles per 16 inputs, and its loads (tokens + rows) / 2 cycles.
     """
 
     def cost(shape: tuple[int, int]) -> tuple[int, int]:
@@ -81,13 +86,13 @@ def _shape(tokens: int, outputs: int, chip: Chip) -> tuple[int, int]:
 def tile_of(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) -> tuple[int, int, int, int, int]:
     """Return the tokens, rows and depth of a tile, the warps and the stages, for a product of up to MOST tokens.
 
-    item_size: bytes of a number, 2, or 1 for up to 64 tokens.
+    item_size: bytes per input, 2, or 1 for up to 64 tokens.
 
-    Tiles are halved if the weight would otherwise occupy at most half of the processors and half a tile's rows nearly
-    fit into shared memory: all of the weight then loads before the kernel ahead has ended. (The other rows of the
-    instruction are undefined.) With longer rows that was slower, because twice as many programs read x. They are halved
-    all the same if the weight would occupy at most a quarter, which cannot load as fast as memory reads. In fp8 whole
-    tiles nearly fit.
+    Tiles are halved if the weight would otherwise occupy at most half of the processors, and the weight of half a
+    tile's rows nearly fits into shared memory: the whole weight then loads before the previous kernel has ended. (The
+    other rows of the instruction are undefined.) With longer rows this was slower, because twice as many programs read
+    x. Tiles are halved anyway if the weight would occupy at most a quarter of the processors, which cannot use the full
+    memory bandwidth. In fp8 the weight of a whole tile nearly fits.
     """
     if tokens > max(WIDE):
         tile, rows = _shape(tokens, outputs, chip)
@@ -117,20 +122,19 @@ def _product_kernel(
     K: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, P: gl.constexpr, ADD: gl.constexpr, BLOCKS: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     SIDE: gl.constexpr, PIECES: gl.constexpr, CUT: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
-    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the product of a tile of the weight's rows with a tile of the tokens a program. Letters: see
-    fastgen.kernels.batch_invariant.
+    """Compute the product of one tile of the weight's rows with one tile of tokens per program.
 
-    x_scales_ptr, scales_ptr: of fp8 numbers, else None. BLOCKS: the weight's scales are of blocks, else of rows.
-    SIDE: rows that are multiplied, of which only the first ROWS are the program's. PIECES: parts in which a stage's
-    weight loads. CUT: there may be several tiles of tokens; their programs with one weight are neighbours. AHEAD: the
-    epilogue's numbers load before the sums. EARLY: the next kernel may start once this one has, and the kernel ahead
-    has ended.
+    Shape letters: see fastgen.kernels.batch_invariant. x_scales_ptr, scales_ptr: scales of fp8 inputs, else None.
+    BLOCKS: whether the weight has a scale per block instead of one per row. SIDE: number of rows that are multiplied,
+    of which only the first ROWS belong to the program. PIECES: number of parts in which a stage's weight loads. CUT:
+    whether there may be several tiles of tokens; programs with the same tile of the weight are then neighbours. AHEAD:
+    whether the epilogue's inputs load before the sums. EARLY: whether the next kernel may start as soon as this one has
+    started and the previous one has ended.
     """
     PAIRS: gl.constexpr = ROWS // 2 // HEADS
     first_token, head, first_row = _origin(T, HALF, TOKENS, ROWS, HEADS, CUT)
-    slots: gl.constexpr = [STAGES * PIECES + (SIDE - ROWS) // ROWS]  # with room behind the last for its other rows
+    slots: gl.constexpr = [STAGES * PIECES + (SIDE - ROWS) // ROWS]  # with room after the last for its other rows
     weights = gl.allocate_shared_memory(weight_desc.dtype, slots + weight_desc.block_type.shape, weight_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, DEPTH], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], nvidia.mbarrier.MBarrierLayout())
@@ -163,7 +167,7 @@ def _product_kernel(
             (_load_tiles, (x_desc, weight_desc, ring, first_token, head, first_row, STEPS, HALF, ROWS, PIECES, EARLY)),
         ],
         [1],
-        [REGISTERS],
+        [LOADING_REGISTERS],
     )  # fmt: skip
     if not AHEAD:
         read = _read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
@@ -180,7 +184,7 @@ def _product_kernel(
 def _origin(
     T, HALF: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
-    """Return the first token, head and row of the program's tiles."""
+    """Return the first token, head and row of the program's tile."""
     tile = gl.program_id(0)
     first_token = tile * 0
     if CUT:
@@ -191,7 +195,7 @@ def _origin(
     first_row = tile * ROWS
     if HALF > 0:
         PAIRS: gl.constexpr = ROWS // 2 // HEADS
-        TILES: gl.constexpr = (HALF + PAIRS - 1) // PAIRS  # of a head
+        TILES: gl.constexpr = (HALF + PAIRS - 1) // PAIRS  # tiles of a head
         head = tile // TILES * HEADS
         first_row = tile % TILES * PAIRS
     return first_token, head, first_row
@@ -202,7 +206,7 @@ def _load_tiles(
     x_desc, weight_desc, ring, first_token, head, first_row,
     STEPS: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Load the tiles of all steps, each when a stage is free: the first weights at once."""
+    """Load the tiles of all steps, each as soon as a stage is free, and the first tiles of the weight at once."""
     _weights, xs, _ready, free = ring
     STAGES: gl.constexpr = xs.shape[0]
     for stage in gl.static_range(min(STAGES, STEPS)):
@@ -218,15 +222,14 @@ def _load_tiles(
         nvidia.mbarrier.wait(free.index(stage), phase)
         _load_weight(weight_desc, ring, stage, step, head, first_row, HALF, ROWS, PIECES)
         _load_x(x_desc, ring, stage, step, first_token)
-        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-        phase = gl.where(stage == 0, phase ^ 1, phase)
+        stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon_jit()
 def _load_weight(
     weight_desc, ring, stage, step, head, first_row, HALF: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    """Begin to load the weight of a step to a stage, which is ready when its x has arrived too."""
+    """Begin to load the weight of a step to a stage, which is ready when x has arrived there, too."""
     weights, xs, ready, _free = ring
     DEPTH: gl.constexpr = xs.shape[2]
     nvidia.mbarrier.expect(ready.index(stage), (ROWS + xs.shape[1]) * DEPTH * xs.dtype.primitive_bitwidth // 8)
@@ -245,7 +248,7 @@ def _load_x(x_desc, ring, stage, step, first_token):
 
 @gluon_jit()
 def _read_ahead(places, tables, out_ptr, T, N, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr):
-    """Load what the epilogue needs."""
+    """Load the inputs of the epilogue."""
     bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr = tables
     if HALF > 0:
         read = read_pairs(*places, bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, T, N, HALF, KV)
@@ -260,8 +263,7 @@ def _multiply(
     K: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr, BLOCKS: gl.constexpr,
     SIDE: gl.constexpr, PIECES: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the tiles as they arrive. Returns the product [SIDE, TOKENS], and if AHEAD what the epilogue has loaded
-    meanwhile."""
+    """Multiply the tiles as they arrive. Return the product [SIDE, TOKENS], and if AHEAD the inputs of the epilogue."""
     tl.extra.cuda.gdc_wait()
     read = places
     if AHEAD:
@@ -277,7 +279,7 @@ def _multiply(
 
 @gluon_jit()
 def _sum(ring, K: gl.constexpr, SIDE: gl.constexpr, PIECES: gl.constexpr):
-    """Return the sums of products of 2-byte numbers, [SIDE, TOKENS], the last of which are to be waited for."""
+    """Return the sums [SIDE, TOKENS] for 2-byte inputs. The caller has to wait for the last products."""
     weights, xs, ready, free = ring
     STAGES: gl.constexpr = xs.shape[0]
     TOKENS: gl.constexpr = xs.shape[1]
@@ -294,10 +296,9 @@ def _sum(ring, K: gl.constexpr, SIDE: gl.constexpr, PIECES: gl.constexpr):
             x = xs.index(stage).slice(piece * LONG, LONG, 1)
             acc = nvidia.warpgroup_mma(weight, x.permute((1, 0)), acc, is_async=True)
             acc = nvidia.warpgroup_mma_wait(PIECES, deps=[acc])
-        nvidia.mbarrier.arrive(free.index(before), pred=step > 0)  # the step before has ended
+        nvidia.mbarrier.arrive(free.index(before), pred=step > 0)  # the previous step has ended
         before = stage
-        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-        phase = gl.where(stage == 0, phase ^ 1, phase)
+        stage, phase = next_stage(stage, phase, STAGES)
     return acc
 
 
@@ -306,8 +307,11 @@ def _sum_chunks(
     ring, tile, scales, T, N,
     K: gl.constexpr, HALF: gl.constexpr, BLOCKS: gl.constexpr, SIDE: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    """Return the sums of products of fp8 numbers, [SIDE, TOKENS], times their scales. Those of each CHUNK inputs are
-    summed from zero by the tensor cores, which have few bits for sums, and added in float32."""
+    """Return the sums [SIDE, TOKENS] for fp8 inputs, times their scales.
+
+    The tensor cores, whose accumulators have few bits, sum each CHUNK of inputs from zero. These sums are added in
+    float32.
+    """
     weights, xs, ready, free = ring
     first_token, head, first_row, PAIRS, ROWS = tile
     x_scales_ptr, scales_ptr = scales
@@ -315,7 +319,7 @@ def _sum_chunks(
     TOKENS: gl.constexpr = xs.shape[1]
     LONG: gl.constexpr = xs.shape[2] // PIECES
     CHUNKS: gl.constexpr = xs.shape[2] // CHUNK
-    COLUMNS: gl.constexpr = (K + CHUNK - 1) // CHUNK  # of blocks
+    COLUMNS: gl.constexpr = (K + CHUNK - 1) // CHUNK  # columns of blocks
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 32])
     token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
     number = gl.arange(0, SIDE, gl.SliceLayout(1, layout))
@@ -350,8 +354,7 @@ def _sum_chunks(
             part = nvidia.warpgroup_mma_wait(CHUNKS - 1 - chunk, deps=[parts[chunk]])
             acc = gl.fma(part, gl.expand_dims(factors[chunk], 1), acc) if BLOCKS else acc + part
         nvidia.mbarrier.arrive(free.index(stage))
-        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-        phase = gl.where(stage == 0, phase ^ 1, phase)
+        stage, phase = next_stage(stage, phase, STAGES)
     acc *= gl.expand_dims(x_scale, 0)
     if not BLOCKS:
         acc *= gl.expand_dims(scale, 1)
@@ -362,27 +365,29 @@ def launch(
     x: Tensor, x_block: list[int], weight: Tensor, block: list[int], tiles: int, token_tiles: int, stages: int,
     warps: int, others: tuple[Tensor | None, ...], sizes: tuple[int, ...], chip: Chip,
 ) -> None:  # fmt: skip
-    """Multiply x [T, K], in at most `token_tiles` tiles x_block [tokens, depth], with a weight in tiles `block`:
-    [rows, depth] or [heads, 2, rows of a half, depth]. The caller checks. Dtypes have 1 or 2 bytes. others, sizes: the
-    kernel's arguments from bias_ptr to scales_ptr, and from N to BLOCKS."""
+    """Multiply x [T, K] by a weight, whose dtype has 1 or 2 bytes. The caller has checked the arguments.
+
+    x_block: [tokens, depth] of a tile of x. block: [rows, depth] of a tile of the weight, or [heads, 2, rows of a half,
+    depth]. tiles, token_tiles: number of tiles of the weight, and maximum number of tiles of tokens. others, sizes: the
+    kernel's arguments from bias_ptr to scales_ptr, and from N to BLOCKS.
+    """
     assert stages > 1
     rows, heads = math.prod(block[:-1]), block[0] if len(block) > 2 else 1
     side, (tile, depth) = max(rows, SIDE), x_block
     pieces = 1 if rows >= SIDE else depth * x.element_size() // PIECE
     assert len(x) <= token_tiles * tile
-    # With a quarter of the processors or more free, the next kernel's first programs do not crowd.
+    # If at least a quarter of the processors are free, the next kernel's first programs do not crowd on a few.
     early = 4 * token_tiles * tiles <= 3 * chip.processors
     ahead = tile * side <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * warps
     _product_kernel[(-(-len(x) // tile) * tiles,)](
         described(x, x_block), described(weight, [*block[:-1], depth // pieces]), *others, len(x), *sizes,
         tile, rows, heads, depth, stages, side, pieces, token_tiles > 1, ahead, early,
-        LOADING_REGISTERS,
         num_warps=warps, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
 
 
 def described(tensor: Tensor, block: list[int]) -> object:
-    """Return the TMA descriptor of a tensor in tiles `block`."""
+    """Return the TMA descriptor that loads a tensor in tiles of shape `block`."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()], block, _layout(*block, dtype=tensor.dtype))
@@ -390,6 +395,6 @@ def described(tensor: Tensor, block: list[int]) -> object:
 
 @lru_cache(maxsize=256)
 def _layout(*block: int, dtype: torch.dtype) -> Any:
-    """Return the layout of a tile in shared memory. Making it takes longer than a small kernel runs."""
+    """Return the layout of a tile in shared memory. It is cached, since making it takes longer than a small kernel."""
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
     return gl.NVMMASharedLayout.get_default_for([*block], kinds[dtype])

@@ -1,8 +1,8 @@
-"""Triton, and the way from a kernel to its launch or to its torch twin.
+"""The import of Triton, and how a call to a kernel becomes a launch or a call to its torch twin.
 
-Triton is not a dependency: without it, or without a GPU, the torch twins run. With TRITON_INTERPRET=1 in the
-environment before Triton is first imported, kernels run on CPU tensors, as in tests without a GPU. (Kernels in Gluon do
-not; tests only compile them.)
+Triton is not a dependency: without it, or without a GPU, the torch twins run. If TRITON_INTERPRET=1 is set before
+Triton is first imported, kernels run on CPU tensors, as in tests without a GPU. Triton's interpreter does not run
+kernels in Gluon, so tests compile them, and run some with a stand-in for Gluon.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 
 
 def optional(name: str) -> Any:
-    """Import a module of Triton; return None if it is missing or would be of no use, because importing takes a
-    while."""
+    """Import a module of Triton and return it.
+
+    Return None if the module is missing, or if nothing would run its kernels, since the import is slow.
+    """
     useless = torch.version.cuda is None and os.environ.get("TRITON_INTERPRET") != "1"
     if useless and "triton" not in sys.modules:
         return None
@@ -40,49 +42,51 @@ INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def version() -> tuple[int, int]:
-    """Return Triton's major and minor version; (0, 0) without Triton."""
+    """Return Triton's major and minor version, or (0, 0) without Triton."""
     major, minor = triton.__version__.split(".")[:2] if triton else (0, 0)
     return int(major), int(minor)
 
 
 KNOWN_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
 KNOWN = version() in KNOWN_TRITON
-"""True if fastgen was tested with the launcher and the Gluon of this Triton."""
+"""True if fastgen was tested with this version's launcher and Gluon."""
 
 GLUON = KNOWN and not INTERPRETED
-"""True if kernels in Gluon run."""
+"""True if kernels in Gluon can run."""
 
 REMEDY = "install torch 2.11 to 2.15, each of which brings a known Triton (3.6 to 3.9)"
 
 
 class Notes:
-    """The kernels that would be launched and are not compiled (fastgen.kernels.ahead), as functions that compile
-    them."""
+    """Kernels that would have been launched but are not compiled yet (see fastgen.kernels.ahead).
+
+    kernels: functions, each of which compiles one kernel.
+    """
 
     def __init__(self) -> None:
         self.kernels: list[Callable[[], Any]] = []
         self._seen: set[object] = set()
 
     def is_new(self, launch: object) -> bool:
-        """Return whether `launch`, a kernel and the kinds of its arguments, is seen for the first time."""
+        """Return whether `launch`, a pair (kernel, kinds of its arguments), is seen for the first time."""
         new = launch not in self._seen
         self._seen.add(launch)
         return new
 
 
 noting: ContextVar[Notes | None] = ContextVar("noting", default=None)
-"""While set, kernels are noted in this context and not launched."""
+"""While this is set, launches in this context only add their kernels to the Notes."""
 
 
 def constant(value: float) -> Any:
-    """Return a number that kernels can refer to as a global."""
+    """Return a number in a form that kernels can refer to as a global."""
     return value if tl is None else tl.constexpr(value)
 
 
 def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return triton.jit for kernels that are not compiled anew for other values of the `unspecialized` arguments.
+    """Return triton.jit for kernels that are not recompiled for new values of the `unspecialized` arguments.
 
-    Without Triton it returns the function itself, which nothing then calls.
+    Without Triton the decorator returns the plain function, which nothing calls.
     """
     if triton is None:
         return lambda function: function
@@ -93,10 +97,10 @@ def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
 
 @cache
 def quick(base: Any) -> Any:
-    """Return a subclass of triton.JITFunction that launches compiled kernels faster.
+    """Return a subclass of triton.JITFunction with a faster launch of compiled kernels.
 
-    Triton's own launch takes the host longer than a small kernel takes the GPU, which shows in steps without a graph,
-    as in short prefills.
+    Triton's own launch keeps the host busy for longer than a small kernel runs on the GPU. This slows down steps that
+    do not replay a CUDA graph, such as short prefills.
     """
     modules = ("triton.tools.tensor_descriptor", *["triton.experimental.gluon.nvidia.hopper"] * KNOWN)
     described = tuple(importlib.import_module(name).TensorDescriptor for name in modules)
@@ -104,14 +108,16 @@ def quick(base: Any) -> Any:
     class Quick(base):  # type: ignore[misc]
         def __init__(self, function: Callable[..., Any], **options: Any) -> None:
             super().__init__(function, **options)
-            # It is a part of the key of Triton's cache on disk: a kernel that only moved is not compiled again.
+            # The line number is part of the key of Triton's cache on disk. A kernel that only moved within its file
+            # must not be compiled again.
             self.starting_line_number = 1
             self._loose = [param.do_not_specialize for param in self.params]
             self._compiled: dict[Any, Callable[..., None]] = {}
 
         def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
             device = torch.cuda.current_device()
-            # At most these make Triton compile anew. (A descriptor's layout follows from its dtype and block.)
+            # Triton recompiles at most if one of these changes. (A descriptor's layout follows from its dtype and
+            # block.)
             kinds = [
                 (arg.dtype, arg.data_ptr() & 15) if isinstance(arg, torch.Tensor)
                 else (arg.base.dtype, *arg.block_shape) if arg.__class__ in described
@@ -126,7 +132,7 @@ def quick(base: Any) -> Any:
                     return None
                 warmup = True
             if launch is None or warmup:
-                # Triton 3.9 warns where this is left to its default, which changes in 3.10.
+                # Triton 3.9 warns if this is not set, because the default changes in 3.10.
                 options.setdefault("enable_fp_fusion", True)
                 kernel = super().run(*args, grid=grid, warmup=warmup, **options)
                 if not warmup:
@@ -135,7 +141,7 @@ def quick(base: Any) -> Any:
             launch((*grid, 1, 1)[:3], device, args)
 
         def _do_compile(self, *what: Any) -> Any:
-            """Compile a kernel for Triton's `run`; while kernels are noted, note it and return None."""
+            """Compile a kernel for Triton's `run`, or while `noting` is set, note it and return None."""
             compile_kernel, notes = partial(super()._do_compile, *what), noting.get()
             return compile_kernel() if notes is None else notes.kernels.append(compile_kernel)
 
@@ -145,7 +151,7 @@ def quick(base: Any) -> Any:
 def launcher(kernel: Any) -> Callable[[tuple[int, ...], int, tuple[Any, ...]], None]:
     """Load a compiled kernel onto the current GPU, and return a function that launches it on a device's current stream.
 
-    With an unknown Triton the launch is Triton's own, which is slower.
+    With an unknown version of Triton, the returned function uses Triton's own launch, which is slower.
     """
     if not KNOWN:
         return lambda grid, device, args: kernel[grid](*args)
@@ -155,10 +161,13 @@ def launcher(kernel: Any) -> Callable[[tuple[int, ...], int, tuple[Any, ...]], N
 
 
 class Kernel:
-    """A function that launches Triton kernels, and its torch twin with the same arguments and result.
+    """A function that launches Triton kernels, paired with a torch twin that takes the same arguments.
 
-    A call with CUDA tensors launches, any other calls the twin. If the compiler refuses a kernel on a device, the twin
-    replaces the launch there from then on, with one warning. (Compilation comes before any write.)
+    A call with CUDA tensors launches the kernels, and any other call runs the twin. If Triton cannot compile a kernel
+    for a device, the twin runs on that device from then on, with one warning. (Compilation precedes all writes, so the
+    twin can still start from the same state.)
+
+    launch: the function that launches. twin: its torch twin. refused: the devices on which the twin has to run.
     """
 
     def __init__(self, launch: Callable[..., Any], twin: Callable[..., Any]) -> None:
@@ -181,13 +190,13 @@ class Kernel:
         return self.twin(x, *arguments, **options)
 
     def runs_on(self, device: torch.device) -> bool:
-        """Return whether calls with tensors of a device launch."""
+        """Return whether calls with tensors on `device` launch kernels."""
         return device.type == "cuda" and triton is not None and device not in self.refused
 
 
 def refused(error: Exception) -> bool:
-    """Return whether an error is Triton's refusal of a kernel: by its language, a pass, ptxas, or for want of
-    resources."""
+    """Return whether an error means that Triton cannot compile a kernel: because of its language, a compiler pass,
+    ptxas, or a lack of resources."""
     if triton is None:
         return False
     from triton.compiler.errors import CompilationError
@@ -197,12 +206,12 @@ def refused(error: Exception) -> bool:
 
 
 def kernels_of(device: torch.device) -> str:
-    """Return the fastest kind of kernels that a device runs.
+    """Return the fastest kind of kernels that a device can run.
 
-    - "gluon": kernels in Gluon beside those in Triton. They need Hopper and a Triton of KNOWN_TRITON. With 2-byte
-      dtypes, products of few tokens and attention use them (decodes with a KV cache in fp8 only in bfloat16).
-    - "triton": kernels in Triton alone.
-    - "torch": the torch twins alone, on the CPU and without Triton.
+    - "gluon": kernels in Gluon and in Triton. They need Hopper and a version in KNOWN_TRITON. Gluon computes attention
+      and the products of few tokens in 2-byte dtypes (with an fp8 KV cache, decodes only in bfloat16).
+    - "triton": only kernels in Triton.
+    - "torch": only the torch twins, on the CPU or without Triton.
     """
     if device.type != "cuda" or triton is None:
         return "torch"
@@ -210,7 +219,7 @@ def kernels_of(device: torch.device) -> str:
 
 
 def slower_than_possible(device: torch.device) -> str:
-    """Return the reason that a GPU runs slower than it could, and the remedy; "" without one."""
+    """Return why a GPU runs slower than it could, and what to do about it, or "" if it does not."""
     if device.type != "cuda":
         return ""
     if triton is None:

@@ -1,4 +1,4 @@
-"""The merge of a low-rank adapter into a weight: the base is read once, and the sum is rounded once."""
+"""The merge of a low-rank adapter into a weight, which reads the base once and rounds the sum once."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from fastgen.device.chip import current
 from fastgen.kernels.launch import Kernel, jit, tl, triton
 
 ROWS, COLUMNS, DEPTH = 128, 64, 32
-"""Of the tile of a program, and of the ranks that it multiplies at once: 128 registers a thread on Hopper, so that two
-programs fit on a multiprocessor."""
+"""Rows and columns of a program's tile, and the number of ranks that it multiplies at once. A thread on Hopper then
+takes 128 registers, so two programs fit on a multiprocessor."""
 
-_AT_ONCE = 1 << 22  # numbers that the twin merges together
+_AT_ONCE = 1 << 22  # maximum number of elements that the twin merges at a time
 
 
 @jit()
 def _high(x):
-    """Return float32 numbers rounded to the 11 bits that tensor cores take of them. They take x - _high(x) to its last
-    bit but one."""
+    """Return float32 numbers rounded to the 11 bits of them that tensor cores use. Of x - _high(x), tensor cores use
+    all bits but the last."""
     return ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
 
 
@@ -27,7 +27,7 @@ def _merge_kernel(
     out_ptr, base_ptr, a_ptr, b_ptr, rows, columns, rank, out_stride, base_stride, a_stride, b_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Merge a tile a program. The strides are those of rows."""
+    """Merge one tile per program. The strides are distances between rows."""
     first_row, row = tl.program_id(1) * ROWS, tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row_here, column_here = first_row + row < rows, column < columns
@@ -41,7 +41,7 @@ def _merge_kernel(
         b = tl.load(b_ptr + b_at, mask=row_here[:, None] & (at < rank)[None, :], other=0.0)
         a = tl.load(a_ptr + a_at, mask=(at < rank)[:, None] & column_here[None, :], other=0.0)
         b_high, a_high = _high(b), _high(a)
-        # The fourth product, of what is left of both, would be 2**-22 of the whole: a unit of float32, or two.
+        # The fourth product, of both remainders, would be 2**-22 of the whole: one or two units of float32.
         product = tl.dot(b - b_high, a_high, product, input_precision="tf32")
         product = tl.dot(b_high, a - a_high, product, input_precision="tf32")
         product = tl.dot(b_high, a_high, product, input_precision="tf32")
@@ -62,15 +62,15 @@ def _merge_launch(out: Tensor, base: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _merge_twin(out: Tensor, base: Tensor, a: Tensor, b: Tensor) -> None:
-    """Write base + b^T a to out, the sum in float32 and rounded once.
+    """Write base + b^T a to out, with the sum computed in float32 and rounded once.
 
-    out, base: [N, K] of one dtype; they may be one tensor. a: float32 [R, K]; b: float32 [R, N]. The numbers of a row
-    are contiguous.
+    out, base: [N, K] of the same dtype; they may be the same tensor. a: float32 [R, K]. b: float32 [R, N]. The last
+    dimension of all tensors is contiguous.
     """
     _check(out, base, a, b)
     rows = max(_AT_ONCE // out.shape[1], 1)
     for part, kept, left in zip(*(x.split(rows) for x in (out, base, b.t())), strict=True):
-        part.copy_(torch.addmm(kept.float(), left, a))  # in bfloat16, cuBLAS would round the product before it adds
+        part.copy_(torch.addmm(kept.float(), left, a))  # cuBLAS rounds products in bfloat16 before it adds
 
 
 def _check(out: Tensor, base: Tensor, a: Tensor, b: Tensor) -> None:

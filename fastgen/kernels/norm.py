@@ -1,5 +1,5 @@
-"""RMSNorm, with the addition to the residual stream before it, of this rank's result or of the sum over all ranks, and
-with the result in fp8."""
+"""RMSNorm, optionally after an addition to the residual stream (of this rank's result, or of the sum over all ranks),
+and optionally with the result in fp8."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastgen.kernels.launch import Kernel, jit, tl
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """The parameters of an RMSNorm (https://arxiv.org/abs/1910.07467): weight [N], and epsilon."""
+    """The parameters of an RMSNorm (https://arxiv.org/abs/1910.07467). weight: [N]."""
 
     weight: Tensor
     eps: float
@@ -26,10 +26,10 @@ class RMSNorm:
 
 @jit()
 def normed(x, weight, eps, N: tl.constexpr, DTYPE: tl.constexpr):
-    """Return x [BLOCK] float32, a row of N numbers and then zeros, normed and times weight [BLOCK] float32, as
-    DTYPE."""
+    """Return the RMSNorm of a row in DTYPE. x, weight: float32 [BLOCK], of which the first N numbers are the row's and
+    the others are zeros."""
     scale = 1 / tl.sqrt(tl.sum(x * x) / N + eps)
-    rounded = (x * scale).to(DTYPE).to(tl.float32)  # rounded here as well, as transformers does
+    rounded = (x * scale).to(DTYPE).to(tl.float32)  # rounded twice, as in transformers
     return (rounded * weight).to(DTYPE)
 
 
@@ -38,7 +38,7 @@ def _rms_norm_kernel(
     x_ptr, delta_ptr, weight_ptr, out_ptr, scales_ptr, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm a row of N numbers a program. scales_ptr: of a result in fp8, else None."""
+    """Normalize one row of N numbers per program. scales_ptr: the scales of a result in fp8, else None."""
     column = tl.arange(0, BLOCK)
     here = column < N
     if PDL:
@@ -60,16 +60,9 @@ def _rms_norm_kernel(
     tl.store(out_ptr + at, x, mask=here)
 
 
-def _rms_norm_launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
-    return _launch(x, weight, eps, delta, None)
-
-
-def _fp8_launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    scales = x.new_empty(len(x), dtype=torch.float32)
-    return _launch(x, weight, eps, delta, scales), scales
-
-
-def _launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None, scales: Tensor | None) -> Tensor:
+def _rms_norm_launch(
+    x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None, scales: Tensor | None = None
+) -> Tensor:
     rows, size = x.shape
     assert x.is_contiguous()
     assert weight.shape == (size,)
@@ -87,13 +80,13 @@ def _launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None, scales:
 def _rms_norm_twin(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
     """Return the RMSNorm of x [T, N] over its last dimension, computed in float32, times weight [N], in x's dtype.
 
-    delta: [T, N], added to x in place before, or None.
+    delta: [T, N], which is first added to x in place, or None.
     """
     if delta is not None:
         x += delta
     if x.is_cuda or x.dtype != torch.float32:
         return rope.normed(x, weight, eps)
-    # Fewer operations than those of F.rms_norm, which take longer than their numbers in a step of few tokens.
+    # This has fewer operations than F.rms_norm. In a step of few tokens, calling an operation is most of its cost.
     size = torch.linalg.vector_norm(x, 2, -1, True)
     scale = torch.addcmul(_constant(eps), size, size, value=1 / x.shape[1]).rsqrt_()
     return (x * scale).mul_(weight)
@@ -108,8 +101,13 @@ def _constant(value: float) -> Tensor:
 rms_norm = Kernel(_rms_norm_launch, _rms_norm_twin)
 
 
+def _fp8_launch(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    scales = x.new_empty(len(x), dtype=torch.float32)
+    return _rms_norm_launch(x, weight, eps, delta, scales), scales
+
+
 def _fp8_twin(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the result of `rms_norm` in fp8: float8_e4m3fn [T, N], and the scales of its rows, float32 [T]."""
+    """Return the result of `rms_norm` in fp8, float8_e4m3fn [T, N], and the scales of its rows, float32 [T]."""
     values, scales = quantize.twin(_rms_norm_twin(x, weight, eps, delta))
     return values, scales
 
@@ -122,8 +120,8 @@ def _sum_norm_kernel(
     x_ptr, y_ptr, stage_ptr, weight_ptr, out_ptr, stride, eps,
     RANK: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Sum and norm a row of N numbers a program. stride: elements from one rank's rows in the stage to the next
-    one's."""
+    """Sum and normalize one row of N numbers per program. stride: number of elements between the ranks' parts of the
+    stage."""
     column = tl.arange(0, BLOCK)
     here = column < N
     at = tl.program_id(0).to(tl.int64) * N + column
@@ -157,11 +155,11 @@ def _sum_norm_launch(
 def _sum_norm_twin(
     x: Tensor, y: Tensor, stage: Tensor, rank: int, weight: Tensor | None, eps: float, out: Tensor
 ) -> None:
-    """Add the sum over all ranks to x [T, N], and write rms_norm(x) * weight to out [T, N]; x itself if weight is None.
+    """Add the sum over all ranks to x [T, N], and write rms_norm(x) * weight, or x if weight is None, to out [T, N].
 
-    y: [T, N], this rank's summand. stage: [ranks, S, N], whose first T rows are the summands of the others (S >= T;
-    this rank's own are not read). weight: [N]. All tensors are contiguous and of one dtype. The sum is in the order of
-    the ranks, in float32, and rounded once.
+    y: [T, N], this rank's summand. stage: [ranks, any number >= T, N], whose first T rows are the summands of the other
+    ranks (this rank's part is not read). weight: [N]. All tensors are contiguous and have the same dtype. The sum is
+    computed in the order of the ranks, in float32, and rounded once.
     """
     _check(x, y, stage, weight, out)
     add_in_order(x, [y if other == rank else rows[: len(x)] for other, rows in enumerate(stage)])

@@ -1,10 +1,10 @@
-"""Pages of keys and values in fp8: numbers in E4M3, with a scale a token and KV head.
+"""Pages of keys and values in fp8: numbers in E4M3, with one scale per token and KV head.
 
-A scale is a power of two: the least with which the head's largest magnitude is at most 448. A number times its scale is
-then exact in bfloat16, so that a kernel may multiply where it likes, and the bits of a result stay the same. Behind the
-P x D numbers of each head's page lie the exponents of its P scales, 127 more, a byte each.
+A scale is the smallest power of two with which the head's largest magnitude is at most 448. A number times its scale is
+then exact in bfloat16, so a kernel can multiply at any point without changing the bits of the result. The P x D numbers
+of each head's page are followed by P bytes, the exponents of the scales + 127.
 
-P tokens a page, D head size, K KV heads.
+Shape letters: K KV heads, P page size, D head size.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ E4M3 = torch.float8_e4m3fn
 
 
 def head_bytes(page_size: int, head_size: int) -> int:
-    """Return the bytes of a head's page with its scales."""
+    """Return the size in bytes of a head's page, including its scales."""
     return page_size * (head_size + 1)
 
 
 def numbers_of(memory: Tensor, page_size: int, head_size: int) -> Tensor:
-    """Return the numbers, [..., P, D], a view of memory: uint8 [..., head_bytes]."""
+    """Return the numbers [..., P, D] as a view of memory, uint8 [..., head_bytes]."""
     shape, strides = (*memory.shape[:-1], page_size, head_size), (*memory.stride()[:-1], head_size, 1)
-    return memory.view(E4M3).as_strided(shape, strides)  # unflatten gives another stride where there is one head
+    return memory.view(E4M3).as_strided(shape, strides)  # unflatten gives another stride if there is one head
 
 
 def scales_of(pages: Tensor) -> Tensor:
-    """Return the exponents behind the numbers [..., P, D] of `numbers_of`: uint8 [..., P], a view."""
+    """Return the exponents that follow the numbers [..., P, D] of `numbers_of`, as a view, uint8 [..., P]."""
     *outer, page_size, head_size = pages.shape
     first = pages.storage_offset() + page_size * head_size
     return pages.view(torch.uint8).as_strided((*outer, page_size), (*pages.stride()[:-2], 1), first)
 
 
 def check(pages: Tensor) -> None:
-    """Assert that pages [..., pages, K, P, D] lie as in a KVPool."""
+    """Assert that pages [..., pages, K, P, D] have the memory layout of a KVPool."""
     if pages.dtype != E4M3:
         assert pages.is_contiguous()
         return
@@ -46,7 +46,7 @@ def check(pages: Tensor) -> None:
 
 
 def put(pages: Tensor, rows: Tensor, heads: Tensor) -> None:
-    """Write heads [n, K, D] to pages [pages, K, P, D]: to the rows, int64 [n, K], of pages.view(-1, D)."""
+    """Write heads [n, K, D] to the given rows, int64 [n, K], of pages.view(-1, D); pages: [pages, K, P, D]."""
     page_size, head_size = pages.shape[2:]
     if pages.dtype != E4M3:
         pages.view(-1, head_size).index_put_((rows,), heads)
@@ -61,7 +61,7 @@ def put(pages: Tensor, rows: Tensor, heads: Tensor) -> None:
 
 
 def read(pages: Tensor, runs: Tensor, size: int) -> Tensor:
-    """Return runs, int64 [n], of pages.view(-1, size, D), in float32 [n, size, D]; size divides P."""
+    """Return pages.view(-1, size, D)[runs] in float32, [n, size, D]. runs: int64 [n]. size: a divisor of P."""
     page_size, head_size = pages.shape[2:]
     if pages.dtype != E4M3:
         return pages.view(-1, size * head_size).index_select(0, runs).view(-1, size, head_size).float()
@@ -73,14 +73,14 @@ def read(pages: Tensor, runs: Tensor, size: int) -> Tensor:
 
 
 def _power_of(exponents: Tensor) -> Tensor:
-    """Return the scales of exponents, int32."""
+    """Return the scales of int32 exponents."""
     return (exponents << 23).view(torch.float32)
 
 
 @jit()
 def quantized_heads(first, second):
-    """Return the halves of heads, [HEADS, HALF] each, in E4M3, and the exponents of their scales [HEADS, 1]; in bytes
-    that are stored as E4M3."""
+    """Return the halves of heads, [HEADS, HALF] each, in E4M3, and the exponents of their scales, [HEADS, 1], as bytes
+    of the type E4M3."""
     first = first.to(tl.float32)
     second = second.to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))[:, None]
@@ -92,12 +92,12 @@ def quantized_heads(first, second):
 
 @jit()
 def dequantized(numbers, bits, DTYPE: tl.constexpr):
-    """Return numbers times the scales of exponents, both in E4M3 as loaded, in DTYPE."""
-    numbers = numbers.to(tl.float32)  # the direct way is one slow instruction a number
+    """Return numbers times their scales in DTYPE. numbers, bits: as loaded, with the type E4M3."""
+    numbers = numbers.to(tl.float32)  # the direct conversion takes one slow instruction per number
     return numbers.to(DTYPE) * power_of(bits).to(DTYPE)
 
 
 @jit()
 def power_of(bits):
-    """Return the scales of exponents in E4M3 as loaded, in float32. Gluon calls this as well."""
+    """Return the scales, in float32, of exponents as loaded, with the type E4M3. Kernels in Gluon call this, too."""
     return (bits.to(tl.uint8, bitcast=True).to(tl.int32) << 23).to(tl.float32, bitcast=True)

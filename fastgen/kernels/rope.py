@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, after Qwen3's norm of each head, and the write of keys and values to pages.
+"""Rotary embedding of queries and keys (after Qwen3's norm of each head), and the write of keys and values to pages.
 
 Shape letters: T tokens, H query heads, K KV heads, D head size, P page size.
 """
@@ -17,12 +17,12 @@ from fastgen.kernels import pages
 from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.pages import quantized_heads
 
-HEADS = 16  # a program
+HEADS = 16  # heads per program
 
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """The parameters of the RMSNorm of query heads and of key heads: weights [D], and epsilon."""
+    """The parameters of the RMSNorm of each query head and key head. q, k: weights [D]."""
 
     q: Tensor
     k: Tensor
@@ -31,10 +31,10 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class SlotMapping:
-    """The places of a step's tokens in their sequences and in the pool, the same for all layers.
+    """The positions of a step's tokens in their sequences, and their slots in the pool, the same for all layers.
 
-    positions: int64 [T]. slots: int64 [T], page * P + offset, or negative for no slot. cos, sin: float32 [context,
-    D / 2], tables of all positions. real: the number of tokens before the padding, which has no slots. num_kv,
+    positions: int64 [T]. slots: int64 [T], page * P + offset, negative if a token has no slot. cos, sin: float32
+    [context, D / 2], tables for all positions. real: number of tokens before the padding, which has no slots. num_kv,
     page_size: K and P of the pool.
     """
 
@@ -48,23 +48,23 @@ class SlotMapping:
 
     @cached_property
     def turns(self) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the tokens, [T, 1, D], for both halves of a head, -sin in the first; for the twin."""
+        """Return cos and sin of the tokens for both halves of a head, [T, 1, D], with -sin in the first; for the
+        twin."""
         cos, sin = self.cos[self.positions, None], self.sin[self.positions, None]
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     @cached_property
     def rows(self) -> Tensor:
-        """Return the rows of a layer's keys.view(-1, D) for the heads of the real tokens, int64 [real, K]; for the
-        twin.
+        """Return the row in a layer's keys.view(-1, D) of each head of the real tokens, int64 [real, K]; for the twin.
 
-        In a graph padding counts as real: its slots, -1, are then the last of the last page, which is spare.
+        In a graph the padding counts as real, and its slot, -1, refers to the end of the last page, which is spare.
         """
         slots = self.slots[: self.real]
         row = (slots // self.page_size * (self.num_kv * self.page_size) + slots % self.page_size)[:, None]
         return row + torch.arange(self.num_kv, device=row.device) * self.page_size
 
     def check(self, tokens: int, keys: Tensor, values: Tensor) -> None:
-        """Assert that the mapping is of `tokens` tokens, for a layer's keys and values [pages, K, P, D]."""
+        """Assert that the mapping is for `tokens` tokens and a layer's keys and values [pages, K, P, D]."""
         assert keys.shape == values.shape
         pages.check(keys)
         pages.check(values)
@@ -76,7 +76,8 @@ class SlotMapping:
 
 @jit()
 def look_up(token, at, known, table, positions_ptr, slots_ptr, cos_ptr, sin_ptr, HALF: tl.constexpr):
-    """Return cos and sin of tokens at places `at`, and the slots. Masks: known, of tokens; table, of cos and sin."""
+    """Return cos and sin of tokens for dimensions `at` of a half, and the slots. known, table: masks for loading from
+    the tokens' tensors, and from the tables of cos and sin."""
     position = tl.load(positions_ptr + token, mask=known, other=0)
     cos = tl.load(cos_ptr + position * HALF + at, mask=table, other=0.0)
     sin = tl.load(sin_ptr + position * HALF + at, mask=table, other=0.0)
@@ -88,8 +89,11 @@ def turn(
     a, b, found, token, head, at, here, q_ptr, keys_ptr, values_ptr,
     H, K: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the pairs (a, b) at places `at` of the halves of heads (H of queries, K of keys, then K of values), and
-    store those that are `here`. found: the result of `look_up`. For pages in fp8, a and b are halves of whole heads."""
+    """Rotate pairs (a, b) of heads (H query heads, then K key heads, then K value heads), and store them where `here`.
+
+    at: dimensions of a pair within the two halves of its head. found: the result of `look_up`. For pages in fp8, a and
+    b have to be the halves of whole heads.
+    """
     cos, sin, slot = found
     turned = head < H + K
     first = tl.where(turned, a * cos - b * sin, a).to(q_ptr.dtype.element_ty)
@@ -104,9 +108,9 @@ def turn(
     to_v = values_ptr + (slot // P * K + head - H - K) * STEP
     if FP8:
         first, second, bits = quantized_heads(first, second)
-        behind = P * 2 * HALF + slot % P
-        tl.store(to_k + behind, bits, mask=(slot >= 0) & turned & (head >= H))
-        tl.store(to_v + behind, bits, mask=(slot >= 0) & (head >= H + K) & (head < H + 2 * K))
+        scale_at = P * 2 * HALF + slot % P
+        tl.store(to_k + scale_at, bits, mask=(slot >= 0) & turned & (head >= H))
+        tl.store(to_v + scale_at, bits, mask=(slot >= 0) & (head >= H + K) & (head < H + 2 * K))
     to_k += slot % P * 2 * HALF + at
     tl.store(to_k, first, mask=kept & turned & (head >= H))
     tl.store(to_k + HALF, second, mask=kept & turned & (head >= H))
@@ -121,7 +125,8 @@ def _rope_kernel(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotate HEADS heads of a token a program: queries, then keys, then values. HALF: D / 2, up to a power of two."""
+    """Rotate HEADS heads of a token per program; queries come first, then keys, then values. HALF: D / 2 rounded up to
+    a power of two."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -141,7 +146,7 @@ def _rope_kernel(
         q_b = tl.load(q_norm_ptr + D // 2 + place, mask=half, other=0.0).to(tl.float32)
         k_a = tl.load(k_norm_ptr + place, mask=half, other=0.0).to(tl.float32)
         k_b = tl.load(k_norm_ptr + D // 2 + place, mask=half, other=0.0).to(tl.float32)
-        # Rounded twice, as transformers does.
+        # Rounded twice, as in transformers.
         normed_a = (a * scale).to(q_ptr.dtype.element_ty).to(tl.float32) * tl.where(is_q, q_a, k_a)
         normed_b = (b * scale).to(q_ptr.dtype.element_ty).to(tl.float32) * tl.where(is_q, q_b, k_b)
         a = tl.where(turned, normed_a.to(q_ptr.dtype.element_ty).to(tl.float32), a)
@@ -158,7 +163,7 @@ def _launch(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, nor
     mapping.check(tokens, keys, values)
     q = torch.empty(tokens, num_q, head_size, dtype=qkv.dtype, device=qkv.device)
     pdl = Chip.of(qkv.device).dependent_launch
-    # Without fused multiply-adds the bits are those of rope in fastgen.kernels.batch_invariant.
+    # Without fused multiply-adds the bits are the same as for rope in fastgen.kernels.batch_invariant.
     _rope_kernel[(tokens, -(-(num_q + 2 * num_kv) // HEADS))](
         qkv, mapping.cos, mapping.sin, mapping.positions, mapping.slots, q, keys, values,
         norm.q if norm else qkv, norm.k if norm else qkv, norm.eps if norm else 0.0,
@@ -170,9 +175,10 @@ def _launch(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, nor
 
 def _twin(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, norm: HeadNorm | None = None) -> Tensor:
     """Return the rotated queries [T, H, D] of qkv [T, (H + 2 K) D], and write the rotated keys and the values of the
-    real tokens to keys and values [pages, K, P, D], all in one dtype, or these in fp8.
+    real tokens to keys and values [pages, K, P, D], which have the dtype of qkv or fp8.
 
-    Dimension i rotates with i + D / 2, as in Hugging Face checkpoints (https://arxiv.org/abs/2104.09864), in float32.
+    Dimension i is rotated with i + D / 2, as in Hugging Face checkpoints (https://arxiv.org/abs/2104.09864), in
+    float32.
     """
     num_kv, head_size = keys.shape[1], keys.shape[3]
     heads = qkv.view(len(qkv), -1, head_size)

@@ -1,23 +1,23 @@
 """Common parts of the sampler's kernels: the layout of their memory, operations on a row of logits, and noise.
 
-A row of V logits is cut into C chunks, one program each. Top-k also needs the largest logit of each of N sub-blocks.
-Scratch memory of R rows:
+A row of V logits is divided into C chunks, with one program each. Top-k also needs the largest logit of each of N
+sub-blocks. The scratch memory of R rows:
 
-- chunks: float32 [R, 7, C], results of each chunk, see below.
+- chunks: float32 [R, 7, C], the results of each chunk, see below.
 - tops: float32 [R, N], the largest logit of each sub-block after the edits. A NaN counts as infinite.
-- lows: float32 [R, C], the least finite logit of each chunk after the edits.
+- lows: float32 [R, C], the smallest finite logit of each chunk after the edits.
 - record: int64 [R, 12], see below.
 
-Programs of different chunks add to one number only in integers, and chunks are combined in a fixed order. So a row gets
-the same bits in any batch and from each variant of the kernels.
+Programs of different chunks only add integers to the same number, and chunks are combined in a fixed order. Therefore a
+row gets the same bits in any batch and from every variant of the kernels.
 
-The Gumbel noise of a token is a function of the seed, the sample index, the position and the token id alone: token t
-takes word t % 4 that Philox4x32-7 gives for the key `seed` and the counter (low word of the position, t // 4, sample
-index, high word of the position). Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), find no fault in
-seven rounds.
+The Gumbel noise of a token depends only on the seed, the sample index, the position and the token id: token t uses word
+t % 4 of the output of Philox4x32-7 for the key `seed` and the counter (low word of the position, t // 4, sample index,
+high word of the position). Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), find no fault in seven
+rounds.
 
-A word w becomes u = (w + 1/2) / 2**32 and then the noise -log(-log(1 - u)). Large noise decides a draw. It comes from
-small u, where float32 resolves all 32 bits.
+A word w is converted to u = (w + 1/2) / 2**32 and then to the noise -log(-log(1 - u)). Large noise decides a draw, and
+comes from small u, for which float32 resolves all 32 bits.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ CHUNK = 4096
 SUB = 512
 WARPS = 8
 
-# Rows of `chunks`. A sum is of exp((logit - largest logit of the chunk) / temperature), in units of 2**-30.
+# Rows of `chunks`. A sum adds exp((logit - largest logit of the chunk) / temperature), in units of 2**-30.
 RESULTS = constant(7)
 RAW_TOP = constant(0)  # the largest untouched logit
-RAW_SUM = constant(1)  # its sum, at temperature 1
+RAW_SUM = constant(1)  # the sum over the untouched logits, at temperature 1
 TOP = constant(2)  # the largest logit after the edits
 SUM = constant(3)
 KEPT_SUM = constant(4)  # the sum over the tokens that truncation kept
@@ -43,28 +43,28 @@ WINNER = constant(6)  # the token with this score, as the bits of an int32
 
 # Columns of `record`.
 RECORD = constant(12)
-DONE = constant(0)  # chunks that the current kernel is done with; 0 between kernels
-FOUND = constant(1)  # candidates listed: tokens of the bins in which top-k and top-p cut
-LEAST_KEY = constant(2)  # the least rank key that top-k and top-p keep
+DONE = constant(0)  # number of chunks that the current kernel has finished; 0 between kernels
+FOUND = constant(1)  # number of candidates in the list: tokens of the bins in which top-k and top-p cut
+LEAST_KEY = constant(2)  # the smallest rank key that top-k and top-p keep
 TOTAL = constant(3)  # mass of the row
-FLOOR = constant(4)  # bits of the least logit that is in a bin
-K_BIN = constant(5)  # the bin in which top-k cuts; BINS where it does not
-K_COUNT = constant(6)  # tokens in the bins before that, and their mass
-K_MASS = constant(7)
-P_FIRST = constant(8)  # the bins in which top-p may cut
-P_LAST = constant(9)
-P_MASS = constant(10)  # mass of the bins before these
+FLOOR = constant(4)  # bits of the smallest logit that is in a bin
+K_BIN = constant(5)  # the bin in which top-k cuts; BINS if it does not cut
+K_COUNT = constant(6)  # number of tokens in the bins before K_BIN
+K_MASS = constant(7)  # mass of these tokens
+P_FIRST = constant(8)  # the first bin in which top-p may cut
+P_LAST = constant(9)  # the last bin in which top-p may cut
+P_MASS = constant(10)  # mass of the bins before P_FIRST
 
-# Columns of a lane's row in the table: int64, and float64 as bits.
+# Columns of a lane's row in the table: int64, or the bits of float64.
 ENTRY = constant(14)
 SEED = constant(0)
 SAMPLE_INDEX = constant(1)
 PROMPT_LEN = constant(2)
 MIN_TOKENS = constant(3)
-TOP_K = constant(4)  # V where there is none
+TOP_K = constant(4)  # V if there is no top-k
 PENALIZED = constant(5)
-BIASES = constant(6)  # pairs in the token table, then stop ids behind them
-STOPS = constant(7)
+BIASES = constant(6)  # number of biased tokens in the token table
+STOPS = constant(7)  # number of stop ids, which follow the biased tokens
 TEMPERATURE = constant(8)
 MIN_P = constant(9)
 REPETITION = constant(10)
@@ -87,21 +87,22 @@ def top_p_of(entry):
 
 @jit()
 def held_back(entry, position):
-    """Return the number of stop ids that the token at `position` must not be."""
+    """Return the number of stop ids that are forbidden at `position`, because of min_tokens."""
     early = position - tl.load(entry + PROMPT_LEN) < tl.load(entry + MIN_TOKENS)
     return tl.where(early, tl.load(entry + STOPS), 0)
 
 
 @jit()
 def is_edited(entry, position, edits):
-    """Return whether a row's logits are edited before the draw. edits: 0: no row is edited; 2: every row is (masks)."""
+    """Return whether a row's logits are edited before the draw. edits: 0 if no row is edited, 2 if all are (by
+    masks)."""
     own = tl.load(entry + PENALIZED) | tl.load(entry + BIASES) | held_back(entry, position)
     return (edits == 2) | ((edits != 0) & (own != 0))
 
 
 @jit()
 def is_cut(entry, V: tl.constexpr):
-    """Return whether a row has top-k or top-p, which a greedy row ignores."""
+    """Return whether top-k or top-p applies to a row; a greedy row ignores them."""
     cut = (tl.load(entry + TOP_K) < V) | (top_p_of(entry) < 1)
     return cut & (parameter(entry, TEMPERATURE) > 0)
 
@@ -112,7 +113,7 @@ NO_KEY = constant(-(2**63))  # below all rank keys
 
 @jit()
 def scale_of(temperature):
-    """Return log2(e) / temperature; a greedy row, whose temperature is 0, gets log2(e)."""
+    """Return log2(e) / temperature, or log2(e) for a greedy row, whose temperature is 0."""
     return tl.div_rn(tl.full([], LOG2E, tl.float32), tl.where(temperature == 0, 1.0, temperature))
 
 
@@ -126,7 +127,7 @@ def weigh(x, best, scale):
 def fixed_sum(weights):
     """Return the sum of weights from 0 to 1 in units of 2**-30, as float32.
 
-    It is a sum of integers, because the compiler chooses the order of a sum, which may differ between kernels.
+    Integers are added, because the compiler chooses the order of a sum, which may differ between kernels.
     """
     return tl.sum(tl.fma(weights, 1073741824.0, 0.5).to(tl.int32).to(tl.int64)).to(tl.float32)
 
@@ -140,8 +141,8 @@ def chunk_sum(x, scale):
 
 @jit()
 def log_sum(tops, sums, scale):
-    """Return the largest logit of a row, and the logarithm of its sum of exp((logit - largest) / temperature), given
-    the chunk_sum of each chunk."""
+    """Return the largest logit of a row and the logarithm of its sum of exp((logit - largest) / temperature), given the
+    chunk_sum of each chunk."""
     top = tl.max(tops)
     shares = tl.where(sums > 0, sums * weigh(tops, top, scale), 0.0)
     total = tl.sum((shares + 0.5).to(tl.int64)).to(tl.float32) * 9.313225746154785e-10  # 2**-30
@@ -150,7 +151,9 @@ def log_sum(tops, sums, scale):
 
 @jit()
 def as_mass(weights):
-    """Return int64(weights * 2**44) of weights from 0 to 1, by shifts: many GPUs convert to 64-bit integers slowly."""
+    """Return int64(weights * 2**44) for weights from 0 to 1, by shifts, since many GPUs are slow at converting to
+    int64.
+    """
     bits = weights.to(tl.int32, bitcast=True)
     mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << 21
     return mantissa >> tl.minimum(127 - (bits >> 23), 63).to(tl.int64)
@@ -158,9 +161,9 @@ def as_mass(weights):
 
 @jit()
 def rank_keys(x, ids):
-    """Return distinct int64 of 51 bits: the larger logit has the larger key; among equals, the lower id."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is the equal of 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats run backwards
+    """Return distinct int64 keys of 51 bits. Larger logits have larger keys, and among equal logits, lower ids do."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats are in reverse order
     return (ordered.to(tl.int64) << 18) | (0x3FFFF - ids)
 
 
@@ -179,7 +182,7 @@ def key_ids(keys):
 
 @jit()
 def read(logits_ptr, edited_ptr, edited, row, ids, V: tl.constexpr):
-    """Return a row's logits at `ids` after the edits: float32, -inf beyond V."""
+    """Return a row's logits at `ids` after the edits, in float32, -inf beyond V."""
     here = ids < V
     at = row * V + ids
     untouched = tl.load(logits_ptr + at, mask=here & (edited == 0), other=float("-inf")).to(tl.float32)
@@ -188,9 +191,10 @@ def read(logits_ptr, edited_ptr, edited, row, ids, V: tl.constexpr):
 
 @jit()
 def last_of_row(done, C: tl.constexpr):
-    """Count this program's chunk as done; return whether it is the row's last, which then reads what the others wrote.
+    """Count this program's chunk as done, and return whether it is the last of its row.
 
-    done: a counter that is 0 before the first chunk and after the last.
+    The last program can read what the others have written. done: a counter that is 0 before the first chunk and after
+    the last one.
     """
     tl.debug_barrier()  # all threads of this program have written
     last = tl.atomic_add(done, 1) == C - 1
@@ -200,15 +204,15 @@ def last_of_row(done, C: tl.constexpr):
 
 
 ROUNDS = constant(7)
-LARGEST = constant(1 - 2**-24)  # below 1, to which the largest words round
+LARGEST = constant(1 - 2**-24)  # the largest u; the largest words would round to 1
 IN_SOFTWARE = constant(INTERPRETED)
 WORD = 0xFFFFFFFF
-BLOCK = 8192  # counters that torch computes at a time, so that they stay in the processor's cache
+BLOCK = 8192  # number of counters that torch computes at a time, so that they stay in the processor's cache
 
 
 @jit()
 def log2(x):
-    """Return log2(x) with an error below 2**-22, near 1 absolute, else relative. tl.log2 takes twenty instructions."""
+    """Return log2(x) with an error below 2**-22 (absolute near 1, else relative). tl.log2 takes twenty instructions."""
     if IN_SOFTWARE:
         return tl.log2(x)
     else:
@@ -217,9 +221,9 @@ def log2(x):
 
 @jit()
 def noise(entry, position, first, COUNT: tl.constexpr):
-    """Return the Gumbel noise of `COUNT` tokens from `first` on, a multiple of 4, for a lane and a position.
+    """Return the Gumbel noise of COUNT tokens from `first` on, a multiple of 4, for a lane and a position.
 
-    The noise is divided by log(2) and lacks a constant that does not change which token is the largest.
+    The noise is divided by log(2), and lacks a constant that does not change which score is the largest.
     """
     groups = first // 4 + tl.arange(0, COUNT // 4)
     words = tl.philox(
@@ -228,14 +232,16 @@ def noise(entry, position, first, COUNT: tl.constexpr):
     )  # fmt: skip
     word = tl.interleave(tl.interleave(words[0], words[2]), tl.interleave(words[1], words[3]))
     u = tl.minimum(tl.fma(word.to(tl.float32), 2.3283064365386963e-10, 1.1641532182693481e-10), LARGEST)
-    # The logarithm of a number near 1 has few correct bits; the first terms of its series have them all.
+    # The logarithm of a number near 1 has few correct bits, but the first terms of its series are exact enough.
     series = u * LOG2E * tl.fma(u, tl.fma(u, tl.fma(u, 0.25, 0.3333333333), 0.5), 1.0)
     return -log2(tl.where(u < 0.03125, series, -log2(1.0 - u)))
 
 
 def gumbel(seed: Tensor, index: Tensor, position: Tensor, vocab: int) -> Tensor:
-    """Return the Gumbel noise [R, vocab] float32 of rows with these seeds (bits), sample indices and positions, int64
-    [R, 1]."""
+    """Return the Gumbel noise, float32 [R, vocab], of rows with these seeds (as bits), sample indices and positions.
+
+    seed, index, position: int64 [R, 1].
+    """
     rows, count = len(seed), -(-vocab // 4)
     u = torch.empty(rows, count, 4, device=seed.device)
     width = max(BLOCK // rows, 1)
@@ -249,10 +255,10 @@ def gumbel(seed: Tensor, index: Tensor, position: Tensor, vocab: int) -> Tensor:
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...], rounds: int = 7) -> tuple[Tensor, ...]:
-    """Return the four random words of Philox4x32 for counters of four words and keys of two.
+    """Return the four random words of Philox4x32 for counters of four words and keys of two words.
 
-    Words are int64 from 0 to 2**32 - 1. Their shapes need only match as in arithmetic, which saves work: a word of the
-    counter that all tokens of a row share stays one number until it meets one that differs.
+    Words are int64 from 0 to 2**32 - 1, and their shapes are broadcast. This saves work: a word of the counter that is
+    the same for all tokens of a row remains one number until it is combined with one that differs.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

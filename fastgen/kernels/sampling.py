@@ -1,13 +1,13 @@
-"""The sampler on a GPU: fastgen.model.sampler says what it computes.
+"""The sampler on a GPU, in three parts. fastgen.model.sampler says what it computes.
 
-1. edit: applies penalties, bias, held back stop ids and masks, and notes each row's largest logits. It runs for batches
-   that are edited or truncated.
-2. bin and cut (fastgen.kernels.truncation): find the least rank key that top-k and top-p keep. They run for batches
+1. edit applies penalties, biases, min_tokens (by forbidding stop ids) and masks, and stores each row's largest logits.
+   It runs for batches that are edited or truncated.
+2. bin and cut (fastgen.kernels.truncation) find the smallest rank key that top-k and top-p keep. They run for batches
    with top-k or top-p.
-3. draw: reads the logits once. Each chunk finds its largest score, logit / temperature + noise, among the tokens that
-   are kept, and its sums. The program that is last of its row combines the chunks.
+3. draw reads the logits once. Each chunk finds its largest score, logit / temperature + noise, among the tokens that
+are kept, and its sums. The last program of a row combines the chunks.
 
-The plain variant of the draw is for batches that are neither edited nor truncated. It gives a row the same bits.
+Batches that are neither edited nor truncated use the plain variant of the draw, which gives a row the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastgen.device.chip import Chip
+from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels import sampler_rows as layout
 from fastgen.kernels.launch import jit, tl
 from fastgen.kernels.sampler_rows import (
@@ -38,19 +38,19 @@ from fastgen.kernels.sampler_rows import (
     scale_of,
     weigh,
 )
-from fastgen.kernels.truncation import BINS, LISTED, bin_kernel, cut_kernel
+from fastgen.kernels.truncation import BINS, LISTED, bin_kernel, cut_kernel, find_best
 
-# Registers a thread: so that three, two, two and two programs run beside each other on a processor.
-EDIT_REGISTERS = 80
-DRAW_REGISTERS = 128
-CUT_REGISTERS = 128
+EDIT_REGISTERS = 80  # per thread, so that three programs fit on a processor
+DRAW_REGISTERS = 128  # so that two programs fit
+CUT_REGISTERS = 128  # so that two programs of each of bin and cut fit
 
 
 class Lanes(Protocol):
-    """The state of S lanes that the kernels read and write (fastgen.model.sampler.LaneState).
+    """The state of L lanes that the kernels read and write (fastgen.model.sampler.LaneState).
 
-    table: int64 [S, 14], see fastgen.kernels.sampler_rows. token_ids, addends: int64 and float32 [S, width], a
-    lane's biases and then its stop ids. last_token: int64 [S]. counts: int32 [S, V]. in_prompt: bool [S, V].
+    table: int64 [L, 14], see fastgen.kernels.sampler_rows. token_ids: int64 [L, width], a lane's biased tokens followed
+    by its stop ids. addends: float32 [L, width], what is added to their logits. last_token: int64 [L]. counts: int32
+    [L, V], how often each token is in the answer. in_prompt: bool [L, V].
     """
 
     table: Tensor
@@ -63,7 +63,7 @@ class Lanes(Protocol):
 
 @dataclass(frozen=True)
 class Scratch:
-    """Scratch memory of the kernels for `rows` rows (fastgen.kernels.sampler_rows)."""
+    """The scratch memory of the kernels for up to `rows` rows (fastgen.kernels.sampler_rows)."""
 
     rows: int
     chunks: Tensor
@@ -89,7 +89,7 @@ def _edit_kernel(
     in_prompt_ptr, mask_ptr, record_ptr, tops_ptr, lows_ptr, bins_ptr,
     V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Run one program a chunk and row. Rows without edits and truncation are left alone."""
+    """Edit one chunk of one row per program. Rows without edits and truncation are skipped."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -137,7 +137,7 @@ def _edit_kernel(
 
 @jit()
 def _penalized(x, ids, lane, entry, counts_ptr, in_prompt_ptr, V: tl.constexpr):
-    """Return logits after the penalties of a lane."""
+    """Apply the penalties of a lane to logits and return them."""
     if tl.load(entry + layout.PENALIZED) != 0:
         at = lane * V + ids
         counts = tl.load(counts_ptr + at, mask=ids < V, other=0)
@@ -154,8 +154,9 @@ def _penalized(x, ids, lane, entry, counts_ptr, in_prompt_ptr, V: tl.constexpr):
 
 @jit()
 def _add(edited, token_ids, addends, count, chunk, CHUNK: tl.constexpr):
-    """Add to the logits of `count` distinct tokens, of those in a chunk that this program has stored."""
-    tl.debug_barrier()  # other threads stored them
+    """Add `addends` to the logits of `count` distinct tokens, as far as they are in the chunk that this program has
+    stored."""
+    tl.debug_barrier()  # other threads have stored them
     first = count * 0
     while first < count:
         pair = first + tl.arange(0, 256)
@@ -174,7 +175,7 @@ def _draw_kernel(
     V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, CHUNKS: tl.constexpr, SUBS: tl.constexpr,
     FULL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Run one program a chunk and row; the last rows first, which the kernel before has left in the cache."""
+    """Draw from one chunk of one row per program, last rows first, which the previous kernel has left in the cache."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -208,8 +209,7 @@ def _draw_kernel(
     if FULL:
         min_p = parameter(entry, layout.MIN_P)
         if (temperature > 0) & ((min_p > 0) | is_cut(entry, V)):
-            sub = tl.arange(0, SUBS)
-            best = tl.max(tl.load(tops_ptr + row * N + sub, mask=sub < N, other=float("-inf")))
+            best = find_best(tops_ptr + row * N, N, SUBS)
             kept = (x > float("-inf")) & (x >= best + tl.log(min_p) * temperature)
             kept &= rank_keys(x, ids) >= tl.load(record + layout.LEAST_KEY)
             scores = tl.where(kept, scores, float("-inf"))
@@ -239,7 +239,7 @@ def _combine(
     logits_ptr, edited_ptr, edited, chunks, out_ptr, row, rows, temperature,
     V: tl.constexpr, C: tl.constexpr, CHUNKS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Combine a row's chunks and write the outcome to `out` (see draw). Return the token, 0 where there is none."""
+    """Combine a row's chunks and write the outcome to `out` (see draw). Return the token, or 0 if there is none."""
     number = tl.arange(0, CHUNKS)
     real = number < C
     at = chunks + number
@@ -291,14 +291,15 @@ def draw(
     mask: Tensor | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Draw a token for each of R lanes, and note it in `state`.
+    """Draw a token for each of R rows, and store it in `state`.
 
-    logits: float32 or half [R, V]. lanes: int64 [R]. positions: int32 or int64 [R]. edited: some row has a
-    penalty, biases or min_tokens. truncated: some row has top-k, top-p or min-p. cut: some row has top-k or top-p.
-    mask: int32 [R, ceil(V / 32)]. keep: also return the tokens that could be drawn.
+    logits: float32, bfloat16 or float16 [R, V]. lanes: int64 [R]. positions: int32 or int64 [R]. edited: whether any
+    row has a penalty, biases or min_tokens. truncated: whether any row has top-k, top-p or min-p. cut: whether any row
+    has top-k or top-p. mask: int32 [R, ceil(V / 32)], or None. keep: whether to return the tokens that could be drawn.
 
-    Returns int32 [6, R]: the tokens, -1 for none, and, as the bits of float32, logprobs, untruncated logprobs, raw
-    logprobs, each row's largest logit and the logarithm of its sum of exp(logit - largest); and bool [R, V] or None.
+    Returns int32 [6, R]: the tokens (-1 for none), and, as the bits of float32, logprobs, untruncated logprobs, raw
+    logprobs, the largest logit of each row, and the logarithm of its sum of exp(logit - largest). Also returns the
+    tokens that could be drawn, bool [R, V], or None.
     """
     count, vocab = logits.shape
     edits = 2 if mask is not None else int(edited)
@@ -307,15 +308,17 @@ def draw(
     assert truncated or not cut
     device = logits.device
     out = torch.empty(6, count, dtype=torch.int32, device=device)
-    chunks, v, chunk, sub, *padded = _sizes(vocab, layout.CHUNK, layout.SUB)
+    chunk, sub = layout.CHUNK, layout.SUB
+    chunks = -(-vocab // chunk)
+    padded_chunks, padded_subs = power_of_two(chunks), power_of_two(-(-vocab // sub))
     grid = (chunks, count)
-    options = _options(device, layout.WARPS)
+    options = _options(device)
     pdl = "launch_pdl" in options
     known = lanes, positions, state.table
     if not (edits or truncated or keep):
         _draw_kernel[grid](
-            logits, None, 0, *known, work.record, None, work.chunks, state.last_token, None, out, 0, None, v, chunk,
-            sub, *padded, False, pdl, **options,
+            logits, None, 0, *known, work.record, None, work.chunks, state.last_token, None, out, 0, None, vocab,
+            chunk, sub, padded_chunks, padded_subs, False, pdl, **options,
         )  # fmt: skip
         return out, None
     changed = torch.empty(count if edits else 1, vocab, dtype=torch.float32, device=device)
@@ -324,39 +327,33 @@ def draw(
     if edits or truncated:
         _edit_kernel[grid](
             *read_from, *known, state.token_ids, state.addends, state.token_ids.shape[1], state.counts,
-            state.in_prompt, out if mask is None else mask, work.record, work.tops, work.lows, bins, v, chunk, sub,
-            BINS, pdl, maxnreg=EDIT_REGISTERS, **options,
+            state.in_prompt, out if mask is None else mask, work.record, work.tops, work.lows, bins, vocab, chunk,
+            sub, BINS, pdl, maxnreg=EDIT_REGISTERS, **options,
         )  # fmt: skip
     if cut:
         listed = torch.empty(count, LISTED, dtype=torch.int64, device=device)
         bin_kernel[grid](
-            *read_from, *known, work.record, work.tops, work.lows, bins, v, chunk, sub, *padded, BINS, pdl,
-            maxnreg=CUT_REGISTERS, **options,
+            *read_from, *known, work.record, work.tops, work.lows, bins, vocab, chunk, sub, padded_chunks, padded_subs,
+            BINS, pdl, maxnreg=CUT_REGISTERS, **options,
         )  # fmt: skip
         cut_kernel[grid](
-            *read_from, *known, work.record, work.tops, listed, v, chunk, sub, *padded, BINS, LISTED, pdl,
+            *read_from, *known, work.record, work.tops, listed, vocab, chunk, sub, padded_subs, BINS, LISTED, pdl,
             maxnreg=CUT_REGISTERS, **options,
         )  # fmt: skip
     kept = torch.empty(count, vocab, dtype=torch.bool, device=device) if keep else None
     _draw_kernel[grid](
         *read_from, *known, work.record, work.tops, work.chunks, state.last_token, state.counts, out, int(keep),
-        out if kept is None else kept, v, chunk, sub, *padded, True, pdl, maxnreg=DRAW_REGISTERS, **options,
+        out if kept is None else kept, vocab, chunk, sub, padded_chunks, padded_subs, True, pdl,
+        maxnreg=DRAW_REGISTERS, **options,
     )  # fmt: skip
     return out, kept
 
 
 @cache
-def _sizes(vocab: int, chunk: int, sub: int) -> tuple[int, ...]:
-    """Return the number of chunks; then the kernels' V, CHUNK, SUB, CHUNKS and SUBS."""
-    chunks, subs = -(-vocab // chunk), -(-vocab // sub)
-    return chunks, vocab, chunk, sub, 1 << (chunks - 1).bit_length(), 1 << (subs - 1).bit_length()
-
-
-@cache
-def _options(device: torch.device, warps: int) -> dict[str, Any]:
-    """Return the options of compilation and launch. Products and sums are not fused unless a kernel says so, because
-    the edits match torch's to the bit."""
-    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
+def _options(device: torch.device) -> dict[str, Any]:
+    """Return the options of compilation and launch. Products and sums are fused only where a kernel says so, because
+    edited logits have the same bits as torch's."""
+    options: dict[str, Any] = {"num_warps": layout.WARPS, "enable_fp_fusion": False}
     if Chip.of(device).dependent_launch:
         options["launch_pdl"] = True
     return options

@@ -1,7 +1,7 @@
-"""Logprobs of known tokens, and of the most likely ones.
+"""Logprobs of given tokens, and of the most likely tokens.
 
-The arithmetic is that of the draw (fastgen.kernels.sampling, fastgen.model.sampler), so that the score of a token has
-the bits of its untruncated logprob, or at temperature 1 of its raw one.
+The arithmetic is the same as in the draw (fastgen.kernels.sampling, fastgen.model.sampler). Therefore the score of a
+token has the bits of its untruncated logprob, or at temperature 1, of its raw logprob.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from fastgen.kernels import sampler_rows as layout
 from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.sampler_rows import NO_KEY, chunk_sum, key_ids, key_logits, log_sum, rank_keys, scale_of
 
-MOST = 32  # alternatives
+MOST = 32  # maximum number of alternatives
 
 
 @jit("targets_ptr", "temperature")
 def _score_kernel(
     logits_ptr, targets_ptr, temperature, found_ptr, V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """Run one program a row."""
+    """Score the target of one row per program."""
     row = tl.program_id(0).to(tl.int64)
     scale = scale_of(temperature)
     number = tl.arange(0, CHUNKS)
@@ -44,7 +44,7 @@ def _score_kernel(
 
 @jit("most")
 def _list_kernel(logits_ptr, listed_ptr, most, V: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr):
-    """Run one program a chunk and row: list its largest rank keys."""
+    """List the largest rank keys of one chunk of one row per program."""
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -63,7 +63,7 @@ def _list_kernel(logits_ptr, listed_ptr, most, V: tl.constexpr, CHUNK: tl.conste
 def _merge_kernel(
     listed_ptr, totals_ptr, ids_ptr, logprobs_ptr, most, C: tl.constexpr, SLOTS: tl.constexpr, MOST: tl.constexpr
 ):
-    """Run one program a row: find the largest keys that its chunks have listed."""
+    """Find the largest keys that the chunks of a row have listed, with one program per row."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     listed = (slot < C * MOST) & (slot % MOST < most)
@@ -91,10 +91,10 @@ def _launch_score(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> 
 
 
 def _score_twin(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor | None]:
-    """Return the logprobs [R] float32 of targets [R] int64 under logits [R, V] / temperature, which is positive.
+    """Return the logprobs, float32 [R], of targets, int64 [R], for logits [R, V] and a temperature > 0.
 
-    The kernel also returns float32 [2, R]: the largest logit of each row, and the logarithm of the sum of
-    exp((logit - largest) / temperature); the twin returns None.
+    The kernel also returns float32 [2, R]: the largest logit of each row, and the logarithm of its sum of
+    exp((logit - largest) / temperature). The twin returns None for these.
     """
     logits = logits.float()
     if temperature != 1:
@@ -122,11 +122,11 @@ def _launch_alternatives(logits: Tensor, most: int, totals: Tensor | None = None
 
 
 def _alternatives_twin(logits: Tensor, most: int, totals: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the ids of the `most` largest logits of each row of logits [R, V], best first and equals by id, and their
-    logprobs: int64 and float32 [R, most].
+    """Return the token ids of the `most` largest logits of each row of logits [R, V], int64 [R, most], and their
+    logprobs, float32 [R, most]. The largest come first, and equal ones are ordered by id.
 
-    totals: float32 [2, R], the largest logit of each row and the logarithm of its sum of exp(logit - largest), if
-    known.
+    totals: float32 [2, R], the largest logit of each row and the logarithm of its sum of exp(logit - largest), or None
+    if they are unknown.
     """
     logits = logits.float()
     ids = ids_of_keys(rank_keys_of(logits).topk(most).values, logits.shape[1])
@@ -134,10 +134,10 @@ def _alternatives_twin(logits: Tensor, most: int, totals: Tensor | None = None) 
 
 
 def rank_keys_of(logits: Tensor) -> Tensor:
-    """Return distinct int64 keys of logits [R, V] float32: the larger logit has the larger key; among equals, the lower
-    id."""
-    bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 the equal of 0.0
-    ordered = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))  # as integers, negative floats run backwards
+    """Return distinct int64 keys of logits, float32 [R, V]. Larger logits have larger keys, and among equal logits,
+    lower ids do."""
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
+    ordered = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))  # negative floats are in reverse order
     return ordered.long().mul_(2**32).add_(torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device))
 
 

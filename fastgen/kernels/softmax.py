@@ -1,30 +1,30 @@
-"""Softmax over keys in blocks, and partial results of attention: how programs exchange and combine them.
+"""The softmax over blocks of keys, and the partial results of attention that programs exchange and combine.
 
-A partial result covers some of the keys that a query sees: acc [rows, D], the weighted sum of the values; the peak of
-their scores; and total, the sum of their weights in units of 2**peak. D head size; DIMS: D, up to a power of two; H
-query heads; G query heads per KV head.
+A partial result covers some of the keys that a query sees: acc [rows, D], the weighted sum of the values; peak, the
+maximum of their scores; and total, the sum of their weights in units of 2**peak. Shape letters: H query heads, G query
+heads per KV head, D head size, DIMS: D rounded up to a power of two.
 
-The result is the same to the bit, whichever programs compute its blocks. Each block of keys is a softmax of its own,
-and these are combined in the order of their positions. Rows are the left side of products, for which Hopper's
-instruction wants 64; in fastgen.kernels.hopper_decode they are the right side (SWAP), since a decode has few. Either
-way a product sums each number over the same dimension in the same order. Therefore a product also sums the weights of a
-block, after they are rounded as they weigh the values.
+Results have the same bits, whichever programs compute their blocks. Each block of keys has its own softmax, and these
+are combined in the order of their positions. Query rows are the left side of products, where Hopper's instruction needs
+at least 64 rows. In fastgen.kernels.hopper_decode they are the right side (SWAP), since a decode has few rows. Either
+way a product sums over the same dimension in the same order. For the same reason the weights of a block, rounded to the
+dtype of the values, are summed by a product too.
 """
 
 from __future__ import annotations
 
 from fastgen.kernels.launch import constant, jit, tl
 
-LEAST = constant(64)  # rows of a product's left side, at least
-FEWEST = constant(16)  # columns of its right side, at least
+LEAST = constant(64)  # minimum number of rows of a product's left side
+FEWEST = constant(16)  # minimum number of columns of its right side
 
 
 @jit()
 def softmax_block(q, k, v, seen, SCALE: tl.constexpr):
     """Compute the softmax of q [ROWS, DIMS] over the keys k [KEYS, DIMS] that are `seen` [ROWS, KEYS] (None: all).
 
-    Returns acc [ROWS, DIMS], the sum of values v [KEYS, DIMS] before division by total; peak [ROWS]; and total [ROWS],
-    in units of 2**peak. All weights of a row that sees no key are 0, because its peak is higher than its scores.
+    Return a partial result: acc [ROWS, DIMS], the weighted sum of the values v [KEYS, DIMS], not divided by total; peak
+    [ROWS]; and total [ROWS]. If a row sees no key, all of its weights are 0, because its peak exceeds its scores.
     """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if seen is not None:
@@ -32,13 +32,13 @@ def softmax_block(q, k, v, seen, SCALE: tl.constexpr):
     peak = tl.maximum(tl.max(scores, 1) * SCALE, -1e20)
     weights = tl.exp2(tl.fma(scores, SCALE, -peak[:, None])).to(v.dtype)
     ones = tl.full([k.shape[0], FEWEST], 1.0, tl.float32).to(v.dtype)
-    total = tl.max(tl.dot(weights, ones, input_precision="ieee"), 1)  # of equal numbers
+    total = tl.max(tl.dot(weights, ones, input_precision="ieee"), 1)  # the maximum of equal numbers
     return tl.dot(weights, v, input_precision="ieee"), peak, total
 
 
 @jit()
 def no_keys(ROWS: tl.constexpr, DIMS: tl.constexpr):
-    """Return the softmax over no keys, in the form of `softmax_block`."""
+    """Return the partial result over no keys."""
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     peak = tl.full([ROWS], -1e30, tl.float32)  # finite, so that a row that sees no key gives no NaN
     total = tl.zeros([ROWS], tl.float32)
@@ -47,8 +47,10 @@ def no_keys(ROWS: tl.constexpr, DIMS: tl.constexpr):
 
 @jit()
 def load_partial(parts_ptr, peaks_ptr, totals_ptr, slot, here, dim, D: tl.constexpr, SWAP: tl.constexpr):
-    """Return the partial results that other programs stored at `slot` [ROWS], for the rows that are `here` [ROWS]; for
-    others, `no_keys`. dim: 0 to DIMS."""
+    """Load the partial results that other programs stored at `slot` [ROWS], for the rows where `here` [ROWS] is true.
+
+    Other rows get the result of `no_keys`. dim: the numbers from 0 to DIMS - 1.
+    """
     peak = tl.load(peaks_ptr + slot, mask=here, other=-1e30, cache_modifier=".cg")
     total = tl.load(totals_ptr + slot, mask=here, other=0.0, cache_modifier=".cg")
     if SWAP:
@@ -63,7 +65,7 @@ def load_partial(parts_ptr, peaks_ptr, totals_ptr, slot, here, dim, D: tl.conste
 
 @jit()
 def combine(acc, peak, total, next_acc, next_peak, next_total, SWAP: tl.constexpr):
-    """Combine the softmax over some keys with that over the next ones, both in the form of `softmax_block`."""
+    """Combine the partial results over some keys and over the keys that follow."""
     higher = tl.maximum(peak, next_peak)
     weight = tl.exp2(peak - higher)
     next_weight = tl.exp2(next_peak - higher)
@@ -90,11 +92,11 @@ def combine_splits(
     nothing, number, dim, out_ptr, parts_ptr, peaks_ptr, totals_ptr, first, tokens, part, splits, head,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of a tile one after the other, in the order in which one program would combine their keys, and
-    write the result. Other programs wrote the partial results, so loads bypass L1 (.cg), which may be stale.
+    """Combine the splits of a tile, in the order in which one program would combine their keys, and write the result.
 
-    nothing: zeros [ROWS, DIMS]; number, dim: 0 to ROWS and to DIMS. (Gluon calls this as well, so the caller makes all
-    tensors, in its layout.)
+    Other programs wrote the partial results, so loads bypass the L1 cache (.cg), which may be stale. nothing: zeros
+    [ROWS, DIMS]. number, dim: the numbers from 0 to ROWS - 1, and to DIMS - 1. (The caller makes these tensors, because
+    a caller in Gluon needs its own layouts.)
     """
     for first_row in range(0, tokens * G, ROWS):
         row = first_row + number
@@ -105,7 +107,7 @@ def combine_splits(
         peak = row * 0.0 - 1e30
         total = row * 0.0
         for first_split in range(0, splits, SPLITS):
-            for next_split in tl.static_range(SPLITS):  # unrolled, so that their loads are on their way together
+            for next_split in tl.static_range(SPLITS):  # unrolled, so that the loads overlap
                 split = first_split + next_split
                 slot = (part + split * tokens + token) * H + q_head
                 next_acc, next_peak, next_total = load_partial(

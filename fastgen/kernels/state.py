@@ -1,4 +1,4 @@
-"""The state of sequences on the device: the input of a decode step from its lanes, and copies of KV pages."""
+"""Kernels on the state of sequences: the input of a decode step, made from its lanes, and copies of KV pages."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from torch import Tensor
 from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels.launch import Kernel, jit, tl
 
-BLOCK = 128  # lanes a program
-BLOCK_BYTES = 16384  # of a page, a program
+BLOCK = 128  # lanes per program
+BLOCK_BYTES = 16384  # bytes of a page per program
 
 
 @dataclass(frozen=True)
 class DecodeInput:
-    """The input of a decode step, one token of each of T lanes. lanes, token_ids, positions, slots: int64 [T] (slot:
-    page * P + offset). kv_lens: int32 [T], with the token itself."""
+    """The input of a decode step, with one token of each of T lanes.
+
+    lanes, token_ids, positions: int64 [T]. slots: int64 [T], page * P + offset. kv_lens: int32 [T], number of keys of
+    each sequence, including the new token.
+    """
 
     lanes: Tensor
     token_ids: Tensor
@@ -75,8 +78,8 @@ def _advance_launch(last_token: Tensor, kv_lens: Tensor, page_table: Tensor, ste
 def _advance_twin(last_token: Tensor, kv_lens: Tensor, page_table: Tensor, step: DecodeInput, page_size: int) -> None:
     """Fill `step` for its lanes from the state of all lanes, and count the new token in kv_lens.
 
-    last_token: int64 [lanes]. kv_lens: int32 [lanes]. page_table: int32 [lanes, columns]. The last lane is padding: it
-    may occur many times in the step, and stays at position 0.
+    last_token: int64 [lanes]. kv_lens: int32 [lanes]. page_table: int32 [lanes, columns]. The last lane is padding,
+    which may occur several times in the step, and stays at position 0.
     """
     lanes = step.lanes
     position = kv_lens[lanes].long()
@@ -97,7 +100,7 @@ def _copy_kernel(
     source_kv, source_layer, source_page, target_kv, target_layer, target_page,
     E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy a block of a page of a layer's keys or values a program. Offsets may exceed 32 bits."""
+    """Copy one block of a page of a layer's keys or values per program. Offsets may exceed 32 bits."""
     BLOCKS: tl.constexpr = (E + BLOCK - 1) // BLOCK
     entry = tl.program_id(0) // BLOCKS
     at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
@@ -125,10 +128,11 @@ def _copy_launch(source: Tensor, target: Tensor, sources: Tensor, targets: Tenso
 def _copy_twin(source: Tensor, target: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copy the pages `sources` of `source` to the pages `targets` of `target`, in all layers.
 
-    source, target: [2, layers, pages, E] of one dtype, keys and then values; the E numbers of a page are contiguous.
-    sources, targets: int64 [n], which have no page in common if source and target are one tensor.
+    source, target: [2, layers, pages, E] of the same dtype, keys and then values; the E numbers of a page are
+    contiguous. sources, targets: int64 [n], with no page in common if source and target are the same tensor.
     """
-    for kv, layer in itertools.product(range(2), range(source.shape[1])):  # of all, index_select would copy the source
+    # One layer at a time, because index_select on a tensor that is not contiguous would copy the whole source.
+    for kv, layer in itertools.product(range(2), range(source.shape[1])):
         target[kv, layer].index_copy_(0, targets, source[kv, layer].index_select(0, sources))
 
 

@@ -1,17 +1,17 @@
 """Top-k and top-p without a sort, for the sampler's kernels (fastgen.kernels.sampling says when they run).
 
 Both keep the tokens whose rank key is at least a certain key: the k-th largest key, or the largest key for which the
-kept tokens hold top_p of the probability mass. Both also cut tokens that are less likely than the likeliest by more
-than exp(REACH). The mass of a token is an integer, int(2**44 * probability / largest probability), because sums of
-integers are exact in any order.
+kept tokens hold top_p of the probability mass. Both also drop tokens whose probability is more than a factor of
+exp(REACH) below the largest. The mass of a token is an integer, int(2**44 * probability / largest probability), because
+sums of integers are exact in any order.
 
-bin_kernel sorts the tokens that might be kept into bins of equal width by their logit, and sums each bin's mass and
-number. The sums tell the bin that holds the key. cut_kernel lists the tokens of that bin, a few hundred at most in a
-natural row, and finds the key among them by bisection. Where the list overflows (many equal logits), the bisection
-reads the row instead.
+bin_kernel sorts the tokens that might be kept into bins of equal width by their logits, and computes the mass and the
+number of tokens of each bin. The sums show which bin holds the key. cut_kernel lists the tokens of that bin, at most a
+few hundred in typical rows, and finds the key among them by bisection. If the list overflows, because of many equal
+logits, the bisection reads the row instead.
 
-Top-p keeps a share of the mass that top-k has kept, which the bins tell only up to the bin in which top-k cuts. So
-top-p's cut may be in any of a few bins, and the tokens of these are listed too.
+Top-p keeps a share of the mass that top-k has kept. The bins show this mass only up to the bin in which top-k cuts.
+Therefore top-p may cut in any of a few bins, and the tokens of all of these are listed, too.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from fastgen.kernels.sampler_rows import (
 
 BINS = 2048
 LISTED = 2048
-REACH = constant(30.5)  # log(2**44): a less likely token has no mass
+REACH = constant(30.5)  # log(2**44); a less likely token has no mass
 
 
 @jit()
 def find_best(tops, N: tl.constexpr, SUBS: tl.constexpr):
-    """Return the largest logit of a row, given those of its sub-blocks."""
+    """Return the largest logit of a row, given the largest logits of its sub-blocks."""
     sub = tl.arange(0, SUBS)
     return tl.max(tl.load(tops + sub, mask=sub < N, other=float("-inf")))
 
 
 @jit()
 def find_floor(best, least, entry, tops, V: tl.constexpr, N: tl.constexpr, SUBS: tl.constexpr):
-    """Return a lower bound of the logits that top-k and top-p keep, as high as is easy to say."""
+    """Return a lower bound of the logits that top-k and top-p keep, as high as is cheap to compute."""
     top_k, top_p = tl.load(entry + layout.TOP_K), top_p_of(entry)
     temperature = parameter(entry, layout.TEMPERATURE)
     floor = tl.maximum(best - REACH * temperature, least)
-    if (top_k >= V) & (top_p < 1):  # tokens of less than (1 - top_p) / V each hold less than 1 - top_p together
+    if (top_k >= V) & (top_p < 1):  # together, tokens of less than (1 - top_p) / V each hold less than 1 - top_p
         floor = tl.maximum(floor, best - tl.log(1.01 * V / (1 - top_p)).to(tl.float32) * temperature)
-    if top_k <= N:  # k sub-blocks have a token of at least this
+    if top_k <= N:  # find a bound that at least k sub-blocks reach
         sub = tl.arange(0, SUBS)
         above = tl.load(tops + sub, mask=sub < N, other=float("-inf"))
         high = best
@@ -66,9 +66,9 @@ def find_floor(best, least, entry, tops, V: tl.constexpr, N: tl.constexpr, SUBS:
 
 @jit()
 def bin_of(x, best, floor, BINS: tl.constexpr):
-    """Return the bins of logits from `floor` to `best`: the best is in bin 0."""
+    """Return the bins of logits from `floor` to `best`, with `best` in bin 0."""
     span = tl.maximum(best - floor, 1e-30)
-    scale = tl.div_rn(span * 0 + BINS, span)  # rounded alike in all kernels, which "/" is not bound to be
+    scale = tl.div_rn(span * 0 + BINS, span)  # rounded in the same way in all kernels, which "/" does not guarantee
     return tl.minimum((best - x) * scale, BINS - 1).to(tl.int32)
 
 
@@ -78,8 +78,11 @@ def bin_kernel(
     V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, CHUNKS: tl.constexpr, SUBS: tl.constexpr,
     BINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Run one program a chunk and row: add the chunk's tokens to the bins of its row, the mass and, for top-k, the
-    number, BINS further on. The last program of a row finds the bins in which top-k and top-p cut."""
+    """Add the tokens of one chunk to the bins of its row, with one program per chunk and row.
+
+    The masses are in the first BINS numbers, and for top-k, the numbers of tokens follow in the next BINS. The last
+    program of a row finds the bins in which top-k and top-p cut.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -111,16 +114,16 @@ def bin_kernel(
 
 @jit()
 def find_windows(entry, bins, record, V: tl.constexpr, BINS: tl.constexpr):
-    """Write to the record the bins in which top-k and top-p cut, once all are filled."""
+    """Write the bins in which top-k and top-p cut to the record, given the filled bins."""
     number = tl.arange(0, BINS)
     total = tl.load(record + layout.TOTAL, cache_modifier=".cg")
     held = tl.load(bins + number, cache_modifier=".cg")
     top_k, top_p = tl.load(entry + layout.TOP_K), top_p_of(entry)
     k_bin = BINS
-    low, high, k_count = total, total, total * 0  # top-k keeps a mass from low to high
+    low, high, k_count = total, total, total * 0  # bounds of the mass that top-k keeps; tokens before its bin
     if top_k < V:
         counts = tl.load(bins + BINS + number, cache_modifier=".cg")
-        if tl.sum(counts) >= top_k:  # or all within reach are kept
+        if tl.sum(counts) >= top_k:  # otherwise top-k keeps all tokens within reach
             k_bin = tl.sum((tl.cumsum(counts) < top_k).to(tl.int32))
             k_count = tl.sum(tl.where(number < k_bin, counts, 0))
             low = tl.sum(tl.where(number < k_bin, held, 0))
@@ -141,11 +144,13 @@ def find_windows(entry, bins, record, V: tl.constexpr, BINS: tl.constexpr):
 @jit("lanes_ptr", "positions_ptr", "edits")
 def cut_kernel(
     logits_ptr, edited_ptr, edits, lanes_ptr, positions_ptr, table_ptr, record_ptr, tops_ptr, listed_ptr,
-    V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, CHUNKS: tl.constexpr, SUBS: tl.constexpr,
-    BINS: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
+    V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, SUBS: tl.constexpr, BINS: tl.constexpr,
+    LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Run one program a chunk and row: list the tokens of the bins in which top-k and top-p cut. The last program of a
-    row finds the least key that they keep."""
+    """List the tokens of a chunk in the bins where top-k and top-p cut, with one program per chunk and row.
+
+    The last program of a row finds the smallest key that they keep.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -178,7 +183,7 @@ def find_key(
     record, listed, entry, logits_ptr, edited_ptr, edited, row, best, floor,
     V: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Return the least key that top-k and top-p keep, by bisection among the keys of the bins in question."""
+    """Return the smallest key that top-k and top-p keep, by bisection among the keys of the bins in question."""
     scale = scale_of(parameter(entry, layout.TEMPERATURE))
     found = tl.load(record + layout.FOUND, cache_modifier=".cg")
     number = tl.arange(0, LISTED)
@@ -232,8 +237,8 @@ def row_sum(
     least_key, first, last, counted, logits_ptr, edited_ptr, edited, row, best, floor, scale,
     V: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Return the mass (or, if `counted`, the number) of a row's tokens in bins from `first` to `last` with keys of at
-    least `least_key`."""
+    """Return the mass (or if `counted`, the number) of a row's tokens in the bins from `first` to `last` whose keys are
+    at least `least_key`."""
     total = row * 0
     for chunk in range((V + CHUNK - 1) // CHUNK):
         ids = chunk * CHUNK + tl.arange(0, CHUNK)

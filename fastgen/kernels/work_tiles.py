@@ -1,26 +1,26 @@
-"""Work tiles, the units of attention: their lists, the kernel that lists a decode step's, and the tile scheduler.
+"""Work tiles, the units of attention: their lists, the kernel that lists a decode step, and the task scheduler.
 
-A work tile is a tile of query tokens of one sequence against a range of its keys. A decode whose keys are split into
-several ranges has a work tile for each split, and the attention kernel combines their partial results. Work tiles of
+A work tile is a tile of query tokens of one sequence against a range of its keys. If the keys of a decode are split
+into several ranges, each split is a work tile, and the attention kernel combines their partial results. Work tiles of
 whole splits come first and those with the fewest keys last, so that all programs end at about the same time.
 
-A list is int32 [HEADER + work tiles * FIELDS]. Its header holds the number of work tiles, and then a counter for each
-layer, from which the tile scheduler gives out tasks. The fields of a work tile:
-  FIRST      its first query token in the step
+A list is an int32 tensor [HEADER + work tiles * FIELDS]. Its header holds the number of work tiles, followed by one
+counter per layer, from which the scheduler hands out tasks. The fields of a work tile are:
+  FIRST      the index of its first query token in the step
   TOKENS     the number of its query tokens (in decodes: + SPLITS if there is a partial result for shared keys)
   LANE       the row of the page table
   POSITION   the position of its first query token in the sequence
   BEGIN, END the range of key positions
   PART       where the partial results of a decode begin; unused if there are none
-  SPLIT      the number of this split + SPLITS * the number of splits of the query tile
+  SPLIT      the index of this split + SPLITS * the number of splits of the query tile
 
-If rows of a decode step share the pages of their first keys, a list of its own (`SharedRows`) holds the shared ranges,
-in tiles of the rows that share them. The step's list then covers only the private keys of each row, and the row's
-result begins with the partial result that the shared range leaves for it.
+If rows of a decode step share the pages of their first keys, a separate list (`SharedRows`) holds the shared ranges, in
+tiles of the rows that share them. The step's own list then covers only the private keys of each row, and a row's result
+begins with the partial result of its shared range.
 
-A task is a work tile and a KV head. Task t has work tile t // K and KV head t % K.
+A task is a pair of a work tile and a KV head. Task t is work tile t // K with KV head t % K.
 
-Shape letters: S sequences, W distinct windows of the model's layers.
+Shape letters: S sequences, K KV heads, W distinct windows of the model's layers.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from fastgen.kernels.launch import Kernel, jit, tl
 HEADER, FIELDS = 256, 8
 FIRST, TOKENS, LANE, POSITION, BEGIN, END, PART, SPLIT = range(FIELDS)
 SPLITS = 1 << 16
-ALIGN = 64  # keys; a window's first range begins at a multiple, and a decode's block of keys divides it
-WHOLE = 1 << 26  # the split of sequences that are not split
-CLASSES = 8  # of lengths, by which the work tiles of a decode step are ordered
-BLOCKS = (64, 1024, 2048, 4096, 8192)  # sequences that variants of the kernel take; most processes use two of them
+ALIGN = 64  # keys; a window's first range begins at a multiple of it, and a decode's block of keys divides it
+WHOLE = 1 << 26  # the split size, in keys, of sequences that are not split
+CLASSES = 8  # classes of lengths by which the work tiles of a decode step are ordered
+BLOCKS = (64, 1024, 2048, 4096, 8192)  # maximum sequences of each variant of the kernel; most processes use two of them
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Key ranges that the S rows of a decode step share. All tensors are int32 on the device.
+    """The key ranges that the S rows of a decode step share. All tensors are int32 on the device.
 
-    list: a list of work tiles, in which FIRST and TOKENS select from `members` [any], rows of the step, for each of
-    which the work tile leaves a partial result; PART and SPLIT are unused. ends: [S], where each row's private keys
-    begin, 0 if it shares none. bases: [W, S], the place of each row's partial result; written together with the step's
-    lists.
+    list: list of work tiles whose FIRST and TOKENS select a slice of `members`; PART and SPLIT are unused. members:
+    rows of the step; each work tile leaves a partial result for every member in its slice. ends: [S], the position at
+    which each row's private keys begin, 0 if the row shares no keys. bases: [W, S], index of each row's partial result,
+    written together with the step's lists.
     """
 
     list: Tensor
@@ -69,8 +69,8 @@ def _plan_kernel(
     BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr,
     ALIGN: tl.constexpr, CLASSES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """List the work tiles of a decode step, one program a window. Each sequence has count - 1 work tiles of `split`
-    keys, and one of the rest."""
+    """List the work tiles of a decode step, with one program per window. Each sequence has count - 1 work tiles of
+    `split` keys, and one with the remaining keys."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -156,11 +156,12 @@ def _launch(
 def _twin(
     lanes: Tensor, kv_lens: Tensor, windows: Tensor, lists: Tensor, split: int, shared: SharedRows | None
 ) -> None:
-    """Write the lists of a step with one token a sequence to `lists`, int32 [W, HEADER + capacity * FIELDS].
+    """Write the lists of a step with one token per sequence to `lists`, int32 [W, HEADER + capacity * FIELDS].
 
-    lanes: int64 [S]. kv_lens: int32 [S], with the token itself. windows: int32 [W], 0 for none. A sequence's keys are
-    split at multiples of `split` keys (a multiple or a divisor of ALIGN). shared: the ranges that the sequences share;
-    writes its `bases`, and resets its list's counters.
+    lanes: int64 [S], the row of the page table of each sequence. kv_lens: int32 [S], number of keys of each sequence,
+    including the new token. windows: int32 [W], 0 for no window. split: number of keys, a multiple or a divisor of
+    ALIGN; keys are split at its multiples. shared: the ranges that the sequences share; its `bases` are written, and
+    the counters of its list are reset.
     """
     lanes_of, lens = (_host(x) for x in (lanes, kv_lens))
     ends = _host(shared.ends)[: len(lens)] if shared else np.zeros_like(lens)
@@ -184,8 +185,10 @@ def _host(tensor: Tensor) -> Ints:
 
 
 def _cut(lanes: Ints, lens: Ints, begin: Ints, split: int, partials: Ints) -> NDArray[np.int32]:
-    """Return the work tiles [n, FIELDS] of decodes with keys [begin, lens), split at multiples of `split`. partials:
-    1 for each sequence that has a partial result for shared keys, else 0. The other arguments are [S] too."""
+    """Return the work tiles [n, FIELDS] of decodes with keys [begin, lens), split at multiples of `split`.
+
+    partials: [S], 1 for each sequence that has a partial result for shared keys, else 0. lanes, lens, begin: [S].
+    """
     start = begin // split
     count = np.where(lens > begin, -(-lens // split) - start, 0)
     parts = np.where(count > 1, count, 0) + partials
@@ -203,7 +206,7 @@ def tiles_of(
     first: Ints, tokens: Ints, lanes: Ints, position: Ints, begin: Ints, end: Ints,
     part: Ints | int = 0, split: Ints | int = SPLITS,
 ) -> NDArray[np.int32]:  # fmt: skip
-    """Return work tiles [n, FIELDS] from their fields, each [n]; by default the keys are not split."""
+    """Return work tiles [n, FIELDS], given their fields, [n] each. By default the keys are not split."""
     found = np.empty((len(first), FIELDS), np.int32)
     for field, values in enumerate((first, tokens, lanes, position, begin, end, part, split)):
         found[:, field] = values
@@ -215,8 +218,11 @@ plan_decode = Kernel(_launch, _twin)
 
 @dataclass(frozen=True)
 class Chunks:
-    """Prefill chunks of n sequences, all int64 [n]: the first query token in the step, the number of query tokens, the
-    row of the page table, and the number of keys, query tokens included."""
+    """The prefill chunks of n sequences. All arrays are int64 [n].
+
+    first: index of the first query token in the step. query_lens: number of query tokens. lanes: row of the page table.
+    kv_lens: number of keys, including those of the query tokens.
+    """
 
     first: Ints
     query_lens: Ints
@@ -225,8 +231,8 @@ class Chunks:
 
 
 def prefill_tiles(chunks: Chunks, window: int, tile_rows: int, block: int) -> NDArray[np.int32]:
-    """Return the work tiles [n, FIELDS] of prefill chunks, with up to `tile_rows` tokens, those with most keys first.
-    Ranges of keys begin at multiples of `block`."""
+    """Return the work tiles [n, FIELDS] of prefill chunks, with up to `tile_rows` tokens each, in order of falling
+    numbers of keys. Ranges of keys begin at multiples of `block`."""
     count = -(-chunks.query_lens // tile_rows)
     owner = np.repeat(np.arange(len(count)), count)
     offset = (np.arange(len(owner)) - (np.cumsum(count) - count)[owner]) * tile_rows
@@ -239,7 +245,7 @@ def prefill_tiles(chunks: Chunks, window: int, tile_rows: int, block: int) -> ND
 
 
 def list_of(work_tiles: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the list of work tiles [n, FIELDS], to be copied to the device."""
+    """Return the list that holds these work tiles [n, FIELDS], to be copied to the device."""
     whole = np.zeros(HEADER + work_tiles.size, np.int32)
     whole[0] = len(work_tiles)
     whole[HEADER:] = work_tiles.ravel()
@@ -248,16 +254,18 @@ def list_of(work_tiles: NDArray[np.int32]) -> NDArray[np.int32]:
 
 @jit()
 def schedule(task, programs, tasks):
-    """Return a program's first task and the number of programs that take any, if a program takes each `programs`-th
-    task. The programs are as few as finish in the same number of rounds: with more, few of them would work in the last
-    round, and not fill the memory."""
+    """Return a program's first task and the number of programs that take tasks, each taking every `programs`-th one.
+
+    The number is the smallest that finishes in the same number of rounds: with more programs, few of them would have a
+    task in the last round, too few to use the full memory bandwidth.
+    """
     programs = tl.cdiv(tasks, tl.maximum(tl.cdiv(tasks, programs), 1))
     return tl.where(task < programs, task, tasks), programs
 
 
 @jit()
 def next_task(list_ptr, layer, tasks):
-    """Take the next task; `tasks` if there are no more."""
+    """Take and return the next task, or return `tasks` if there are no more."""
     task = tasks
     if tasks > tl.num_programs(0):
         task = tl.num_programs(0) + tl.atomic_add(list_ptr + 1 + layer, 1, sem="relaxed")

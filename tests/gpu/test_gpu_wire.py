@@ -26,8 +26,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use"),
     pytest.mark.timeout(280),
 ]
-GPU = f"cuda:{min(torch.cuda.device_count(), 2) - 1}"  # of the server
-DEVICES = list(dict.fromkeys([GPU, "cuda:0"]))  # of the trainer
+GPU = f"cuda:{min(torch.cuda.device_count(), 2) - 1}"  # the server's GPU
+DEVICES = list(dict.fromkeys([GPU, "cuda:0"]))  # the trainer's GPUs
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 PROMPTS = ["hello", [5, 6, 7, 8]]
 

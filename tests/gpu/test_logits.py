@@ -1,7 +1,7 @@
-"""At true sizes with random weights: the engine's bfloat16 is as near to float32 as transformers' bfloat16 is.
+"""At true sizes with random weights, fastgen in bfloat16 is as near to float32 as transformers in bfloat16 is.
 
-Both are measured against transformers in float32, over the logprobs of the tokens of random sequences: those that a
-prefill computes (as `score` gives them), and those that decoding has computed token by token (`raw_logprobs`).
+Both are compared with transformers in float32, by the logprobs of the tokens of random sequences: the ones that a
+prefill computes (`score`), and the ones that decodes have computed (`raw_logprobs`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from fastgen import Generator, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 
-# name -> layers: all of one model, and a few of the others, which differ in what is in a layer and in their sizes.
+# Name -> number of layers: all layers of one model, and a few of the others, whose layers have biases or other norms.
 MODELS = {
     "mistralai/Mistral-7B-Instruct-v0.3": 32,
     "Qwen/Qwen2.5-7B": 4,
-    "meta-llama/Llama-3.1-8B-Instruct": 4,
-    "mistralai/Ministral-8B-Instruct-2410": 4,
     "Qwen/Qwen3-8B": 4,
 }
 SIZES = (16, 640, 256)  # sequences, tokens of their prompts, tokens generated
@@ -43,7 +41,7 @@ def write_config(name: str, layers: int, folder: Path, **changes: Any) -> dict[s
 
 @contextmanager
 def reference(folder: Path, device: str) -> Iterator[Any]:
-    """transformers' model in bfloat16, its weights random: normal of deviation 0.02, norms near 1."""
+    """Yield a model of transformers in bfloat16, with normal weights of standard deviation 0.02, and norms near 1."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     models: Any = AutoModelForCausalLM
@@ -68,7 +66,7 @@ def forget() -> None:
 
 @torch.inference_mode()
 def token_logprobs(model: Any, sequences: list[list[int]], device: str) -> Tensor:
-    """float64 [sequences, length - 1]: of each token but the first, given those before it."""
+    """Return the logprobs of all tokens but the first of each sequence, float64 [sequences, length - 1]."""
     found = []
     for sequence in sequences:
         ids = torch.tensor(sequence, device=device)
@@ -81,8 +79,8 @@ def token_logprobs(model: Any, sequences: list[list[int]], device: str) -> Tenso
 def engine_logprobs(
     folder: Path, weights: dict[str, Tensor], options: dict[str, Any], sizes: tuple[int, int, int]
 ) -> tuple[list[list[int]], Tensor, Tensor]:
-    """Random prompts with the engine's answers at temperature 1, the scores of all their tokens but the first, and the
-    raw logprobs that came with the answers."""
+    """Return random prompts with fastgen's answers at temperature 1, the scores of all their tokens but the first, and
+    the raw logprobs of the answers."""
     count, prompt, answer = sizes
     with Generator(folder, load="dummy", seed=0, **options) as gen:
         gen.update_weights(weights)
@@ -98,7 +96,8 @@ def engine_logprobs(
 
 
 def errors(folder: Path, device: str, options: dict[str, Any], sizes: tuple[int, int, int]) -> dict[str, float]:
-    """Root mean squares of (logprob - float32's): of prefills and decodes, the engine's and transformers'."""
+    """Return root mean squares of the errors of logprobs, of prefills and of decodes, by fastgen and by
+    transformers."""
     with reference(folder, device) as model:
         sequences, scored, decoded = engine_logprobs(folder, model.state_dict(), options, sizes)
         theirs = token_logprobs(model, sequences, device)
@@ -113,7 +112,7 @@ def errors(folder: Path, device: str, options: dict[str, Any], sizes: tuple[int,
     return {name: float((ours - true).square().mean().sqrt()) for name, (ours, true) in pairs.items()}
 
 
-# Pages of 32 tokens have no decodes in Gluon, and products of many rows go through cuBLAS.
+# With pages of 32 tokens, decodes do not run in Gluon.
 @pytest.mark.parametrize(
     ("name", "page_size"), [*((name, 64) for name in MODELS), ("mistralai/Mistral-7B-Instruct-v0.3", 32)]
 )

@@ -1,5 +1,5 @@
-"""kernels/ahead.py, with a Triton that counts what it compiles and launches; scripts/tune/compile_kernels.py uses the
-true one."""
+"""kernels/ahead.py with a fake Triton that counts compilations and launches. scripts/tune/compile_kernels.py uses the
+real one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _doubled(x, count):
 
 
 class Triton:
-    """What Triton's JITFunction does for `kernel`; a key is a kernel's kinds of arguments."""
+    """A fake of Triton's JITFunction for `kernel`, which counts by key, the dtype of the first argument."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from triton.runtime.jit import JITFunction
@@ -114,19 +114,17 @@ def test_after_an_exception_kernels_are_launched_again(triton: Triton) -> None:
     assert triton.launched.total() == 6
 
 
-def test_another_thread_launches_meanwhile(triton: Triton) -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_another_thread_or_an_unknown_triton_launches(
+    known: bool, triton: Triton, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def steps() -> None:
         other = threading.Thread(target=triton.steps)
         other.start()
         other.join()
 
-    compile_ahead(steps, CPU)
-    assert triton.launched.total() == 6
-
-
-def test_an_unknown_triton_launches(triton: Triton, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "KNOWN", False)
-    compile_ahead(triton.steps, CPU)
+    monkeypatch.setattr(ahead, "KNOWN", known)
+    compile_ahead(steps if known else triton.steps, CPU)
     assert triton.launched.total() == 6
 
 

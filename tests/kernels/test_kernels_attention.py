@@ -1,27 +1,24 @@
-"""Paged attention's kernels, in Triton's interpreter where there is no GPU: the lists of a step's work, and the
-attention of what they list, against their twins and against the reference."""
+"""Paged attention in Triton, in its interpreter if there is no GPU: the lists of a step's work tiles, and the attention
+of their tokens, compared with the twins and with the reference."""
 
 from __future__ import annotations
 
-import json
-import os
+import itertools
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from compiling import compiled
 from torch import Tensor
 
-from fastgen.device.chip import Chip
+from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels import attention as kernel
 from fastgen.kernels import pages, work_tiles
 from fastgen.kernels.launch import Kernel, triton
-from fastgen.kernels.work_tiles import BEGIN, END, FIELDS, FIRST, HEADER, PART, POSITION, SPLIT, SPLITS, TOKENS
+from fastgen.kernels.work_tiles import BEGIN, END, FIELDS, FIRST, HEADER, PART, SPLIT, SPLITS, TOKENS
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention
 from fastgen.model.attention.reference import ReferenceAttention
@@ -43,8 +40,8 @@ WHOLE, CHUNKED = [1, 1, 1], [1, 1, 17, 2, 33]
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are launched, on the CPU too. The interpreter of Triton 3.6 makes an array of one number an int, which
-    NumPy 2.4 refuses (https://github.com/triton-lang/triton/issues/9171)."""
+    """Launch kernels on the CPU, too. The interpreter of Triton 3.6 converts an array of one number to an int, which
+    NumPy 2.4 does not allow (https://github.com/triton-lang/triton/issues/9171)."""
     monkeypatch.setattr(Kernel, "runs_on", lambda self, device: True)
     if DEVICE.type == "cpu":
         interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -59,7 +56,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Case:
-    """Random sequences in shuffled pages. All that no sequence has written is NaN in `pool`, and zero in `clean`."""
+    """Random sequences in shuffled pages. What no sequence has written is NaN in `pool`, and zero in `clean`."""
 
     pool: KVPool
     clean: KVPool
@@ -71,7 +68,7 @@ class Case:
         return PagedAttention(self.pool, KV_HEADS * self.group, (window,), len(self.layout.page_table), 4096)
 
     def expected(self, window: int) -> Tensor:
-        """The reference's, in float32."""
+        """Return the answer of the reference in float32."""
         attention = ReferenceAttention(self.clean, KV_HEADS * self.group)
         return attention.attend(attention.plan(self.layout), 1, self.q.float(), window)
 
@@ -117,19 +114,20 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def tiles_of(whole: Tensor) -> Tensor:
-    """int32 [n, FIELDS]"""
+    """Return the work tiles of a list, int32 [n, FIELDS]."""
     assert not whole[1:HEADER].any()
     return whole[HEADER : HEADER + int(whole[0]) * FIELDS].view(-1, FIELDS)
 
 
 def checked(found: Tensor, slots: int) -> Iterator[list[list[int]]]:
-    """The items of each tile, in order, whose ranges must be one range, and whose partial results must have room."""
+    """Yield the splits of each query tile in order, and check that their ranges and their partial results are
+    disjoint."""
     used: set[int] = set()
     for first in sorted(set(found[:, FIRST].tolist())):
         tile: list[list[int]] = found[found[:, FIRST] == first].tolist()
         tile.sort(key=lambda item: item[SPLIT])
         assert [item[SPLIT] for item in tile] == [number + len(tile) * SPLITS for number in range(len(tile))]
-        assert all(a[END] == b[BEGIN] for a, b in pairwise(tile))
+        assert all(a[END] == b[BEGIN] for a, b in itertools.pairwise(tile))
         assert all(item[BEGIN] < item[END] for item in tile)
         if len(tile) > 1:
             rows = set(range(tile[0][PART], tile[0][PART] + len(tile) * tile[0][TOKENS]))
@@ -165,7 +163,7 @@ def test_decode_lists(count: int) -> None:
 
 
 def test_few_sequences_are_split_so_that_they_fill_the_chip() -> None:
-    """Into blocks, as far as there is room for partial results."""
+    """Decodes are split into blocks, as long as there is room for partial results."""
     pool = KVPool(1, 2, 8, 64, 128, torch.bfloat16, DEVICE)
     for context, sequences, splits in ((4096, 4, True), (4096, 1000, False), (30000, 10, True), (300_000, 1, True)):
         paged = PagedAttention(pool, 32, (0,), sequences, context)
@@ -200,8 +198,13 @@ def test_list_ofs(window: int) -> None:
         assert sorted(seen) == list(range(7, 7 + int(query_lens.sum())))
 
 
-@pytest.mark.parametrize(("head_size", "group"), [(64, 1), (64, 5), (96, 4), (128, 8)])
-@pytest.mark.parametrize(("page_size", "window"), [(64, 0), (16, 40)])
+@pytest.mark.parametrize(
+    ("head_size", "group", "page_size", "window"),
+    [
+        (64, 1, 64, 0), (64, 5, 16, 40), (96, 4, 64, 40), (128, 8, 16, 0), (128, 8, 64, 40), (80, 4, 48, 70),
+        (256, 2, 16, 0), (32, 20, 64, 70), (64, 4, 1, 0), (64, 2, 24, 70),
+    ],
+)  # fmt: skip
 def test_decodes_and_prefills_agree_with_the_reference(head_size: int, group: int, page_size: int, window: int) -> None:
     for query_lens, dtype in ((WHOLE, torch.float32), (CHUNKED, HALF)):
         known = [0, 63, 300, 64, 130]
@@ -228,23 +231,8 @@ def test_keys_in_fp8(head_size: int, page_size: int) -> None:
     close(reference.attend(reference.plan(case.layout), 1, case.q, 0), case.expected(0))
 
 
-@pytest.mark.parametrize(
-    ("head_size", "group", "page_size"), [(80, 4, 48), (256, 2, 16), (32, 20, 64), (64, 4, 1), (64, 2, 24)]
-)
-def test_other_sizes_agree_with_the_twin(head_size: int, group: int, page_size: int) -> None:
-    case = make([1, 20], [140, 90], head_size, group, page_size)
-    for window in (0, 70):
-        paged = case.paged(window)
-        plan = paged.plan(case.layout)
-        twin = torch.empty_like(case.q)
-        for tiles in plan.work[window]:
-            arguments = case.pool.keys, case.pool.values, plan.page_table, tiles, paged._partial_results, 1, window
-            kernel.attention.twin(case.q, twin, *arguments)
-        close(paged.attend(plan, 1, case.q, window), twin)
-
-
 def test_a_decode_step_is_planned_from_the_device() -> None:
-    """The same lists serve all layers with a window, each once; lanes may be named twice, as padding is."""
+    """One list serves all layers with the same window, each once. Lanes may occur twice, as padding does."""
     case = make([1] * 4, [700, 1, 260, 33])
     paged = PagedAttention(case.pool, KV_HEADS * 4, (0, 48, 0), 8, 4096)
     lanes, kv_lens = (torch.from_numpy(x).to(DEVICE) for x in (case.layout.lanes, case.layout.kv_lens.astype(np.int32)))
@@ -256,7 +244,7 @@ def test_a_decode_step_is_planned_from_the_device() -> None:
 
 
 def test_programs_take_tasks_until_there_are_none() -> None:
-    """Fewer programs than tasks, and partial results that arrive in any order: the bits stay."""
+    """With fewer programs than tasks, partial results arrive in any order, and the bits stay the same."""
     case = make([1] * 3 + [20], [300, 200, 5, 340], 32)
     paged = case.paged(0)
     paged.chip = H200  # for which decodes are split
@@ -268,7 +256,7 @@ def test_programs_take_tasks_until_there_are_none() -> None:
     for tiles in plan.work[0]:
         tasks, asked = int(tiles.list[0]) * KV_HEADS, int(tiles.list[2])
         assert tasks > Chip.of(DEVICE).processors
-        assert asked == tasks, "each program takes its first task unasked, and is told once that there are no more"
+        assert asked == tasks, "each program takes its first task by number, and asks once in vain"
     rng = np.random.default_rng(0)
     for _ in range(2):
         plan = paged.plan(case.layout)
@@ -279,22 +267,9 @@ def test_programs_take_tasks_until_there_are_none() -> None:
         assert torch.equal(paged.attend(plan, 1, case.q, 0), whole)
 
 
-def test_a_position_is_that_of_its_query() -> None:
-    """A chunk's pieces give what the chunk gives."""
-    case = make([40], [240])
-    whole = case.expected(0)
-    for start in (0, 17, 39):
-        length = 40 - start
-        layout = replace(case.layout, query_lens=np.array([length]), decodes=0)
-        paged = case.paged(0)
-        plan = paged.plan(layout)
-        assert tiles_of(plan.work[0][0].list)[:, POSITION].min() == 200 + start
-        close(paged.attend(plan, 1, case.q[start:].contiguous(), 0), whole[start:])
-
-
 @pytest.mark.parametrize(("window", "dtype", "fp8"), [(0, HALF, False), (300, torch.float32, False), (0, HALF, True)])
 def test_a_query_has_one_answer(window: int, dtype: torch.dtype, fp8: bool) -> None:
-    """To the bit: in a prefill, a chunk, or a decode, its keys in one item or in one for each block."""
+    """The bits are the same in a prefill, a chunk or a decode, with all keys in one work tile or in one per block."""
     case = make([12], [588], dtype=dtype, fp8=fp8)
     whole = case.paged(window)
     kept = whole.attend(whole.plan(case.layout), 1, case.q, window)
@@ -313,62 +288,24 @@ def test_a_query_has_one_answer(window: int, dtype: torch.dtype, fp8: bool) -> N
     close(kept, case.expected(window))
 
 
-@pytest.mark.parametrize("chip", CHIPS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_phases_differ_in_nothing_that_is_seen(chip: Chip, dtype: torch.dtype) -> None:
-    """64 rows and four warps are other instructions on Hopper; in float32 any difference may be seen."""
-    for head_size, group in ((32, 2), (64, 1), (96, 4), (128, 5), (128, 20), (256, 8)):
-        phases = kernel.DECODE, kernel.GROUP, kernel.PREFILL
-        found = [kernel.configure(phase, group, head_size, dtype, chip) for phase in phases]
-        assert len({config.keys for config in found}) == 1
-        assert work_tiles.ALIGN % found[0].keys == 0
-        hopper = chip.capability[0] == 9 and dtype != torch.float32 and 64 <= head_size <= 128
-        assert not hopper or min(config.rows for config in found) >= 64
-        assert hopper or len({config.warps for config in found}) == 1
-        assert dtype != torch.float32 or len({config.rows for config in found}) == 1
-
-
-COMPILE = """
-import json, sys
-import torch
-import triton  # before fastgen, which without a GPU does without it
+LAUNCHES = """
 from fastgen.kernels import attention, work_tiles
-from fastgen.device.chip import Chip
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-kernel, nobody = attention._attention_kernel, ("members_ptr", "bases_ptr", "lens_ptr")
-for phase, D in json.loads(sys.argv[1]):
-    c = attention.configure(phase, 4, D, torch.bfloat16, Chip((9, 0), 132, 232_448))
-    types = dict.fromkeys(("q_ptr", "out_ptr", "keys_ptr", "values_ptr"), "*bf16")
-    types |= dict.fromkeys(("parts_ptr", "peaks_ptr", "totals_ptr"), "*fp32") | dict.fromkeys(nobody, "constexpr")
-    types |= dict.fromkeys(("layer", "num_pages", "table_width"), "i32")
-    types |= {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr") and name not in types}
-    constants = {
-        "H": 32, "K": 8, "D": D, "P": 64, "WINDOW": 0, "SCALE": 0.1, "ROWS": c.rows, "KEYS": c.keys, "DIMS": D,
-        "PEEL": c.peel, "COMBINE_ROWS": c.combine_rows, "COMBINE_SPLITS": c.combine_splits,
-        "KIND": 0, "PLAIN": 0, "SHARED": 1, "PRIVATE": 2,
-        "HEADER": work_tiles.HEADER, "FIELDS": work_tiles.FIELDS, "SPLITS": work_tiles.SPLITS,
-        "PDL": True, **dict.fromkeys(nobody),
-    }
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    aligned = [place for place, kind in enumerate(signature.values()) if kind.startswith("*")]
-    source = ASTSource(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in aligned})
-    options = {"num_warps": c.warps, "num_stages": c.stages, "enable_fp_fusion": False}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    print(json.dumps({"ttgir": made.asm["ttgir"], "ptx": made.asm["ptx"]}))
+cpu, tiles = torch.device("cpu"), zeros(work_tiles.HEADER + 4 * work_tiles.FIELDS, dtype=torch.int32)
+for dims in (128, 64):
+    q, (keys, values) = zeros(4, 32, dims), zeros(2, 1, 4, 8, 64, dims)
+    partial = attention.PartialResults.empty(4, 32, 8, dims, cpu)
+    for phase in (attention.DECODE, attention.PREFILL, attention.GROUP):
+        listed = attention.TileList(tiles, 4, attention.configure(phase, 4, dims, torch.bfloat16, chip))
+        attention.attention.launch(q, q, keys, values, zeros(4, 2, dtype=torch.int32), listed, partial, 0, 0)
 """
 
 
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_phases_are_compiled_alike() -> None:
-    """For Hopper, without one: Hopper's instruction in all of them, 16 inputs of a number at a time."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    cases = [(phase, dims) for dims in (128, 64) for phase in (kernel.DECODE, kernel.PREFILL, kernel.GROUP)]
-    command = [sys.executable, "-c", COMPILE, json.dumps(cases)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    made = [json.loads(line) for line in ran.stdout.splitlines()]
+    """All phases use Hopper's instruction, with 16 inputs at a time."""
+    made = compiled(LAUNCHES)
+    assert len(made) == 6
     for each in made:
         layouts = re.findall(r"^#mma\d* = .*warpsPerCTA = \[(.*?)\]", each["ttgir"], re.MULTILINE)
         assert layouts
@@ -380,19 +317,24 @@ def test_phases_are_compiled_alike() -> None:
 
 @pytest.mark.parametrize("chip", CHIPS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_configurations_fit_the_chip(chip: Chip, dtype: torch.dtype) -> None:
-    for phase in (kernel.DECODE, kernel.PREFILL, kernel.GROUP):
-        for head_size in (64, 80, 96, 128, 256):
-            for group in (1, 4, 5, 7, 8, 12, 16):
-                config = kernel.configure(phase, group, head_size, dtype, chip)
-                dims = 1 << (head_size - 1).bit_length()
-                size = kernel.shared_bytes(config.rows, config.keys, config.stages, dims, dtype, chip)
-                assert size * config.programs <= chip.shared_memory + 1024
-                assert kernel.REGISTERS * 32 * config.warps * config.programs <= 65536
-                assert config.rows >= max(group, 16)
-                assert work_tiles.ALIGN % config.keys == 0
-                small = head_size == 256 and chip.shared_memory < 101_376
-                assert small or config.keys == (32 if dtype == torch.float32 else 64)
+def test_configurations_fit_the_chip_and_have_the_same_bits(chip: Chip, dtype: torch.dtype) -> None:
+    """On Hopper, 64 rows and four warps decide the instruction; in float32, rows and warps decide the order of sums."""
+    for head_size, group in itertools.product((32, 64, 80, 96, 128, 256), (1, 4, 5, 7, 8, 12, 16)):
+        phases = kernel.DECODE, kernel.PREFILL, kernel.GROUP
+        configs = [kernel.configure(phase, group, head_size, dtype, chip) for phase in phases]
+        for config in configs:
+            size = kernel.shared_bytes(config.rows, config.keys, config.stages, power_of_two(head_size), dtype, chip)
+            assert size * config.programs <= chip.shared_memory + 1024
+            assert kernel.REGISTERS * 32 * config.warps * config.programs <= 65536
+            assert config.rows >= max(group, 16)
+            assert work_tiles.ALIGN % config.keys == 0
+            small = head_size == 256 and chip.shared_memory < 101_376
+            assert small or config.keys == (32 if dtype == torch.float32 else 64)
+        assert len({config.keys for config in configs}) == 1
+        hopper = chip.capability[0] == 9 and dtype != torch.float32 and 64 <= head_size <= 128
+        assert not hopper or min(config.rows for config in configs) >= 64
+        assert hopper or len({config.warps for config in configs}) == 1
+        assert dtype != torch.float32 or len({config.rows for config in configs}) == 1
 
 
 def test_a_chip_that_is_too_small_is_named() -> None:

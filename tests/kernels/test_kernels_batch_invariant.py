@@ -1,19 +1,16 @@
-"""Products whose rows do not depend on each other, in Triton's interpreter where there is no GPU, against the twin; and
-what instructions they are compiled to for chips that are not here."""
+"""Products whose rows do not depend on each other, in Triton's interpreter if there is no GPU, compared with the twin;
+and the instructions that they are compiled to."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from compiling import compiled
 from torch import Tensor
 
 from fastgen.device.chip import Chip
@@ -70,7 +67,7 @@ def test_against_the_twin(tokens: int, outputs: int, inputs: int, dtype: torch.d
 
 @pytest.mark.parametrize(("heads", "num_kv", "head_size"), [(4, 2, 64), (5, 1, 48), (1, 1, 256), (4, 2, 16)])
 @pytest.mark.parametrize(("tokens", "dtype"), [(5, HALVES[0]), (70, HALVES[0]), (70, torch.float32)])
-def test_rope_behind_the_product(tokens: int, dtype: torch.dtype, heads: int, num_kv: int, head_size: int) -> None:
+def test_rope_fused_with_the_product(tokens: int, dtype: torch.dtype, heads: int, num_kv: int, head_size: int) -> None:
     page_size, pages = 16, 5
     x, weight = randn(tokens, 72, dtype=dtype), randn((heads + 2 * num_kv) * head_size, 72, seed=1, dtype=dtype)
     bias = randn(len(weight), seed=2, dtype=dtype)
@@ -90,13 +87,13 @@ def test_rope_behind_the_product(tokens: int, dtype: torch.dtype, heads: int, nu
     assert torch.equal((pool != before).any(-1), (twin_pool != before).any(-1))
     chosen, alone = config(tokens, *weight.shape, dtype, Chip.of(x.device)), before.clone()
     within = launch_as(chosen, x, weight, bias, Fused(rope=RopeWrite(mapping, *alone)))
-    assert torch.equal(within, out), "as behind it"
+    assert torch.equal(within, out), "the same bits as the separate kernel"
     assert torch.equal(alone, pool)
     assert batch_invariant.fuses_rope(tokens) == (tokens <= 64)
 
 
-def test_rope_is_compiled_as_behind_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fused multiplication and addition would round once: on a GPU these have other bits."""
+def test_rope_is_compiled_without_fused_multiply_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused multiply-add rounds once, which has other bits on a GPU."""
     asked = {}
 
     class Recorded:
@@ -121,13 +118,8 @@ def test_any_tile_gives_the_same_bits(swap: bool) -> None:
             assert torch.equal(launch_as(tile, x[:count], weight, None, Fused()), expected[:count])
 
 
-def test_on_the_cpu_the_twin_answers() -> None:
-    x, weight = randn(3, 64).cpu(), randn(32, 64, seed=1).cpu()
-    assert torch.equal(product(x, weight, None, Fused()), torch.nn.functional.linear(x, weight))
-
-
 def test_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ordinary mode takes these products for few tokens: for more where they are in Gluon."""
+    """If bits may depend on the schedule, these products are used for few tokens, and in Gluon for more."""
     monkeypatch.setattr(hopper_products, "GLUON", True)
     for chip, most in ((H200, 128), (A100, 32), (replace(H200, capability=(10, 0)), 32)):
         assert pays(1, 4096, torch.bfloat16, chip)
@@ -157,66 +149,46 @@ def test_config(chip: Chip) -> None:
     assert -(-128 // few.tokens) * 4096 // few.rows >= min(chip.processors / 2, 64)
 
 
-COMPILE = """
-import json, sys
-import triton  # before fastgen, which without a GPU does without it
-import fastgen.kernels.batch_invariant as module
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+LAUNCHES = """
+from dataclasses import asdict
+from fastgen.kernels import hopper_products
+from fastgen.kernels.batch_invariant import Fused, RopeWrite, config, launch_as
+from fastgen.kernels.rope import SlotMapping
 
-kernel = module._product_kernel
-for capability, config, what in json.loads(sys.argv[1]):
-    config = module.ProductConfig(**config)
-    half = {"swiglu": 14336, "rope": 64}.get(what, 0)
-    heads = max(config.rows // 128, 1) if what == "rope" else 1
-    block = [heads, 2, config.rows // 2 // heads, config.depth] if half else [config.rows, config.depth]
-    signature = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
-    signature |= {"positions_ptr": "*i64", "slots_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
-    aligned = [place for place, name in enumerate(kernel.arg_names) if name in signature or name == "N"]
-    signature |= {
-        "x_desc": f"tensordesc<bf16[{config.tokens},{config.depth}]>",
-        "weight_desc": f"tensordesc<bf16{json.dumps(block, separators=(',', ':'))}>", "T": "i32", "N": "i32",
-    }
-    constants = {
-        "K": 4096, "HALF": half, "KV": 8 * (what == "rope"), "P": 64, "ADD": what == "add", "TOKENS": config.tokens,
-        "ROWS": config.rows, "HEADS": heads, "DEPTH": config.depth, "STAGES": config.stages, "SWAP": config.swap,
-        "GROUP": config.group, "PDL": capability >= 90,
-    }
-    signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in aligned})
-    options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": False}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    print(json.dumps({"shared": made.metadata.shared, "ptx": made.asm["ptx"]}))
+hopper_products.GLUON = False
+several = dict.fromkeys(
+    config(tokens, outputs, 4096, torch.bfloat16, chip)
+    for tokens in (1, 17, 64, 65, 100, 256, 512, 1000, 8192) for outputs in (4096, 28672)
+)
+for number, chosen in enumerate([*several][: 1 if chip.capability[0] == 8 else None]):
+    tokens, kind = chosen.tokens, ("", "add", "swiglu", "rope")[number % 4]
+    about |= {"swap": chosen.swap, "kind": kind}
+    fused = Fused(add=zeros(tokens, 28672) if kind == "add" else None, swiglu=kind == "swiglu")
+    if kind == "rope":
+        places, turns = zeros(tokens, dtype=torch.int64), zeros(9, 64, dtype=torch.float32)
+        mapping = SlotMapping(places, places, turns, turns, tokens, 8, 64)
+        fused = Fused(rope=RopeWrite(mapping, *zeros(2, 2, 8, 64, 128)))
+    launch_as(chosen, zeros(tokens, 4096), zeros(28672, 4096), zeros(28672), fused)
 """
 
 
-@pytest.mark.usefixtures("fresh_configs")
 @pytest.mark.skipif(triton is None, reason="needs Triton")
-def test_one_instruction_whatever_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For chips that are not here. The bits of a row rest on it. (In Gluon: test_kernels_hopper.py.)"""
-    monkeypatch.setattr(hopper_products, "GLUON", False)
-    surroundings = ("", "add", "swiglu", "rope")
-    several, older = (
-        dict.fromkeys(config(tokens, rows, 4096, torch.bfloat16, chip) for tokens in TOKENS for rows in (4096, 28672))
-        for chip in (H200, A100)
-    )
-    cases = [(90, each, surroundings[number % 4]) for number, each in enumerate(several)]
-    cases.append((80, next(iter(older)), ""))
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, json.dumps([(cap, asdict(each), what) for cap, each, what in cases])]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    for (capability, found, what), line in zip(cases, ran.stdout.splitlines(), strict=True):
-        made = json.loads(line)
-        assert made["shared"] <= (H200 if capability == 90 else A100).shared_memory
-        products = set(re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", made["ptx"]))
-        assert len(products) == 1, (found, products)
-        wanted = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32" if capability == 90 else r"mma\.sync.*m16n8k16"
-        assert re.match(wanted, products.pop()), (found, what)
+@pytest.mark.parametrize(("name", "chip"), [("H200", H200), ("A100", A100)])
+def test_one_instruction_whatever_the_tile(name: str, chip: Chip) -> None:
+    """The bits of a row depend on the instruction. (For kernels in Gluon see test_kernels_hopper.py.)"""
+    hopper = chip == H200
+    several = compiled(LAUNCHES, name)
+    assert len(several) > 4 or not hopper
+    for made in several:
+        assert made["shared"] <= chip.shared_memory
+        (product,) = set(re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", made["ptx"]))
+        assert re.match(
+            r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32" if hopper else r"mma\.sync.*m16n8k16", product
+        ), made["kind"]
         assert "fma.rn.f32" not in made["ptx"]
-        assert ("cp.async.bulk.tensor" in made["ptx"]) == (capability == 90)
-        if capability == 90:
+        assert ("cp.async.bulk.tensor" in made["ptx"]) == hopper
+        if hopper:
             wait, start = (made["ptx"].index(f"griddepcontrol.{what}") for what in ("wait", "launch_dependents"))
             loads = [each.start() for each in re.finditer(r"cp\.async\.bulk\.tensor", made["ptx"])]
             assert wait < loads[0]
-            assert start > loads[-1] if found.swap else start < wait
+            assert start > loads[-1] if made["swap"] else start < wait

@@ -1,4 +1,5 @@
-"""Hopper's decode kernel on the CPU (see gluon_on_cpu.py), beside attention in float32. What is not written is NaN."""
+"""Hopper's decode kernel on the CPU (see gluon_on_cpu.py), compared with attention in float32. Unwritten values are
+NaN."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
 
 
 def put_partial_results(case: Case, keys: int, partial: PartialResults) -> None:
-    """Write the softmax of each sequence over its first keys."""
+    """Write the softmax of each sequence over its first `keys` keys."""
     for number, lane in enumerate(case.layout.lanes):
         own = case.layout.page_table[lane].long()
         k, v = (x[1][own].transpose(1, 2).flatten(0, 1)[:keys] for x in (case.clean.keys, case.clean.values))

@@ -1,4 +1,4 @@
-"""The kernels of drafts, in Triton's interpreter, and their torch twins."""
+"""The kernels of drafts, in Triton's interpreter if there is no GPU, compared with their torch twins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LANES, PAGE = 7, 4
 
 
 def state(vocab: int, most: int) -> Drafts:
-    """Texts of few different tokens, some of which are -1."""
+    """Return random drafts, whose texts have few different tokens, some of which are -1."""
     drafts = Drafts.empty(LANES + 1, 90, most, CPU)
     drafts.texts.copy_(torch.randint(-1, vocab, drafts.texts.shape))
     drafts.starts.copy_(torch.randint(0, 30, (LANES + 1,)))
@@ -37,7 +37,7 @@ def copy(drafts: Drafts, device: torch.device) -> Drafts:
 
 
 def row_lanes(drafts: Drafts, lanes: Tensor, size: int) -> Tensor:
-    """Return the lane of each row, which `spread` has shared out, and LANES for padding."""
+    """Return the lane of each row that `spread` has assigned, LANES for padding."""
     step = DecodeInput.empty(size, CPU)
     table = torch.zeros(LANES + 1, 30, dtype=torch.int32)
     spread.twin(lanes, drafts, torch.zeros(LANES + 1).long(), torch.zeros(LANES + 1).int(), table, step, PAGE)

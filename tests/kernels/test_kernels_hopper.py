@@ -1,142 +1,84 @@
-"""Kernels for Hopper in Gluon, which no interpreter knows: what they are compiled to. On a GPU they are seen in
-test_kernels_batch_invariant.py, and in gpu/test_gpu_deterministic.py and test_gpu_prefill.py."""
+"""Kernels for Hopper in Gluon: what they are compiled to. Other tests run them: test_kernels_decode.py and
+test_kernels_prefill.py with a stand-in for Gluon, and on a GPU test_kernels_batch_invariant.py and tests/gpu."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from compiling import compiled
 from test_kernels_batch_invariant import A100, H200
 
 from fastgen.kernels import batch_invariant, hopper_decode, hopper_prefill, hopper_products
 from fastgen.kernels.gluon import HALVES
 from fastgen.kernels.launch import KNOWN
 
-BEGIN = """
-import json
-import torch, triton  # before fastgen, which without a GPU does without it
-from dataclasses import asdict
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
-from fastgen.kernels import batch_invariant, hopper_products, hopper_decode, hopper_prefill, work_tiles
-from fastgen.device.chip import Chip
-
-H200 = Chip((9, 0), 132, 232_448)
-
-def compiled(kernel, types, blocks, constants, aligned, options, fp8=False):
-    for name, block in blocks.items():
-        kind = gl.float8e4nv if fp8 and name != "q_desc" else gl.bfloat16
-        layout = gl.NVMMASharedLayout.get_default_for(block, kind)
-        types[name] = f"tensordesc<{kind}{block},{layout!r}>"
-    loose = [each.name for each in kernel.params if each.do_not_specialize]  # or it would compile after the start
-    types = {name: types.get(name, "i32" if name in aligned + loose else "constexpr") for name in kernel.arg_names}
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    multiples = [name for name in types if name.endswith("_ptr") and types[name] != "constexpr"] + aligned
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
-    source = GluonASTSource(kernel, types, places, attributes)
-    options = {"enable_fp_fusion": False, "maxnreg": hopper_products.REGISTERS, **options}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return {"shared": made.metadata.shared, "ptx": made.asm["ptx"], "cubin": made.asm["cubin"].hex()}
-"""
 PRODUCTS = """
-kernel = hopper_products._product_kernel
-for tokens, outputs, inputs, half, heads, what in [
-    (1, 4096, 4096, 0, 1, "add"), (1, 4096, 14336, 0, 1, "add"), (1, 28672, 4096, 14336, 1, "swiglu"),
-    (17, 6144, 4096, 64, 1, "rope"), (64, 28672, 4096, 14336, 1, "swiglu"), (1, 1152, 4096, 24, 1, "rope"),
-    (1, 2048, 8192, 0, 1, "add"), (33, 4096, 4096, 0, 1, "add"), (17, 32768, 4096, 0, 1, "logits"),
-    (9, 12288, 4096, 16, 2, "rope"), (1, 1024, 512, 8, 2, "rope"), (1, 1024, 512, 512, 1, "swiglu"),
-    (128, 28672, 4096, 14336, 1, "swiglu"),
-    (128, 4096, 14336, 0, 1, "add"), (256, 4096, 14336, 0, 1, "add"), (96, 32768, 4096, 0, 1, "logits"),
+from dataclasses import asdict
+from fastgen.kernels.batch_invariant import Fused, RopeWrite, config, product
+from fastgen.kernels.rope import SlotMapping
+
+for tokens, outputs, inputs, half, what in [
+    (1, 4096, 4096, 0, "add"), (1, 4096, 14336, 0, "add"), (1, 28672, 4096, 0, "swiglu"),
+    (17, 6144, 4096, 64, "rope"), (64, 28672, 4096, 0, "swiglu"), (1, 1152, 4096, 24, "rope"),
+    (1, 2048, 8192, 0, "add"), (33, 4096, 4096, 0, "add"), (17, 32768, 4096, 0, "logits"),
+    (9, 12288, 4096, 16, "rope"), (1, 1024, 512, 8, "rope"), (1, 1024, 512, 0, "swiglu"),
+    (128, 28672, 4096, 0, "swiglu"),
+    (128, 4096, 14336, 0, "add"), (256, 4096, 14336, 0, "add"), (96, 32768, 4096, 0, "logits"),
 ]:
-    found = batch_invariant.config(tokens, outputs, inputs, torch.bfloat16, H200)
+    found = config(tokens, outputs, inputs, torch.bfloat16, chip)
     pieces = 1 if found.rows >= 64 else found.depth // 64
-    block = [found.rows, found.depth // pieces]
-    if half:
-        block = [heads, 2, found.rows // 2 // heads, found.depth // pieces]
-    types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
-    types |= {"positions_ptr": "*i64", "slots_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
-    types |= {"x_scales_ptr": "constexpr", "scales_ptr": "constexpr"}
-    types |= {"out_ptr": "*fp32"} if what == "logits" else {}
-    constants = {
-        "x_scales_ptr": None, "scales_ptr": None, "BLOCKS": False,
-        "K": inputs, "HALF": half, "KV": 8 * (what == "rope"), "P": 64, "ADD": what == "add", "TOKENS": found.tokens,
-        "ROWS": found.rows, "HEADS": heads, "DEPTH": found.depth, "STAGES": found.stages, "SIDE": max(found.rows, 64),
-        "PIECES": pieces, "CUT": found.token_tiles > 1, "AHEAD": tokens <= 64,
-        "EARLY": outputs == 6144, "REGISTERS": hopper_products.LOADING_REGISTERS,
-    }
-    blocks = {"x_desc": [found.tokens, found.depth], "weight_desc": block}
-    made = compiled(kernel, types, blocks, constants, ["N"], {"num_warps": found.warps})
-    more = {"pieces": pieces, "outputs": outputs, "steps": -(-inputs // found.depth)}
-    print(json.dumps({**asdict(found), **more, **made}))
+    about |= {"pieces": pieces, "outputs": outputs, "steps": -(-inputs // found.depth), **asdict(found)}
+    fused = Fused(
+        add=zeros(tokens, outputs) if what == "add" else None, swiglu=what == "swiglu",
+        out_dtype=torch.float32 if what == "logits" else None,
+    )
+    if what == "rope":
+        places, turns = zeros(tokens, dtype=torch.int64), zeros(9, half, dtype=torch.float32)
+        mapping = SlotMapping(places, places, turns, turns, tokens, 8, 64)
+        fused = Fused(rope=RopeWrite(mapping, *zeros(2, 2, 8, 64, 2 * half)))
+    product.launch(zeros(tokens, inputs), zeros(outputs, inputs), zeros(outputs), fused)
+"""
+ATTENTION = """
+from fastgen.device.chip import power_of_two
+from fastgen.kernels import hopper_decode, hopper_prefill, work_tiles
+from fastgen.kernels.attention import PartialResults
+from fastgen.model.kv_pool import KVPool
+
+cpu, tiles = torch.device("cpu"), zeros(work_tiles.HEADER + 4 * work_tiles.FIELDS, dtype=torch.int32)
+table = zeros(4, 2, dtype=torch.int32)
+
+def tensors(group, head_size, fp8=False):
+    q, pool = zeros(4, 8 * group, head_size), KVPool(1, 4, 8, 64, head_size, torch.bfloat16, cpu, fp8)
+    return q, torch.empty_like(q), pool.keys, pool.values, table, tiles
+
 """
 DECODES = """
-kernel = hopper_decode._decode_kernel
 for group, head_size, window, fp8 in [
     (4, 128, 0, False), (1, 96, 100, False), (5, 64, 0, False), (16, 128, 0, False), (4, 128, 0, True),
     (1, 96, 100, True), (32, 64, 0, True),
 ]:
-    rows, dims = hopper_decode.rows_of(group), 1 << (head_size - 1).bit_length()
-    stages = hopper_decode.stages_of(group, dims, 1 if fp8 else 2, H200)
-    types = {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")}
-    types |= {"out_ptr": "*bf16", "table_ptr": "*i32", "list_ptr": "*i32"}
-    constants = {
-        "H": 8 * group, "K": 8, "D": head_size, "P": 64, "WINDOW": window, "SCALE": 0.1, "ROWS": rows, "KEYS": 64,
-        "SOME": 16, "DIMS": dims, "STAGES": stages, "SIDE": 64, "COMBINED": hopper_decode.COMBINED,
-        "HEADER": work_tiles.HEADER, "FIELDS": work_tiles.FIELDS, "SPLITS": work_tiles.SPLITS,
-        "PRIVATE": window > 0, "REGISTERS": hopper_products.LOADING_REGISTERS,
-    }
-    blocks = {"q_desc": [rows, dims], "keys_desc": [1, 64, dims], "values_desc": [1, 64, dims]}
-    if fp8:
-        blocks |= {"key_bits_desc": [1, 64], "value_bits_desc": [1, 64]}
-    else:
-        constants |= {"key_bits_desc": None, "value_bits_desc": None}
-    made = compiled(kernel, types, blocks, constants, [], {"num_warps": hopper_products.WARPS}, fp8)
-    print(json.dumps({"rows": rows, "dims": dims, "stages": stages, "fp8": fp8, **made}))
+    dims, partial = power_of_two(head_size), PartialResults.empty(4, 8 * group, 8, head_size, cpu)
+    stages = hopper_decode.stages_of(group, dims, 1 if fp8 else 2, chip)
+    about |= {"rows": hopper_decode.rows_of(group), "dims": dims, "stages": stages, "fp8": fp8}
+    memory = partial.parts, partial.peaks, partial.totals, partial.arrivals
+    hopper_decode.launch(*tensors(group, head_size, fp8), 4, True, True, window > 0, memory, 0, window, 0.1)
 """
 PREFILLS = """
-kernel = hopper_prefill._prefill_kernel
 for group, head_size, window in [(4, 128, 0), (5, 96, 100)]:
-    dims = 1 << (head_size - 1).bit_length()
-    types = {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")}
-    types |= {"out_ptr": "*bf16", "table_ptr": "*i32", "list_ptr": "*i32"}
-    constants = {
-        "H": 8 * group, "K": 8, "D": head_size, "P": 64, "WINDOW": window, "SCALE": 0.1, "DIMS": dims,
-        "STAGES": hopper_prefill.stages_of(dims, 2, H200), "SIDE": hopper_prefill.SIDE,
-        "PIECE": hopper_prefill.PIECE, "HEADER": work_tiles.HEADER, "FIELDS": work_tiles.FIELDS,
-        "GROUP_REGISTERS": hopper_prefill.GROUP_REGISTERS, "LOADING_REGISTERS": hopper_prefill.LOADING_REGISTERS,
-        "KEYS": hopper_prefill.KEYS,
-    }
-    blocks = {"q_desc": [*hopper_prefill.unit_of(group), 64], "keys_desc": [1, 64, 64], "values_desc": [1, 64, 64]}
-    options = {"maxnreg": hopper_prefill.REGISTERS, "num_warps": hopper_prefill.WARPS}
-    made = compiled(kernel, types, blocks, constants, [], options)
-    print(json.dumps({"group": group, "dims": dims, **made}))
+    about |= {"group": group, "dims": power_of_two(head_size)}
+    hopper_prefill.launch(*tensors(group, head_size), 4, 0, window, 0.1)
 """
 LOAD, WAIT, START = r"cp\.async\.bulk\.tensor\.\dd\.shared", "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 
-def compiled(script: str) -> list[dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", BEGIN + script]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    several = [json.loads(line) for line in ran.stdout.splitlines()]
-    for made in several:
-        check_hand_over(made["ptx"])
-    return several
-
-
 def check_hand_over(ptx: str) -> None:
-    """What the first warps hand to the other groups of warps (a group's task, values that it takes over) lies in shared
-    memory between two barriers of all threads. racecheck does not know these barriers, and reports races."""
+    """Check that data for other groups of warps (their tasks, and values that they take over) is in shared memory
+    between two barriers of all threads. racecheck does not know these barriers, and reports races."""
     barrier = r"barrier\.sync\s+1;\s*\n"
     written = re.findall(rf"st\.shared\S*\s+\[global_smem\+\d+\], [^\n]*\n\s*{barrier}", ptx)
     assert len(written) == 2, "tasks, and the end"
@@ -153,46 +95,49 @@ def places(pattern: str, text: str) -> list[int]:
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
     several = compiled(PRODUCTS)
+    starts = {}  # whether the part that loads starts the next kernel, when it has waited
     assert {each["rows"] for each in several} == {32, 64, 128} if HALVES else {64, 128}
     assert {each["tokens"] for each in several} == {8, 16, 32, 64, 128}
     for made in several:
+        check_hand_over(made["ptx"])
         ptx, stages = made["ptx"], made["stages"]
         programs = 1 if made["token_tiles"] * made["outputs"] <= 132 * made["rows"] else 2
         assert made["shared"] <= (H200.shared_memory + 1024) // programs - 1024
-        # The part of the four warps, whose wait is the first; then that of the warp that loads.
+        # The wait of the four warps comes first, and then the wait of the warp that loads.
         loads, waits = places(LOAD, ptx), places(WAIT, ptx)
         assert len(waits) == 2
         assert waits[0] < waits[1]
-        a_stage = made["pieces"] * max(made["depth"] // made["pieces"] // 64, 1)  # instructions: 64 columns each
+        a_stage = made["pieces"] * max(made["depth"] // made["pieces"] // 64, 1)  # instructions with 64 columns each
         first = min(stages, made["steps"])
         assert len(places(LOAD, ptx[: waits[1]])) == first * a_stage, "the weight's first ones"
         x_too = a_stage + max(made["depth"] // 64, 1)
         loops = {first + (made["steps"] > stages), made["steps"]}  # a short loop may be unrolled
         assert len(loads) in {each * x_too for each in loops}, "each stage's first ones, and the loop's"
         assert all(waits[0] < each for each in places("ld.global", ptx))
-        early = made["outputs"] == 6144
-        assert (ptx.index(START) > waits[1]) == early, "where the part that loads says it, when it has waited"
+        starts[made["outputs"]] = ptx.index(START) > waits[1]
         products = set(re.findall(r"wgmma\.mma_async\S+", ptx))
         assert products == {f"wgmma.mma_async.sync.aligned.m64n{made['tokens']}k16.f32.bf16.bf16"}, (
             "as batch_invariant's"
         )
         assert "fma.rn.f32" not in ptx
+    assert (starts[1024], starts[28672]) == (True, False), "early only if many processors are free"
 
 
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_decodes_are_compiled() -> None:
-    for made in compiled(DECODES):
+    for made in compiled(ATTENTION + DECODES):
+        check_hand_over(made["ptx"])
         assert made["shared"] <= (H200.shared_memory + 1024) // hopper_decode.PROGRAMS - 1024
         assert made["stages"] > 2
         loads, waits = places(LOAD, made["ptx"]), places(WAIT, made["ptx"])
-        # Two of the four warps: where the step is not of decodes alone, and before the first query. And one of the warp
-        # that loads keys, in a branch of its own, for a block with a new key.
+        # The four warps wait twice: in a step with prefills, and before the first query. The warp that loads
+        # keys waits in a branch for a block with a new key.
         assert len(waits) == 3
         assert waits[1] < loads[0], "the first query"
         products = set(re.findall(r"wgmma\.mma_async\S+k16\.(\S+)", made["ptx"]))
         assert products == {"f32.bf16.bf16", *["f32.f16.f16"] * made["fp8"]}
         assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+)", made["ptx"])) == {f"m64n{made['rows']}"}
-        if made["fp8"]:  # by 4 bytes a thread, and not one by one
+        if made["fp8"]:  # 4 bytes per thread at a time
             each = hopper_decode.KEYS * made["dims"] // (32 * hopper_products.WARPS) // 4
             assert len(places(r"ldmatrix\S+x4\.shared", made["ptx"])) == each // 4, "keys"
             assert len(places(r"ldmatrix\S+x4\.trans", made["ptx"])) == each // 4, "values"
@@ -202,11 +147,12 @@ def test_decodes_are_compiled() -> None:
 
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_prefills_are_compiled(tmp_path: Path) -> None:
-    """Where a group's softmax runs beside its second product, the wait for that stands behind the softmax: the compiler
-    of PTX would put it first, and compiles products one after the other if it cannot follow them."""
+    """A group's softmax overlaps with its second product if the wait for that product comes after the softmax. ptxas
+    would put the wait first, and serializes products that it does not understand."""
     import triton
 
-    for made in compiled(PREFILLS):
+    for made in compiled(ATTENTION + PREFILLS):
+        check_hand_over(made["ptx"])
         assert made["shared"] <= H200.shared_memory
         keys, dims = hopper_prefill.KEYS, made["dims"]
         sizes = {keys, dims, 8}  # 8: the sums of weights
@@ -225,7 +171,7 @@ def test_prefills_are_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fresh_configs")
-def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_run_only_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_products, "GLUON", True)
     assert hopper_products.runs_on(H200, torch.bfloat16)
     assert not hopper_products.runs_on(H200, torch.float32)
@@ -244,7 +190,7 @@ def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batch_invariant.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 8
     assert batch_invariant.config(1, 6144, 4096, torch.bfloat16, A100).tokens == 16
     monkeypatch.setattr(hopper_products, "GLUON", False)
-    assert not hopper_products.runs_on(H200, torch.bfloat16), "as with a Triton whose Gluon we do not know"
+    assert not hopper_products.runs_on(H200, torch.bfloat16), "as with an unknown Triton"
     batch_invariant.config.cache_clear()
     assert batch_invariant.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 16
 
@@ -253,7 +199,7 @@ def test_they_run_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ("outputs", "inputs"), [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (50257, 512)]
 )
 def test_tiles_of_many_tokens(outputs: int, inputs: int) -> None:
-    """All fit, with stages enough, and no sum is cut; beyond ALL tokens only where all tiles run at once."""
+    """Tiles fit with enough stages, and beyond ALL tokens they are used only if all tiles run at the same time."""
     for tokens in range(65, hopper_products.MOST + 1):
         tile, rows, depth, warps, stages = hopper_products.tile_of(tokens, outputs, inputs, 2, H200)
         tiles = -(-tokens // tile) * -(-outputs // rows)

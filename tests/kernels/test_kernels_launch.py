@@ -1,4 +1,4 @@
-"""The way to a kernel that has been compiled; falling back to twins is in test_kernels.py."""
+"""The lookup of compiled kernels at a launch. (The fallback to twins is in test_kernels.py.)"""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def _noted(p, q, count, size, block):
     """A kernel that is never compiled."""
 
 
-def test_a_kernel_that_has_run_is_found_again_where_triton_would_not_compile_it_anew(
+def test_a_kernel_runs_again_only_if_triton_would_not_compile_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Triton's own specialization is what decides; more keys than it has are allowed, fewer are not."""
+    """Our keys distinguish at least what Triton's own specialization distinguishes."""
     from triton.backends.compiler import BaseBackend
     from triton.runtime.jit import JITFunction, native_specialize_impl
 
@@ -93,7 +93,7 @@ def key_on_disk(path: Path, text: str) -> str:
     return key
 
 
-def test_an_upgrade_compiles_again_what_it_changed_alone(tmp_path: Path) -> None:
+def test_an_upgrade_compiles_only_kernels_that_it_changed(tmp_path: Path) -> None:
     old = key_on_disk(tmp_path / "old" / "kernels.py", KERNEL.format(offset=1))
     moved = key_on_disk(tmp_path / "new" / "kernels.py", "# A line\n# or two.\n" + KERNEL.format(offset=1))
     changed = key_on_disk(tmp_path / "changed" / "kernels.py", KERNEL.format(offset=2))

@@ -1,4 +1,5 @@
-"""Hopper's prefill kernel on the CPU (see gluon_on_cpu.py), beside attention in float32. What is not written is NaN."""
+"""Hopper's prefill kernel on the CPU (see gluon_on_cpu.py), compared with attention in float32. Unwritten values are
+NaN."""
 
 from __future__ import annotations
 

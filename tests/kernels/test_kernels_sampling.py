@@ -1,4 +1,4 @@
-"""The sampler's kernels, in Triton's interpreter where there is no GPU, against their torch twins."""
+"""The sampler's kernels, in Triton's interpreter if there is no GPU, compared with their torch twins."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plan_of(rows: list[SamplingParams]) -> SamplePlan:
 
 @dataclass
 class Draw:
-    """Rows to draw: row r has params[r], seed r, and a lane of its own; one lane more was never started."""
+    """Rows to draw. Row r has params[r], seed r and its own lane; one more lane is never started."""
 
     logits: Tensor
     params: list[SamplingParams]
@@ -75,7 +75,7 @@ class Draw:
         return out, state
 
     def check(self) -> SampleOutput:
-        """The kernels do what the twin does, but for the rounding of exp; what they drew."""
+        """Check that the kernels do the same as the twin, except for the rounding of exp, and return what they drew."""
         (out, state), (twin, twin_state) = self.by(sampler.draw.launch), self.by(sampler.draw.twin)
         same = out.tokens == twin.tokens
         for row in (~same).nonzero().flatten().tolist():
@@ -93,7 +93,7 @@ class Draw:
         return out
 
     def check_near(self, row: int, token: int) -> None:
-        """The score of this token is so close to the best that rounding decides."""
+        """Check that the score of a token is so close to the best that rounding decides."""
         state, at = self.state(), slice(row, row + 1)
         lane, position = self.lanes[at], self.positions[at]
         rows, plan = state.rows(lane), SamplePlan.of(self.params[row])
@@ -135,7 +135,7 @@ class Parts:
 
     @staticmethod
     def of(x: Tensor, temperature: float = 1.0) -> Parts:
-        """x: a power of two of logits."""
+        """Compute all parts of x, whose size is a power of two."""
         parts = Parts(*(torch.empty(len(x), dtype=d, device=DEVICE) for d in (x.dtype, torch.int64, torch.int64)),
                       torch.empty_like(x), torch.empty(len(x), dtype=torch.int64, device=DEVICE))  # fmt: skip
         at = torch.tensor([temperature], device=DEVICE)
@@ -205,7 +205,7 @@ def test_tokens_of_no_probability_are_not_drawn() -> None:
 
 
 def mixed_params(count: int, rng: np.random.Generator) -> list[SamplingParams]:
-    """All kinds of rows, many of them plain or greedy."""
+    """Return parameters of all kinds, many of them plain or greedy."""
 
     def some(*values: Any) -> Any:
         return values[rng.integers(len(values))]
@@ -227,7 +227,7 @@ def mixed_params(count: int, rng: np.random.Generator) -> list[SamplingParams]:
 
 
 def random_masks(rows: int, vocab: int, rng: np.random.Generator) -> Tensor:
-    """A mask of random bits for every third row, all bits for the others."""
+    """Return masks with random bits for every third row, and with all bits for the others."""
     masks = np.full((rows, -(-vocab // 32)), -1, dtype=np.int32)
     masks[::3] = rng.integers(-(2**31), 2**31, masks[::3].shape, dtype=np.int32)
     return torch.from_numpy(masks).to(DEVICE)
@@ -246,7 +246,7 @@ def test_mixed_draws(vocab: int, masked: bool) -> None:
 
 
 def kept_by(logits: Tensor, params: SamplingParams) -> list[set[int]]:
-    """What the kernels keep of rows with these parameters."""
+    """Return the tokens that the kernels keep of rows with these parameters."""
     out = Draw(logits, [replace(params, return_sampling_mask=True)] * len(logits)).check()
     assert out.kept is not None
     assert out.kept.gather(1, out.tokens[:, None]).all()
@@ -254,7 +254,7 @@ def kept_by(logits: Tensor, params: SamplingParams) -> list[set[int]]:
 
 
 def expected(x: Tensor, p: SamplingParams) -> set[int]:
-    """What is to be kept of logits [V], by sorting them, given the kernels' own weights."""
+    """Return the tokens to keep of logits [V], found by a sort of the kernels' own weights."""
     size = 1 << (len(x) - 1).bit_length()
     parts = Parts.of(torch.nn.functional.pad(x, (0, size - len(x)), value=-math.inf), p.temperature)
     mass, x = parts.mass.tolist(), x.cpu()
@@ -309,7 +309,7 @@ CUTS = [
 
 @pytest.mark.parametrize("name", ODD_ROWS)
 def test_what_is_kept_is_what_a_sort_keeps(name: str) -> None:
-    """On a GPU for each way to truncate; the interpreter, which takes half a second for each, does three or four."""
+    """A GPU tests each way to truncate. The interpreter takes half a second for each, and tests three or four."""
     turn = 1 if DEVICE.type == "cuda" else 3
     for fields in CUTS[list(ODD_ROWS).index(name) % turn :: turn]:
         params = SamplingParams(**fields)
@@ -325,8 +325,8 @@ def test_what_is_kept_where_more_are_equal_than_can_be_listed(fields: dict[str, 
     assert kept_by(x[None], params) == [expected(x, params)]
 
 
-@pytest.mark.parametrize("bad", ["nan", "inf", "mask", "-inf"])
-def test_where_nothing_can_be_drawn_only_that_row_has_no_token(bad: str) -> None:
+@pytest.mark.parametrize("bad", ["nan", "inf", "mask", "-inf", "a forbidden nan"])
+def test_if_nothing_can_be_drawn_only_that_row_has_no_token(bad: str) -> None:
     params = [GREEDY, SamplingParams(), SamplingParams(top_k=4, top_p=0.9, repetition_penalty=1.1)] * 2
     logits, mask = randn(6), None
     if bad == "mask":
@@ -334,22 +334,20 @@ def test_where_nothing_can_be_drawn_only_that_row_has_no_token(bad: str) -> None
         mask[:3] = 0
     elif bad == "-inf":
         logits[:3] = -math.inf
+    elif bad == "a forbidden nan":
+        logits[:3, 33] = math.nan
+        mask = torch.full((6, -(-VOCAB // 32)), -1, dtype=torch.int32, device=DEVICE)
+        mask[:, 1] = 0
     else:
         logits[:3, 5000] = float(bad)
     out = Draw(logits, params, mask).check()
+    if bad == "a forbidden nan":
+        assert (out.tokens >= 0).all()
+        assert out.logprobs[2][:3].isnan().all(), "raw logprobs"
+        return
     assert out.tokens[:3].tolist() == [sampler.NO_TOKEN] * 3
     assert out.logprobs[0][:3].isnan().all()
     assert (out.tokens[3:] >= 0).all()
-
-
-def test_a_forbidden_nan_does_no_harm() -> None:
-    logits = randn(2)
-    logits[:, 33] = math.nan
-    mask = torch.full((2, -(-VOCAB // 32)), -1, dtype=torch.int32, device=DEVICE)
-    mask[:, 1] = 0
-    out = Draw(logits, [GREEDY, SamplingParams(top_p=0.8)], mask).check()
-    assert (out.tokens >= 0).all()
-    assert out.logprobs[2].isnan().all()
 
 
 def test_a_row_is_the_same_to_the_bit_in_any_company() -> None:
@@ -367,7 +365,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company() -> None:
         assert torch.equal(alone.packed[:, 0], whole.packed[:, row])
 
 
-def test_the_padding_lane_does_no_harm() -> None:
+def test_the_padding_lane_changes_nothing() -> None:
     params = [SamplingParams(top_k=3, frequency_penalty=0.5), SamplingParams()]
     draw = Draw(randn(2), params)
     state, padding = draw.state(), 2
@@ -403,7 +401,7 @@ def test_scores(dtype: torch.dtype, temperature: float) -> None:
 
 
 def test_a_score_is_the_logprob_of_the_draw() -> None:
-    """To the bit: the raw one, and the untruncated one of another temperature."""
+    """The bits are the same as for raw logprobs, and at another temperature, as for untruncated logprobs."""
     logits = randn(4)
     out, _ = Draw(logits, [SamplingParams(logprobs=6, top_k=5, repetition_penalty=1.3)] * 4).by(sampler.draw.launch)
     logprobs, totals = scoring.score.launch(logits, out.tokens)

@@ -1,4 +1,4 @@
-"""Attention of rows that share keys, in Triton's interpreter where there is no GPU: against the reference and the
+"""Attention of rows that share keys, in Triton's interpreter if there is no GPU, compared with the reference and the
 twins."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Shared:
-    """Decodes whose page tables are a tree's leaves, in shuffled order and lanes."""
+    """Decodes whose page tables are the leaves of a tree, in shuffled order and lanes."""
 
     pool: KVPool
     q: Tensor  # [S, H, D]
@@ -69,8 +69,11 @@ class Shared:
 def make(
     tree: list, head_size: int = 32, group: int = 4, page_size: int = 64, dtype: torch.dtype = torch.float32
 ) -> Shared:
-    """tree: of an inner node, numbers of pages to go through, and then lists, which are its children; a list of numbers
-    alone is a leaf: rows that have so many pages of their own, the last of them not full."""
+    """Make decodes whose pages form a tree.
+
+    tree: an inner node is a list of numbers of pages followed by its children, which are lists. A list that has only
+    numbers is a leaf: one row for each number of private pages, of which the last is not full.
+    """
     rng, random = np.random.default_rng(0), torch.Generator().manual_seed(0)
     rows: list[list[int]] = []
     pages = iter(rng.permutation(200).tolist())
@@ -106,30 +109,9 @@ def make(
     return Shared(pool, q, lanes, lens, table.to(DEVICE))
 
 
-@pytest.mark.parametrize(
-    ("page_size", "dtype", "window"),
-    [
-        (64, torch.float32, 0),
-        (64, torch.float32, 150),
-        (64, HALF, 5000),
-        (16, HALF, 0),
-        (16, HALF, 40),
-        (48, HALF, 100),
-    ],
-)
-def test_a_tree_of_rows(page_size: int, dtype: torch.dtype, window: int) -> None:
-    case = make(TREE, page_size=page_size, dtype=dtype)
-    paged = case.paged(window)
-    assert case.share(paged)
-    plan = case.plan(paged)
-    assert [items.kind for items in plan.work[window]] == [kernel.SHARED, kernel.PRIVATE]  # type: ignore[attr-defined]
-    close(paged.attend(plan, 1, case.q, window), case.expected(window))
-    close(paged.attend(case.plan(paged, shared=False), 1, case.q, window), case.expected(window))
-
-
 @pytest.mark.parametrize(("head_size", "group"), [(64, 1), (96, 5), (128, 8)])
 def test_other_shapes_agree_with_the_twins(head_size: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a group takes several tiles, and partials and splits come together."""
+    """A group takes several tiles, and rows have partial results of shared keys and of splits."""
     case = make([3, [4, 1, 1, 1, 1, 1, 1, 1, 1]], head_size, group)
     for window in (0, 200):
         paged = case.paged(window)
@@ -144,10 +126,10 @@ def test_other_shapes_agree_with_the_twins(head_size: int, group: int, monkeypat
 
 @pytest.mark.parametrize(
     ("page_size", "dtype", "window"),
-    [(64, torch.float32, 0), (64, HALF, 0), (64, HALF, 150), (16, HALF, 0), (48, HALF, 100)],
+    [(64, torch.float32, 0), (64, HALF, 0), (64, HALF, 150), (64, HALF, 5000), (16, HALF, 0), (48, HALF, 100)],
 )
-def test_rows_do_not_tell_what_they_share(page_size: int, dtype: torch.dtype, window: int) -> None:
-    """To the bit; where private keys are one item, and where they have one for each block."""
+def test_a_tree_of_rows_has_the_bits_of_rows_that_do_not_share(page_size: int, dtype: torch.dtype, window: int) -> None:
+    """Private keys are in one work tile, or in one per block."""
     case = make([4, [4, [2, 1, 1]], [1, [1, 1]], [1, 1]], head_size=64, page_size=page_size, dtype=dtype)
     paged = case.paged(window)
     alone = paged.attend(case.plan(paged, shared=False), 1, case.q, window)
@@ -158,6 +140,7 @@ def test_rows_do_not_tell_what_they_share(page_size: int, dtype: torch.dtype, wi
     for slots in (paged.partials, 0):  # 0: of no use for splits
         paged.partials = slots
         plan = case.plan(paged)
+        assert [tiles.kind for tiles in plan.work[window]] == [kernel.SHARED, kernel.PRIVATE]  # type: ignore[attr-defined]
         items = plan.work[window][1].list  # type: ignore[attr-defined]
         splits = (
             items[work_tiles.HEADER :].view(-1, work_tiles.FIELDS)[: int(items[0]), work_tiles.SPLIT]
@@ -188,7 +171,7 @@ def test_the_lists_agree_with_the_twin() -> None:
 
 
 def test_rows_that_come_and_go() -> None:
-    """What the rows share changes between steps of one plan, as between replays of a graph; padding shares nothing."""
+    """What rows share may change between steps with one plan, as between replays of a graph. Padding shares nothing."""
     case = make(TREE)
     paged = case.paged(0)
     for seed in (0, 3):
@@ -217,26 +200,19 @@ def test_a_step_with_prefills_reads_shared_keys_once_too() -> None:
     close(paged.attend(plan, 1, case.q, 0), case.expected(0))
 
 
-def test_sharing_pays_only_where_much_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_share_only_if_that_saves_much_and_fills_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared range is not split, so a few rows with a long prefix would wait for a few programs."""
     case = make([1, [1, 1]])
     assert case.share(case.paged(0))
-    saved = 64 * 2 * KV_HEADS * 32 * 4 * 2  # two rows of three read a page of 64 tokens no more
-    monkeypatch.setattr(shared, "SHARING_PAYS", saved + 1)
-    assert not case.share(case.paged(0))
-    monkeypatch.setattr(shared, "SHARING_PAYS", saved)
-    assert case.share(case.paged(0))
-
-
-def test_rows_share_only_where_that_fills_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No range is split: a few rows behind a long prefix would wait for a few programs."""
-    case = make([2, [1, 1], [1, 1]])
-    assert case.share(case.paged(0))
-    monkeypatch.setattr(shared, "FILLS", 0.5)
-    assert not case.share(case.paged(0))
+    saved = 64 * 2 * KV_HEADS * 32 * 4 * 2  # two of three rows do not read a page of 64 tokens again
+    for pays, fills, shares in ((saved + 1, 0, False), (saved, 0, True), (saved, 0.5, False)):
+        monkeypatch.setattr(shared, "SHARING_PAYS", pays)
+        monkeypatch.setattr(shared, "FILLS", fills)
+        assert case.share(case.paged(0)) == shares
 
 
 def test_what_was_shared_is_forgotten() -> None:
-    """Rows that share nothing may be shorter than what others shared before them."""
+    """Rows that share nothing may be shorter than the keys that other rows shared before."""
     case = make(TREE)
     paged = case.paged(0)
     assert case.share(paged)
@@ -246,7 +222,7 @@ def test_what_was_shared_is_forgotten() -> None:
     close(paged.attend(short.plan(paged), 1, case.q, 0), short.expected(0))
 
 
-def test_where_a_chip_refuses_them_the_rest_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_sharing_does_not_compile_the_rest_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import OutOfResources
 
     def launch(*arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""Which kernels run on a device, and the warning where faster ones exist. A GPU is simulated: its type and its chip."""
+"""The kind of kernels that a device runs, and the warning if it could run faster ones. The GPU is a fake."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ H200, A100 = Chip((9, 0), 132, 232_448), Chip((8, 0), 108, 166_912)
 
 
 def on(chip: Chip, version: str | None, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    """Return what `support` says of a GPU of this kind with this Triton, None for none."""
+    """Return the kind of kernels of a GPU with this version of Triton (None: not installed), and the warning."""
     monkeypatch.setattr(Chip, "of", lambda device: chip)
     monkeypatch.setattr(launch, "triton", version and SimpleNamespace(__version__=version))
     known = launch.version() in launch.KNOWN_TRITON
@@ -27,28 +27,24 @@ def on(chip: Chip, version: str | None, monkeypatch: pytest.MonkeyPatch) -> tupl
     return kernels_of(GPU), slower_than_possible(GPU)
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0", "3.9.0"])
-def test_a_known_triton_runs_the_fastest_kernels_of_a_chip(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert on(H200, version, monkeypatch) == ("gluon", "")
-    assert on(A100, version, monkeypatch) == ("triton", "")
+def test_a_known_triton_runs_the_fastest_kernels_of_a_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("3.6.0", "3.7.1", "3.8.0", "3.9.0"):
+        assert on(H200, version, monkeypatch) == ("gluon", "")
+        assert on(A100, version, monkeypatch) == ("triton", "")
 
 
-def test_an_unknown_triton_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, told = on(H200, "3.10.0", monkeypatch)
+def test_an_unknown_or_missing_triton_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, reported = on(H200, "3.10.0", monkeypatch)
     assert kind == "triton"
-    assert "Triton 3.10.0 is unknown" in told
-    assert "fastest kernels for Hopper are off, and results may depend on the schedule" in told
-    assert "install torch 2.11 to 2.15" in told
-    kind, told = on(A100, "3.10.0", monkeypatch)
+    assert "Triton 3.10.0 is unknown" in reported
+    assert "fastest kernels for Hopper are off, and results may depend on the schedule" in reported
+    assert "install torch 2.11 to 2.15" in reported
+    kind, reported = on(A100, "3.10.0", monkeypatch)
     assert kind == "triton"
-    assert "Hopper" not in told
-
-
-def test_a_missing_triton_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    for chip in (H200, A100):
-        kind, told = on(chip, None, monkeypatch)
-        assert kind == "torch"
-        assert told.startswith("Triton is not installed")
+    assert "Hopper" not in reported
+    kind, reported = on(H200, None, monkeypatch)
+    assert kind == "torch"
+    assert reported.startswith("Triton is not installed")
 
 
 def test_the_cpu_runs_torch_and_a_generator_says_so(
