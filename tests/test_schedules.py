@@ -1,5 +1,5 @@
-"""Promise 1: the schedule never shows. On the CPU in float32 tokens and logprobs are the same to the bit, however the
-work is cut into steps, pages and batches, and whoever else is there."""
+"""The schedule never shows: on the CPU in float32, tokens and logprobs are the same to the bit, however the work is
+divided into steps, pages and batches, and whatever other requests there are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Checkpoint, Turns, check_idle, families_with, random_ids
-from hash_model import hopeful
+from handmade import let_pages_run_out
 
 from fastgen import Generator, RequestOutput, SamplingParams
 from fastgen.request import Completion
@@ -36,7 +36,7 @@ Answer = tuple[list[Completion], list[float], list[dict[int, float]] | None]
 
 
 def answer(output: RequestOutput) -> Answer:
-    """All of an output that must not change."""
+    """Return the parts of an output that must not change."""
     return output.completions, (output.prompt_logprobs or [])[1:], output.prompt_top_logprobs
 
 
@@ -49,7 +49,7 @@ def answers(gen: Generator, requests: list[tuple[list[int], SamplingParams]] = R
 
 @pytest.fixture
 def alone(family: Path) -> list[Answer]:
-    """Each request by itself."""
+    """Return the answer to each request by itself."""
     return each_alone(family)
 
 
@@ -73,17 +73,17 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("family", "schedule"), families_with([*SCHEDULES]), indirect=["family"])
-def test_batched_and_chunked_as_alone(schedule: str, family: Path, alone: list[Answer]) -> None:
+def test_batches_and_chunks_change_no_bit(schedule: str, family: Path, alone: list[Answer]) -> None:
     with Generator(family, **SCHEDULES[schedule]) as gen:
         assert answers(gen) == alone
 
 
-def test_short_chunks_beside_decodes_as_alone(family: Path, alone: list[Answer]) -> None:
+def test_short_chunks_next_to_decodes_change_no_bit(family: Path, alone: list[Answer]) -> None:
     with Generator(family, page_size=16, max_seqs=3, max_prefill_tokens=5) as gen:
         assert answers(gen) == alone
 
 
-def test_a_token_a_step_as_alone(family: Path, alone: list[Answer]) -> None:
+def test_one_token_per_step_changes_no_bit(family: Path, alone: list[Answer]) -> None:
     chosen = [2, 4, 9]
     with Generator(family, max_seqs=1, max_step_tokens=1, page_size=16) as gen:
         assert answers(gen, [REQUESTS[i] for i in chosen]) == [alone[i] for i in chosen]
@@ -106,15 +106,15 @@ def growing_alone(family: Path) -> list[Answer]:
 
 
 @pytest.mark.parametrize(("family", "pages"), families_with([(1, 240), (16, 18), (32, 5)]), indirect=["family"])
-def test_preempted_and_resumed_as_alone(pages: tuple[int, int], family: Path) -> None:
+def test_preemptions_change_no_bit(pages: tuple[int, int], family: Path) -> None:
     page_size, num_pages = pages
     with Generator(family, page_size=page_size, num_pages=num_pages, max_seqs=16, max_step_tokens=40) as gen:
-        gen._loop.scheduler = hopeful(gen.config)
+        let_pages_run_out(gen)
         assert answers(gen, GROWING) == growing_alone(family)
         assert gen.stats.preemptions > 0
 
 
-def test_with_neighbours_aborted_midway_as_alone(family: Path, alone: list[Answer]) -> None:
+def test_neighbours_aborted_midway_change_no_bit(family: Path, alone: list[Answer]) -> None:
     with Generator(family, page_size=16, num_pages=24, max_seqs=8, max_step_tokens=24) as gen:
         ids = [gen.add(*request) for request in REQUESTS]
         kept, said = [0, 2, 4, 6, 8, 10], {}
@@ -141,7 +141,7 @@ def test_with_neighbours_aborted_midway_as_alone(family: Path, alone: list[Answe
             assert said[id, completion.index] == (completion.token_ids, completion.logprobs, completion.raw_logprobs)
 
 
-def test_a_sample_does_not_know_how_many_there_are(family: Path) -> None:
+def test_samples_do_not_depend_on_their_number(family: Path) -> None:
     params = replace(SHORT, temperature=0.9, logprobs=2)
     with Generator(family, page_size=16, max_seqs=5, max_step_tokens=32) as gen:
         one, two, four = (gen.generate(random_ids(35), replace(params, n=n))[0].completions for n in (1, 2, 4))
@@ -158,8 +158,8 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_with_two_threads_as_alone(checkpoint: Checkpoint) -> None:
-    """Large enough for the threads to share its matrix products; few steps, since threads wait on a busy machine."""
+def test_two_threads_change_no_bit(checkpoint: Checkpoint) -> None:
+    """The model is large enough for threads to divide its products. Steps are few: threads wait on a busy machine."""
     folder = checkpoint("Llama", hidden_size=256, intermediate_size=640, num_hidden_layers=2, vocab_size=2000)
     requests = [(random_ids(length), replace(SHORT, max_tokens=2, prompt_logprobs=0)) for length in (1, 140, 50)]
     with Generator(folder) as gen:
