@@ -1,4 +1,5 @@
-"""grammar.py: masks of structured output over every kind of vocabulary. Grammars of tools are in test_serve_tools.py."""
+"""grammar.py: masks of structured output over every kind of vocabulary. Grammars of tools are in
+test_serve_tools.py."""
 
 from __future__ import annotations
 

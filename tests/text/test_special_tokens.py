@@ -167,8 +167,8 @@ def special_texts(tokenizer: Tokenizer) -> list[str]:
 def oracle(tokenizer: Tokenizer, hostile: str) -> tuple[list[int], str]:
     """Return ids and text of a conversation with a hostile text.
 
-    Render it with a harmless word, split it at its special tokens, replace the word by the hostile text, and encode each
-    part with a tokenizer without special tokens.
+    Render it with a harmless word, split it at its special tokens, replace the word by the hostile text, and encode
+    each part with a tokenizer without special tokens.
     """
     messages, variables = conversation(tokenizer, "ZQZ")
     text = tokenizer.render_chat(messages, variables=variables)
