@@ -137,8 +137,8 @@ def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True)
     matcher, pieces = TensorMatcher(targets, skipped=skipped), list[tuple[Shard, Tensor]]()
     for path, file, name in _entries(folder, None if whole else targets.keys()):
         entry = file.get_slice(name)
-        target = name.removesuffix("_inv") if name.endswith(SCALE + "_inv") else name  # weight_scale_inv multiplies,
-        too with _about(path):
+        target = name.removesuffix("_inv") if name.endswith(SCALE + "_inv") else name  # it multiplies, too
+        with _about(path):
             shard = matcher.find(target, entry.get_shape(), _DTYPES.get(entry.get_dtype(), entry.get_dtype()))
         if shard is not None and shard.view.numel():
             pieces += shard.pieces(shard.slice(file.get_tensor(name)), PIECE_BYTES)
