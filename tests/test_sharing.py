@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import Turns, check_idle, families_with, random_ids
 from handmade import let_pages_run_out
-from test_schedules import Answer, answer, answers
+from test_schedules import Answer, answers
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine.options import token_bytes
@@ -109,15 +109,3 @@ def test_scores_do_not_depend_on_what_is_cached(family: Path) -> None:
         cold = gen.stats.cached_tokens
         assert gen.score(sequences, start=starts, temperature=0.8)[1:] == expected[1:]
         assert gen.stats.cached_tokens > cold
-
-
-def test_outputs_and_events_tell_the_number_of_cached_tokens(llama: Path) -> None:
-    with Generator(llama, page_size=16) as gen:
-        first, again = (gen.generate(SYSTEM, SHORT)[0] for _ in range(2))
-        assert (first.cached_tokens, again.cached_tokens) == (0, 32)
-        assert answer(first) == answer(again)
-        gen.add(SHOTS[0], replace(SHORT, max_tokens=2))
-        events = []
-        while gen.unfinished:
-            events += gen.step()
-        assert {event.cached_tokens for event in events} == {32}

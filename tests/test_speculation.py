@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Script, Turns, check_idle, random_ids
+from conftest import Turns, check_idle, random_ids
 from drafting import adversary
 from handmade import let_pages_run_out
 
@@ -64,19 +64,6 @@ def test_drafts_of_an_adversary_change_no_bit(
         assert "drafts right" in str(stats)
 
 
-def test_masked_lanes_decode_without_drafts_next_to_others(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = [9, 8, 7, 6, 5, 4, 3]
-    masked, free = SamplingParams(max_tokens=7, mask=Script(script), ignore_eos=True), replace(FREE, max_tokens=40)
-    with Generator(llama, speculate=False) as gen:
-        expected = gen.generate([random_ids(8)], free)
-    adversary(monkeypatch, expected, 64)
-    with Generator(llama, speculate=EAGER) as gen:
-        outputs = gen.generate([random_ids(8), random_ids(9)], [free, masked])
-        assert gen.stats.accepted > 0
-    assert completions(outputs[:1]) == completions(expected)
-    assert outputs[1].completions[0].token_ids == script
-
-
 @pytest.mark.parametrize("stop", [(), (" ",), ("e", "qu"), ("help you",), ("?",)])
 @pytest.mark.parametrize("shown", [False, True])
 def test_texts_and_events_end_where_they_do_without_drafts(
@@ -119,12 +106,6 @@ def test_history_drafts_the_answers_of_the_same_prompt() -> None:
     with Generator(speculate="ngram") as gen:
         assert completions(gen.generate(prompts, params)) == completions(first)
         assert gen.history.tokens == 0
-
-
-def test_wrong_values_of_speculate_are_refused() -> None:
-    for wrong in ("fast", True, 3, Speculation(max_draft=0)):
-        with pytest.raises(ValueError, match=r"speculate|max_draft"):
-            Generator(speculate=wrong)
 
 
 def slow_proposal(text: list[int], near: int, most: int) -> tuple[list[int], int, int]:

@@ -126,10 +126,3 @@ def test_a_page_may_be_saved_given_out_and_loaded_elsewhere_in_one_step(llama: P
     written = {4, 6, 7, 9, 30}
     kept = [page for page in range(64) if page not in written]
     assert torch.equal(whole[:, :, kept], before[:, :, kept])
-
-
-def test_loads_come_with_a_prefill(llama: Path) -> None:
-    runner = make_runner(llama)
-    mover(runner).tier = HostTier(runner.pool, 2)
-    with pytest.raises(AssertionError, match="cannot wait"):
-        runner.launch(Batch(decodes=(0,), features=(PageMoves(loads=((0, 0),)),)))

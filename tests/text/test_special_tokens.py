@@ -47,18 +47,8 @@ MISTRAL_V3 = """{{ bos_token }}{% set last = (messages | selectattr('role', 'equ
 {{- '[TOOL_RESULTS] {"content": ' + message.content | string + ', "call_id": "' + message.tool_call_id + '"}' }}
 {{- '[/TOOL_RESULTS]' }}{% elif message.role == 'assistant' %}{{ ' ' + message.content | trim + eos_token }}
 {%- endif %}{% endfor %}"""
-TEKKEN = MISTRAL_V3.replace("'[INST] '", "'[INST]'").replace("' ' + message.content | trim", "message.content")
 QWEN = """{% if tools %}{{ '<|im_start|>system\\n# Tools\\n<tools>' }}{% for tool in tools %}{{ '\\n' + tool | tojson }}
 {%- endfor %}{{ '\\n</tools><|im_end|>\\n' }}{% endif %}"""
-QWEN_2_5 = (
-    QWEN
-    + """{% for message in messages %}{% if message.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>\\n' }}
-{{- message.content + '\\n</tool_response>' }}{% else %}
-{{-  '<|im_start|>' + message.role + '\\n' + message.content or '' }}
-{%- for call in message.tool_calls or [] %}{{ '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-{{- call.function.arguments | tojson + '}\\n</tool_call>' }}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-)
 QWEN_3 = (
     QWEN
     + """{% set ns = namespace(last=messages | length - 1, seen=false) %}{% for message in messages[::-1] %}
@@ -96,8 +86,6 @@ FAMILIES = {
     "llama 3": (LLAMA, HEADERS, ()),
     "mistral v1": (MISTRAL_V1, ("<s>",), ()),
     "mistral v3": (MISTRAL_V3, INST, ()),
-    "tekken": (TEKKEN, INST, ()),
-    "qwen 2.5": (QWEN_2_5, ("<|im_start|>", "<|im_end|>"), CALLS),
     "qwen 3": (QWEN_3, ("<|im_start|>", "<|im_end|>"), (*CALLS, *THINK[:2])),
     "distill": (DISTILL, (f"<{BAR}begin{BAR}>",), THINK),
 }

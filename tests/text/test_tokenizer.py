@@ -133,17 +133,8 @@ def test_any_ids_are_decoded_alike_however_they_are_cut(tokenizer: Tokenizer) ->
 # Stop strings.
 
 
-def first_stop(text: str, cuts: list[int], stops: list[str]) -> tuple[str, str | None]:
-    """Return the text before the first stop string, and that string, by searching ever longer beginnings of a text."""
-    for end in cuts:
-        found = [(at, stop) for stop in stops if (at := text[:end].find(stop)) >= 0]
-        if found:
-            at, stop = min(found, key=lambda pair: pair[0])
-            return text[:at], stop
-    return text, None
-
-
 def test_stop_strings_are_found_wherever_the_text_is_cut() -> None:
+    """Against a search in ever longer beginnings of the text."""
     rng = np.random.default_rng(0)
     letters = list("ab")
     for _ in range(3000):
@@ -154,12 +145,15 @@ def test_stop_strings_are_found_wherever_the_text_is_cut() -> None:
         for start, end in itertools.pairwise([0, *cuts]):
             new, found = finder.push(text[start:end])
             shown += new
-            if found is not None:
+            places = [(at, stop) for stop in stops if (at := text[:end].find(stop)) >= 0]
+            if places:
+                at, first = min(places, key=lambda pair: pair[0])
+                assert (shown, found) == (text[:at], first)
                 break
-            assert not any((text[:end][len(shown) :]).find(stop) >= 0 for stop in stops)
+            assert found is None
             assert text.startswith(shown)
-        shown += finder.flush() if found is None else ""
-        assert (shown, found) == first_stop(text, cuts, stops)
+        else:
+            assert shown + finder.flush() == text
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
@@ -211,7 +205,6 @@ def test_ids_in_any_sequence_are_a_prompt(ids: Any) -> None:
         (5, TypeError, "not int"),
         (None, TypeError, "not NoneType"),
         ({"role": "user", "content": "hello"}, TypeError, "not 'content'"),
-        ({"prompt": "hello", "multi_modal_data": 5}, TypeError, "not 'multi_modal_data'"),
         ({"prompt": "hello", "tools": []}, TypeError, "not 'tools'"),
         ({"prompt": None}, TypeError, "and one does not"),
         ({"prompt": "a", "messages": []}, TypeError, "'messages' or 'prompt', not both"),
@@ -221,8 +214,6 @@ def test_ids_in_any_sequence_are_a_prompt(ids: Any) -> None:
         ({"messages": []}, TypeError, "messages must be a list of dicts, not \\[\\]"),
         ([5, 6.0], TypeError, "not 6.0"),
         ([True], TypeError, "not True"),
-        ([[5]], TypeError, "not \\[5\\]"),
-        (torch.tensor(5), TypeError, "not int"),
         (torch.tensor([0.5]), TypeError, "not 0.5"),
         ([{"role": "critic", "content": "bad"}], ValueError, "no critics"),
         ([{"content": "hello"}, "more"], ValueError, "a message must be a dict with a role, not {'content': 'hello'}"),
