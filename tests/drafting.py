@@ -1,4 +1,4 @@
-"""Drafts that are right, wrong, or right up to some token, at random."""
+"""Random drafts that are right, wrong, or right up to some token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastgen.kernels.drafts import Drafts
 
 
 def adversary(monkeypatch: pytest.MonkeyPatch, outputs: Iterable[RequestOutput], vocab: int, seed: int = 0) -> None:
-    """Replace the matcher of fastgen.kernels.drafts. outputs: the right ones, whose drafts have no history."""
+    """Replace the function that proposes drafts. outputs: the right outputs, from which right drafts are made."""
     rng = random.Random(seed)
     known = [out.prompt_token_ids + completion.token_ids for out in outputs for completion in out.completions]
 
@@ -34,9 +34,10 @@ def adversary(monkeypatch: pytest.MonkeyPatch, outputs: Iterable[RequestOutput],
 
 
 def adversary_on_device(monkeypatch: pytest.MonkeyPatch, gen: Generator, outputs: list[RequestOutput]) -> None:
-    """Replace the drafts behind each step on the device, without a wait. The seed of a request is its number, and n is
-    1; the lengths of all outputs must be equal."""
-    device, vocab, state = gen._runner.device, gen.model_config.vocab_size, gen._runner.lanes.state
+    """Replace the drafts after each step on the device, without a wait. The seed of each request must be its number and
+    n must be 1; all outputs must have the same length."""
+    state, vocab = gen._runner.lanes.state, gen.model_config.vocab_size
+    device = state.table.device
     rows = [out.prompt_token_ids + out.completions[0].token_ids for out in outputs]
     longest = max(map(len, rows)) + 64
     script = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)

@@ -1,4 +1,4 @@
-"""Helpers for tests of grammars and tools: tokenizers with every kind of vocabulary, and walks through a mask."""
+"""Helpers for tests of grammars and tools: a byte-level tokenizer, and walks through a mask."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 
 
 def byte_level(folder: Path, marks: Sequence[str], template: str | None = None) -> Tokenizer:
-    """Save a byte-level BPE: two ends of sequence (ids 0 and 1), marks as tokens (Qwen's are not special, the others
-    are), the 256 bytes, and merges of some JSON, with tokens that span its structure."""
+    """Save a byte-level BPE and return its Tokenizer.
+
+    It has two ends of sequence (ids 0 and 1), the marks as tokens (all special except Qwen's), the 256 bytes, and
+    merges of some JSON with tokens that span its structure.
+    """
     import tokenizers
     from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -54,7 +57,7 @@ def allowed(mask: TokenMask, vocab_size: int) -> list[int]:
 
 
 def accepts(mask: TokenMask, ids: Sequence[int], vocab_size: int) -> bool:
-    """Return whether a mask allows these tokens one after another; changes the mask."""
+    """Return whether a mask allows these tokens one after another. The mask is changed."""
     for token in ids:
         if token not in allowed(mask, vocab_size):
             return False
@@ -63,7 +66,7 @@ def accepts(mask: TokenMask, ids: Sequence[int], vocab_size: int) -> bool:
 
 
 def walk(mask: TokenMask, vocab_size: int, ends: Sequence[int], rng: random.Random, steps: int = 3000) -> list[int]:
-    """Draw tokens that a mask allows, up to an end token, which is left out."""
+    """Draw tokens that a mask allows, up to an end token. Return them without it."""
     ids: list[int] = []
     for _ in range(steps):
         token = rng.choice(allowed(mask, vocab_size))
@@ -75,7 +78,7 @@ def walk(mask: TokenMask, vocab_size: int, ends: Sequence[int], rng: random.Rand
 
 
 def add(deltas: Sequence[Any]) -> tuple[str, list[tuple[str, str, str]]]:
-    """Return the content of deltas, and (id, name, arguments) of the calls."""
+    """Return the content of deltas, and (id, name, arguments) of each call."""
     content, calls = "", dict[int, tuple[str, str, str]]()
     for delta in deltas:
         content += delta.get("content", "")
@@ -90,5 +93,5 @@ def add(deltas: Sequence[Any]) -> tuple[str, list[tuple[str, str, str]]]:
 
 
 def rule_of(wanted: dict[str, Any]) -> str | None:
-    """Return the rule of a response_format as clients send it."""
+    """Return the rule of a response_format in the form that clients send."""
     return answer_rule(FORMAT.validate_python(wanted))

@@ -1,4 +1,4 @@
-"""Batches made by hand for a Runner."""
+"""Helpers that build batches for a Runner by hand, and force preemptions of a Generator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hash_model import hopeful
 
+from fastgen import Generator
 from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.page_moves import PageMover
 from fastgen.engine.pages import PageMoves
@@ -26,19 +28,25 @@ PARAMS = [  # of lanes 0, 1 and 2
     SamplingParams(temperature=0.7, min_p=0.01, presence_penalty=0.5, logprobs=1),
 ]
 Said = dict[int, tuple[Any, ...]]
-"""What each lane drew in a step: (token, logprob, untruncated and raw logprob, alternatives)."""
+"""The draw of each lane in a step: (token, logprob, untruncated logprob, raw logprob, alternatives)."""
 
 
 def make_runner(folder: Path, **options: Any) -> Runner:
-    """8 lanes, 64 pages of 16 tokens."""
+    """Return a Runner with 8 lanes and 64 pages of 16 tokens, unless options say otherwise."""
     settings: dict[str, Any] = {"max_seqs": 8, "max_step_tokens": 256, "page_size": PAGE, "num_pages": 64, **options}
     model = read_config(folder)
     given = GeneratorOptions(**{"device": "cpu", **settings})
     return build_runner(model, EngineConfig.make(model, given), folder, "auto", Group())
 
 
+def let_pages_run_out(gen: Generator) -> None:
+    """Let the scheduler expect outputs of no length, so that it admits too many sequences and preempts some."""
+    gen._loop.scheduler.estimate = hopeful(gen.config).estimate
+    gen._loop.scheduler.reset()
+
+
 def mover(runner: Runner) -> PageMover:
-    """The feature that moves pages."""
+    """Return the runner's feature that moves pages."""
     found = runner.features[PageMoves]
     assert isinstance(found, PageMover)
     return found
@@ -49,19 +57,20 @@ def start(lane: int, params: SamplingParams, tokens: Sequence[int], prompt_len: 
 
 
 def table(lane: int, pages: Sequence[int]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """The whole page table of a lane."""
+    """Return the update that writes the whole page table of a lane."""
     return ((lane, 0, tuple(pages)),)
 
 
 def run(runner: Runner, batch: Batch, masks: Mapping[int, np.ndarray] | None = None) -> tuple[Said, StepResult]:
-    """masks: of the lanes that may not say all, where the batch is masked."""
+    """Run a batch, and return what its lanes drew, and its result. masks: masks of lanes, if the batch is masked; other
+    lanes may draw any token."""
     launched = runner.launch(batch)
     if batch.masked:
         words = -(-runner.model.config.vocab_size // 32)
         free = np.full(words, -1, dtype=np.int32)
         runner.sample(launched, np.stack([(masks or {}).get(lane, free) for lane in batch.sampling]))
     result = runner.collect(launched)
-    assert runner.lanes.kv_lens.tolist() == runner.lanes.host_kv_lens.tolist(), "the host knows the lengths"
+    assert runner.lanes.kv_lens.tolist() == runner.lanes.host_kv_lens.tolist()
     tops = [top or None for top in result.top_logprobs or [{}] * len(result.tokens)]
     logprobs = result.logprobs, result.untruncated_logprobs, result.raw_logprobs
     rows = zip(result.tokens, *logprobs, tops, strict=True)
@@ -77,18 +86,17 @@ def siblings(
     score: ScoreRequest | None = None,
     masks: Mapping[int, np.ndarray] | None = None,
 ) -> tuple[list[Said], StepResult]:
-    """What lanes 0, 1 and 2 say to a prompt, a dict a step, and the result of the step that prefills.
+    """Return what lanes 0, 1 and 2 draw after a prompt in each step, and the result of the step that prefills.
 
-    forked: lanes 1 and 2 are forks of 0 and share its full pages; else each prefills on pages of its own. Beside them
-    lane 3 decodes, lane 4 prefills a chunk and lane 5 a whole prompt of one token.
+    forked: lanes 1 and 2 are forks of 0 and share its full pages; otherwise each prefills on pages of its own. In the
+    same steps lane 3 decodes, lane 4 prefills a chunk, and lane 5 prefills a whole prompt of one token.
     """
     total = len(prompt) + steps + 1
     held = [list(range(10 * lane, 10 * lane + -(-total // PAGE))) for lane in range(3)]
     shared, partial = divmod(len(prompt), PAGE)
     if forked:
         held[1][:shared] = held[2][:shared] = held[0][:shared]
-    beside = {3: [40, 41, 42], 4: [43], 5: [44, 45]}
-    everyone = [*enumerate(held), *beside.items()]
+    everyone = [*enumerate(held), (3, [40, 41, 42]), (4, [43]), (5, [44, 45])]
     others = {3: [9, 8, 7], 5: [11]}
     starts = [start(lane, params[lane], prompt, len(prompt), seed=lane + 5) for lane in range(3)]
     starts += [start(lane, params[0], ids, len(ids)) for lane, ids in others.items()]
@@ -119,9 +127,9 @@ def siblings(
 
 
 def continued(runner: Runner, prompt: Sequence[int], steps: int, moved: bool) -> list[Said]:
-    """What is said to a prompt that is prefilled on lane 0, and again from its full pages on lane 1.
+    """Return what lane 1 draws after a prompt whose full pages lane 0 has computed.
 
-    moved: its full pages go to the host tier, are written over, and come back to other places.
+    moved: the full pages go to the host tier, are overwritten, and come back to other pages of the pool.
     """
     params, full = PARAMS[1], (len(prompt) - 1) // PAGE
     pages = list(range(-(-(len(prompt) + steps) // PAGE)))

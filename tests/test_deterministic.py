@@ -1,4 +1,4 @@
-"""deterministic=True on the CPU: the same to the bit under random schedules, in whatever dtype."""
+"""deterministic=True on the CPU: the same bits under random schedules in each dtype, and KV caches in fp8."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_schedule_never_shows(dtype: str, kv: str, llama: Path) -> None:
 
 
 def test_a_kv_cache_in_fp8_changes_logprobs_a_little() -> None:
-    """Of answers of the bundled model, to the bit the same again behind a sleep."""
+    """The bundled model's scores change little, and are the same to the bit again after a sleep."""
     chats = [[{"role": "user", "content": text}] for text in ("What is paged attention?", "What is 23 + 48?")]
     with Generator(device="cpu") as gen:
         outputs = gen.chat(chats, SamplingParams(temperature=0, max_tokens=40))

@@ -1,20 +1,18 @@
-"""Promise 1: the schedule never shows. On the CPU in float32 tokens and logprobs are the same to the bit, however the
-work is cut into steps, pages and batches, and whoever else is there."""
+"""The schedule never shows: on the CPU in float32, tokens and logprobs are the same to the bit, however the work is
+divided into steps, pages and batches, and whatever other requests there are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from conftest import Checkpoint, Turns, check_idle, families_with, random_ids
-from hash_model import hopeful
+from conftest import Turns, check_idle, families_with, random_ids
+from handmade import let_pages_run_out
 
-from fastgen import Generator, RequestOutput, SamplingParams
+from fastgen import Generator, Request, RequestOutput, SamplingParams
 from fastgen.request import Completion
 
 SHORT = SamplingParams(max_tokens=16, seed=7, ignore_eos=True)
@@ -36,7 +34,7 @@ Answer = tuple[list[Completion], list[float], list[dict[int, float]] | None]
 
 
 def answer(output: RequestOutput) -> Answer:
-    """All of an output that must not change."""
+    """Return the parts of an output that must not change."""
     return output.completions, (output.prompt_logprobs or [])[1:], output.prompt_top_logprobs
 
 
@@ -49,7 +47,7 @@ def answers(gen: Generator, requests: list[tuple[list[int], SamplingParams]] = R
 
 @pytest.fixture
 def alone(family: Path) -> list[Answer]:
-    """Each request by itself."""
+    """Return the answer to each request by itself."""
     return each_alone(family)
 
 
@@ -68,22 +66,18 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "chunks of 7": {"page_size": 16, "max_seqs": 7, "max_step_tokens": 7},
     "chunks of a page": {"page_size": 16, "max_seqs": 16, "max_step_tokens": 16},
     "chunks of a large page": {"page_size": 64, "max_seqs": 32, "max_step_tokens": 64},
+    "short chunks next to decodes": {"page_size": 16, "max_seqs": 3, "max_prefill_tokens": 5},
     "pages of 1": {"page_size": 1, "max_seqs": 32, "max_step_tokens": 100},
 }
 
 
 @pytest.mark.parametrize(("family", "schedule"), families_with([*SCHEDULES]), indirect=["family"])
-def test_batched_and_chunked_as_alone(schedule: str, family: Path, alone: list[Answer]) -> None:
+def test_batches_and_chunks_change_no_bit(schedule: str, family: Path, alone: list[Answer]) -> None:
     with Generator(family, **SCHEDULES[schedule]) as gen:
         assert answers(gen) == alone
 
 
-def test_short_chunks_beside_decodes_as_alone(family: Path, alone: list[Answer]) -> None:
-    with Generator(family, page_size=16, max_seqs=3, max_prefill_tokens=5) as gen:
-        assert answers(gen) == alone
-
-
-def test_a_token_a_step_as_alone(family: Path, alone: list[Answer]) -> None:
+def test_one_token_per_step_changes_no_bit(family: Path, alone: list[Answer]) -> None:
     chosen = [2, 4, 9]
     with Generator(family, max_seqs=1, max_step_tokens=1, page_size=16) as gen:
         assert answers(gen, [REQUESTS[i] for i in chosen]) == [alone[i] for i in chosen]
@@ -106,64 +100,30 @@ def growing_alone(family: Path) -> list[Answer]:
 
 
 @pytest.mark.parametrize(("family", "pages"), families_with([(1, 240), (16, 18), (32, 5)]), indirect=["family"])
-def test_preempted_and_resumed_as_alone(pages: tuple[int, int], family: Path) -> None:
+def test_preemptions_change_no_bit(pages: tuple[int, int], family: Path) -> None:
     page_size, num_pages = pages
     with Generator(family, page_size=page_size, num_pages=num_pages, max_seqs=16, max_step_tokens=40) as gen:
-        gen._loop.scheduler = hopeful(gen.config)
+        let_pages_run_out(gen)
         assert answers(gen, GROWING) == growing_alone(family)
         assert gen.stats.preemptions > 0
 
 
-def test_with_neighbours_aborted_midway_as_alone(family: Path, alone: list[Answer]) -> None:
+def test_neighbours_aborted_midway_change_no_bit(family: Path, alone: list[Answer]) -> None:
     with Generator(family, page_size=16, num_pages=24, max_seqs=8, max_step_tokens=24) as gen:
-        ids = [gen.add(*request) for request in REQUESTS]
-        kept, said = [0, 2, 4, 6, 8, 10], {}
-        for victim in (1, 3, 5, 7, 9):
-            gen.step()
-            gen.step()
-            neighbour = gen.add(random_ids(30, seed=1), SHORT)
-            gen.abort([ids[victim], neighbour])
-        while gen.unfinished:
-            gen.step()
+        doomed = [gen.add(random_ids(50, seed=i), replace(SHORT, max_tokens=100)) for i in range(len(REQUESTS))]
+        found: list[Answer | None] = [None] * len(REQUESTS)
+        for output in gen.stream(Request(*request, id=i) for i, request in enumerate(REQUESTS)):
+            found[int(output.id)] = answer(output)
+            gen.abort([doomed.pop()])
+        gen.take_events()
         check_idle(gen)
-        ids = [gen.add(*REQUESTS[i]) for i in kept]
-        victims = [gen.add(random_ids(50, seed=i), SHORT) for i in range(3)]
-        while gen.unfinished:
-            for event in gen.step():
-                new = (event.token_ids, event.logprobs, event.raw_logprobs)
-                before = said.get((event.id, event.index), ([], [], []))
-                said[event.id, event.index] = tuple(a + b for a, b in zip(before, new, strict=True))
-            if victims and gen.stats.steps % 3 == 0:
-                gen.abort([victims.pop()])
-        check_idle(gen)
-    for id, i in zip(ids, kept, strict=True):
-        for completion in alone[i][0]:
-            assert said[id, completion.index] == (completion.token_ids, completion.logprobs, completion.raw_logprobs)
+    assert found == alone
 
 
-def test_a_sample_does_not_know_how_many_there_are(family: Path) -> None:
+def test_samples_do_not_depend_on_their_number(family: Path) -> None:
     params = replace(SHORT, temperature=0.9, logprobs=2)
     with Generator(family, page_size=16, max_seqs=5, max_step_tokens=32) as gen:
         one, two, four = (gen.generate(random_ids(35), replace(params, n=n))[0].completions for n in (1, 2, 4))
     assert one == four[:1]
     assert two == four[:2]
     assert len({tuple(completion.token_ids) for completion in four}) == 4
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_with_two_threads_as_alone(checkpoint: Checkpoint) -> None:
-    """Large enough for the threads to share its matrix products; few steps, since threads wait on a busy machine."""
-    folder = checkpoint("Llama", hidden_size=256, intermediate_size=640, num_hidden_layers=2, vocab_size=2000)
-    requests = [(random_ids(length), replace(SHORT, max_tokens=2, prompt_logprobs=0)) for length in (1, 140, 50)]
-    with Generator(folder) as gen:
-        found = [answers(gen, [request])[0] for request in requests]
-        assert answers(gen, requests) == found
-    with Generator(folder, page_size=16, max_seqs=2, max_step_tokens=50) as gen:
-        assert answers(gen, requests) == found

@@ -1,6 +1,6 @@
-"""Promise 1 where sequences share: cached prefixes, forks, trees of prompts and a host tier change no bit on the CPU.
+"""Cached prefixes, forks, trees of prompts and a host tier change no bit on the CPU in float32.
 
-Held against a Generator that keeps nothing and runs one sequence at a time, in float32."""
+The expected answers come from a Generator that caches nothing and runs one sequence at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from conftest import Turns, check_idle, families_with, random_ids
-from hash_model import hopeful
-from test_schedules import Answer, answer, answers
+from handmade import let_pages_run_out
+from test_schedules import Answer, answers
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine.options import token_bytes
@@ -36,7 +36,7 @@ REQUESTS = [
 
 @pytest.fixture
 def apart(family: Path) -> list[Answer]:
-    """Each request by itself, its samples one after the other."""
+    """Return the answer to each request by itself, with its samples one after another."""
     return each_apart(family)
 
 
@@ -54,14 +54,14 @@ def host_gb(folder: Path, pages: float, page_size: int) -> float:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "all at once": {"page_size": 16, "max_seqs": 32},
-    "forks alone": {"page_size": 16, "max_seqs": 32, "prefix_cache": False},
+    "forks without a cache": {"page_size": 16, "max_seqs": 32, "prefix_cache": False},
     "chunks of 7": {"page_size": 4, "max_seqs": 7, "max_step_tokens": 7},
     "pages of 1": {"page_size": 1, "max_seqs": 5, "max_step_tokens": 64},
 }
 
 
 @pytest.mark.parametrize(("family", "name"), families_with([*OPTIONS]), indirect=["family"])
-def test_cold_and_warm_as_apart(name: str, family: Path, apart: list[Answer]) -> None:
+def test_a_cold_and_a_warm_cache_change_no_bit(name: str, family: Path, apart: list[Answer]) -> None:
     with Generator(family, **OPTIONS[name]) as gen:
         for _ in range(2):
             assert answers(gen, REQUESTS) == apart
@@ -71,7 +71,7 @@ def test_cold_and_warm_as_apart(name: str, family: Path, apart: list[Answer]) ->
 @pytest.mark.parametrize(
     ("family", "page_size"), [("llama", 3), ("mistral", 16), ("qwen2", 3), ("qwen3", 16)], indirect=["family"]
 )
-def test_a_host_tier_that_thrashes_as_apart(page_size: int, family: Path, apart: list[Answer]) -> None:
+def test_a_host_tier_that_thrashes_changes_no_bit(page_size: int, family: Path, apart: list[Answer]) -> None:
     options = {"page_size": page_size, "num_pages": 176 // page_size, "max_seqs": 3, "max_step_tokens": 40}
     with Generator(family, **options, host_cache_gb=host_gb(family, 200 / page_size, page_size)) as gen:
         for _ in range(3):
@@ -80,15 +80,15 @@ def test_a_host_tier_that_thrashes_as_apart(page_size: int, family: Path, apart:
         assert gen.stats.pages_loaded > 0
 
 
-def test_preempted_ones_find_their_pages_and_go_on_as_apart(family: Path, apart: list[Answer]) -> None:
+def test_preempted_sequences_that_find_their_pages_change_no_bit(family: Path, apart: list[Answer]) -> None:
     with Generator(family, page_size=8, num_pages=24, max_seqs=16, max_step_tokens=50) as gen:
-        gen._loop.scheduler = hopeful(gen.config)
+        let_pages_run_out(gen)
         assert answers(gen, REQUESTS) == apart
         assert gen.stats.preemptions > 0
 
 
-def test_neighbours_that_are_aborted_as_apart(family: Path, apart: list[Answer]) -> None:
-    """They share pages with those that stay, and leave theirs in the cache."""
+def test_aborted_neighbours_change_no_bit(family: Path, apart: list[Answer]) -> None:
+    """They share pages with the remaining requests, and leave their pages in the cache."""
     with Generator(family, page_size=8, num_pages=60, max_seqs=8, max_step_tokens=30) as gen:
         for round in range(2):
             doomed = [gen.add(*request) for request in REQUESTS]
@@ -109,15 +109,3 @@ def test_scores_do_not_depend_on_what_is_cached(family: Path) -> None:
         cold = gen.stats.cached_tokens
         assert gen.score(sequences, start=starts, temperature=0.8)[1:] == expected[1:]
         assert gen.stats.cached_tokens > cold
-
-
-def test_how_much_of_a_prompt_was_there_is_told(llama: Path) -> None:
-    with Generator(llama, page_size=16) as gen:
-        first, again = (gen.generate(SYSTEM, SHORT)[0] for _ in range(2))
-        assert (first.cached_tokens, again.cached_tokens) == (0, 32)
-        assert answer(first) == answer(again)
-        gen.add(SHOTS[0], replace(SHORT, max_tokens=2))
-        events = []
-        while gen.unfinished:
-            events += gen.step()
-        assert {event.cached_tokens for event in events} == {32}

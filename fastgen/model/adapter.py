@@ -1,8 +1,8 @@
 """LoRA adapters (arXiv 2106.09685) with PEFT's names, merged into the weights.
 
 Each weight that an adapter changes becomes base + scaling * B A, computed on the weight's device in float32 and rounded
-once to its dtype. The base is kept, so that another adapter or none can follow. Factors travel to other ranks as the
-tensors of an update do, and each rank merges its slice.
+once to its dtype. The base weights are kept, so that another adapter can be merged or the base restored. The factors A
+and B are sent to other ranks like the tensors of a weight update, and each rank merges its slice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastgen.kernels.merge import merge
 from fastgen.model.loader import load
 from fastgen.model.weights import Shard, Update, write
 
-_FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])(?:\.[^.]+)?\.weight")  # in memory with PEFT's name
+_FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])(?:\.[^.]+)?\.weight")  # adapters in memory have a name
 _FILES = "adapter_config.json", "adapter_model.safetensors"
 
 _HARMLESS = {
@@ -34,23 +34,24 @@ _HARMLESS = {
     "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
     "runtime_config", "target_modules", "task_type", "use_rslora",
 }  # fmt: skip
-"""Fields of PEFT's LoraConfig that are read, or do not change the merged weights. Others must be empty, or as below."""
+"""Fields of PEFT's LoraConfig that are read, or do not change the merged weights. Others must be empty or as in
+_PLAIN."""
 
 _PLAIN = {
     "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"), "peft_type": ("LORA",)
 }  # fmt: skip
-"""Values of other fields. An init must leave the base weights as they are."""
+"""Supported values of other fields. These inits do not change the base weights."""
 
 _UNSUPPORTED = "is not supported: only plain LoRA of the linear layers of attention and MLP can be merged"
 
 
 class AdapterUpdate(Update):
-    """The update of the weights to an adapter, or to the base.
+    """A weight update that merges an adapter, or restores the base weights.
 
-    given: the adapter's tensors, as a mapping or an iterable of (name, tensor); None for the base. config: PEFT's
-    LoraConfig, or a dict of its fields. shards: the whole tensors of the model. adapted: the layers that adapters have
-    changed, such as "model.layers.0.self_attn.q_proj"; after `check`, those that the update writes. Layers that this
-    adapter leaves out become the base again.
+    given: the adapter's tensors, as a mapping or an iterable of (name, tensor); None restores the base. config: PEFT's
+    LoraConfig, or a dict of its fields. shards: the whole tensors of the model. adapted: names of the layers that
+    earlier adapters have changed, such as "model.layers.0.self_attn.q_proj". After `check`, it also has the layers of
+    this adapter; the update writes all of them, and layers without factors become the base again.
     """
 
     merges = True
@@ -65,11 +66,11 @@ class AdapterUpdate(Update):
         self.adapted = adapted
         self._config = config
         self._sizes = {n.removesuffix(".weight"): s.shape for n, s in shards.items() if n.endswith("_proj.weight")}
-        self._scaling: dict[str, float] = {}  # by layer of the adapter
+        self._scaling: dict[str, float] = {}  # of each layer that the adapter changes
 
     @classmethod
     def read(cls, folder: str | Path, shards: Mapping[str, Shard]) -> AdapterUpdate:
-        """Return the checked update to the adapter of a folder that PEFT has saved. Raises ValueError."""
+        """Return the checked update for an adapter in a folder that PEFT has saved. Raises ValueError."""
         config, weights = (Path(folder).expanduser() / name for name in _FILES)
         for path in (config, weights):
             if not path.is_file():
@@ -82,8 +83,8 @@ class AdapterUpdate(Update):
         return update
 
     def check(self) -> None:
-        """Check the config and all tensors. Raises ValueError as `Update.tensors` does, and for a config that is not
-        supported, and TypeError for objects of the wrong kind."""
+        """Check the config and all tensors. Raises ValueError as `Update.tensors` does and for an unsupported config,
+        and TypeError for objects of the wrong kind."""
         if self._given is None:
             self._given = ()
         elif isinstance(self._given, Iterable):
@@ -94,7 +95,7 @@ class AdapterUpdate(Update):
         self.adapted |= self._scaling.keys()
 
     def _expect(self, config: Mapping[str, Any]) -> None:
-        """Set the factors to expect, and the scaling of each layer."""
+        """Set the expected factors, and the scaling of each layer."""
         layers = _targeted(config, [*self._sizes, "lm_head", "model.embed_tokens"])
         if others := layers - self._sizes.keys():
             raise ValueError(f"target_modules has {', '.join(sorted(others))}, which {_UNSUPPORTED}")
@@ -114,9 +115,9 @@ class AdapterUpdate(Update):
         self._shards = {name: Shard.whole(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the factors of each layer in float32, [rank, inputs + outputs]: A, and beside it the transposed B with
-        its scaling. The rank is 0 for a layer that becomes the base again."""
-        factors = dict(self._given)  # which `check` has matched
+        """Yield the factors of each layer in float32 [rank, inputs + outputs]: A, then the transposed and scaled B. The
+        rank is 0 for a layer that becomes the base again."""
+        factors = dict(self._given)  # `check` has matched them with the model
         for layer in sorted(self.adapted):
             if layer not in self._scaling:
                 yield layer, torch.empty(0, sum(self._sizes[layer]))
@@ -126,15 +127,15 @@ class AdapterUpdate(Update):
 
 
 def _renamed(item: Any) -> Any:
-    """Return an item with its name in the model: "model.layers.0.mlp.up_proj.lora_A.weight"."""
+    """Return an item named after its layer in the model, such as "model.layers.0.mlp.up_proj.lora_A.weight"."""
     named = isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)
     found = _FACTOR.fullmatch(item[0]) if named else None
     return (f"{found[1]}.{found[2]}.weight", item[1]) if found else item
 
 
 def _fields(config: Any) -> dict[str, Any]:
-    """Return the fields of a config that are set. Raises TypeError if it is none, and ValueError for a field that is
-    not supported."""
+    """Return the fields of a config that are set. Raises TypeError for an object of another kind, and ValueError for an
+    unsupported field."""
     given = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(given, Mapping):
         raise TypeError(f"config must be PEFT's LoraConfig, or a dict of its fields, not {type(config).__name__}")
@@ -146,7 +147,7 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def _targeted(config: Mapping[str, Any], layers: Iterable[str]) -> set[str]:
-    """Return the layers that the config targets, as PEFT finds them."""
+    """Return the layers that the config targets, by the rules of PEFT."""
     wanted, unwanted = config.get("target_modules", ()), config.get("exclude_modules", ())
     numbers = config.get("layers_to_transform", [])
     numbers = [numbers] if isinstance(numbers, int) else numbers
@@ -162,14 +163,15 @@ def _targeted(config: Mapping[str, Any], layers: Iterable[str]) -> set[str]:
 
 
 def _names(patterns: str | Collection[str], layer: str) -> bool:
-    """Return whether a regular expression matches a layer, or one of some names ends it."""
+    """Return whether a regular expression matches the name of a layer, or one of several names is a suffix of it."""
     if isinstance(patterns, str):
         return re.fullmatch(patterns, layer) is not None
     return any(f".{layer}".endswith(f".{name}") for name in patterns)
 
 
 def _number(config: Mapping[str, Any], name: str, patterns: str, layer: str) -> Any:
-    """Return a field for a layer: the value of the first pattern that ends the layer, else that of the field."""
+    """Return a field's value for a layer: the value of the first pattern that matches the layer, else the field's
+    own."""
     matches = (value for key, value in config.get(patterns, {}).items() if re.fullmatch(rf"(.*\.)?({key})", layer))
     value = next(matches, config.get(name))
     if not isinstance(value, int if name == "r" else int | float) or value <= 0:
@@ -182,12 +184,12 @@ def _number(config: Mapping[str, Any], name: str, patterns: str, layer: str) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class _Adapted(Shard):
-    """A weight that an adapter changes. base: as `view`, on any device."""
+    """A weight that an adapter changes. base: the rank's slice of the base weight, with the shape of `view`."""
 
     base: Tensor
 
     def write(self, factors: Tensor) -> None:
-        """Write base + B A. factors: those of the whole weight, as `AdapterUpdate.tensors` yields them."""
+        """Write base + B A. factors: factors of the whole weight, as `AdapterUpdate.tensors` yields them."""
         base = self.base
         if base.device != self.view.device or not len(factors):
             base = self.view.copy_(base, non_blocking=True)
@@ -198,18 +200,18 @@ class _Adapted(Shard):
 
 
 class AdapterBases:
-    """Copies of the weights that adapters change, as they are without one: those of a rank, by layer.
+    """Copies of a rank's base weights, by layer, of the layers that adapters change.
 
-    The copies are made when an adapter first changes a weight, and their memory is kept. An adapter that was merged at
-    the start has left no copies; these are read from the checkpoint.
+    A copy is made when an adapter first changes a weight, and its memory is kept. For an adapter that was merged at the
+    start, no copies were made; the base is then read from the checkpoint.
     """
 
     def __init__(self, memory: Memory, device: torch.device) -> None:
         self._memory, self._device = memory, device
         self._copies: dict[str, Tensor] = {}
         self._pinned: list[Pinned] = []
-        self.valid: set[str] = set()  # layers whose copies are bases, as no other weights have replaced them
-        self._merged: frozenset[str] = frozenset()  # at the start
+        self.valid: set[str] = set()  # layers whose copies are the base of the current weights
+        self._merged: frozenset[str] = frozenset()  # layers of the adapter that was merged at the start
         self._folder = Path()
 
     def merge(self, update: AdapterUpdate, shards: Mapping[str, Shard], folder: Path) -> None:
@@ -224,7 +226,7 @@ class AdapterBases:
         return self._merged.union(self.valid)
 
     def keep(self, layers: Iterable[str], shards: Mapping[str, Shard], place: str) -> None:
-        """Copy the weights of layers that have no valid copy. place: of new copies, "device" or "host".
+        """Copy the weights of layers without a valid copy. place: where new copies are kept, "device" or "host".
 
         Raises torch.OutOfMemoryError, or ValueError if the host has too little memory.
         """
@@ -252,11 +254,11 @@ class AdapterBases:
                 self._copies[layer] = piece.view(view.dtype).view(view.shape)
 
     def targets(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
-        """Return where factors are written to, by layer."""
+        """Return the shards to which factors are written, by layer."""
         return _adapted({layer: self._copies[layer] for layer in self.valid}, shards)
 
     def forget(self) -> None:
-        """Make the copies invalid, since other weights replace them."""
+        """Mark all copies as invalid, because other base weights replace them."""
         self.valid, self._merged = set(), frozenset()
 
 

@@ -1,8 +1,8 @@
-"""The config of a model: Hugging Face `config.json` -> ModelConfig.
+"""Reads Hugging Face's `config.json` as a ModelConfig.
 
 Files of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and of transformers 5 (`rope_parameters`, `dtype`)
-are read alike. An unsupported model is a ValueError that names the field and its value. This module imports neither
-torch nor transformers.
+give the same ModelConfig. An unsupported model raises a ValueError that names the field and its value. This module
+imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ BUNDLED_NAME = "fastgen-tiny"
 
 @dataclass(frozen=True)
 class _Family:
-    """A family of models: how its fields of config.json become the flags of ModelConfig.
+    """The rules by which the fields of a model family's config.json become the flags of ModelConfig.
 
-    absent: values that transformers assumes for fields that are absent altogether; a null stays a null. qkv_bias: q, k
-    and v always have biases. attention_bias, mlp_bias: the field of that name adds biases to q, k, v and o, or to gate,
-    up and down. qk_norm: see ModelConfig. window: the field that switches sliding windows on; "" for never,
-    "sliding_window" where its presence does.
+    absent: the values that transformers assumes for absent fields; a field that is null stays null. qkv_bias: q, k and
+    v always have biases. attention_bias: the field attention_bias adds biases to q, k, v and o. mlp_bias: the field
+    mlp_bias adds biases to gate, up and down. qk_norm: see ModelConfig. window: name of the field that switches sliding
+    windows on, which may be the size itself ("sliding_window"); "" for families without windows.
     """
 
     model_type: str
@@ -48,12 +48,12 @@ _FAMILIES = {
         "qwen3", {**_QWEN, "head_dim": 128}, attention_bias=True, qk_norm=True, window="use_sliding_window"
     ),
 }
-# Fields that turn a dense text model into another kind, where they are neither null, false, 0 nor empty.
+# Fields that make a model something other than a dense text model, unless they are null, false, 0 or empty.
 _FOREIGN = (
     "num_experts", "num_local_experts", "n_routed_experts", "vision_config", "audio_config", "text_config",
     "per_layer_config", "is_encoder_decoder",
 )  # fmt: skip
-# The kinds of rope: the numbers that each needs, and those that it may have.
+# Kinds of rope: (required numbers, optional numbers).
 _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -61,14 +61,14 @@ _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor")),
 }
 _DTYPES = ("bfloat16", "float16", "float32")
-_LARGEST = 3e38  # number that float32 holds
-_MOST = 2**24  # of a size in config.json: a model of more layers would fill the memory before it can be refused
+_LARGEST = 3e38  # float32 holds no larger number
+_MOST = 2**24  # maximum of sizes in config.json: reading a config of more layers would already fill the memory
 GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The rotary position embedding of a model. Each kind reads the fields that name it; see `fastgen.model.rope`.
+    """The rotary position embedding of a model (see `fastgen.model.rope`). Comments name the kinds that read a field.
 
     Sources: RoFormer (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), llama3 from Llama 3.1.
     """
@@ -103,9 +103,9 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool  # an RMSNorm over each head of q and k before rope (Qwen3)
     tied: bool  # the head's weight is the embedding; the checkpoint need not hold lm_head.weight
-    windows: tuple[int, ...]  # of each layer: a query at p sees the keys in (p - window, p]; 0: all keys up to p
+    windows: tuple[int, ...]  # one per layer: a query at p sees the keys in (p - window, p]; 0: all keys up to p
     eos_ids: tuple[int, ...]
-    dtype: str  # the checkpoint's: bfloat16, float16 or float32
+    dtype: str  # of the checkpoint: bfloat16, float16 or float32
     quantization: Quantization | None = None  # of the linear layers
 
     def __post_init__(self) -> None:
@@ -120,21 +120,21 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """The number of weights, without norms and biases, which are few."""
+        """Number of weights, without the few numbers of norms and biases."""
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * self.hidden_size * self.intermediate_size
         return self.num_layers * layer + self.vocab_size * self.hidden_size * (1 if self.tied else 2)
 
     @property
     def input_sizes(self) -> tuple[int, int, int]:
-        """The numbers of inputs of a layer's linear layers."""
+        """Numbers of inputs of the linear layers of a layer."""
         return self.hidden_size, self.num_heads * self.head_size, self.intermediate_size
 
     def split(self, ranks: int) -> ModelConfig:
-        """Return the config of one of `ranks` tensor-parallel ranks: with its heads and its share of the MLP.
+        """Return the config of one of `ranks` tensor-parallel ranks, with the rank's number of heads and MLP size.
 
-        KV heads are replicated if there are fewer than ranks. `vocab_size` stays that of the whole model, although the
-        ranks split it, too. Raises ValueError, with both numbers, for a size that does not divide.
+        KV heads are replicated if there are fewer than ranks. `vocab_size` remains the size of the whole vocabulary,
+        although ranks split it, too. Raises ValueError for a size that the number of ranks does not divide.
         """
         Option("tensor_parallel", int, 1, low=1).check(ranks)
         if ranks == 1:
@@ -160,7 +160,7 @@ class ModelConfig:
 def read_config(folder: Path, in_fp8: bool = False) -> ModelConfig:
     """Read `config.json` of a checkpoint folder, and `generation_config.json` if it is there.
 
-    in_fp8: the linear layers are in fp8, also of a checkpoint that is not quantized.
+    in_fp8: linear layers become fp8, even if the checkpoint is not quantized.
     Raises ValueError, naming the folder, if config.json is missing, is not JSON, or describes an unsupported model.
     """
     config = _read_json(folder / "config.json")
@@ -179,10 +179,10 @@ def read_config(folder: Path, in_fp8: bool = False) -> ModelConfig:
 
 
 def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-    """Return the ModelConfig of the content of `config.json`.
+    """Return the ModelConfig for the content of `config.json`. Fields have the meaning that transformers 5 gives them.
 
-    generation: the content of `generation_config.json`, whose eos ids win. Fields mean what they mean to transformers
-    5. `pretraining_tp` changes no result and is ignored.
+    generation: the content of `generation_config.json`, whose eos ids take precedence. `pretraining_tp` is ignored,
+    since it changes no result.
     """
     family = _family(config)
     config = {**family.absent, **config}
@@ -214,10 +214,10 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """Return the sampling fields that `generation_config.json` sets.
+    """Return the sampling parameters that `generation_config.json` sets: a subset of GENERATION_CONFIG, without nulls.
 
-    They are a subset of temperature, top_p, top_k, min_p and repetition_penalty; nulls are left out. If `do_sample` is
-    false, the temperature is 0. The result is empty without the file, and with neither `do_sample` nor a temperature.
+    If `do_sample` is false, the result is a temperature of 0. It is empty if there is no file, or if the file has
+    neither `do_sample` nor a temperature.
     """
     generation = _read_json(folder / "generation_config.json") or {}
     if generation.get("do_sample") is False:
@@ -257,9 +257,8 @@ def _head_size(config: dict[str, Any], hidden_size: int, num_heads: int) -> int:
 def _windows(config: dict[str, Any], family: _Family, num_layers: int) -> tuple[int, ...]:
     """Return the sliding window of each layer, as transformers 5 applies it.
 
-    Qwen2 and Qwen3 have it from layer `max_window_layers` on, Mistral on every layer. `layer_types` overrides both: for
-    a Mistral config AutoModel then loads Ministral, which follows that field. (Ministral 8B's own config has no
-    `layer_types` and a window equal to its context of 32768, which masks nothing.)
+    Qwen2 and Qwen3 have windows from layer `max_window_layers` on, Mistral in every layer. `layer_types` overrides
+    both: AutoModel loads such a Mistral config as Ministral, which follows that field.
     """
     switch = config.get(family.window)
     on = switch is not None and switch is not False and config.get("sliding_window") is not None
@@ -281,7 +280,7 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     kind = given.get("rope_type", given.get("type", "default"))
     if any(isinstance(value, dict) for value in given.values()) or kind not in _ROPE_KINDS:
         raise _unsupported(field, given, f"a rope_type of {', '.join(_ROPE_KINDS)}, the same for all layers, is")
-    # Fields that no checkpoint of a supported family sets to anything but transformers' default.
+    # No checkpoint of a supported family sets these fields to anything but transformers' default.
     for name, plain in (("partial_rotary_factor", 1), ("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
         value = given.get(name, config.get(name))
         if value not in (None, plain):
@@ -294,7 +293,7 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     if kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         low, high = rope.low_freq_factor, rope.high_freq_factor
         raise ValueError(f"low_freq_factor={low} has to lie between 0 and high_freq_factor={high}")
-    # Some configs hold this field at the top level, too; transformers gives that one priority.
+    # Some configs also have this field at the top level, which transformers prefers.
     field = "original_max_position_embeddings"
     return replace(rope, original_max_position=_integer(config, field, _integer(given, field, 0, low=0), low=0))
 
@@ -314,7 +313,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # text that is not UTF-8, too
+    except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
         raise ValueError(f"{path} is not JSON: {error}; fetch it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold a JSON object but {type(content).__name__}")
@@ -322,7 +321,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _integer(config: dict[str, Any], field: str, default: int | None = None, low: int = 1) -> int:
-    """Return an integer field. An absent or null field gives the default; without a default it is a ValueError."""
+    """Return an integer field, or the default if it is absent or null. Raises ValueError for other values."""
     value = default if config.get(field) is None else config[field]
     if type(value) is not int or not low <= value <= _MOST:
         raise ValueError(f"{field}={value!r} is missing or not an integer from {low} to {_MOST}")
@@ -332,7 +331,7 @@ def _integer(config: dict[str, Any], field: str, default: int | None = None, low
 def _number(
     config: dict[str, Any], field: str, default: float | None = None, low: float = -_LARGEST, high: float = _LARGEST
 ) -> float:
-    """Return a number field, an int or a float as it is written; otherwise as `_integer`."""
+    """Return a number field, an int or a float as in the file; see `_integer`."""
     value = default if config.get(field) is None else config[field]
     if value is None or type(value) not in (int, float) or not low <= value <= high:
         raise ValueError(f"{field}={value!r} is missing or not a number from {low:g} to {high:g}")

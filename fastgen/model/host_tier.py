@@ -1,17 +1,17 @@
 """The host tier: evicted pages of the KV pool, kept in pinned memory until a prompt needs them again.
 
-Copies run on two streams, one for each direction of the bus. They overlap with each other, with the step before, which
-is still running, and with the layers of their own step that do not need them yet. A page goes through staging memory on
-the GPU, so that contiguous memory crosses the bus: a whole page for a save, a group of layers at a time for a load.
+Copies run on two streams, one for each direction of the bus. They overlap with each other, with the previous step,
+which is still running, and with layers of their own step that do not need them yet. Pages go through staging memory on
+the GPU, so that contiguous memory crosses the bus: a whole page for a save, one group of layers at a time for a load.
 
 Ordering of the streams:
-- A copy waits for no earlier step. No sequence of a step in flight holds a page that is evicted or newly allocated, and
-  its contents were computed by steps that the host has collected.
-- The step and the loads of the same batch as a save may overwrite its pages, so they wait until the pages are in
-  staging memory.
+- A copy does not wait for earlier steps. No sequence of a step in flight holds a page that is evicted or newly
+  allocated, and the contents of such a page were computed by steps that the host has collected.
+- The step and the loads in the same batch as a save may overwrite the saved pages, so they wait until these pages are
+  in staging memory.
 - The step of a load waits for each group of layers before it computes the first layer of the group.
-- A load waits for the save that filled its host page. A save waits for all loads before it, because it may reuse
-  their host pages.
+- A load waits for the save that filled its host page. A save waits for all earlier loads, because it may reuse their
+  host pages.
 - After an exception in a step, steps in flight are not collected, so the device must be idle before pages are allocated
   again (`Runner.synchronize`).
 
@@ -34,15 +34,16 @@ from fastgen.model.kv_pool import KVPool
 
 STAGING_BYTES = 1 << 28
 STAGING_PAGES = 64  # at most
-GROUPS = 4  # of layers; more groups arrive earlier, and cost the host more time: one copy for each page and group
+GROUPS = 4  # of layers; smaller groups arrive earlier, but each page needs one copy per group, which costs host time
 
 
 @dataclass(frozen=True)
 class _LayerGroup:
-    """A group of layers from `first` on: views of the pool, of the staging memory and of the host tier.
+    """A group of consecutive layers: views of the pool, of the staging memory and of the host tier.
 
-    pool, staging: [2, layers, pages, E]; entries: the pages of the staging memory, [layers, 2, E] each; host: [host
-    pages, layers, 2, E]; arrived: recorded when a load of the group is complete.
+    first: index of the first layer. pool, staging: [2, layers, pages, E]. entries: the pages of the staging memory,
+    each [layers, 2, E]. host: [host pages, layers, 2, E]. arrived: event that is recorded when a load of the group is
+    complete; None on the CPU.
     """
 
     first: int
@@ -54,11 +55,12 @@ class _LayerGroup:
 
 
 class HostTier:
-    """Pages in pinned host memory. The scheduler knows what each host page holds.
+    """Pages in pinned host memory. The scheduler knows the contents of each host page.
 
-    pages: [num_pages, layers, 2, E], E = K x P x D, so that a group of layers of a page is contiguous. The
-    staging memory of each direction has as many pages as STAGING_BYTES holds, at most STAGING_PAGES. Raises ValueError
-    if the host has too little memory."""
+    pages: [num_pages, layers, 2, E] with E = K x P x D; a group of layers of a page is contiguous. The staging memory
+    of each direction has as many pages as STAGING_BYTES holds, at least 1 and at most STAGING_PAGES. Raises ValueError
+    if the host has too little memory.
+    """
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
     def __init__(self, pool: KVPool, num_pages: int) -> None:
@@ -73,10 +75,10 @@ class HostTier:
         self._out: torch.cuda.Stream | None = None
         self._in: torch.cuda.Stream | None = None
         self._gathered, self._loaded = self._event(), self._event()
-        self._saved: dict[int, torch.cuda.Event] = {}  # by host page: the end of the save that filled it
+        self._saved: dict[int, torch.cuda.Event] = {}  # {host page: end of the save that filled it}
         self._pinned = Pinned(num_pages * page_bytes, self.device, "the host tier", "lower host_cache_gb")
         if self.device.type == "cuda":
-            # A high priority: their few kernels would otherwise wait until the products of a step leave room.
+            # With a normal priority their few kernels would wait until the products of a step leave room.
             self._out, self._in = (torch.cuda.Stream(self.device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
             for stream in (self._out, self._in):
                 stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -96,8 +98,8 @@ class HostTier:
         ]
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages to the host, pairs (page, host page). Work launched next on the current stream may overwrite
-        them."""
+        """Copy pages to the host. pairs: (page, host page). Later work on the current stream may overwrite the
+        pages."""
         entries = list(self._leaving.unbind())
         with on_stream(self._out):
             if self._loaded is not None:
@@ -120,10 +122,10 @@ class HostTier:
             self._gathered.wait(self._in)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> dict[int, torch.cuda.Event]:
-        """Copy from the host to pages, pairs (host page, page).
+        """Copy pages from the host. pairs: (host page, page).
 
-        Returns events by the first layer of each group: before that layer is launched, the current stream must wait
-        for the event. On the CPU there are none, and the loads are complete.
+        Return {first layer of a group: event}. The current stream must wait for the event before that layer is
+        launched. On the CPU there are no events, and the loads are complete.
         """
         with on_stream(self._in):
             for saved in {self._saved.pop(host_page) for host_page, _ in pairs if host_page in self._saved}:
@@ -143,6 +145,5 @@ class HostTier:
         return {group.first: group.arrived for group in self._groups if group.arrived is not None}
 
     def _event(self) -> torch.cuda.Event | None:
-        """Return an event, None on the CPU. It is recorded anew in each step, after all waits for the last
-        recording."""
+        """Return an event, or None on the CPU. It is recorded again in each step, after all waits for the last one."""
         return torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]

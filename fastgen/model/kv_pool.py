@@ -1,4 +1,4 @@
-"""The paged KV tensors."""
+"""The tensors of the paged KV cache."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastgen.kernels.state import copy_pages
 class KVPool:
     """Keys and values of all layers in pages: `keys[layer]` and `values[layer]`, each [pages, K, P, D].
 
-    `whole` holds both, [2, layers, pages, K x P x D]. K: KV heads; P: tokens a page; D: head size. A page's heads come
-    before its tokens, so that a head's page is one contiguous block of P x D. Page `spare`, number num_pages, is extra:
-    no sequence holds it, and padding is written there.
+    `whole` holds both: [2, layers, pages, K x P x D], with K KV heads, P tokens per page and head size D. Within a
+    page, heads come before tokens, so the tokens of one head are a contiguous block of P x D. One more page than
+    num_pages is allocated: no sequence holds page `spare`, and padding is written there.
 
-    dtype: of the numbers that attention multiplies. fp8: they are stored in E4M3; `whole` is then uint8, with the
-    scales (fastgen.kernels.pages).
+    dtype: dtype of the numbers that attention multiplies. fp8: keys and values are stored in E4M3; `whole` is then
+    uint8 and includes the scales (fastgen.kernels.pages).
     """
 
     def __init__(
@@ -46,9 +46,10 @@ class KVPool:
         self.whole = memory.flatten(3)
 
     def wipe(self, fresh: Tensor) -> None:
-        """Zero the values of fresh pages, int64 [n]: a masked key has weight 0, but 0 times a NaN left there is NaN."""
+        """Zero the values of pages `fresh`, int64 [n]. A masked key has weight 0, but 0 times a left-over NaN is
+        NaN."""
         self.whole[1].index_fill_(1, fresh, 0)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy pages `sources` to pages `targets`, int64 [n] each; no page is in both."""
+        """Copy pages `sources` to pages `targets`, both int64 [n]. No page is in both."""
         copy_pages(self.whole, self.whole, sources, targets)

@@ -1,10 +1,11 @@
-"""Checkpoints: where they are, and how their tensors get into the model.
+"""Finds checkpoints, and copies their tensors into the model.
 
-The model names a `Shard` for each tensor of a Hugging Face checkpoint: the slice that it holds, and the view that the
-slice is copied into. The loader compares the two sides and copies; it knows nothing of the model's structure.
+The model gives a `Shard` for each tensor of a Hugging Face checkpoint: the slice that the rank holds, and the view that
+the slice is copied into. The loader matches these with the files and copies; it knows nothing about the structure of
+the model.
 
-The files are mapped into memory, and several threads copy pieces of them. On the way to a GPU each thread copies a
-piece to pinned memory first, because the driver would do that in one thread.
+The files are mapped into memory, and several threads copy pieces of them. If the model is on a GPU, each thread first
+copies its piece to pinned memory, which the driver would do in a single thread.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SCALE = ".weight_scale"
 _DTYPES = {**FLOATS, "F8_E4M3": torch.float8_e4m3fn}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# Everything but weights; fetched first, because the index says which weights there are.
+# All files except weights. They are fetched first, because the index names the files of weights.
 _SMALL_FILES = [
     "config.json", "hf_quant_config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", _INDEX,
@@ -52,12 +53,12 @@ _CONVERSION = (
 
 
 def resolve(model: str | Path | None, revision: str | None = None, weights: bool = True) -> Path:
-    """Return the local folder of a model: the bundled one (BUNDLED_NAME or None), a folder, or a hub id.
+    """Return the local folder of a model: BUNDLED_NAME or None (the bundled model), a folder, or a hub id.
 
-    A hub id is fetched if need be. A hub repository gives its configuration, its tokenizer and, with `weights`, the
-    safetensors files that its index names, or else `model.safetensors`. The cache of huggingface_hub suffices if the
-    hub cannot be reached. Raises ValueError if the model is neither a folder nor on the hub, or if access to it needs
-    a login.
+    If `model` is a hub id, files that are not in the cache of huggingface_hub are fetched: the configuration, the
+    tokenizer and, with `weights`, the safetensors files that the index names, or else `model.safetensors`. If the hub
+    cannot be reached, the cache is used. Raises ValueError if the model is neither a folder nor on the hub, or if
+    access to it needs a login.
     """
     folder = BUNDLED if model is None or model == BUNDLED_NAME else Path(model).expanduser()
     if not folder.is_dir():
@@ -68,9 +69,9 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
 
 
 def find_tokenizer(name: str | Path | None, folder: Path, allow_special_tokens: bool = False) -> Tokenizer | None:
-    """Return the tokenizer of a name (see `resolve`), else that of the model in `folder`; None if it has none.
+    """Return the tokenizer with this name (see `resolve`), or by default the model's own, or None if it has none.
 
-    allow_special_tokens: see Tokenizer.
+    folder: the model's folder. allow_special_tokens: see Tokenizer.
     """
     found = Tokenizer.find(folder if name is None else resolve(name, weights=False), allow_special_tokens)
     if name is not None and found is None:
@@ -79,10 +80,9 @@ def find_tokenizer(name: str | Path | None, folder: Path, allow_special_tokens: 
 
 
 def fill_random(targets: Mapping[str, Shard]) -> None:
-    """Fill the views for `load="dummy"`: norm weights with 1, all others from a normal distribution of deviation 0.02.
+    """Fill the views for `load="dummy"`: norm weights with 1, others from a normal distribution with deviation 0.02.
 
-    The generator is on the views' device. The same name, start and shape give the same values on the same kind of
-    device, whatever other views there are.
+    The values depend only on a shard's name, start and shape, and on the kind of device.
     """
     (device,) = {shard.view.device for shard in targets.values()}
     generator = torch.Generator(device)
@@ -98,12 +98,12 @@ def fill_random(targets: Mapping[str, Shard]) -> None:
 
 
 def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False, whole: bool = True) -> None:
-    """Copy the checkpoint of a folder into `targets`, which are all on one device, converting dtypes.
+    """Copy the checkpoint in a folder into `targets`, which are all on one device, and convert dtypes.
 
-    Only files that `model.safetensors.index.json` names are read, or else `model.safetensors`, and of each tensor only
-    the slice that its shard holds. progress: show a tqdm bar in bytes. whole: the targets are all tensors of the model.
-    Raises ValueError, before anything is copied, for a file that is missing, truncated or corrupt, or that lacks a
-    tensor, and for a tensor that does not match.
+    Only the files that `model.safetensors.index.json` names are read, or else `model.safetensors`, and only the slice
+    of each tensor that its shard holds. progress: show a progress bar in bytes. whole: the targets are all tensors of
+    the model. Raises ValueError before anything is copied if a file is missing, truncated or corrupt or lacks a tensor,
+    or if a tensor does not match.
     """
     (device,) = {shard.view.device for shard in targets.values()}
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -111,14 +111,14 @@ def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False, who
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="fastgen-load")
 
     def copy(piece: tuple[Shard, Tensor]) -> int:
-        """Copy a piece, through pinned memory if it goes to a GPU, and return its bytes in the file."""
+        """Copy a piece, through pinned memory if it goes to a GPU, and return its size in the file in bytes."""
         shard, source = piece
         size = source.nbytes
         with torch.no_grad(), at_most(1), on_stream(stream):
             if stream is not None:
                 dtype = shard.view.dtype if shard.scales is None else source.dtype
                 source = torch.empty(source.shape, dtype=dtype, pin_memory=True).copy_(source)
-            shard.write(source)  # waits, so that each thread holds no more than one piece of pinned memory
+            shard.write(source)  # waits for the copy, so that a thread holds only one piece of pinned memory
         return size
 
     total = sum(source.nbytes for _, source in pieces)
@@ -127,17 +127,17 @@ def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False, who
             for size in pool.map(copy, pieces):
                 bar.update(size)
         finally:
-            pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C, threads end with their present piece
+            pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C, threads end after their current piece
 
 
 def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True) -> list[tuple[Shard, Tensor]]:
-    """Match the tensors of a checkpoint with all `targets`, and return the pieces to copy: rows of a shard's view, and
-    the same rows of the mapped file."""
+    """Match the tensors of a checkpoint with all `targets`. Return the pieces to copy: shards of some rows of a view,
+    each with the same rows of the mapped file."""
     skipped = SKIPPED if any(name.endswith(SCALE) for name in targets) else ()
     matcher, pieces = TensorMatcher(targets, skipped=skipped), list[tuple[Shard, Tensor]]()
     for path, file, name in _entries(folder, None if whole else targets.keys()):
         entry = file.get_slice(name)
-        target = name.removesuffix("_inv") if name.endswith(SCALE + "_inv") else name  # multiplies, too
+        target = name.removesuffix("_inv") if name.endswith(SCALE + "_inv") else name  # it multiplies, too
         with _about(path):
             shard = matcher.find(target, entry.get_shape(), _DTYPES.get(entry.get_dtype(), entry.get_dtype()))
         if shard is not None and shard.view.numel():
@@ -154,8 +154,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _entries(folder: Path, some: Collection[str] | None = None) -> Iterator[tuple[Path, Any, str]]:
-    """Yield each tensor to read from a folder: the path of its file, the open file, and the tensor's name. some: the
-    names to read; None: all."""
+    """Yield (path of the file, open file, tensor name) for each tensor to read from a folder. some: the names of the
+    tensors to read; None: all."""
     files = _weight_files(folder)
     _check_present(files, folder)
     for path, names in files.items():
@@ -169,7 +169,7 @@ def _entries(folder: Path, some: Collection[str] | None = None) -> Iterator[tupl
 
 
 def _open(path: Path) -> Any:
-    """Map a safetensors file into memory, for a `with` block. Raises ValueError if it is not whole."""
+    """Map a safetensors file into memory, for a `with` block. Raises ValueError if it is truncated or corrupt."""
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -188,7 +188,7 @@ def _about(path: Path) -> Iterator[None]:
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """Return the weight files to read, each with the names of the tensors to take from it; None stands for all."""
+    """Return {weight file to read: names of the tensors to take from it, or None for all}."""
     index = folder / _INDEX
     if not index.is_file():
         return {folder / _SINGLE: None}
@@ -216,7 +216,7 @@ def _check_present(files: Iterable[Path], folder: Path) -> None:
 
 
 def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:
-    """Bring the needed files of a hub repository into huggingface_hub's cache, and return its folder there."""
+    """Fetch the needed files of a hub repository into huggingface_hub's cache, and return its folder there."""
     from huggingface_hub import constants, errors
 
     login = "log in with `hf auth login` or set HF_TOKEN"
@@ -226,7 +226,7 @@ def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:
             folder = _fetch(model, revision, _SMALL_FILES, bars=False)
             files = [str(path.relative_to(folder)) for path in _weight_files(folder)] if weights else []
             if lacking := [name for name in files if not (folder / name).is_file()]:
-                # The commit of the first part, even if the repository has moved on meanwhile.
+                # At the commit of the small files, even if the repository has changed since.
                 _fetch(model, folder.name, lacking, bars=True)
     except errors.GatedRepoError as error:
         raise ValueError(
@@ -251,15 +251,15 @@ class _SilentBar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]  # with s
 
 
 def _fetch(model: str, revision: str | None, patterns: list[str], bars: bool) -> Path:
-    """Fetch the files of a hub repository that match `patterns`; return the folder of the snapshot in the cache."""
+    """Fetch the files of a hub repository that match `patterns`. Return the folder of the snapshot in the cache."""
     from huggingface_hub import errors, snapshot_download
 
-    tqdm_class: Any = None if bars else _SilentBar  # else every start would show bars of files that are in the cache
+    tqdm_class: Any = None if bars else _SilentBar  # otherwise every start would show bars for files in the cache
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, tqdm_class=tqdm_class))
     except errors.LocalEntryNotFoundError as error:
-        # Newer versions refuse a cached snapshot that lacks any file matching a pattern. Not all of these files are
-        # needed, so return the snapshot; a file that is needed and missing has an error of its own.
+        # Newer versions refuse a cached snapshot that lacks any file matching a pattern. Some of these files are not
+        # needed, so return the snapshot; a missing file that is needed raises an error later.
         snapshot = getattr(error, "snapshot_path", None)
         if snapshot is None:
             raise

@@ -1,4 +1,4 @@
-"""Linear layers on the CPU whose weights are in the order of MKL's products (`fastgen.device.mkl`)."""
+"""Linear layers on the CPU with weights packed in the format of MKL's matrix products (`fastgen.device.mkl`)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PACKED_ROW_TILE = 4
 """`ROW_TILE` for packed weights."""
 
 PACKING_THREADS = 8
-"""Maximum number of threads that pack a weight. Products of few rows take as many threads at most."""
+"""Maximum number of threads that pack a weight. Later products of few rows use at most this number of threads."""
 
 
 @dataclass(eq=False)
 class PackedLinear(Linear):
-    """A linear layer in float32 with a packed weight. packed: see `mkl.pack`. `weight` has a shape, and no memory."""
+    """A linear layer in float32 with a packed weight. packed: see `mkl.pack`. `weight` has a shape but no memory."""
 
     packed: Tensor = field(kw_only=True)
 
@@ -52,7 +52,7 @@ def pack(linear: Linear) -> Linear:
 
 
 def unpack(linear: Linear) -> Linear:
-    """Return a linear layer with a plain weight: the product with the identity matrix, which rounds nothing."""
+    """Return a linear layer with a plain weight: the product with the identity matrix, which is exact."""
     if not isinstance(linear, PackedLinear):
         return linear
     transposed = replace(linear, bias=None).apply(torch.eye(linear.weight.shape[1], dtype=torch.float32))

@@ -1,7 +1,7 @@
-"""The parameters of a model as one rank holds them, and the slices of a checkpoint's tensors that they are.
+"""The parameters that one rank holds, and the checkpoint tensors that fill them.
 
-The tables say which modules Hugging Face's model has, what their shapes are, where their weights go, and how ranks
-split them. Layers are made from the tables, and `Parameters.targets` finds the place of each tensor with them.
+Two tables list the modules of Hugging Face's model with their shapes, the layers they are fused into, and how ranks
+split them. Layers are created from these tables, and `Parameters.targets` uses them to find the place of each tensor.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from fastgen.model.quantized import Fp8Linear
 from fastgen.model.weights import Shard
 from fastgen.parallel.group import Group
 
-ROWS, COLUMNS = 0, 1  # of a weight [outputs, inputs]
+ROWS, COLUMNS = 0, 1  # dimensions of a weight [outputs, inputs]
 LINEARS = "qkv", "o", "gate_up", "down"  # the linear layers of a Layer
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module of Hugging Face's model: a weight, and a bias of as many numbers as the weight has rows.
+    """A module of Hugging Face's model, with a weight and possibly a bias.
 
-    name: of the module; its tensors are `name`.weight and `name`.bias. place: the linear layer or the tensor that holds
-    it, as an attribute of a Layer or of Parameters. Modules of one linear layer are stacked row by row, in the order of
-    the table. shape: of the whole weight, [outputs, inputs], or [size] of a norm. split: the dimension of the weight
-    that ranks split into equal parts, ROWS or COLUMNS; None: each rank holds all of it. parts: the maximum number of
-    parts, for KV heads; with more ranks than that, neighbours hold the same part. 0: as many as ranks.
+    name: name of the module; its tensors are `name`.weight and `name`.bias. place: attribute of Layer or of Parameters
+    that holds the weight, either a tensor or a linear layer. Modules with the same place are stacked row by row into
+    one fused layer, in the order of the table. shape: shape of the whole weight, [outputs, inputs], or [size] for a
+    norm. split: dimension of the weight that is split into equal parts over the ranks, ROWS or COLUMNS; None if each
+    rank holds the whole weight. bias: the module has a bias [outputs]. parts: number of KV heads, into which k and v
+    can be split; with more ranks, neighbouring ranks hold the same part. 0: there is one part per rank.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Module:
     parts: int = 0
 
     def part(self, rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
-        """Return the part of the weight that a rank holds: its start in dimension `split`, and its shape."""
+        """Return (start in dimension `split`, shape) of the part of the weight that a rank holds."""
         if self.split is None:
             return 0, self.shape
         shape, parts = list(self.shape), min(ranks, self.parts or ranks)
@@ -59,7 +60,8 @@ class Module:
 
 
 def model_table(c: ModelConfig) -> list[Module]:
-    """Return the modules outside of the layers; the places are attributes of Parameters. c: of the whole model."""
+    """Return the modules outside of the layers. Their places are attributes of Parameters. c: config of the whole
+    model."""
     vocab = c.vocab_size, c.hidden_size
     head = Module("lm_head", "lm_head", vocab, ROWS)
     return [
@@ -70,7 +72,7 @@ def model_table(c: ModelConfig) -> list[Module]:
 
 
 def layer_table(c: ModelConfig, number: int) -> list[Module]:
-    """Return the modules of layer `number`; the places are attributes of Layer. c: of the whole model."""
+    """Return the modules of layer `number`. Their places are attributes of Layer. c: config of the whole model."""
     layer = f"model.layers.{number}."
     attention, mlp = layer + "self_attn.", layer + "mlp."
     hidden, inner, head, kv_heads = c.hidden_size, c.intermediate_size, c.head_size, c.num_kv_heads
@@ -98,7 +100,7 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
 
 @dataclass(eq=False)
 class Layer:
-    """The parameters of a layer: qkv holds the rows of q, k and v, gate_up the rows of gate and up."""
+    """The parameters of a layer. qkv stacks the rows of q, k and v; gate_up stacks the rows of gate and up."""
 
     input_norm: RMSNorm
     qkv: Linear
@@ -115,10 +117,11 @@ class Layer:
 
 
 class Parameters:
-    """A rank's parameters on `device` in `dtype`, zeros until the loader fills `targets()`.
+    """A rank's parameters on `device` in `dtype`. They are zeros until the loader fills `targets()`.
 
-    config: of the whole model; the attribute `config` is the part of this rank. deterministic: the bits of a row do not
-    depend on the other rows; for one rank. row_tile: the multiple to which rows are padded (`ROW_TILE`).
+    config: config of the whole model; the attribute `config` is this rank's part of it. deterministic: with one rank,
+    the bits of a row do not depend on other rows. row_tile: multiple to which the number of rows is padded
+    (`ROW_TILE`).
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class Parameters:
         self.dtype, self.device = dtype, device
         self.memory = memory_on(device)
         self.bases = AdapterBases(self.memory, device)
-        self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU rows are padded for it
+        self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU, padding to row_tile suffices
         self._packs = mkl.PACKS and device.type == "cpu" and dtype == torch.float32 and not config.quantization
         self.row_tile = 1 if device.type != "cpu" else PACKED_ROW_TILE if self._packs else ROW_TILE
         norm, embedding, *head = model_table(config)
@@ -152,14 +155,14 @@ class Parameters:
         return module.part(self.group.rank, self.group.size)
 
     def _has_bias(self, module: Module) -> bool:
-        """Return whether this rank adds the bias: of a layer whose columns the ranks split, one rank does."""
+        """Return whether this rank adds the module's bias. If ranks split the columns, only rank 0 adds it."""
         return module.bias and (module.split == ROWS or self.group.rank == 0)
 
     def _tied(self) -> Linear:
         return Linear(self.embedding, None, self._batch_invariant)
 
     def _linear(self, modules: list[Module], form: Quantization | None = None) -> Linear:
-        """Make the linear layer of some modules. form: if it is in fp8."""
+        """Make the linear layer into which modules are fused. form: the model's form of fp8, if it has one."""
         rows = {module.name: self._part(module)[1][0] for module in modules}
         size_out, size_in = sum(rows.values()), self._part(modules[0])[1][1]
         bias = self._new(size_out) if self._has_bias(modules[0]) else None
@@ -185,8 +188,8 @@ class Parameters:
     def targets(self, stored: bool = False) -> dict[str, Shard]:
         """Return this rank's shard of each Hugging Face parameter, by name. Weights must not be packed.
 
-        stored: with the scales of a checkpoint that is in fp8, which are tensors of their own; else shards quantize
-        what is written.
+        stored: include the scales of an fp8 checkpoint, which are separate tensors. Otherwise shards quantize the
+        weights that are written.
         """
         form = self.config.quantization.stored if stored and self.config.quantization else ""
         found = self._shards(self, model_table(self._whole), form)
@@ -195,7 +198,7 @@ class Parameters:
         return found
 
     def _shards(self, holder: Layer | Parameters, table: list[Module], form: str) -> dict[str, Shard]:
-        """Return the shards of the modules of a table, whose places are attributes of `holder`."""
+        """Return the shards of the modules in a table whose places are attributes of `holder`."""
         found, ends = dict[str, Shard](), Counter[str]()
         for module in table:
             held = attrgetter(module.place)(holder)
@@ -216,15 +219,15 @@ class Parameters:
         return found
 
     def pack(self) -> None:
-        """Pack the weights of products on the CPU, after `targets` are filled; earlier shards are void then.
+        """Pack the weights of matrix products on the CPU, after `targets` are filled. Earlier shards become invalid.
 
-        Weights are packed one at a time, so that only one is in memory twice, and a head that is the embedding.
+        Weights are packed one at a time, so that only one of them is in memory twice. A tied head is copied.
         """
         if self._packs:
             self._replace(pack)
 
     def unpack(self) -> None:
-        """Undo `pack`, one weight at a time, also after a `pack` that failed midway. `targets` can be called then."""
+        """Undo `pack` one weight at a time, even if it failed midway, so that `targets` can be called again."""
         if self.config.tied:
             self.lm_head = self._tied()
         self._replace(unpack)

@@ -1,9 +1,10 @@
-"""fp8 checkpoints: `quantization_config` of config.json -> Quantization. This module imports neither torch nor
+"""Reads the `quantization_config` of fp8 checkpoints as a Quantization. This module imports neither torch nor
 transformers.
 
-Read are the forms of Qwen and DeepSeek (blocks), Mistral and AutoFP8 (a scale a tensor), compressed-tensors
-(`float-quantized`) and ModelOpt (`FP8`). Activations are always quantized with a scale a token: static scales of
-activations, and scales of a KV cache, are not read. Anything else is a ValueError that names the field and its value.
+Supported forms are those of Qwen and DeepSeek (one scale per block), Mistral and AutoFP8 (one scale per tensor),
+compressed-tensors (`float-quantized`) and ModelOpt (`FP8`). Activations are always quantized with one scale per token;
+static scales of activations and scales of a KV cache are not read. Other forms raise a ValueError that names the field
+and its value.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import Any
 
 BLOCK = [128, 128]
 SKIPPED = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
-"""Ends of the names of tensors in fp8 checkpoints that are not read."""
+"""Suffixes of the names of tensors in fp8 checkpoints that are not read."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The fp8 form of a model's linear layers, without the head.
+    """The fp8 form of a model's linear layers, except the head.
 
-    stored: the scales in the checkpoint, "tensor", "channel" or "block"; "" for a checkpoint that is not quantized, and
-    is as it is loaded, with a scale a row. ignored: modules that are not quantized: names, ends or beginnings of names,
-    patterns with *, and regular expressions behind "re:".
+    stored: granularity of the scales in the checkpoint, "tensor", "channel" or "block"; "" for a checkpoint that is not
+    quantized: it is quantized with one scale per row as it is loaded. ignored: modules that are not quantized, given as
+    names, prefixes or suffixes of names, patterns with *, or regular expressions after "re:".
     """
 
     stored: str = ""
@@ -32,11 +33,11 @@ class Quantization:
 
     @property
     def blocks(self) -> bool:
-        """Return whether scales are of blocks of 128 x 128, else of rows."""
+        """Return whether there is one scale per block of 128 x 128, rather than one per row."""
         return self.stored == "block"
 
     def covers(self, name: str) -> bool:
-        """Return whether a linear layer is quantized, by the name of its module."""
+        """Return whether the linear layer with this module name is quantized."""
         return not any(_matches(pattern, name) for pattern in self.ignored)
 
 
@@ -49,7 +50,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def parse_quantization(config: dict[str, Any]) -> Quantization | None:
-    """Return the Quantization of the content of config.json, None for a model that is not quantized."""
+    """Return the Quantization for the content of config.json, or None for a model that is not quantized."""
     given = config.get("quantization_config") or config.get("compression_config")
     if not given:
         return None
@@ -63,7 +64,7 @@ def parse_quantization(config: dict[str, Any]) -> Quantization | None:
 
 
 def _need(given: dict[str, Any], field: str, *values: Any, name: str = "") -> Any:
-    """Return a field. Raises ValueError if it has none of the values; an absent field is None."""
+    """Return the value of a field, None if absent. Raises ValueError if it is not one of `values`."""
     value = given.get(field)
     if value not in values:
         instead = ", ".join(map(repr, values))
@@ -72,7 +73,7 @@ def _need(given: dict[str, Any], field: str, *values: Any, name: str = "") -> An
 
 
 def _fp8(given: dict[str, Any]) -> Quantization:
-    """Read the form of Qwen and DeepSeek, with blocks, or of Mistral and AutoFP8, without."""
+    """Read the form of Qwen and DeepSeek, which has blocks, or of Mistral and AutoFP8, which has none."""
     _need(given, "fmt", None, "e4m3")
     _need(given, "activation_scheme", "dynamic", "static")
     _need(given, "scale_fmt", None, "float")
@@ -100,7 +101,7 @@ def _compressed_tensors(given: dict[str, Any]) -> Quantization:
 
 
 def _need_float(group: dict[str, Any], part: str, *strategies: str) -> dict[str, Any]:
-    """Return a part of a group, which must be fp8 with one of the strategies."""
+    """Return a part of a group. Raises ValueError if it is not fp8 with one of the strategies."""
     given: dict[str, Any] = group.get(part) or {}
     needed = {"num_bits": (8,), "type": ("float",), "symmetric": (None, True), "strategy": strategies}
     for field, values in needed.items():

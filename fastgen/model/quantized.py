@@ -1,4 +1,4 @@
-"""Linear layers in fp8 (`fastgen.kernels.fp8`). What a checkpoint says about them is in quantization.py."""
+"""Linear layers in fp8 (`fastgen.kernels.fp8`). The configuration of fp8 checkpoints is read in quantization.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastgen.model.weights import Shard
 
 @dataclass(eq=False)
 class Fp8Linear(Linear):
-    """A linear layer whose weight is in E4M3. scales: float32 [out], or [out / 128, in / 128] for blocks."""
+    """A linear layer with a weight in E4M3. scales: float32 [out], or [out / 128, in / 128] for blocks."""
 
     scales: Tensor = field(kw_only=True)
 
@@ -27,11 +27,10 @@ class Fp8Linear(Linear):
     def zeros(
         cls, form: Quantization, rows: Mapping[str, int], size_in: int, bias: Tensor | None, new: Callable[..., Tensor]
     ) -> Fp8Linear:
-        """Make a layer. rows: the outputs of each of its Hugging Face modules, on this rank. new: makes zeros of a
-        shape and a dtype.
+        """Make a layer of zeros. rows: {Hugging Face module that is fused into it: its outputs on this rank}. new:
+        makes a tensor of zeros from a shape and a dtype.
 
-        Raises ValueError if the checkpoint has only some of the modules in fp8, and for sizes that are not whole
-        blocks.
+        Raises ValueError if only some of the modules are in fp8, or if sizes are not multiples of the block size.
         """
         if not all(map(form.covers, rows)):
             raise ValueError(
@@ -58,11 +57,11 @@ class Fp8Linear(Linear):
         return y
 
     def shards(self, name: str, weight: Shard, rows: slice, stored: str) -> dict[str, Shard]:
-        """Return the shards of a module's tensors. weight: that of its weight, which is `rows` of this layer's.
+        """Return the shards of a module's tensors. weight: the shard of its weight, which is `rows` of this layer.
 
-        stored: the form of the scales that the checkpoint has; "": the shard quantizes what is written.
+        stored: granularity of the scales in the checkpoint; "": the shard quantizes the weights that are written.
         """
-        step = len(self.weight) // len(self.scales)  # rows with one scale
+        step = len(self.weight) // len(self.scales)  # rows per scale
         scales = self.scales[rows.start // step : rows.stop // step]
         if not stored:
             return {f"{name}.weight": replace(weight, scales=scales)}
@@ -76,7 +75,8 @@ class Fp8Linear(Linear):
         return {f"{name}.weight": weight, f"{name}.weight_scale": scale}
 
     def launch_all(self, fused: Fused, dtype: torch.dtype) -> None:
-        """Launch each kind of kernel that the layer's products may take. fused, dtype: as of `apply`, for one row."""
+        """Launch each kind of kernel that the layer's products may use, with one row. fused: see `apply`. dtype: dtype
+        of the input and the result."""
         x, weight = self.weight.new_zeros(1, self.weight.shape[1]), fp8.Quantized(self.weight, self.scales)
         fused = fused._replace(out_dtype=fused.out_dtype or dtype)
         for kind in fp8.KINDS:
@@ -84,7 +84,7 @@ class Fp8Linear(Linear):
 
 
 def check_fp8(model: ModelConfig, dtype: str, kernels: str) -> None:
-    """Raise ValueError if a GPU cannot run a model in fp8. model: as a rank holds it."""
+    """Raise ValueError if a GPU cannot run a model in fp8. model: config of one rank."""
     sizes = model.input_sizes
     if kernels != "gluon" or dtype == "float32" or any(size % fp8.ALIGN for size in sizes):
         raise ValueError(

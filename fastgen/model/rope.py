@@ -1,9 +1,9 @@
-"""Rotary position embedding: RopeConfig -> the tables of cos and sin that rotate q and k.
+"""Rotary position embedding: computes the tables of cos and sin that rotate q and k from a RopeConfig.
 
-The tables equal those of transformers on the CPU bit for bit, so that logprobs can be compared with a trainer's. For
-that, operations come in the order of its `ROPE_INIT_FUNCTIONS` and `*RotaryEmbedding.forward`, and round to float32
-where they do. Mathematically equal formulas are an ulp off here and there, and position 131071 multiplies the
-difference. D is the head size.
+The tables equal those of transformers on the CPU bit for bit, so that logprobs can be compared with a trainer's. To
+achieve that, operations have the order of `ROPE_INIT_FUNCTIONS` and `*RotaryEmbedding.forward` in transformers, and
+round to float32 at the same places. Other formulas that are equal mathematically differ by an ulp in places, which is
+multiplied by positions of up to 131071. D is the head size.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ CPU = torch.device("cpu")
 
 
 def rope_tables(config: ModelConfig, context: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, float32 [context, D / 2] each on the CPU, multiplied by the attention factor."""
+    """Return cos and sin, multiplied by the attention factor, both float32 [context, D / 2] on the CPU."""
     frequencies, factor = rope_frequencies(config.rope, config.head_size, config.max_position)
     angles = torch.arange(context, device=CPU).float()[:, None] * frequencies
     return angles.cos() * factor, angles.sin() * factor
 
 
 def rope_frequencies(rope: RopeConfig, head_size: int, max_position: int) -> tuple[Tensor, float]:
-    """Return the radians a token of each rotated pair, float32 [D / 2] on the CPU, and the factor of cos and sin."""
+    """Return the radians per token of each rotated pair, float32 [D / 2] on the CPU, and the factor of cos and sin."""
     pairs = torch.arange(0, head_size, 2, dtype=torch.float32, device=CPU)
-    periods = rope.theta ** (pairs / head_size)  # tokens a radian
+    periods = rope.theta ** (pairs / head_size)  # tokens per radian
     context = rope.original_max_position or max_position
     if rope.kind == "linear":
         return 1.0 / periods / rope.factor, 1.0
@@ -41,8 +41,8 @@ def rope_frequencies(rope: RopeConfig, head_size: int, max_position: int) -> tup
 
 
 def _llama3(rope: RopeConfig, plain: Tensor, context: int) -> Tensor:
-    """Stretch long waves, keep short ones, and interpolate between the two for waves in the middle."""
-    wavelengths = 2 * math.pi / plain  # tokens a turn
+    """Stretch long wavelengths, keep short ones, and interpolate in between."""
+    wavelengths = 2 * math.pi / plain  # tokens per turn
     keep = (context / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     between = (1 - keep) * plain / rope.factor + keep * plain
     unless_long = torch.where(wavelengths < context / rope.high_freq_factor, plain, between)
@@ -50,7 +50,7 @@ def _llama3(rope: RopeConfig, plain: Tensor, context: int) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, periods: Tensor, context: int) -> Tensor:
-    """Keep the pairs before a ramp, and interpolate those after it. The ends of the ramp are doubles."""
+    """Keep the pairs before a ramp, and interpolate the pairs after it. The ends of the ramp are Python floats."""
     head_size = 2 * len(periods)
 
     def pair_with(turns: float) -> float:
@@ -63,5 +63,5 @@ def _yarn(rope: RopeConfig, periods: Tensor, context: int) -> Tensor:
         high += 0.001  # a step instead of a ramp
     pairs = torch.arange(len(periods), dtype=torch.float32, device=CPU)
     keep = 1 - torch.clamp((pairs - low) / (high - low), 0, 1)
-    # 1 - keep is not always the ramp again in float32.
+    # In float32, 1 - keep is not always equal to the ramp.
     return 1.0 / (rope.factor * periods) * (1 - keep) + 1.0 / periods * keep

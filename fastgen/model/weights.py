@@ -1,4 +1,4 @@
-"""Weights by name: the slices of checkpoint tensors that a rank holds, and updates of them in place."""
+"""The slices of checkpoint tensors that a rank holds, and updates that overwrite them in place."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from torch import Tensor
 
 from fastgen.kernels import fp8
 
-LISTED = 20  # names or faults that an error lists
+LISTED = 20  # maximum number of names or faults that an error lists
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 """Supported dtypes of weights, by their names in safetensors files."""
 Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-"""Tensors by name, as programs give them."""
+"""Named tensors as programs pass them."""
 IN_FLIGHT = ("error", "keep", "recompute", "abort")
 TAGS = ("weights", "kv_cache")
 TORN = "the weights are torn, as an update was cut short or failed"
 DROPPED = "the weights were dropped by sleep"
 UNEXPECTED = "the model of this config.json has no such parameter"
 
-QUANTIZED_BYTES = 16 << 20  # of a weight that is quantized at a time
+QUANTIZED_BYTES = 16 << 20  # size of the pieces in which a weight is quantized
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The slice of one checkpoint tensor that a rank holds, and its place in the rank's memory.
+    """The slice of a checkpoint tensor that a rank holds, and its place in the rank's memory.
 
-    view: the tensor that the slice is copied into, often a part of a fused parameter. shape: of the whole checkpoint
-    tensor. The slice covers indices start .. start + view.shape[dim] - 1 of dimension dim (0: rows, 1: columns) and all
-    of the others. It may be empty, as a bias that another rank adds.
+    view: the tensor that the slice is copied into, often a part of a fused parameter. shape: shape of the whole tensor
+    in the checkpoint. dim: the dimension that is sliced, 0 for rows or 1 for columns. start: first index of the slice
+    in that dimension; it ends at start + view.shape[dim]. The slice is empty on ranks that do not apply this tensor,
+    for example a bias that only rank 0 adds.
 
-    scales: of a view in fp8, which quantizes what is written: float32 [rows], or [rows / 128, columns / 128] for
-    blocks. A view in fp8 without scales takes fp8 numbers as they are; their scales are then a tensor of the checkpoint
-    with a shard of its own, whose shape is () if all rows have one.
+    scales: scales of a view in fp8, float32 [rows], or [rows / 128, columns / 128] for blocks; weights are quantized as
+    they are written. An fp8 view without scales takes numbers that are in fp8 already; the checkpoint then has the
+    scales as a separate tensor, with a shard of its own, whose shape is () if there is one scale per tensor.
     """
 
     view: Tensor
@@ -56,7 +57,7 @@ class Shard:
 
     @classmethod
     def whole(cls, view: Tensor) -> Shard:
-        """Return the shard that is all of a tensor."""
+        """Return the shard of a whole tensor."""
         return cls(view, tuple(view.shape))
 
     @property
@@ -68,21 +69,21 @@ class Shard:
         return tensor if self.is_whole else tensor.narrow(self.dim, self.start, self.view.shape[self.dim])
 
     def is_finite(self) -> bool:
-        """Return whether no number is NaN or an infinity. In fp8 the scale of such a number is none, either."""
+        """Return whether all numbers are finite. In fp8, the scale of a number that is not finite is not finite."""
         return bool((self.view if self.scales is None else self.scales).isfinite().all())
 
     def takes(self, dtype: torch.dtype | str) -> bool:
-        """Return whether a tensor of a dtype can be written."""
+        """Return whether a tensor of this dtype can be written."""
         is_fp8 = self.view.dtype == fp8.E4M3 and self.scales is None
         return dtype == fp8.E4M3 if is_fp8 else dtype in FLOATS.values()
 
     def pieces(self, part: Tensor, size: int) -> Iterator[tuple[Shard, Tensor]]:
-        """Yield rows of the view, as shards of their own, with the same rows of its slice `part`: about `size` bytes
-        each."""
+        """Yield pieces of about `size` bytes: a shard of some rows of the view, and the same rows of its slice
+        `part`."""
         if not self.shape:
             yield self, part
             return
-        step = 1 if self.scales is None else len(self.view) // len(self.scales)  # rows with one scale
+        step = 1 if self.scales is None else len(self.view) // len(self.scales)  # rows per scale
         rows = -(-max(size // part[0].nbytes, 1) // step) * step
         for first in range(0, len(part), rows):
             view, scales = self.view.detach()[first : first + rows], self.scales
@@ -94,7 +95,7 @@ class Shard:
         """Copy the slice of a whole tensor into the view, in place, converting dtype and device."""
         part, device = self.slice(tensor), self.view.device
         if part.is_cuda and part.device != device:
-            part = part.to(device)  # another GPU cannot write to memory that fastgen.device.memory has mapped
+            part = part.to(device)  # other GPUs cannot write to memory that fastgen.device.memory has mapped
         if self.scales is None:
             self.view.copy_(part)
             return
@@ -106,8 +107,11 @@ class Shard:
 
 
 class TensorMatcher:
-    """The check of a checkpoint's tensors against `targets`, the model's shards by Hugging Face name. unexpected: for
-    errors, why a tensor is. skipped: ends of the names of tensors that nothing needs."""
+    """A check of given tensors against the model's shards.
+
+    targets: the shards by Hugging Face name. unexpected: why a tensor without a shard is wrong, for errors. skipped:
+    suffixes of the names of tensors that are not needed.
+    """
 
     def __init__(
         self, targets: Mapping[str, Shard], unexpected: str = UNEXPECTED, skipped: tuple[str, ...] = ()
@@ -117,9 +121,9 @@ class TensorMatcher:
         self._seen: set[str] = set()
 
     def find(self, name: str, shape: Sequence[int], dtype: torch.dtype | str) -> Shard | None:
-        """Return the shard to take of a tensor; None for a tensor that is to be skipped.
+        """Return the shard of a tensor, or None if the tensor should be skipped.
 
-        Raises ValueError for a tensor that is unexpected or doubled, or has another shape or an unsupported dtype.
+        Raises ValueError for a tensor that is unexpected, given twice, of another shape or of an unsupported dtype.
         """
         shard = self._targets.get(name)
         if shard is None:
@@ -148,11 +152,11 @@ class TensorMatcher:
 
 
 class Update:
-    """The tensors of a weight update as a program gives them: a mapping, or an iterable of (name, tensor).
+    """A weight update: tensors that a program gives as a mapping or as an iterable of (name, tensor).
 
-    shards: by Hugging Face name, the whole tensors of the model; their shapes count. partial: tensors may be missing.
-    reading: wraps the iterable while it is read. names: the tensors that matched in the last pass over `tensors`.
-    merges, adapted: see `AdapterUpdate`.
+    shards: the whole tensors of the model by Hugging Face name; only their shapes are used. partial: tensors may be
+    missing. reading: a function that wraps the iterable while it is read. names: names of the tensors that matched in
+    the last pass over `tensors`. merges: the update merges an adapter. adapted: see `AdapterUpdate`.
     """
 
     unexpected = UNEXPECTED
@@ -171,11 +175,8 @@ class Update:
         self._given, self._shards, self._reading = given, shards, reading
 
     def check(self) -> None:
-        """Check all tensors against the model before any is written, if they can be read twice.
-
-        A mapping, its items and a sequence can. Raises ValueError as `tensors` does, and TypeError for an object that
-        is no iterable.
-        """
+        """Check all tensors against the model before any is written, if they can be read twice: a mapping, its items
+        and a sequence can. Raises ValueError as `tensors` does, and TypeError for an object that is not iterable."""
         if not isinstance(self._given, Iterable) or isinstance(self._given, str | bytes):
             kind = type(self._given).__name__
             raise TypeError(f"the weights must be a mapping, or an iterable of (name, tensor), not {kind}")
@@ -184,11 +185,11 @@ class Update:
                 pass
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that match the model, one at a time; none is held while the next is made.
+        """Yield the tensors that match the model. No reference to a tensor is kept while the next one is made.
 
-        After the last, raises ValueError with all faults: names that are unexpected, doubled or missing, shapes and
-        dtypes that do not match. It does not raise earlier, since the iterables of several ranks may make their tensors
-        together.
+        After the last tensor, raise ValueError with all faults: names that are unexpected, given twice or missing, and
+        shapes and dtypes that do not match. It is not raised earlier, because the iterables of several ranks may make
+        their tensors together.
         """
         return self._matched()
 
@@ -200,7 +201,7 @@ class Update:
                 name, tensor = _checked(item)
                 known = matcher.find(name, tensor.shape, tensor.dtype) is not None
             except ValueError as error:
-                if str(error) not in faults:  # that of a thousand items without a name is the same
+                if str(error) not in faults:  # a thousand items without a name have the same fault
                     faults.append(str(error))
                 continue
             finally:
@@ -222,8 +223,7 @@ class Update:
 
 
 def _checked(item: Any) -> tuple[str, Tensor]:
-    """Return the name and tensor of an item. Raises ValueError if it is no such pair, or the tensor cannot be
-    copied."""
+    """Return the name and tensor of an item. Raises ValueError for another item, or a tensor that cannot be copied."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise ValueError(f"{type(item).__name__} is given, and no (name, tensor)")
     name, tensor = item
@@ -237,10 +237,10 @@ def _checked(item: Any) -> tuple[str, Tensor]:
 
 
 def write(targets: Mapping[str, Shard], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write each tensor to the shard of its name.
+    """Write each tensor to the shard with its name.
 
-    If a write fails, the other tensors are still read, since other ranks may make them together with this rank; then
-    the first error is raised.
+    If a write fails, the remaining tensors are still read, because other ranks may make them together with this rank;
+    then the first error is raised.
     """
     failure: Exception | None = None
     for name, tensor in tensors:
@@ -255,7 +255,7 @@ def write(targets: Mapping[str, Shard], tensors: Iterable[tuple[str, Tensor]]) -
 
 
 def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
-    """Return the parts of the memory that sleep. Raises ValueError for an unknown one."""
+    """Return the parts of the memory to put to sleep. Raises ValueError for an unknown one."""
     wanted = frozenset((tags,) if isinstance(tags, str | int) else tags)
     if unknown := wanted.difference(TAGS):
         raise ValueError(f"tags has {', '.join(sorted(map(repr, unknown)))}; there are 'weights' and 'kv_cache'")
@@ -274,9 +274,9 @@ def check_in_flight(treatment: str, requests: int) -> None:
 class WeightState:
     """The version of a Generator's weights, and whether they can be used.
 
-    version: of the weights in the model; torn: why they are a mixture of two versions, or ""; asleep: the parts whose
-    memory `sleep` has given back; has_adapter: an adapter is merged; not_finite: names of weights that hold NaN or an
-    infinity, None before they are searched.
+    version: version of the weights in the model. torn: why the weights are a mixture of two versions, or "". asleep:
+    the parts of the memory that `sleep` has released. has_adapter: an adapter is merged. not_finite: names of weights
+    that contain NaN or an infinity, or None before the first search.
     """
 
     def __init__(self, has_adapter: bool) -> None:
@@ -287,7 +287,7 @@ class WeightState:
         self.not_finite: list[str] | None = None
 
     def check(self) -> None:
-        """Raise RuntimeError if the model cannot generate: it sleeps, or its weights are torn."""
+        """Raise RuntimeError if the model cannot generate because it is asleep, or because its weights are torn."""
         if self.asleep:
             raise RuntimeError(f"asleep: {', '.join(sorted(self.asleep))}; call wake first")
         self.check_whole()
@@ -298,7 +298,7 @@ class WeightState:
             raise RuntimeError(f"{self.torn}; call update_weights with all of them")
 
     def blame(self, find_not_finite: Callable[[], list[str]]) -> str:
-        """Return the end of a message about logits that are not finite: the names of weights that are not, if any."""
+        """Return the end of a message about logits that are not finite: the names of weights that are not finite."""
         if self.not_finite is None:
             self.not_finite = find_not_finite()
         if not self.not_finite:
@@ -307,10 +307,10 @@ class WeightState:
         return f", nor are the weights {', '.join(self.not_finite[:LISTED])}{more}; load or update them again"
 
     def check_update(self, update: Update, version: int | None, in_flight: str) -> int:
-        """Return the version after an update: `version`, or the next number for None.
+        """Return the version after an update: `version`, or the next number if it is None.
 
-        Raises TypeError if it is no integer, ValueError if it is the current version, and ValueError or RuntimeError if
-        the update cannot begin now.
+        Raises TypeError for a version that is not an integer, ValueError for the current version, and ValueError or
+        RuntimeError if the update cannot begin now.
         """
         if version is None:
             version = self.version + 1

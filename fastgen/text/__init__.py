@@ -1,1 +1,1 @@
-"""Text beside token ids: the tokenizer, grammars of structured output, and tool calls in answers."""
+"""Conversion between text and token ids, grammars for structured output, and tool calls in answers."""

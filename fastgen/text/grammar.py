@@ -1,8 +1,9 @@
-"""Structured output: JSON schemas, regular expressions and choices as grammars, and grammars as masks of tokens.
+"""Structured output: turns JSON schemas, regular expressions and choices into grammars, and grammars into token masks.
 
-A grammar is a str in llguidance's variant of Lark, which processes can exchange; a Compiler makes a TokenMask of it for
-one tokenizer. llguidance compiles within milliseconds to a second, while other threads run. The functions that end in
-`_rule` return the right side of a rule, so that "start: " before it is a grammar, and other rules can hold it.
+A grammar is a string in llguidance's variant of Lark, so processes can exchange it. A Compiler turns it into a
+TokenMask for one tokenizer. llguidance compiles a grammar in a millisecond to a second, while other threads run.
+Functions whose names end in `_rule` return the right side of a rule: "start: " + rule is a grammar, and other rules can
+contain it.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ if TYPE_CHECKING:  # fgserve's HTTP process, which writes grammars, does not loa
 CACHED_GRAMMARS = 64
 # One space, or a newline with indentation. JSON allows any amount, in which small models get lost.
 WHITESPACE = r" |\n[ \t]{0,20}"
-FREE_FORMATS = ("binary", "directory-path", "file-path", "password", "path")  # every string has them
-_VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords that hold values, not schemas
-_ADDING = frozenset({"patternProperties", "anyOf", "oneOf", "$ref"})  # keywords that may add properties beside them
+FREE_FORMATS = ("binary", "directory-path", "file-path", "password", "path")  # formats that every string has
+_VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords with values, not schemas
+_ADDING = frozenset({"patternProperties", "anyOf", "oneOf", "$ref"})  # keywords that may add properties to an object
 _NAMING = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
 
 def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
-    """Return the rule of a JSON value of a schema, with properties in the schema's order.
+    """Return the rule of a JSON value that fits a schema, with properties in the order of the schema.
 
-    strict: schema keywords that cannot be enforced are an error, except uniqueItems; otherwise they are ignored. An
-    object has no other properties than those listed, unless additionalProperties or allOf are in the schema.
+    strict: schema keywords that cannot be enforced are an error, except uniqueItems, and objects have only the listed
+    properties, unless the schema contains additionalProperties or allOf. Otherwise such keywords are ignored.
     Raises ValueError.
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict}
@@ -47,8 +48,8 @@ def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
 
 
 def _enforceable(schema: Any, closed: bool, named: bool = False) -> Any:
-    """Return a schema without FREE_FORMATS and uniqueItems, which llguidance refuses. closed: objects have no other
-    properties than those listed. named: the keys are names of schemas, and no keywords."""
+    """Return a schema without FREE_FORMATS and uniqueItems, which llguidance refuses. closed: objects have only the
+    listed properties. named: the keys are names of schemas, not keywords."""
     if isinstance(schema, list):
         return [_enforceable(part, closed) for part in schema]
     if not isinstance(schema, Mapping):
@@ -65,7 +66,7 @@ def _enforceable(schema: Any, closed: bool, named: bool = False) -> Any:
 
 
 def regex_rule(pattern: str) -> str:
-    """Return the rule of a text that a regular expression matches as a whole, in the syntax of Rust's crate regex."""
+    """Return the rule of a text that a regular expression matches completely, in the syntax of Rust's regex crate."""
     written = {"/": r"\x2F", "\n": r"\x0A"}  # these cannot stand between the slashes of a literal
 
     def write(found: re.Match[str]) -> str:
@@ -79,7 +80,7 @@ def regex_rule(pattern: str) -> str:
 def choice_rule(choices: Iterable[str]) -> str:
     """Return the rule of a text that equals one of the choices.
 
-    One regular expression of 10,000 choices compiles in milliseconds, and as many literals in seconds.
+    A regular expression of 10,000 choices compiles in milliseconds; the same number of literals takes seconds.
     """
     escaped = (re.sub(r"[][\\.+*?()|{}^$]", r"\\\g<0>", text) for text in choices)
     return regex_rule(f"(?:{'|'.join(escaped)})")
@@ -91,7 +92,7 @@ def quoted(text: str) -> str:
 
 
 def params_rule(params: SamplingParams) -> str | None:
-    """Return the rule of the structured output that parameters ask for; None for any text. They are validated."""
+    """Return the rule of the structured output that validated parameters ask for, or None for any text."""
     if params.json_schema is not None:
         return json_rule(_read_schema(params.json_schema), strict=True)
     if params.regex is not None:
@@ -102,7 +103,7 @@ def params_rule(params: SamplingParams) -> str | None:
 
 
 def params_grammar(params: SamplingParams) -> str | None:
-    """Return the grammar that parameters ask for; None for any text. They are validated."""
+    """Return the grammar that validated parameters ask for, or None for any text."""
     if params.grammar is not None:
         return params.grammar
     try:
@@ -118,12 +119,12 @@ def structure_name(params: SamplingParams) -> str:
 
 
 def named_error(name: str, error: ValueError) -> ValueError:
-    """Return an error that names the parameter whose grammar is wrong."""
+    """Return an error that begins with the name of the parameter whose grammar is wrong."""
     return error if str(error).startswith(name) else ValueError(f"{name}: {error}")
 
 
 def _read_schema(schema: Any) -> Mapping[str, Any]:
-    """Return a JSON schema from a mapping, from its JSON, or from a class of pydantic."""
+    """Return the JSON schema given as a mapping, as JSON, or as a pydantic class."""
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
     if isinstance(schema, str):
@@ -138,10 +139,11 @@ def _read_schema(schema: Any) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class MarkVocabulary:
-    """A small vocabulary over which any grammar for a tokenizer compiles, and which another process can receive: the
-    special tokens of the tokenizer, whose names and ids a grammar may contain, and one token per byte.
+    """A small stand-in for the vocabulary of a tokenizer, which can be sent to another process to check grammars.
 
-    size: number of ids. eos_ids: the ids that end an answer. special: names of the special tokens by id.
+    It consists of the tokenizer's special tokens, which a grammar may contain by name or id, and one token per byte.
+
+    size: number of ids. eos_ids: ids that end an answer. special: names of the special tokens by id.
     """
 
     size: int
@@ -156,14 +158,15 @@ class MarkVocabulary:
 
 
 class _MarkTokenizer:
-    """A MarkVocabulary in the form that llguidance takes: the text of each id, and a function from text to ids."""
+    """A MarkVocabulary with llguidance's interface of a tokenizer: the text of each id, and a function from text to
+    ids."""
 
     bos_token_id = None
 
     def __init__(self, marks: MarkVocabulary) -> None:
         taken = {*marks.special, *marks.eos_ids}
         self.tokens = [b""] * max(marks.size, 256 + len(taken))
-        self._ids = [id for id in range(len(self.tokens)) if id not in taken][:256]  # of the bytes
+        self._ids = [id for id in range(len(self.tokens)) if id not in taken][:256]  # one id per byte
         for byte, id in enumerate(self._ids):
             self.tokens[id] = bytes((byte,))
         for id, name in marks.special.items():
@@ -175,8 +178,8 @@ class _MarkTokenizer:
 
 
 def compile_grammar(tokens: Any, grammar: str) -> Any:
-    """Return the LLMatcher of a grammar. tokens: the LLTokenizer. Raises ValueError with the reason where the grammar,
-    or a schema in it, is wrong."""
+    """Return the LLMatcher of a grammar. tokens: the LLTokenizer. Raises ValueError with the reason if the grammar or a
+    schema in it is wrong."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(grammar), log_level=0)
@@ -188,13 +191,13 @@ def compile_grammar(tokens: Any, grammar: str) -> Any:
 
 
 class Compiler:
-    """Compiles grammars to masks for one tokenizer; keeps the last ones. Creating a Compiler takes a second for a large
-    vocabulary, which may block other threads. Any thread may call `compile`.
+    """A compiler of grammars to masks for one tokenizer, with a cache. For a large vocabulary, creating it takes a
+    second and may block other threads. Any thread may call `compile`.
 
-    vocab_size: V of the model. eos_ids: the ids that end an answer; masks allow them where the grammar is complete.
-    marks: a small vocabulary, over which grammars have the same errors.
+    vocab_size: V of the model. eos_ids: ids that end an answer; masks allow them where the grammar is complete. marks:
+    a small vocabulary with which grammars have the same errors.
 
-    Raises ValueError where llguidance is not installed, or the model has no tokenizer or no eos_ids.
+    Raises ValueError if llguidance is not installed, or if the model has no tokenizer or no eos_ids.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Collection[int]) -> None:
@@ -206,7 +209,7 @@ class Compiler:
             raise ValueError("structured output needs the package llguidance; run: pip install llguidance") from None
         if not eos_ids:
             raise ValueError("this model has no end-of-sequence token, so an answer could not end where a grammar does")
-        # A tokenizer may know more tokens than its model; `fill` drops these.
+        # A tokenizer may have more tokens than its model; `fill` drops the additional ones.
         self._size = max(vocab_size, len(tokenizer.hf))
         eos = sorted(eos_ids)
         self._tokens = from_tokenizer(tokenizer.hf, n_vocab=self._size, eos_token=eos)
@@ -216,7 +219,7 @@ class Compiler:
         self._compiled = lru_cache(CACHED_GRAMMARS)(self._compile)
 
     def compile(self, grammar: str) -> GrammarMask:
-        """Return a new mask. Raises ValueError with the reason where the grammar or a schema in it is wrong."""
+        """Return a new mask. Raises ValueError with the reason if the grammar or a schema in it is wrong."""
         return deepcopy(self._compiled(grammar))
 
     def _compile(self, grammar: str) -> GrammarMask:
@@ -224,7 +227,7 @@ class Compiler:
 
 
 class GrammarMask:
-    """A TokenMask that follows a grammar. words: int32 words that the matcher writes, 32 tokens each."""
+    """A TokenMask that follows a grammar. words: number of int32 words that the matcher writes, of 32 tokens each."""
 
     def __init__(self, matcher: Any, words: int) -> None:
         self._matcher, self.words = matcher, words
@@ -251,21 +254,22 @@ class GrammarMask:
 
 
 class TokenRules:
-    """A TokenMask that allows the tokens of a row, less those that would complete a word; `inner` restricts them more.
+    """A TokenMask that allows a fixed set of tokens, except tokens that would complete one of several words.
 
-    row: int32 [ceil(V / 32)], as `TokenMask.fill` writes it. words: ids of each word, two or more.
+    inner: another mask that must also allow the tokens. row: int32 [ceil(V / 32)], the set of tokens as
+    `TokenMask.fill` writes it. words: ids of each word, at least two.
     """
 
     def __init__(self, inner: TokenMask | None, row: np.ndarray, words: Sequence[Sequence[int]]) -> None:
         self._inner, self._row, self._words = inner, row, words
         self._longest = max(map(len, words), default=1)
-        self._last: list[int] = []  # as many of the last tokens as a word may have before its own last one
+        self._last: list[int] = []  # the last tokens, as many as the longest word has
 
     def fill(self, row: np.ndarray) -> None:
         if self._inner is not None:
             self._inner.fill(row)
         row &= self._row
-        bits = row.view("u1")  # of 8 tokens each
+        bits = row.view("u1")  # one bit per token
         for *begin, end in self._words:
             if self._last[-len(begin) :] == begin:
                 bits[end // 8] &= 255 - (1 << end % 8)
@@ -282,7 +286,7 @@ class TokenRules:
 
 
 def token_row(vocab_size: int, allowed: Collection[int] | None, forbidden: Collection[int]) -> np.ndarray:
-    """Return the row of a TokenMask: the `allowed` tokens (None: all), less the forbidden ones."""
+    """Return the row of a TokenMask that allows the `allowed` tokens (None: all) without the forbidden ones."""
     import numpy as np
 
     bits = np.full(-(-vocab_size // 32) * 32, allowed is None)
@@ -292,7 +296,7 @@ def token_row(vocab_size: int, allowed: Collection[int] | None, forbidden: Colle
 
 
 def _reason(error: str) -> str:
-    """Reduce an error of llguidance to its reason, without positions in a grammar that the user has not written."""
+    """Return the reason in an error of llguidance, without positions in a grammar that the user has not written."""
     first = error.partition("<state>")[0].strip()
     lines = [line for line in first.splitlines() if not line.lstrip(" 0123456789").startswith(("|", "^"))]
     reason = " ".join(" ".join(lines).split())

@@ -1,8 +1,8 @@
-"""Limits on the time and the text of a chat template, which comes with a model and may loop or multiply text.
+"""Limits the time and memory of chat templates, which come with a model and may loop or multiply text.
 
-A thread watches all renderings of the process. Where one exceeds a limit, the watcher raises an exception in the thread
-that renders, which takes effect at that thread's next step of Python. Thus loops, recursion and text that grows step by
-step are cut. A single operation, such as "a" * 10**10, is not: it takes its time and its memory once.
+A thread watches all renderings of the process. If a rendering exceeds a limit, the watcher raises an exception in the
+thread that renders, which takes effect at the next Python instruction of that thread. This ends loops, recursion and
+text that grows step by step. It cannot interrupt a single operation such as "a" * 10**10.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 TEMPLATE_SECONDS = 5.0  # usual conversations take milliseconds
 TEMPLATE_CHARS = 100_000_000
-TEMPLATE_BYTES = 2**30  # by which the process may grow while a template renders
+TEMPLATE_BYTES = 2**30  # growth of the process's memory while a template renders
 POLL_SECONDS = 0.05
-IDLE_SECONDS = 5.0  # without a rendering, after which the watcher ends
+IDLE_SECONDS = 5.0  # the watcher ends after this time without a rendering
 
 
 def rendered(render: Callable[[], Any]) -> str:
-    """Return the text that a chat template renders. Raises ValueError where it exceeds a limit."""
+    """Return the text that a chat template renders. Raises ValueError if it exceeds a limit."""
     rendering = _Rendering()
     try:
         try:
@@ -38,18 +38,18 @@ def rendered(render: Callable[[], Any]) -> str:
 
 
 class _ExceededError(BaseException):
-    """Ends a rendering. Neither templates nor jinja2 catch a BaseException."""
+    """The exception that ends a rendering. Neither templates nor jinja2 catch a BaseException."""
 
 
 class _Rendering:
-    """A rendering by the thread that makes this object. reason: why it is ended, or ""."""
+    """A rendering in the thread that creates this object. reason: why it was ended, or ""."""
 
     def __init__(self) -> None:
         self.thread, self._start, self.reason = threading.get_ident(), time.monotonic(), ""
         self._memory: int | None = None  # bytes at the first check
 
     def check(self, now: float, memory: int) -> None:
-        """Set `reason` where a limit is exceeded. memory: bytes that the process uses now."""
+        """Set `reason` if a limit is exceeded. memory: bytes that the process uses now."""
         if self._memory is None:
             self._memory = memory
         if now - self._start > TEMPLATE_SECONDS:
@@ -59,8 +59,8 @@ class _Rendering:
 
 
 class _Watcher:
-    """The thread that watches renderings. It starts with the first one, and ends when there is none for a while: to
-    start a thread for each would double the time of a usual rendering."""
+    """The thread that watches renderings. It starts with the first rendering and ends after a while without any;
+    starting a thread for each would double the time of a usual rendering."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,7 +75,7 @@ class _Watcher:
                 threading.Thread(target=self._run, name="fastgen-templates", daemon=True).start()
 
     def remove(self, rendering: _Rendering) -> None:
-        """Watch a rendering of this thread no longer. An exception that has been sent comes before the return, or
+        """Stop watching a rendering of this thread. An exception that was sent is raised before this returns, or
         never."""
         with self._lock:
             self._renderings.discard(rendering)
@@ -83,7 +83,7 @@ class _Watcher:
                 _raise_in(rendering.thread, None)
 
     def _run(self) -> None:
-        last = time.monotonic()  # with a rendering
+        last = time.monotonic()  # the last time when there was a rendering
         while True:
             time.sleep(POLL_SECONDS)
             with self._lock:
@@ -104,12 +104,12 @@ os.register_at_fork(after_in_child=_watcher.__init__)  # type: ignore[misc]  # a
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Raise an exception in a thread at its next step of Python. None: drop one that is still to be raised."""
+    """Raise an exception in a thread at its next Python instruction. None: cancel an exception not yet raised."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind) if kind else None)
 
 
 def _used_memory() -> int:
-    """Return the bytes of memory that this process uses; 0 where the system does not tell."""
+    """Return the bytes of memory that this process uses, or 0 if the system does not tell."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,14 +1,14 @@
-"""Text of messages that spells a special token of the tokenizer, such as "<|im_end|>", and stays text.
+"""Keeps text in messages that spells a special token, such as "<|im_end|>", from becoming that token.
 
-A chat template writes special tokens around the texts of messages, and a tokenizer finds them by their text in the
-whole. A message with such a text could forge turns. Therefore:
+A chat template writes special tokens around the texts of messages, and a tokenizer finds them in the rendered text. So
+a message that contains the text of a special token could forge turns. To prevent that:
 
-1. `mark` puts a random number into each special token in messages and tools, after its first character. The template
-   works with these texts as with any others: it may trim, split, join or write them as JSON.
-2. In what the template has rendered, special tokens without a number are its own. `encode` replaces them by aliases,
-   which are random too, and removes the numbers.
-3. It encodes the result with a second tokenizer, which has the same model, but knows special tokens only by their
-   aliases. So texts are encoded as a whole, with the merges that they have elsewhere.
+1. `mark` inserts a random number into each special token in messages and tools, after its first character. The
+   template can still trim, split or join these texts, or write them as JSON.
+2. In the rendered text, special tokens without a number come from the template. `encode` replaces them by random
+   aliases, and removes the numbers.
+3. `encode` then uses a second tokenizer, which has the same model but knows special tokens only by their aliases. So
+   texts are encoded as a whole, with the same merges as anywhere else.
 
 Messages without special tokens skip all of this.
 """
@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-# Tokens between ASCII or fullwidth bars, which some tokenizers do not declare as special though they begin turns, such
+# Tokens between ASCII or fullwidth bars. Some tokenizers do not declare them as special although they begin turns, such
 # as DeepSeek's "User" and "Assistant".
 _BARS = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 
 
 class TextGuard:
-    """Encodes rendered conversations in which texts of messages spell special tokens. hf: the tokenizer of
+    """An encoder of rendered conversations in which messages spell special tokens. hf: the tokenizer of
     transformers."""
 
     def __init__(self, hf: Any) -> None:
@@ -47,8 +47,8 @@ class TextGuard:
     def mark(
         self, messages: Sequence[Any], variables: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any], str] | None:
-        """Return messages and variables of a template whose texts have a mark in each special token, and the mark; None
-        if there are none. Roles, and variables other than tools and documents, are the program's and not marked. Raises
+        """Return messages and variables with a mark in each special token, and the mark; None if there are no special
+        tokens. Roles, and variables other than tools and documents, come from the program and are not marked. Raises
         ValueError."""
         others = {name: variables[name] for name in ("tools", "documents") if name in variables}
         number = f"{secrets.randbelow(10**12):012}"  # digits survive JSON, repr() and a change of case
@@ -80,7 +80,7 @@ class TextGuard:
 
     @cached_property
     def _second(self) -> tuple[Any, dict[str, str], dict[int, int]]:
-        """The second tokenizer, the aliases of special tokens, and the real ids of the tokens that are added to it."""
+        """The second tokenizer, {special token: alias}, and {id in the second tokenizer: real id} for added tokens."""
         from tokenizers import AddedToken, Tokenizer
 
         first = getattr(self._hf, "backend_tokenizer", None)
@@ -91,7 +91,7 @@ class TextGuard:
             )
         second: Any = Tokenizer(first.model)
         for part in ("normalizer", "pre_tokenizer"):
-            if getattr(first, part) is not None:  # None, the default, is not taken by all versions
+            if getattr(first, part) is not None:  # some versions refuse None, although it is the default
                 setattr(second, part, getattr(first, part))
         aliases = {text: secrets.token_hex(16) for text in self._ids}
         added = {aliases.get(token.content, token.content): (id, token) for id, token in self._added.items()}
@@ -103,8 +103,8 @@ class TextGuard:
 
 
 def _either(texts: Iterable[str]) -> str:
-    """Return the pattern of any of some texts, the longest where several match, as a tree of characters: an alternation
-    of hundreds of texts takes a minute to search a hostile text of megabytes."""
+    """Return a pattern that matches any of the texts, and the longest if several match. It is a tree of characters,
+    because a search for an alternation of hundreds of texts takes a minute in a hostile text of megabytes."""
     heads: dict[str, list[str]] = {}
     for text in texts:
         heads.setdefault(text[:1], []).append(text[1:])

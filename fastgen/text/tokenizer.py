@@ -1,4 +1,4 @@
-"""Conversion of text to ids and back: tokenizer, chat template, incremental detokenization, stop strings."""
+"""Conversion between text and ids: tokenizer, chat templates, incremental detokenization, stop strings."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fastgen.text.rendering import rendered
 from fastgen.text.special_tokens import TextGuard
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-CONTEXT_IDS = 6  # prompt ids that are decoded before an output, so that its first token keeps its leading space
-USUAL_CHARS = 8  # most tokens have at most so many characters
+CONTEXT_IDS = 6  # number of prompt ids decoded before an output, so that its first token keeps its leading space
+USUAL_CHARS = 8  # most tokens have at most this number of characters
 CLEARLY_MORE = 1000  # tokens; cutting a text changes far fewer
 PROMPT_KINDS = ("prompt_token_ids", "prompt", "messages")  # keys of a prompt that is a dict
-CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")  # beside messages
+CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")  # further keys
 BROKEN = "\ufffd"
 
-# The class that AutoTokenizer takes for a model_type and a tokenizer_class. To import AutoTokenizer takes seconds more:
-# it imports all families of models, and in some versions of transformers torch's compiler.
+# The class that AutoTokenizer chooses for (model_type, tokenizer_class). Importing AutoTokenizer takes seconds longer:
+# it imports all model families, and in some versions of transformers the compiler of torch.
 DIRECT = {
     ("llama", "PreTrainedTokenizerFast"): "PreTrainedTokenizerFast",
     ("llama", "TokenizersBackend"): "PreTrainedTokenizerFast",
@@ -33,15 +33,15 @@ DIRECT = {
     ("qwen3", "Qwen2Tokenizer"): "Qwen2TokenizerFast",
 }
 
-# Held while parts of transformers are imported: it replaces its own module then, and its modules import each other in
-# circles, of which two threads would see incomplete ones.
+# Held while parts of transformers are imported: the package replaces its own module then, and its modules import each
+# other in circles, so a second thread would see incomplete modules.
 importing = threading.Lock()
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, as far as generation needs it. Raises ValueError for files that cannot be read.
+    """A Hugging Face tokenizer with the methods that generation needs. Raises ValueError for files that cannot be read.
 
-    allow_special_tokens: texts in messages may become special tokens.
+    allow_special_tokens: text in messages may become special tokens.
     """
 
     def __init__(self, folder: Path, allow_special_tokens: bool = False) -> None:
@@ -52,14 +52,14 @@ class Tokenizer:
             with importing:
                 reader = _class_of(folder)
             self.hf: Any = reader.from_pretrained(folder)
-        except Exception as error:  # transformers and tokenizers raise errors of many kinds, and bare ones
+        except Exception as error:  # transformers and tokenizers raise many kinds of errors, also bare Exceptions
             raise ValueError(
                 f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {error}); fetch its files again, "
                 "or give another one"
             ) from error
         kind = type(self.hf)
-        # If the class does not override decode, its backend gives the same text in a fifth of the time; text is decoded
-        # at each token.
+        # If the class does not override decode, its backend gives the same text in a fifth of the time, which matters
+        # because text is decoded at each token.
         self._backend: Any = None
         if issubclass(kind, plain) and kind.decode is plain.decode and kind._decode is plain._decode:
             self._backend = self.hf.backend_tokenizer
@@ -75,14 +75,14 @@ class Tokenizer:
         return TextGuard(self.hf)
 
     def encode(self, text: str, special: bool = True, most: int | None = None) -> list[int]:
-        """Return the ids of a text. special: with the special tokens that this tokenizer adds (such as BOS).
+        """Return the ids of a text. special: add the special tokens of this tokenizer, such as BOS.
 
-        most: if the text has more ids, return only the ids of a beginning of it, at least CLEARLY_MORE more than
-        `most`: a text of megabytes would take seconds to encode, and gigabytes of memory.
+        most: the caller refuses texts with more ids than this. Of such a text only a beginning is encoded, with at
+        least CLEARLY_MORE ids more than `most`: a text of megabytes would take seconds and gigabytes of memory.
         """
 
         def encode(text: str) -> list[int]:
-            # verbose=False: no warning of a text longer than the context, which the caller refuses
+            # verbose=False: no warning about a text longer than the context, which the caller refuses
             return list(self.hf(text, add_special_tokens=special, verbose=False)["input_ids"])
 
         return _encode_beginning(text, encode, most)
@@ -98,8 +98,8 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> tuple[list[int], str]:
-        """Return the ids and the text of a conversation. Special tokens in texts of messages stay text, unless
-        `allow_special_tokens`. most: see `encode`. variables, options: see `render_chat`."""
+        """Return the ids and the text of a conversation. Unless `allow_special_tokens` is set, special tokens in
+        messages stay text. most: see `encode`. variables, options: see `render_chat`."""
         guarded = None if self.allow_special_tokens else self._guard.mark(messages, variables or {})
         if guarded is None:
             text = self.render_chat(messages, variables=variables, **options)
@@ -116,32 +116,23 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
     ) -> str:
-        """Return the text of a conversation in the chat template, with the special tokens that the template adds.
+        """Return the text of a conversation as the chat template renders it, with the template's special tokens.
 
-        add_generation_prompt: end with the beginning of an assistant's message. variables: of the template, such as
-        tools. continue_final_message: end within the last message, behind its text. Raises ValueError.
+        add_generation_prompt: end with the beginning of an assistant's message. variables: variables of the template,
+        such as tools. continue_final_message: end directly after the text of the last message. Raises ValueError.
         """
         variables = variables or {}
         self.check_template(variables)
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         plain = [_plain_message(message) for message in messages]
         try:
-            text = rendered(
-                partial(
-                    self.hf.apply_chat_template,
-                    plain,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    **variables,
-                )
-            )
-        except Exception as error:  # jinja2's own errors and the templates' raise_exception
+            return rendered(partial(self.hf.apply_chat_template, plain, tokenize=False, **options, **variables))
+        except Exception as error:  # errors of jinja2, and the templates' own raise_exception
             reason = str(error) or type(error).__name__
             raise ValueError(f"the chat template does not take these messages: {reason}") from error
-        return text
 
     def check_template(self, variables: Mapping[str, Any] | None = None) -> None:
-        """Raise ValueError if there is no chat template, or if it cannot have these variables."""
+        """Raise ValueError if there is no chat template, or if it cannot take these variables."""
         variables = variables or {}
         if self.hf.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template; give the prompt as text or ids")
@@ -155,7 +146,7 @@ class Tokenizer:
             )
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """Return the text of ids. special: with special tokens."""
+        """Return the text of ids. special: include special tokens."""
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=not special))
         return str(self.hf.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
@@ -167,7 +158,7 @@ def _encode_beginning(text: str, encode: Callable[[str], list[int]], most: int |
         size = USUAL_CHARS * (most + CLEARLY_MORE)
         while size < len(text):
             ids = _encode_beginning(text[:size], encode, None)
-            if len(ids) > most + CLEARLY_MORE:  # a cut changes the last few
+            if len(ids) > most + CLEARLY_MORE:  # the cut changes only the last few ids
                 return ids
             size *= USUAL_CHARS
     text.encode()  # raises for a lone surrogate, with a clearer message than the tokenizer's
@@ -175,7 +166,7 @@ def _encode_beginning(text: str, encode: Callable[[str], list[int]], most: int |
 
 
 def _plain_message(message: Any) -> dict[str, Any]:
-    """Return a message for a chat template, with its content as one text. Raises ValueError."""
+    """Return a message for a chat template, with its content as a single text. Raises ValueError."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise ValueError(f"a message must be a dict with a role, not {message!r:.80}")
     if message.get("content") is None:
@@ -186,7 +177,7 @@ def _plain_message(message: Any) -> dict[str, Any]:
 
 
 def content_text(content: Any) -> Any:
-    """Return the content of a message, with a list of text parts ({"type": "text", "text": ...}) joined by newlines.
+    """Return the content of a message. A list of text parts ({"type": "text", "text": ...}) is joined by newlines.
     Raises ValueError for parts of other types."""
     if not isinstance(content, list | tuple):
         return content
@@ -198,7 +189,7 @@ def content_text(content: Any) -> Any:
 
 
 def import_transformers() -> Any:
-    """Import the part of transformers that tokenizers need, in a second or more, and return their base class."""
+    """Import the part of transformers that tokenizers need, and return their base class. It takes at least a second."""
     with importing:
         from transformers import PreTrainedTokenizerFast
 
@@ -206,14 +197,14 @@ def import_transformers() -> Any:
 
 
 def _check_files(folder: Path) -> None:
-    """Raise ValueError for a file of a folder that is none, such as a fifo, which readers would wait for."""
+    """Raise ValueError for an entry of a folder that is not a regular file, such as a fifo, on which reading blocks."""
     for path in folder.iterdir():
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ValueError(f"{path.name} is not a regular file")
 
 
 def _class_of(folder: Path) -> Any:
-    """Return the class of transformers that reads the tokenizer of a folder."""
+    """Return the class of transformers that reads the tokenizer in a folder."""
     import transformers
 
     try:
@@ -229,8 +220,7 @@ def _class_of(folder: Path) -> Any:
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int], str | None]:
-    """Return the ids of a prompt of any kind, and its text where it has one. Raises ValueError or TypeError for other
-    values."""
+    """Return the ids of a prompt of any kind, and its text or None. Raises ValueError or TypeError for other values."""
     if isinstance(prompt, str):
         return _needed(tokenizer).encode(prompt), prompt
     if type(prompt) is list and prompt and type(prompt[0]) is int:  # the usual case; other checks take longer
@@ -243,7 +233,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[list[int
 
 
 def check_needs(prompt: Any, tokenizer: Tokenizer | None) -> None:
-    """Raise ValueError if no prompt of this kind can be encoded, for want of a tokenizer or a chat template."""
+    """Raise ValueError if a prompt of this kind needs a tokenizer or a chat template that the model does not have."""
     if isinstance(prompt, Mapping):
         if prompt.get("prompt_token_ids") is not None:
             return
@@ -284,7 +274,7 @@ def _encode_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> t
 
 
 def chat_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Tokenizer.render_chat` that CHAT_FIELDS stand for. Raises ValueError or TypeError."""
+    """Return the arguments of `Tokenizer.render_chat` for the fields in CHAT_FIELDS. Raises ValueError or TypeError."""
     given = {name: value for name, value in fields.items() if value is not None}
     tools, variables = given.get("tools", []), given.get("chat_template_kwargs", {})
     if not isinstance(tools, list | tuple):
@@ -302,7 +292,7 @@ def chat_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_ids(prompt: Any) -> list[int]:
-    """Return the ids of a prompt that holds nothing else. Raises TypeError for other values."""
+    """Return the ids of a prompt that consists of ids. Raises TypeError for other values."""
     if isinstance(prompt, bytes | bytearray):
         raise TypeError("a prompt cannot be bytes; decode them to a string")
     if not isinstance(prompt, Sequence) and hasattr(prompt, "tolist"):  # a tensor or array of ids
@@ -319,24 +309,23 @@ def _read_ids(prompt: Any) -> list[int]:
 
 
 class Detokenizer:
-    """Incremental detokenization of one output.
+    """An incremental detokenizer for one output.
 
-    New ids are decoded together with the ids that gave text last, and the text that they add is returned. While the
-    text ends in the middle of a character, it is held back. One call with many ids gives the same text as a call with
-    each id.
+    New ids are decoded together with the ids that last added text, and the text that the new ids add is returned. Text
+    that ends in the middle of a character is held back. One call with many ids gives the same text as one call per id.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        # A decoder with byte fallback breaks a whole run of bytes if the run does not begin with a character.
+        # A decoder with byte fallback decodes a whole run of bytes wrongly if it begins in the middle of a character.
         starts = [list(prompt_ids[-count:]) for count in range(CONTEXT_IDS, CONTEXT_IDS + 4)]
         whole = (ids for ids in starts if not tokenizer.decode(ids).startswith(BROKEN))
         self._context = next(whole, [])
         self._seen = tokenizer.decode(self._context)
-        self._fresh: list[int] = []  # ids without text so far
+        self._fresh: list[int] = []  # ids that have not added text yet
 
     def push(self, ids: Sequence[int], last: bool = False) -> str:
-        """Return the text that new ids add. last: return broken characters as they are."""
+        """Return the text that new ids add. last: these are the last ids, so return broken characters, too."""
         fresh = [*self._fresh, *ids]
         text = self._tokenizer.decode(self._context + fresh)
         if BROKEN in text and len(ids) > 1:
@@ -355,24 +344,24 @@ class Detokenizer:
 
 
 class StopFinder:
-    """A search for stop strings in a growing text, which holds back the end that may become a stop string. shown: the
-    text ends behind the stop string, and not before it."""
+    """A search for stop strings in a growing text. It holds back the end of the text that may become a stop string.
+    shown: the stop string stays at the end of the text."""
 
     def __init__(self, stops: Sequence[str], shown: bool = False) -> None:
         self._stops, self._shown = tuple(stops), shown
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return (the text that is safe to show, the stop string that was found or None)."""
+        """Add text. Return (the text that can be shown now, the stop string that was found or None)."""
         text = self._held + text
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             at, stop = min(found, key=lambda pair: pair[0])
             self._held = ""
             return text[: at + len(stop) * self._shown], stop
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], None
+        shown = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[shown:]
+        return text[:shown], None
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the output."""
@@ -386,7 +375,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class OutputText:
-    """The growing text of one output, cut before the first stop string, or behind it if stops are `shown`."""
+    """The growing text of one output, which ends before the first stop string, or after it if stops are `shown`."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str], shown: bool = False
@@ -396,13 +385,10 @@ class OutputText:
         self.text = ""
 
     def push(self, ids: Sequence[int], *, may_stop: bool = True, last: bool = False) -> str | None:
-        """Add ids, and return the stop string that they complete, if any. may_stop: look for stop strings. last: these
+        """Add ids, and return the stop string that they complete, or None. may_stop: look for stop strings. last: these
         are the last ids."""
         new = self._detokenizer.push(ids, last)
-        if not may_stop:
-            self.text += self._finder.flush() + new
-            return None
-        new, stop = self._finder.push(new)
+        new, stop = self._finder.push(new) if may_stop else (self._finder.flush() + new, None)
         self.text += new
         if last and stop is None:
             self.text += self._finder.flush()

@@ -1,6 +1,6 @@
-"""Tool calls in the text of answers: their form in a model's chat template, and a parser that takes text in pieces.
+"""Tool calls in the text of answers: the syntax of a model's chat template, and an incremental parser.
 
-A model writes a call as JSON, in the form of its chat template:
+A model writes a call as JSON in the syntax of its chat template:
 
     hermes    <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>, one or more (Hermes, Qwen 2.5, Qwen 3)
     mistral   [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]                    (Mistral v3)
@@ -25,23 +25,23 @@ from fastgen.text.tokenizer import Tokenizer
 Pattern = Any  # a compiled pattern of `regex`, which has no types
 
 BLANK = " \t\r\n"
-HELD = 8192  # maximum characters of a call before its arguments, or after them
+HELD = 8192  # maximum number of characters of a call before its arguments, or after them
 _BRACKETS = regex.compile(r'["\\{}\[\]]')
 _WS = r"[ \t\r\n]*+"
 _STRING = r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
 _OTHER = rf'(?:"(?:type|id)"{_WS}:{_WS}{_STRING}{_WS},{_WS})*+'
-# Behind the arguments: further fields (text, a number, true, false or null), and the bracket of the object, which small
-# models forget.
+# The end of a call after its arguments: further fields (text, a number, true, false or null), and the bracket of the
+# object, which small models forget.
 _REST = rf"(?:{_WS},{_WS}{_STRING}{_WS}:{_WS}(?:{_STRING}|[-+.\w]++))*+{_WS}\}}?+"
 
 
 @dataclass(frozen=True)
 class Syntax:
-    """The form in which a model writes calls: a mark that `opens`, an object with "name" and `arguments`, and a mark
-    that `closes`.
+    """The syntax in which a model writes calls: an object with "name" and arguments between two marks.
 
-    bare: where a call may stand without its mark, which may be a special token and then is not in the text. A bare call
-    must be of a known function. listed: the objects are in one list.
+    opens, closes: the marks. arguments: name of the field with the arguments. bare: where a call without its opening
+    mark is accepted, because the mark may be a special token that is not in the text; the call must then name a known
+    function. listed: the objects are in one list.
     """
 
     opens: str
@@ -57,7 +57,7 @@ LLAMA = Syntax(opens="<|python_tag|>", closes="", arguments="parameters", bare="
 
 
 def find_syntax(tokenizer: Tokenizer) -> Syntax | None:
-    """Return the syntax of calls in a tokenizer's chat template; None for an unknown one."""
+    """Return the syntax of calls in a tokenizer's chat template, or None if it is unknown."""
     if tokenizer.hf.chat_template is None:
         return None
     template = tokenizer.hf.get_chat_template(tools=[{}])  # some tokenizers have a separate template for tools
@@ -71,7 +71,7 @@ def find_syntax(tokenizer: Tokenizer) -> Syntax | None:
 
 
 def parse_message(text: str, tokenizer: Tokenizer | None, tools: Iterable[Any]) -> dict[str, Any]:
-    """Return the message of a whole answer, as chat templates take it; see `Generator.parse_message`."""
+    """Return the message of a complete answer in the form for chat templates; see `Generator.parse_message`."""
     syntax = None if tokenizer is None else find_syntax(tokenizer)
     if syntax is None:
         raise ValueError("this model's chat template has no known format for tools, so that calls cannot be found")
@@ -84,14 +84,14 @@ def parse_message(text: str, tokenizer: Tokenizer | None, tools: Iterable[Any]) 
 
 
 def _name_of(tool: Any) -> str:
-    """Return the name of a tool: a function, its schema, or OpenAI's dict around that."""
+    """Return the name of a tool, which is a function, its schema, or OpenAI's dict around the schema."""
     if isinstance(tool, Mapping):
         return str(tool.get("function", tool)["name"])
     return str(tool.__name__)
 
 
 def joined_message(deltas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the message that deltas add up to."""
+    """Return the message that consists of these deltas."""
     content, calls = "", dict[int, dict[str, Any]]()
     for delta in deltas:
         content += delta.get("content", "")
@@ -114,14 +114,14 @@ def new_call_id() -> str:
 
 @dataclass(slots=True)
 class _Nesting:
-    """A position inside JSON. depth: open brackets."""
+    """A position inside JSON. depth: number of open brackets. quoted: inside a string. escaped: after a backslash."""
 
     depth: int = 0
     quoted: bool = False
     escaped: bool = False
 
     def end(self, text: str) -> int | None:
-        """Return the index behind the bracket that closes the outermost one, or None if `text` ends before it."""
+        """Return the index after the bracket that closes the outermost one, or None if `text` ends before it."""
         at = 0
         if self.escaped and text:
             at, self.escaped = 1, False
@@ -140,17 +140,18 @@ class _Nesting:
 
 
 class ToolParser:
-    """Parses one answer. Text around calls is content, without the white space next to a call, and so is text that only
-    resembles a call. A call is reported when its name is known and its arguments begin; the arguments follow as the
-    model writes them, so that the last call of a truncated answer may be incomplete. The pieces in which the text comes
-    make no difference to the result.
+    """An incremental parser of one answer.
 
-    functions: the names that calls without a mark must have.
+    Text around calls is content, except white space next to a call; so is text that only resembles a call. A call is
+    reported when its name is known and its arguments begin. The arguments follow as the model writes them, so the last
+    call of a truncated answer may be incomplete. The result does not depend on how the text is cut into pieces.
+
+    functions: the names that calls without a mark may have. calls: number of calls reported so far.
     """
 
     def __init__(self, syntax: Syntax, functions: Collection[str]) -> None:
-        self.calls = 0  # reported so far
-        self._text = ""  # not reported yet
+        self.calls = 0
+        self._text = ""  # text that is not reported yet
         self._deltas: list[dict[str, Any]] = []
         self._said = False  # some content was reported
         self._after_call = False  # no content since the last call
@@ -161,7 +162,7 @@ class ToolParser:
         starts = {syntax.opens[0]} | ({"[" if syntax.listed else "{"} if syntax.bare else set())
         self._starts = regex.compile("|".join(map(regex.escape, sorted(starts))))
         known = "|".join(regex.escape(json.dumps(name)) for name in functions) or "(?!)"
-        # Patterns at the beginning of a call and behind its arguments, by whether it has a mark.
+        # Patterns of the beginning of a call, and of the text after its arguments: {the call has its mark: pattern}.
         self._begins, self._goes_on = {}, {}
         for marked, name, opens in ((True, _STRING, regex.escape(syntax.opens) + _WS), (False, known, "")):
             head = _head(name)
@@ -169,7 +170,7 @@ class ToolParser:
             self._goes_on[marked] = regex.compile(_REST + _WS + _following(syntax, head))
 
     def push(self, text: str, last: bool = False) -> list[dict[str, Any]]:
-        """Return the deltas that a piece of text adds. last: the text ends here."""
+        """Return the deltas that a piece of text adds. last: this is the last piece."""
         self._text += text
         while self._text and self._state(last):
             pass
@@ -177,13 +178,13 @@ class ToolParser:
         return deltas
 
     def _match(self, pattern: Pattern, at: int, last: bool) -> Any:
-        """Match a pattern at an index; None: no match, however the text goes on. A match is `partial` where more text
-        decides."""
+        """Match a pattern at an index. The match is `partial` if it depends on later text, and None if later text
+        cannot make it match."""
         found = pattern.match(self._text, at, at + HELD, partial=True)
         undecided = found is not None and found.partial
         return None if undecided and (last or len(self._text) >= at + HELD) else found
 
-    # Each state consumes a part of the text; it returns False where it needs more.
+    # Each state consumes a part of the text, and returns False if it needs more text.
 
     def _read_content(self, last: bool) -> bool:
         at = 0
@@ -206,7 +207,7 @@ class ToolParser:
         return False
 
     def _match_call(self, at: int, last: bool) -> Any:
-        """Match the beginning of a call, with its mark or, where that is allowed, without."""
+        """Match the beginning of a call with its mark or, where the syntax allows it, without."""
         self._marked = True
         found = self._match(self._begins[True], at, last)
         nothing_before = not self._said and not self.calls and not self._text[:at].strip(BLANK)
@@ -227,7 +228,7 @@ class ToolParser:
         """Read the end of a call's object, then the mark that closes it, the end of a list, or the next object."""
         found = self._match(self._goes_on[self._marked], 0, last=False)
         if found is not None and found.partial:
-            self._text = "" if last else self._text  # an answer that is cut off here has ended with a part of the mark
+            self._text = "" if last else self._text  # if the answer ends here, the rest is a part of the closing mark
             return False
         if found is not None and found.groupdict().get("name"):
             self._begin(found)
@@ -243,7 +244,7 @@ class ToolParser:
             self._said, self._after_call = True, False
 
     def _begin(self, head: Any) -> None:
-        """Report a new call. head: the match of its beginning, which ends behind the bracket of the arguments."""
+        """Report a new call. head: the match of its beginning, up to the opening bracket of the arguments."""
         function = {"name": json.loads(head["name"]), "arguments": ""}
         call = {"index": self.calls, "id": new_call_id(), "type": "function", "function": function}
         self._deltas.append({"tool_calls": [call]})
@@ -254,14 +255,14 @@ class ToolParser:
 
 
 def _head(name: str) -> str:
-    """Return the pattern of a call's object up to the bracket of its arguments. name: pattern of the functions' names,
-    in quotes."""
+    """Return the pattern of a call's object up to the opening bracket of its arguments. name: pattern of the quoted
+    names of functions."""
     arguments = rf'"(?:arguments|parameters)"{_WS}:{_WS}\{{'
     return rf'\{{{_WS}{_OTHER}"name"{_WS}:{_WS}(?P<name>{name}){_WS},{_WS}{_OTHER}{arguments}'
 
 
 def _following(syntax: Syntax, head: str) -> str:
-    """Return the pattern of the text behind a call's object."""
+    """Return the pattern of the text after a call's object."""
     if syntax.closes:
         return re.escape(syntax.closes)
     return rf"(?:\]|,{_WS}{head})" if syntax.listed else rf";?+{_WS}{head}"

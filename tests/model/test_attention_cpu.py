@@ -1,4 +1,4 @@
-"""attention/cpu.py against the reference, over random ragged steps, and the bits of its results."""
+"""attention/cpu.py against the reference over random ragged steps, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ LENS = [1, 70, 2, 31, 1, 33, 32]
 
 
 class Steps:
-    """Steps over the sequences of a case, with a CpuAttention each."""
+    """Steps over the sequences of a case, each with a new CpuAttention."""
 
     def __init__(self, case: Ragged) -> None:
         self.case, self.pool = case, case.pool()
         self.q = torch.split(case.q, case.query_lens)
 
     def attend(self, members: Sequence[int], window: int = 0, begin: int = 0, end: int | None = None) -> list[Tensor]:
-        """Attend the query tokens begin .. end - 1 of these sequences in one step; a negative begin counts from the
-        last one."""
+        """Return the attention of the query tokens [begin:end] of these sequences, computed in one step."""
         queries = [self.q[member][begin:end] for member in members]
         query_lens = np.array([len(part) for part in queries])
         ends = np.array([slice(begin, end).indices(self.case.query_lens[member])[1] for member in members])
@@ -92,7 +91,7 @@ def test_decodes_follow_the_device_and_rows_of_one_lane_differ_in_length() -> No
 
 
 @pytest.mark.parametrize(("head_size", "group"), [*SHAPES, (128, 1), (64, 5)])
-def test_a_sequence_gets_the_same_bits_in_any_company(head_size: int, group: int) -> None:
+def test_a_sequence_gets_the_same_bits_in_any_batch(head_size: int, group: int) -> None:
     rng = np.random.default_rng(0)
     for seed, window in enumerate((0, 20)):
         steps = Steps(Ragged(head_size, group, 16, torch.float32, seed, LENS))
@@ -104,7 +103,7 @@ def test_a_sequence_gets_the_same_bits_in_any_company(head_size: int, group: int
 
 
 def test_a_token_gets_the_same_bits_in_a_chunk_of_any_size() -> None:
-    """A prefill chunk, its pieces, and decodes, which take tiles of another size."""
+    """Pieces of a prefill chunk, and decodes, whose tiles have another size."""
     steps = Steps(Ragged(24, 4, 16, torch.float32, query_lens=[70]))
     (whole,) = steps.attend([0])
     for size in (1, 7, 32, 40):
@@ -116,7 +115,7 @@ def test_a_token_gets_the_same_bits_in_a_chunk_of_any_size() -> None:
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
 @pytest.mark.parametrize("head_size", [32, 64, 96, 128])
 def test_a_decode_gets_the_bits_of_a_prefill_in_batches_of_any_size(head_size: int, group: int) -> None:
-    """Keys are read in place where pages are blocks and lie close together, else copied."""
+    """Keys are read in place if a page is a block, and otherwise copied."""
     lens = [70, 33, 2, 64, 1, 31, 1, 65, 47, 1, 3, 50]
     for page_size in (64, 16):
         steps = Steps(Ragged(head_size, group, page_size, torch.float32, query_lens=lens))

@@ -27,10 +27,10 @@ def one_query(case: Ragged, q: Tensor, lane: int, position: int, window: int) ->
 
 @pytest.mark.parametrize(("window", "dtype"), [(0, torch.float32), (1, torch.float32), (40, torch.bfloat16)])
 @pytest.mark.parametrize(("head_size", "group", "page_size"), [(24, 4, 16), (64, 1, 1), (128, 3, 64)])
-def test_it_is_a_softmax_over_the_keys_that_a_query_sees(
+def test_it_is_a_softmax_over_the_visible_keys(
     head_size: int, group: int, page_size: int, window: int, dtype: torch.dtype
 ) -> None:
-    """Nothing that no token has written is read: it is NaN."""
+    """Places that no token has written hold NaN, and are not read."""
     case = Ragged(head_size, group, page_size, dtype, query_lens=QUERY_LENS)
     attention = ReferenceAttention(case.pool(garbage=torch.nan), case.q.shape[1])
     out = attention.attend(attention.plan(case.layout()), LAYER, case.q, window)

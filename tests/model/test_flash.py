@@ -1,5 +1,5 @@
-"""attention/flash.py without a GPU and without its package: a made-up flash_attn.cute, which computes in torch from
-exactly the arguments that the package's function gets, holds it to them."""
+"""attention/flash.py without a GPU and without its package: a stand-in for flash_attn.cute checks the arguments and
+computes the attention in torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = [(64, 1), (96, 5), (128, 4), (64, 8)]  # head size, query heads a KV he
 
 
 class Package:
-    """Stands for flash_attn.cute. calls: the arguments of each call."""
+    """A stand-in for flash_attn.cute. calls: the arguments of each call."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -46,7 +46,7 @@ class Package:
         assert k.shape == v.shape == (*k.shape[:2], KV_HEADS, q.shape[-1])
         assert k.dtype == v.dtype == q.dtype
         assert causal
-        out = torch.full(q.shape, torch.nan, dtype=q.dtype)  # what the package does not write is anything
+        out = torch.full(q.shape, torch.nan, dtype=q.dtype)  # rows that the package does not write are undefined
         starts = cu_seqlens_q.tolist()
         for number, (start, end) in enumerate(itertools.pairwise(starts)):
             length = int(seqused_k[number])
@@ -57,7 +57,8 @@ class Package:
 
 
 def softmax_over(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None]) -> Tensor:
-    """As the package defines it: a query at p sees the keys p - left to p + right; all up to p for (None, None)."""
+    """Return attention with the package's window (left, right): a query at p sees the keys p - left to p + right, or
+    all keys up to p for (None, None)."""
     k, v = (x.repeat_interleave(q.shape[1] // KV_HEADS, dim=1) for x in (k, v))
     ahead = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
     left, right = window
@@ -88,8 +89,8 @@ def make(case: Ragged, windows: tuple[int, ...] = (0,), max_seqs: int = 16) -> F
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 @pytest.mark.parametrize(("head_size", "group"), SHAPES)
 def test_it_agrees_with_the_reference(head_size: int, group: int, page_size: int, package: Package) -> None:
-    for seed, window in enumerate((0, 1, 100)):
-        case = Ragged(head_size, group, page_size, torch.bfloat16, seed)
+    for seed, window, query_lens in ((0, 0, None), (1, 1, None), (2, 100, None), (3, 50, [3, 1, 200])):
+        case = Ragged(head_size, group, page_size, torch.bfloat16, seed, query_lens)
         attention = make(case, (window,))
         plan = attention.plan(case.layout())
         package.calls.clear()
@@ -100,15 +101,6 @@ def test_it_agrees_with_the_reference(head_size: int, group: int, page_size: int
         for name, own in (("k", attention.pool.keys), ("v", attention.pool.values)):
             assert call[name].data_ptr() == own[LAYER].data_ptr(), "the pool was copied"
         assert call["q"] is case.q
-
-
-def test_prefills_alone(package: Package) -> None:
-    case = Ragged(64, 4, 16, torch.bfloat16, query_lens=[3, 1, 200])
-    assert case.layout().decodes == 0
-    attention = make(case, (50,))
-    package.calls.clear()
-    assert_within(attention.attend(attention.plan(case.layout()), LAYER, case.q, 50), case.expected(50))
-    assert len(package.calls) == 1
 
 
 def test_decodes_do_not_go_through_the_package(package: Package) -> None:
@@ -134,7 +126,7 @@ def test_decodes_do_not_go_through_the_package(package: Package) -> None:
 def test_each_variant_runs_once_at_the_start(
     windows: tuple[int, ...], max_seqs: int, expected: list[tuple[int, int | None]], package: Package
 ) -> None:
-    """expected: (tokens, left side of the window)."""
+    """expected: (number of tokens, left side of the window) of each call."""
     make(Ragged(64, 4, 16, torch.bfloat16), windows, max_seqs)
     assert [(len(call["q"]), call["window"][0]) for call in package.calls] == expected
     assert {len(call["starts"]) - 1 for call in package.calls} == ({1, 257} if max_seqs > 256 else {1})

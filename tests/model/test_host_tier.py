@@ -1,72 +1,23 @@
-"""model/host_tier.py on the CPU, where it runs without streams, and the kernel that moves pages, against its torch
-twin."""
+"""model/host_tier.py on the CPU, where it runs without streams."""
 
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import random_ids
 from handmade import continued, make_runner, mover, run, table
-from torch import Tensor
 
 from fastgen.device import pinned
 from fastgen.engine.pages import PageMoves
-from fastgen.kernels.state import copy_pages
 from fastgen.model import host_tier
 from fastgen.model.host_tier import GROUPS, HostTier
 from fastgen.model.kv_pool import KVPool
 from fastgen.request import Batch, Prefill
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-# The kernel.
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("layers", "size"), [(1, 1), (3, 96), (2, 128), (1, 20_000)])
-def test_pages_are_copied_between_any_layouts(layers: int, size: int, dtype: torch.dtype) -> None:
-    def memory() -> tuple[Tensor, Tensor]:
-        """What the pool and staging memory look like."""
-        return randn(2, layers, 7, size, dtype=dtype), randn(5, layers, 2, size, seed=1, dtype=dtype).permute(
-            2, 1, 0, 3
-        )
-
-    for source, target, sources, targets, first in (
-        (0, 1, [6, 0, 3], [0, 1, 4], 0),
-        (1, 0, [0, 4], [5, 6], 0),
-        (0, 0, [1, 1, 4], [2, 3, 0], 0),
-        (0, 1, [2], [2], layers // 2),
-    ):
-        expected = memory()
-        expected[target][:, first:, targets] = memory()[source][:, first:, sources]
-        for copy in (copy_pages.launch, copy_pages.twin):
-            found = memory()
-            index = torch.tensor(sources, device=DEVICE), torch.tensor(targets, device=DEVICE)
-            copy(found[source][:, first:], found[target][:, first:], *index)
-            assert all(map(torch.equal, found, expected))
-
-
-def test_a_copy_on_the_cpu_takes_no_longer_in_a_large_pool() -> None:
-    pool = KVPool(2, 100_000, 1, 16, 32, torch.float32, CPU)  # 0.8 GB, none of it touched
-    seconds = []
-    for turn in range(5):
-        start = time.perf_counter()
-        pool.copy(torch.tensor([turn, 7000]), torch.tensor([50_000 + turn, 90_000]))
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.02
-
-
-# The tier.
 
 
 def new_pool(layers: int = 6, pages: int = 20) -> KVPool:
@@ -75,14 +26,16 @@ def new_pool(layers: int = 6, pages: int = 20) -> KVPool:
     return pool
 
 
-@pytest.mark.parametrize("staging", [1, 3, 50])
+@pytest.mark.parametrize(("limit", "value"), [("STAGING_PAGES", 1), ("STAGING_PAGES", 3), ("STAGING_BYTES", 1)])
 @pytest.mark.parametrize("layers", [1, 3, GROUPS, 6])
-def test_random_traffic_is_what_plain_copies_make_of_it(
-    layers: int, staging: int, monkeypatch: pytest.MonkeyPatch
+def test_random_saves_and_loads_equal_plain_copies(
+    layers: int, limit: str, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_tier, "STAGING_PAGES", staging)
+    monkeypatch.setattr(host_tier, limit, value)
     pool, draw = new_pool(layers), random.Random(layers)
     tier = HostTier(pool, 9)
+    assert tier.pages.is_contiguous()
+    assert tier.pages.data_ptr() % pinned.ALIGNMENT == 0
     pages, slots = pool.whole.clone(), {}
     for _ in range(40):
         saves = list(zip(draw.sample(range(20), 6), draw.sample(range(9), 6), strict=True))[: draw.randint(1, 6)]
@@ -101,21 +54,6 @@ def test_random_traffic_is_what_plain_copies_make_of_it(
         assert torch.equal(tier.pages[slot].transpose(0, 1), page)
 
 
-def test_a_slot_holds_a_group_of_layers_in_one_piece() -> None:
-    tier = HostTier(new_pool(), 3)
-    assert tier.pages.is_contiguous()
-    assert tier.pages.data_ptr() % pinned.ALIGNMENT == 0
-    assert [group.first for group in tier._groups] == [0, 1, 3, 4]
-    assert all(group.host[1].is_contiguous() and group.entries[0].is_contiguous() for group in tier._groups)
-
-
-def test_staging_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(HostTier(new_pool(), 1)._leaving) == host_tier.STAGING_PAGES
-    for held, pages in ((0.5, 1), (1, 1), (5.5, 5)):
-        monkeypatch.setattr(host_tier, "STAGING_BYTES", int(held * 2 * 6 * 2 * 4 * 8 * 4))
-        assert len(HostTier(new_pool(), 1)._leaving) == pages
-
-
 def test_too_little_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"host tier takes .* GB of the host's memory.*lower host_cache_gb"):
         HostTier(new_pool(), 10**13)
@@ -128,7 +66,7 @@ def test_too_little_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("staging", [64, 1, 2])
-def test_what_comes_back_from_the_host_is_gone_on_with(
+def test_generation_continues_from_pages_of_the_host(
     family: Path, staging: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_tier, "STAGING_PAGES", staging)
@@ -143,7 +81,7 @@ def test_what_comes_back_from_the_host_is_gone_on_with(
 
 
 class Late:
-    """A layer's loads, which arrive when they are waited for."""
+    """The event of a layer's loads, which are done when it is waited for."""
 
     def __init__(self, tier: HostTier, pool: KVPool, pairs: list[tuple[int, int]], layer: int) -> None:
         self.tier, self.pool, self.pairs, self.layer = tier, pool, pairs, layer
@@ -188,10 +126,3 @@ def test_a_page_may_be_saved_given_out_and_loaded_elsewhere_in_one_step(llama: P
     written = {4, 6, 7, 9, 30}
     kept = [page for page in range(64) if page not in written]
     assert torch.equal(whole[:, :, kept], before[:, :, kept])
-
-
-def test_loads_come_with_a_prefill(llama: Path) -> None:
-    runner = make_runner(llama)
-    mover(runner).tier = HostTier(runner.pool, 2)
-    with pytest.raises(AssertionError, match="cannot wait"):
-        runner.launch(Batch(decodes=(0,), features=(PageMoves(loads=((0, 0),)),)))

@@ -1,133 +1,143 @@
-"""loader.py, the slices that one rank of several holds: which they are, and where they go."""
+"""loader.py: the slices of mapped files that ranks hold are copied into their views, and nothing else is read."""
 
 from __future__ import annotations
 
+import json
+import random
+import struct
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_loader import write_sharded
 from torch import Tensor
+from tqdm import tqdm
 
-from fastgen.model.loader import fill_random, load
+from fastgen.model import loader
+from fastgen.model.loader import load
 from fastgen.model.weights import Shard, Update, write
 
-HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCAB = 24, 8, 2, 4, 40, 16
-Q, K, V, OUT = (f"self_attn.{part}_proj" for part in "qkvo")
-GATE, UP, DOWN = (f"mlp.{part}_proj" for part in ("gate", "up", "down"))
-OUTPUTS = {Q: HEADS * SIZE, K: KV_HEADS * SIZE, V: KV_HEADS * SIZE, GATE: INNER, UP: INNER}
-INPUTS = {OUT: HEADS * SIZE, DOWN: INNER}
+SHAPES = {"a": (300, 24), "b": (7,), "c": (24, 300), "e": (0, 8), "f": (40, 24), "g": (3, 5, 7)}
 
 
-def layer_tensors() -> dict[str, Tensor]:
-    """The tensors of a layer with all biases, of an embedding and of a norm, in several dtypes."""
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, HIDDEN), "norm.weight": (HIDDEN,)}
-    for name, size in OUTPUTS.items():
-        shapes |= {f"{name}.weight": (size, HIDDEN), f"{name}.bias": (size,)}
-    for name, size in INPUTS.items():
-        shapes |= {f"{name}.weight": (HIDDEN, size), f"{name}.bias": (HIDDEN,)}
-    draw = torch.Generator().manual_seed(0)
-    # Values of bfloat16 that float16 does not hold, so that one is not read as the other.
-    kinds = [(torch.bfloat16, 1e6), (torch.float16, 1.0), (torch.float32, 1.0), (torch.float64, 1.0)]
+def write_tensors(folder: Path) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    dtypes = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
     tensors = {}
-    for number, (name, shape) in enumerate(shapes.items()):
-        dtype, scale = kinds[number % 4]
-        tensors[name] = (scale * torch.randn(shape, generator=draw)).to(dtype)
+    for place, (name, shape) in enumerate(SHAPES.items()):
+        dtype = dtypes[place % len(dtypes)]
+        scale = 1e6 if dtype == torch.bfloat16 else 1.0  # values that float16 cannot hold
+        tensors[name] = (scale * torch.randn(shape, generator=generator)).to(dtype)
+    save_file(tensors, folder / "model.safetensors")
     return tensors
 
 
-def rank_targets(rank: int, ranks: int, dtype: torch.dtype) -> tuple[dict[str, Shard], list[Tensor]]:
-    """What a rank holds, as `Transformer` fuses it, filled with NaN; and the parameters themselves.
-
-    Heads, and what is between gate or up and down, are shared out; KV heads are held by several where they are too few;
-    the first rank adds the biases of o and down.
-    """
-    parameters: list[Tensor] = []
-
-    def new(*shape: int) -> Tensor:
-        parameters.append(torch.full(shape, torch.nan, dtype=dtype))
-        return parameters[-1]
-
-    def share(name: str) -> tuple[int, int]:
-        """How many shares there are of a tensor's split dimension, and which one the rank holds."""
-        shares = min(ranks, KV_HEADS) if name in (K, V) else ranks
-        return shares, rank * shares // ranks
-
-    found = {"norm.weight": Shard.whole(new(HIDDEN))}
-    rows = VOCAB // ranks
-    found["embed.weight"] = Shard(new(rows, HIDDEN), (VOCAB, HIDDEN), 0, rank * rows)
-    for names in ((Q, K, V), (GATE, UP)):
-        sizes = [OUTPUTS[name] // share(name)[0] for name in names]
-        weight, bias = new(sum(sizes), HIDDEN), new(sum(sizes))
-        for name, size, matrix, vector in zip(names, sizes, weight.split(sizes), bias.split(sizes), strict=True):
-            start = share(name)[1] * size
-            found[f"{name}.weight"] = Shard(matrix, (OUTPUTS[name], HIDDEN), 0, start)
-            found[f"{name}.bias"] = Shard(vector, (OUTPUTS[name],), 0, start)
-    for name, size in INPUTS.items():
-        columns = size // ranks
-        found[f"{name}.weight"] = Shard(new(HIDDEN, columns), (HIDDEN, size), 1, rank * columns)
-        found[f"{name}.bias"] = Shard(new(HIDDEN if rank == 0 else 0), (HIDDEN,))
-    return found, parameters
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("way", ["given", "read"])
-def test_the_slices_of_all_ranks_are_the_whole(way: str, ranks: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    tensors = layer_tensors()
-    write_sharded(tmp_path, tensors)
-    held = []
-    for rank in range(ranks):
-        targets, parameters = rank_targets(rank, ranks, dtype)
-        if way == "given":
-            write(targets, Update(tensors, targets).tensors())
-        else:
-            load(targets, tmp_path)
-        assert not any(parameter.isnan().any() for parameter in parameters)
-        held.append({name: part.view for name, part in targets.items()})
+def random_slices(tensors: dict[str, Tensor], ranks: int, dtype: torch.dtype, seed: int) -> list[dict[str, Shard]]:
+    """Return shards of each tensor cut for `ranks` ranks at random places, along rows or columns, into views that are
+    contiguous or columns of a larger tensor. Some slices are empty."""
+    draw = random.Random(seed)
+    held: list[dict[str, Shard]] = [{} for _ in range(ranks)]
     for name, tensor in tensors.items():
-        views = [views[name] for views in held]
-        if name == "norm.weight":
-            assert all(torch.equal(view, tensor.to(dtype)) for view in views)
-            continue
-        if name.startswith((K, V)):  # each KV head is held by as many ranks as there are a head
-            copies = max(ranks // KV_HEADS, 1)
-            assert all(torch.equal(view, views[rank // copies * copies]) for rank, view in enumerate(views))
-            views = views[::copies]
-        dim = 1 if name in (f"{OUT}.weight", f"{DOWN}.weight") else 0
-        assert torch.equal(torch.cat(views, dim), tensor.to(dtype)), name
+        dim = draw.randrange(min(tensor.ndim, 2))
+        cuts = [0, *sorted(draw.randrange(tensor.shape[dim] + 1) for _ in range(ranks - 1)), tensor.shape[dim]]
+        for targets, start, end in zip(held, cuts, cuts[1:], strict=False):
+            shape = list(tensor.shape)
+            shape[dim] = end - start
+            view = torch.full(shape, torch.nan, dtype=dtype)
+            if draw.random() < 0.5 and tensor.ndim > 1:
+                view = torch.full([shape[0], shape[1] + 7, *shape[2:]], torch.nan, dtype=dtype)[:, 3 : 3 + shape[1]]
+            targets[name] = Shard(view, tuple(tensor.shape), dim, 0 if end - start == tensor.shape[dim] else start)
+    return held
 
 
-@pytest.mark.parametrize("way", ["given", "read"])
-def test_tensors_are_held_to_the_shape_of_the_whole(way: str, tmp_path: Path) -> None:
-    def fill(tensors: dict[str, Tensor]) -> None:
-        targets, _ = rank_targets(1, 2, torch.float32)
-        if way == "given":
-            write(targets, Update(tensors, targets).tensors())
-        else:
-            save_file(tensors, tmp_path / "model.safetensors")
+def fill(targets: dict[str, Shard], source: Path | dict[str, Tensor]) -> None:
+    """Load a folder into targets, or write given tensors to them."""
+    if isinstance(source, Path):
+        load(targets, source, progress=True)
+    else:
+        write(targets, Update(source, targets).tensors())
+
+
+@pytest.mark.parametrize("way", ["read", "given"])
+@pytest.mark.parametrize("seed", range(12))
+def test_each_rank_takes_its_slices_and_no_more(
+    seed: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loader, "PIECE_BYTES", 2400 if seed % 3 else 1 << 20)
+    tensors = write_tensors(tmp_path)
+    dtype = torch.float32 if seed % 2 else torch.bfloat16
+    for targets in random_slices(tensors, 1 + seed % 4, dtype, seed):
+        fill(targets, tensors if way == "given" else tmp_path)
+        if way == "read":
+            read = sum(shard.view.numel() * tensors[name].itemsize for name, shard in targets.items())
+            assert f"/{tqdm.format_sizeof(read)}" in capsys.readouterr().err
+        for name, shard in targets.items():
+            end = shard.start + shard.view.shape[shard.dim]
+            part = tensors[name][shard.start : end] if shard.dim == 0 else tensors[name][:, shard.start : end]
+            assert torch.equal(shard.view, part.to(dtype)), name
+            around = shard.view._base
+            if around is not None:
+                assert around.isnan().sum() == around.numel() - shard.view.numel(), "something around it was written"
+
+
+@pytest.mark.parametrize("way", ["read", "given"])
+def test_tensors_must_have_the_shape_of_the_whole(way: str, tmp_path: Path) -> None:
+    """A tensor that is a rank's slice already is an error."""
+    tensors, targets = {"w": torch.zeros(2, 3)}, {"w": Shard(torch.zeros(2, 3), (4, 3), 0, 2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"tensor 'w' has shape \[2, 3\]; the model needs \[4, 3\]"):
+        fill(targets, tensors if way == "given" else tmp_path)
+
+
+def test_tensors_may_lie_at_odd_places_in_a_file(tmp_path: Path) -> None:
+    values = torch.arange(100, dtype=torch.float32)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [100], "data_offsets": [0, 400]}}).encode()
+    header += b" " * (1 - len(header) % 2)
+    assert (8 + len(header)) % 2 == 1
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + values.numpy().tobytes())
+    view = torch.zeros(100)
+    load({"w": Shard.whole(view)}, tmp_path)
+    assert torch.equal(view, values)
+
+
+def test_nothing_is_copied_if_a_tensor_does_not_match(tmp_path: Path) -> None:
+    write_tensors(tmp_path)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"h": Shard.whole(torch.zeros(1))}, "missing 1 of 7 tensors: h"),
+        ({"b": Shard.whole(torch.zeros(8))}, r"tensor 'b' has shape \[7\]; the model needs \[8\]"),
+    ]
+    for change, message in cases:
+        targets = {name: Shard.whole(torch.full(shape, torch.nan)) for name, shape in SHAPES.items()} | change
+        with pytest.raises(ValueError, match=message):
             load(targets, tmp_path)
+        assert targets["a"].view.isnan().all()
+    save_file({"b": torch.zeros(7, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"tensor 'b' is I8; bfloat16, float16, float32 and float64 weights are supported"
+    ):
+        load({"b": Shard.whole(torch.zeros(7))}, tmp_path)
+    with pytest.raises(ValueError, match=r"unexpected tensor 'b'"):
+        load({"a": Shard.whole(torch.zeros(7))}, tmp_path)
 
-    good = layer_tensors()
-    for name, part in rank_targets(1, 2, torch.float32)[0].items():
-        if not part.is_whole:  # as if another had cut it, or had left it out
-            shapes = rf"{name}' has shape \[{part.view.shape[0]}.*; the model needs \[{good[name].shape[0]}"
-            with pytest.raises(ValueError, match=shapes):
-                fill({**good, name: torch.zeros(part.view.shape)})
-            with pytest.raises(ValueError, match=rf"missing 1 of 16 tensors: {name}$"):
-                fill({other: tensor for other, tensor in good.items() if other != name})
 
+@pytest.mark.parametrize("error", [FileNotFoundError, KeyboardInterrupt])
+def test_after_an_error_the_threads_end(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": torch.zeros(1000, 10)}, tmp_path / "model.safetensors")
+    read: list[int] = []
 
-def test_random_values_follow_from_names_and_starts() -> None:
-    """Whatever else a rank holds, so that what is replicated is equal; and slices of one tensor differ."""
-    first, _ = rank_targets(0, 2, torch.float32)
-    without = {name: part for name, part in first.items() if name not in (f"{OUT}.bias", f"{DOWN}.bias")}
-    second, parameters = rank_targets(1, 2, torch.float32)
-    fill_random(without)
-    fill_random(second)
-    assert not any(parameter.isnan().any() for parameter in parameters)
-    alike = {name: part.start == second[name].start or name.endswith("norm.weight") for name, part in without.items()}
-    assert len({*alike.values()}) == 2
-    for name, part in without.items():
-        assert torch.equal(part.view, second[name].view) == alike[name], name
+    def fail(threads: int) -> None:
+        read.append(1)
+        time.sleep(0.002)  # else a busy machine may read all pieces before the first error is seen
+        raise error
+
+    monkeypatch.setattr(loader, "PIECE_BYTES", 40)
+    monkeypatch.setattr(loader, "at_most", fail)
+    with pytest.raises(error):
+        load({"w": Shard.whole(torch.zeros(1000, 10))}, tmp_path)
+    assert len(read) < 1000
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fastgen-load")]

@@ -1,10 +1,7 @@
-"""model/config.py: known models by name, agreement with transformers, and one clear error for whatever is not
-supported."""
+"""model/config.py: known models, agreement with transformers, and one clear error for each unsupported model."""
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ from known_models import KNOWN, LLAMA, LLAMA3_ROPE, LLAMA_8B, MISTRAL
 from properties import EXAMPLES, holds_for
 
 from fastgen.model.config import ModelConfig, parse_config, read_config, sampling_defaults
-from fastgen.model.rope import rope_frequencies, rope_tables
+from fastgen.model.rope import rope_tables
 
 
 def count_parameters(c: ModelConfig) -> int:
@@ -27,7 +24,7 @@ def count_parameters(c: ModelConfig) -> int:
 
 
 def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
-    """The same config as transformers 5 writes it."""
+    """Return a config of transformers 4 in the form of transformers 5."""
     config = dict(config)
     rope = {"rope_type": "default", **(config.pop("rope_scaling", None) or {}), "rope_theta": config.pop("rope_theta")}
     return {**config, "rope_parameters": rope, "dtype": config.pop("torch_dtype")}
@@ -74,7 +71,7 @@ def test_what_transformers_saves(architecture: str, extra: dict[str, Any], tmp_p
     model.save_pretrained(tmp_path)
     config = read_config(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
-    assert parse_config({**written, "architectures": None}) == config  # model_type stands in
+    assert parse_config({**written, "architectures": None}) == config  # model_type names the family, too
 
     attention = model.model.layers[0].self_attn
     assert count_parameters(config) == sum(p.numel() for p in model.parameters())
@@ -87,9 +84,6 @@ def test_what_transformers_saves(architecture: str, extra: dict[str, Any], tmp_p
     if architecture == "MistralForCausalLM":
         windows = [model.config.sliding_window] * 3
     assert config.windows == tuple(window or 0 for window in windows)
-    inverse, factor = rope_frequencies(config.rope, config.head_size, config.max_position)
-    assert inverse.equal(model.model.rotary_emb.inv_freq)
-    assert factor == model.model.rotary_emb.attention_scaling
 
 
 def test_mistral_with_layer_types_is_what_automodel_makes_of_it(tmp_path: Path) -> None:
@@ -109,35 +103,27 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
     ("change", "message"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "architectures="),
         ({"architectures": None, "model_type": "gemma3"}, "model_type='gemma3'"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config.quant_method='awq'"),
         ({"num_local_experts": 8}, "num_local_experts=8"),
-        ({"vision_config": {"depth": 32}}, "vision_config="),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale=0.7"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}, "truncate=False"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling=.*dynamic"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor=None"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0"),
         ({"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 4.0}}, "low_freq_factor=4.0"),
         ({"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters="),
         ({"rope_theta": "big"}, "rope_theta='big'"),
-        ({"rope_theta": 0}, "rope_theta=0"),
         ({"num_key_value_heads": 5}, "num_key_value_heads=5"),
         ({"num_attention_heads": 24}, "hidden_size=4096 is not a multiple of num_attention_heads=24"),
         ({"head_dim": 63}, "head_dim=63"),
         ({"vocab_size": None}, "vocab_size=None"),
         ({"hidden_size": "4096"}, "hidden_size='4096'"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"num_hidden_layers": 2**24 + 1}, "num_hidden_layers=16777217 is .* not an integer from 1 to 16777216"),
-        ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan is .* not a number from 0 to 1"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_slow": -1}}, "beta_slow=-1"),
-        ({"original_max_position_embeddings": -1}, "original_max_position_embeddings=-1"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"eos_token_id": "</s>"}, "eos_token_id=.*</s>"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window=0"),
@@ -172,11 +158,8 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="does not hold a JSON object"):
         read_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({**GOOD, "hidden_act": "relu"}))
-    with pytest.raises(ValueError, match=f"{tmp_path.name}.*hidden_act='relu'"):
-        read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**GOOD, "architectures": ["GemmaForCausalLM"]}))
-    with pytest.raises(ValueError, match=r"config\.json: architectures=\['GemmaForCausalLM'\].*fastgen runs LlamaForC"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}/config\.json: architectures=\['Gemma.*fastgen runs LlamaForC"):
         read_config(tmp_path)
     for change in ({"architectures": 5}, {"architectures": [[]]}, {"rope_scaling": "yarn"}, {"layer_types": 1}):
         (tmp_path / "config.json").write_text(json.dumps({**GOOD, "architectures": ["MistralForCausalLM"], **change}))
@@ -239,8 +222,3 @@ def test_sampling_defaults(generation: dict[str, Any] | None, expected: dict[str
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert sampling_defaults(tmp_path) == expected
-
-
-def test_arch_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, fastgen.model.config; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

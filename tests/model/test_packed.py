@@ -1,4 +1,4 @@
-"""Packed linear layers have the same bits for any number of rows and threads."""
+"""packed.py: packed linear layers give the same bits for any number of rows and threads."""
 
 from __future__ import annotations
 

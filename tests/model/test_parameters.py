@@ -1,4 +1,4 @@
-"""The parts of a checkpoint's tensors that ranks hold, and layers that are packed and unpacked."""
+"""parameters.py: the parts of tensors that ranks hold, and layers that are packed and unpacked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def of_rank(folder: Path, rank: int, size: int, device: torch.device = META) -> 
 
 
 def test_ranks_that_hold_the_same_kv_head_are_neighbours(checkpoint: Checkpoint) -> None:
-    """So that each has the KV head of its own query heads."""
+    """Each rank has the KV head of its own query heads."""
     folder = checkpoint("Llama", num_attention_heads=8, num_key_value_heads=2)
     starts: dict[str, list[int]] = {"q_proj": [], "k_proj": [], "v_proj": []}
     for rank in range(4):
@@ -37,7 +37,7 @@ def test_ranks_that_hold_the_same_kv_head_are_neighbours(checkpoint: Checkpoint)
 
 
 def test_layers_hold_the_parts_of_each_rank(checkpoint: Checkpoint) -> None:
-    """Of q, k and v, of gate and up, and of the inputs of o and down; their biases are added by one rank."""
+    """The rows of q, k, v, gate and up, and the columns of o and down, whose biases one rank adds."""
     folder = checkpoint("Llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
     weights = new_weights(folder)
 

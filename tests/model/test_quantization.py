@@ -1,4 +1,4 @@
-"""quantization_config of config.json: what is read, and what is refused."""
+"""quantization.py: which quantization_config of config.json is read, and which is refused."""
 
 from __future__ import annotations
 

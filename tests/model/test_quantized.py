@@ -1,5 +1,5 @@
-"""Models in fp8: checkpoints of the published forms, made here with their quantizers' arithmetic, against transformers;
-bf16 checkpoints that are quantized as they are loaded; updates."""
+"""Models in fp8 against transformers: checkpoints of the published forms, quantized here with their publishers'
+arithmetic, and bf16 checkpoints that are quantized as they are loaded or updated."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4,
 
 @dataclass(frozen=True)
 class Form:
-    """A published form of fp8: the quantization_config, the strategy of its scales, and the ends of the names of a
-    module's scale and of a tensor that is not read."""
+    """A published form of fp8. config: quantization_config. strategy: the granularity of its scales. scale, other: the
+    suffixes of the names of a module's scales, and of a tensor that is not read."""
 
     config: dict[str, Any]
     strategy: str
@@ -48,7 +48,7 @@ class Form:
         return found
 
     def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a weight in fp8 with its scales, and what it stands for: the arithmetic of all publishers."""
+        """Return a weight in fp8, its scales, and the weight that they represent, as all publishers compute them."""
         sizes = {"tensor": weight.shape, "channel": (1, weight.shape[1]), "block": (128, 128)}
         rows, columns = sizes[self.strategy]
         tiles = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
@@ -90,13 +90,13 @@ FAMILY = {"Qwen3": "Qwen3", "Mistral": "Mistral"}  # others: Llama
 
 
 def modules(form: Quantization, tensors: dict[str, Tensor]) -> list[str]:
-    """Return the names of the modules that a checkpoint has in fp8."""
+    """Return the names of the modules that are in fp8 in a checkpoint."""
     names = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
     return [name for name in names if form.covers(name)]
 
 
 def make(folder: Path, source: Path, form: Form) -> dict[str, Tensor]:
-    """Write the fp8 form of a checkpoint; return the weights that it stands for."""
+    """Write the fp8 form of a checkpoint; return the weights that it represents."""
     shutil.copytree(source, folder)
     tensors = load_file(source / "model.safetensors")
     meant = dict(tensors)
@@ -116,7 +116,7 @@ def configure(folder: Path, config: dict[str, Any]) -> None:
 
 
 def round_inputs(module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A hook before a linear layer: its input in E4M3, with a scale a token."""
+    """Round the input of a linear layer to E4M3 with one scale per token; a hook before the layer."""
     (x,) = given
     scale = (x.abs().amax(-1, keepdim=True) / 448).clamp(min=1 / (448 * 512))
     return ((x / scale).clamp(-448, 448).to(E4M3).float() * scale,)
@@ -125,7 +125,7 @@ def round_inputs(module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def hf_logprobs(
     source: Path, weights: dict[str, Tensor], names: list[str], ids: list[list[int]], rounded: bool
 ) -> Tensor:
-    """Return transformers' logprobs of ids[..., 1:] with other weights; rounded: with the inputs of `names` in fp8."""
+    """Return transformers' logprobs of ids[..., 1:] with other weights. rounded: the inputs of `names` are in fp8."""
     model = hf_model(source)
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.load_state_dict(weights, strict=False)
@@ -141,10 +141,10 @@ def hf_logprobs(
 
 
 def check_scores(gen: Generator, source: Path, weights: dict[str, Tensor], names: list[str]) -> None:
-    """Compare scores with transformers', whose inputs of the modules `names` are in fp8, too.
+    """Compare scores with those of transformers, where the inputs of the modules `names` are in fp8, too.
 
-    Sums in another order round few inputs to the next number of fp8, and this changes all tokens behind. So pairs of
-    tokens are the same but for few, and a long sequence is about the same.
+    Sums in another order round a few inputs to the neighbouring fp8 number, which changes all later tokens. So the
+    scores of most pairs of tokens are equal, and the scores of a long sequence are close.
     """
     pairs, long = [random_ids(2, seed=seed) for seed in range(40)], [random_ids(40)]
     for ids, quantile, tolerance in ((pairs, 0.5, 1e-4), (long, 0.5, 0.06)):
@@ -172,7 +172,7 @@ def test_published_checkpoints(name: str, checkpoint: Checkpoint, tmp_path: Path
 
 
 def quantized(source: Path) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights that fastgen's own fp8 form of a checkpoint stands for, and the modules in fp8."""
+    """Return the weights that fastgen's own fp8 form of a checkpoint represents, and the modules in fp8."""
     weights = load_file(source / "model.safetensors")
     names = modules(Quantization(), weights)
     rounded = {f"{name}.weight": fp8.quantize_weight(weights[f"{name}.weight"]).dequantized() for name in names}
@@ -187,10 +187,10 @@ def test_a_checkpoint_is_quantized_as_it_is_loaded(checkpoint: Checkpoint) -> No
             gen.update_adapter({}, {"r": 8, "lora_alpha": 8})
         name = "model.layers.1.mlp.down_proj.weight"
         gen.update_weights({name: torch.full((256, 384), torch.nan)}, partial=True)
-        assert gen._runner.weights.find_not_finite() == [name]
-        linear = gen._runner.model.layers[0].gate_up
-        assert linear.weight.dtype == E4M3
-        assert gen._runner.model.parameters.lm_head.weight.dtype == torch.float32
+        assert f"nor are the weights {name};" in str(gen.generate([[5, 6]])[0].error)
+    parameters = Parameters(read_config(source, in_fp8=True), torch.float32, torch.device("cpu"))
+    assert parameters.layers[0].gate_up.weight.dtype == E4M3
+    assert parameters.lm_head.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "channel"])
@@ -206,8 +206,8 @@ def test_the_schedule_never_shows(name: str, checkpoint: Checkpoint, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["", "Qwen3", "Mistral"])
-def test_an_update_is_quantized_in_place(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Its scores are those of a checkpoint of the new weights, quantized alike."""
+def test_an_update_is_quantized_as_a_checkpoint_is(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """The scores equal those of a checkpoint of the new weights that is quantized in the same way."""
     source, folder, ids = source_of(checkpoint, name), tmp_path / "fp8", random_ids(30)
     changed, options = tmp_path / "changed", {**CPU, "quantization": "fp8"}
     weights = {key: (tensor * 1.5).bfloat16() for key, tensor in load_file(source / "model.safetensors").items()}
@@ -219,9 +219,7 @@ def test_an_update_is_quantized_in_place(name: str, checkpoint: Checkpoint, tmp_
         make(tmp_path / "again", changed, FORMS[name])
         changed = tmp_path / "again"
     with Generator(folder if name else source, **options) as gen, Generator(changed, **options) as expected:
-        before = gen._runner.model.layers[0].down.weight.data_ptr()
         gen.update_weights(weights)
-        assert gen._runner.model.layers[0].down.weight.data_ptr() == before
         assert gen.score([ids])[0][1:] == expected.score([ids])[0][1:]
 
 
@@ -235,7 +233,7 @@ class Rank(Group):
 
 @pytest.mark.parametrize("name", ["", "Qwen3", "Mistral", "channel"])
 def test_the_parts_of_two_ranks_are_the_whole(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """A stored checkpoint is exact in parts. What is quantized here has scales of a rank's own rows and blocks."""
+    """Parts of a checkpoint in fp8 are exact. Weights that are quantized here have scales of the rank's own rows."""
     source, folder = checkpoint("Llama", **{**SIZES, "head_dim": 128, "intermediate_size": 512}), tmp_path / "fp8"
     weights = load_file(source / "model.safetensors")
     if name:
@@ -251,7 +249,7 @@ def test_the_parts_of_two_ranks_are_the_whole(name: str, checkpoint: Checkpoint,
 
 
 def check_parts(parameters: Parameters, weights: dict[str, Tensor], tolerance: float) -> None:
-    """Compare a rank's weights in fp8 with its parts of the whole; tolerance: a share of the largest number."""
+    """Compare a rank's weights in fp8 with its slices of the whole. tolerance: relative to the largest number."""
     for name, shard in parameters.targets().items():
         if shard.scales is not None:
             found, wanted = fp8.Quantized(shard.view, shard.scales).dequantized(), shard.slice(weights[name])

@@ -1,4 +1,4 @@
-"""What rows share is found from their page tables, and cut into items."""
+"""attention/shared.py: the pages that rows share are found in their page tables, and divided into tiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = 16
 
 
 def random_tables(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of random trees, with garbage behind their full pages: [S, columns], and full [S]."""
+    """Return page tables of random trees [S, columns], and the number of full pages of each row [S]."""
     rng = np.random.default_rng(seed)
     numbers = iter(rng.permutation(10_000).tolist())
     prefixes: list[list[int]] = [[]]
@@ -27,7 +27,7 @@ def random_tables(seed: int) -> tuple[np.ndarray, np.ndarray]:
         before = before[: rng.integers(len(before) + 1)]
         rows.append(before + [next(numbers) for _ in range(rng.integers(0, 4))])
     full = np.array([len(row) for row in rows])
-    tables = rng.integers(0, 3, (len(rows), max(full) + 2)).astype(np.int32)  # equal often, and of no account
+    tables = rng.integers(0, 3, (len(rows), max(full) + 2)).astype(np.int32)  # garbage after the full pages
     for table, row in zip(tables, rows, strict=True):
         table[: len(row)] = row
     return tables, full
@@ -49,12 +49,12 @@ def ranges_of(*levels: Level | None) -> list[Range]:
 
 
 def covered(ranges: list[Range], row: int) -> list[int]:
-    """The columns of a row that its ranges hold, in their order."""
+    """Return the columns of a row that its ranges cover, in their order."""
     return [column for each in ranges if row in each.rows for column in range(each.first, each.last)]
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_all_that_is_shared_is_found_once(seed: int) -> None:
+def test_all_shared_pages_are_found_once(seed: int) -> None:
     tables, full = random_tables(seed)
     levels = shared_ranges(tables, np.arange(len(full)), full)
     ranges = ranges_of(*levels)
@@ -73,7 +73,7 @@ def test_all_that_is_shared_is_found_once(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_prefixes_are_whole_blocks_from_the_first_key_on(seed: int) -> None:
+def test_prefixes_are_whole_blocks_from_the_first_key(seed: int) -> None:
     tables, full = random_tables(seed)
     levels = shared_ranges(tables, np.arange(len(full)), full)
     ranges = ranges_of(*levels)
@@ -101,13 +101,13 @@ def test_a_root_is_shared_by_any_number_of_rows(rows: int) -> None:
 
 
 def test_rows_leave_the_prefix_of_their_parents_where_that_pays() -> None:
-    """The first three rows go on in a tile of their own; the next two would read 8 pages more to save 2."""
+    """The first three rows get a tile of their own; the next two would read 8 more pages to save 2."""
     columns = [[*range(10), 20 + row] for row in range(3)] + [[*range(8), 30, 31, 40 + row] for row in range(2)]
     tables = np.array([*columns, [*range(8), 50, 51, 52]], np.int32)
     levels = shared_ranges(tables, np.arange(6), np.full(6, 11))
     assert ranges_of(prefixes(levels, PAGE, PAGE, tile_rows=3)) == [Range([3, 4, 5], 0, 8), Range([0, 1, 2], 0, 10)]
     assert ranges_of(prefixes(levels, PAGE, 4 * PAGE, tile_rows=3)) == [Range([0, 1, 2, 3, 4, 5], 0, 8)]
-    rest = np.arange(4)  # the last of them is left alone, and reads its keys by itself
+    rest = np.arange(4)  # the last row shares with no other, and reads its keys by itself
     levels = shared_ranges(tables[:4], rest, np.full(4, 11))
     assert ranges_of(prefixes(levels, PAGE, PAGE, tile_rows=3)) == [Range([0, 1, 2], 0, 10)]
 
@@ -119,7 +119,7 @@ def test_nothing_shared() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_tiles_cover_what_is_shared(seed: int) -> None:
+def test_tiles_cover_all_shared_pages(seed: int) -> None:
     tables, full = random_tables(seed)
     whole = prefixes(shared_ranges(tables, np.arange(len(full)), full), PAGE, 2 * PAGE, tile_rows=3)
     if whole is None:

@@ -1,4 +1,4 @@
-"""model/transformer.py: what transformers computes, for each family and each flag."""
+"""model/transformer.py: logits and tokens equal those of transformers, for each family and each flag."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, Checkpoint, hf_logits, hf_model, random_ids
+from handmade import make_runner
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
@@ -19,13 +20,13 @@ from fastgen.model.transformer import StepPart
 PROMPTS = [random_ids(length) for length in (1, 130, 16, 37)]
 
 
-def prefill_logits(gen: Generator, prompts: list[list[int]]) -> list[Tensor]:
-    """Logits of every position of a ragged batch in one forward pass: [T, V] each."""
-    runner = gen._runner
+def prefill_logits(folder: Path, prompts: list[list[int]], dtype: str = "float32") -> list[Tensor]:
+    """Return the logits [T, V] at every position of each prompt, from one forward pass over all of them."""
+    runner = make_runner(folder, dtype=dtype)
     size = runner.pool.page_size
     lens = torch.tensor([len(prompt) for prompt in prompts])
     most = -(-int(lens.max()) // size)
-    order = torch.randperm(gen.config.num_pages, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(runner.config.num_pages, generator=torch.Generator().manual_seed(0))
     table = order[: len(prompts) * most].view(len(prompts), most)
     positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
     owner = torch.repeat_interleave(torch.arange(len(prompts)), lens)
@@ -48,9 +49,8 @@ def prefill_logits(gen: Generator, prompts: list[list[int]]) -> list[Tensor]:
 
 
 def check_logits(folder: Path) -> None:
-    with Generator(folder, page_size=16, max_seqs=8) as gen:
-        for prompt, logits in zip(PROMPTS, prefill_logits(gen, PROMPTS), strict=True):
-            torch.testing.assert_close(logits, hf_logits(folder, prompt), atol=1e-4, rtol=0)
+    for prompt, logits in zip(PROMPTS, prefill_logits(folder, PROMPTS), strict=True):
+        torch.testing.assert_close(logits, hf_logits(folder, prompt), atol=1e-4, rtol=0)
 
 
 def test_prefill_logits_are_those_of_transformers(family: Path) -> None:
@@ -85,7 +85,7 @@ def test_64_greedy_tokens_are_those_of_transformers(family: Path) -> None:
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         likeliest = hf_logits(family, prompt + answer).argmax(1).tolist()
         assert answer == likeliest[len(prompt) - 1 : -1]
-    # ... and once as users run it, token by token through transformers' own cache.
+    # Once more token by token, through the KV cache of transformers.
     ids = torch.tensor([PROMPTS[3]])
     mask = torch.ones_like(ids)
     said = hf_model(family).generate(ids, attention_mask=mask, max_new_tokens=64, do_sample=False, eos_token_id=None)
@@ -93,10 +93,8 @@ def test_64_greedy_tokens_are_those_of_transformers(family: Path) -> None:
 
 
 def test_bfloat16_is_as_exact_as_transformers(family: Path) -> None:
-    with Generator(family, dtype="bfloat16", page_size=16, max_seqs=8) as gen:
-        found = prefill_logits(gen, PROMPTS)
     ours, theirs = [], []
-    for prompt, logits in zip(PROMPTS, found, strict=True):
+    for prompt, logits in zip(PROMPTS, prefill_logits(family, PROMPTS, "bfloat16"), strict=True):
         exact = hf_logits(family, prompt)
         ours.append((logits - exact).square().mean().item())
         theirs.append((hf_logits(family, prompt, torch.bfloat16) - exact).square().mean().item())

@@ -1,4 +1,5 @@
-"""grammar.py: masks of structured output, over every kind of vocabulary; test_serve_tools.py has those of tools."""
+"""grammar.py: masks of structured output over every kind of vocabulary. Grammars of tools are in
+test_serve_tools.py."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import random
 import re
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -18,8 +20,8 @@ from grammars import MARKS, accepts, allowed, byte_level, rule_of, walk
 
 import fastgen
 from fastgen import Generator, SamplingParams
-from fastgen.cli.serve.prompts import answer_rule
 from fastgen.cli.serve.replies import Vocabulary as Words
+from fastgen.text import grammar as grammars
 from fastgen.text.grammar import Compiler, choice_rule, json_rule, regex_rule
 from fastgen.text.tokenizer import Tokenizer
 
@@ -37,7 +39,7 @@ SCHEMA = {
 }
 RIGHT = {"city": "日本", "days": 22, "note": 'é "\n\\', "place": [0.5, -1]}
 
-Vocabulary = tuple[Tokenizer, int, list[int]]  # with the size, and the ids that end an answer
+Vocabulary = tuple[Tokenizer, int, list[int]]  # tokenizer, number of ids, ids that end an answer
 
 
 @pytest.fixture(scope="module", params=["byte fallback", "byte level", "bundled"])
@@ -64,6 +66,7 @@ def grammar(schema: dict[str, Any] | None, strict: bool | None = True) -> str:
 
 
 def check(value: Any) -> None:
+    """Check a value against SCHEMA."""
     assert list(value) == ["city", "days", "note", "place"]
     assert value["city"] in ("Paris", "日本")
     assert isinstance(value["days"], int)
@@ -83,15 +86,23 @@ def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 # ------------------------------------------------------------------------------------------------- masks
 
 
-def test_any_walk_through_a_mask_fits_the_schema(vocabulary: Vocabulary, compiler: Compiler) -> None:
+def test_random_walks_fit_the_schema_and_copies_are_independent(vocabulary: Vocabulary, compiler: Compiler) -> None:
     tokenizer, size, ends = vocabulary
     rng = random.Random(0)
+    first = compiler.compile(grammar(SCHEMA))
+    fresh = allowed(first, size)
+    assert accepts(first, encoded(tokenizer, '{"city": "'), size)
+    second = deepcopy(first)
+    assert accepts(first, encoded(tokenizer, "Paris"), size)
+    assert accepts(second, encoded(tokenizer, "日本"), size)
     for _ in range(12):
-        check(json.loads(tokenizer.decode(walk(compiler.compile(grammar(SCHEMA)), size, ends, rng))))
+        mask = compiler.compile(grammar(SCHEMA))
+        assert allowed(mask, size) == fresh, "the compiled grammar that is kept has not moved"
+        check(json.loads(tokenizer.decode(walk(mask, size, ends, rng))))
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-def test_a_fitting_value_is_allowed_and_ends_only_when_complete(
+def test_a_right_value_is_allowed_and_ends_when_it_is_complete(
     vocabulary: Vocabulary, compiler: Compiler, indent: int | None
 ) -> None:
     tokenizer, size, ends = vocabulary
@@ -105,19 +116,13 @@ def test_a_fitting_value_is_allowed_and_ends_only_when_complete(
             mask.accept(token)
         assert allowed(mask, size) == sorted(ends)
         mask.accept(ends[-1])
-        assert allowed(mask, size) == sorted(ends), "as ignore_eos goes on"
-
-
-@pytest.mark.parametrize(
-    "wrong", ["[1]", '{"city": "Rome', '{"days"', '{"city": "Paris", "days": 31', "{  ", "{\n\n", "{\n" + " " * 21]
-)
-def test_a_wrong_value_is_not_allowed(vocabulary: Vocabulary, compiler: Compiler, wrong: str) -> None:
-    tokenizer, size, _ = vocabulary
-    assert not accepts(compiler.compile(grammar(SCHEMA)), encoded(tokenizer, wrong), size)
+        assert allowed(mask, size) == sorted(ends), "with ignore_eos the answer goes on"
+    for wrong in ("[1]", '{"city": "Rome', '{"days"', '{"city": "Paris", "days": 31', "{  ", "{\n\n", "{\n" + " " * 21):
+        assert not accepts(compiler.compile(grammar(SCHEMA)), encoded(tokenizer, wrong), size)
 
 
 def test_a_model_that_prefers_blanks_reaches_an_end(vocabulary: Vocabulary, compiler: Compiler) -> None:
-    """The walk prefers blanks wherever they are allowed."""
+    """The walk takes white space wherever it is allowed."""
     tokenizer, size, ends = vocabulary
     words = Words(tokenizer)
     blanks = {token for token in range(size) if words.raw(token).isspace()}
@@ -130,17 +135,6 @@ def test_a_model_that_prefers_blanks_reaches_an_end(vocabulary: Vocabulary, comp
     text = tokenizer.decode(ids[:-1])
     check(json.loads(text))
     assert re.search(r"\n\s", text)
-
-
-def test_copies_go_their_own_ways(vocabulary: Vocabulary, compiler: Compiler) -> None:
-    tokenizer, size, _ = vocabulary
-    first = compiler.compile(grammar(SCHEMA))
-    fresh = allowed(first, size)
-    assert accepts(first, encoded(tokenizer, '{"city": "'), size)
-    second = deepcopy(first)
-    assert accepts(first, encoded(tokenizer, "Paris"), size)
-    assert accepts(second, encoded(tokenizer, "日本"), size)
-    assert allowed(compiler.compile(grammar(SCHEMA)), size) == fresh, "what is kept has not moved"
 
 
 def test_a_token_that_was_not_allowed_is_an_error(vocabulary: Vocabulary, compiler: Compiler) -> None:
@@ -176,7 +170,7 @@ def test_a_tokenizer_and_its_model_may_differ_in_size(vocabulary: Vocabulary, di
         ({"type": "object", "properties": 5}, "properties"),
         ({"not": {"type": "string"}}, '"not"'),
         ({"type": "string", "format": "secret"}, "Unknown format: secret"),
-        ({"$ref": "#"}, "may lead only to itself"),  # which only shows in the first mask
+        ({"$ref": "#"}, "may lead only to itself"),  # an error that only the first mask shows
         ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}, "may lead only to itself"),
     ],
 )
@@ -185,6 +179,8 @@ def test_a_bad_schema_is_an_error_with_its_reason(compiler: Compiler, schema: di
         compiler.compile(grammar(schema))
     assert reason in str(raised.value)
     assert "%json" not in str(raised.value)
+    with pytest.raises(ValueError, match="not JSON"):
+        grammar({"maximum": float("nan")})
 
 
 @pytest.mark.parametrize("extra", [{"not": {"type": "null"}}, {"unevaluatedProperties": 5}, {"format": "secret"}])
@@ -212,7 +208,7 @@ def test_a_strict_schema_may_have_keywords_that_pydantic_writes(vocabulary: Voca
         assert accepts(compiler.compile(grammar(schema)), ids, vocabulary[1]) == fits
 
 
-def test_names_and_values_in_a_strict_schema_are_no_keywords() -> None:
+def test_names_and_values_in_a_strict_schema_are_not_keywords() -> None:
     parts = {"uniqueItems": True, "format": {"format": "date"}, "enum": {"format": "password"}}
     schema = {
         "properties": parts,
@@ -229,7 +225,7 @@ def test_names_and_values_in_a_strict_schema_are_no_keywords() -> None:
     ("more", "there"),
     [({}, False), ({"additionalProperties": True}, True), ({"allOf": [{"required": ["a"]}]}, True)],
 )
-def test_objects_have_the_properties_of_a_strict_schema_alone(
+def test_objects_have_only_the_properties_of_a_strict_schema(
     vocabulary: Vocabulary, compiler: Compiler, more: dict[str, Any], there: bool
 ) -> None:
     tokenizer, size, ends = vocabulary
@@ -239,46 +235,51 @@ def test_objects_have_the_properties_of_a_strict_schema_alone(
         assert accepts(mask, [*encoded(tokenizer, text), ends[0]], size) == fits
 
 
-def test_the_same_grammar_is_compiled_once(vocabulary: Vocabulary) -> None:
+HARD = "a/b\\[c]|(d)^$ {2}*+?#&-~<>"
+
+
+@pytest.mark.timeout(20)
+def test_choices_and_patterns_are_taken_literally(vocabulary: Vocabulary, compiler: Compiler) -> None:
+    tokenizer, size, ends = vocabulary
+    choices = [["yes", "yes or no", "y.s", HARD], ["", "\n\r\t\0é"], [""]]
+    cases = [(choice_rule(these), text, text in these) for these in choices for text in [*these, "yxs"]]
+    many = choice_rule(f"choice {i} " * 3 for i in range(60_000))  # compiles in milliseconds
+    cases += [(many, "choice 59999 " * 3, True), (many, "choice 60000 " * 3, False)]
+    patterns = ("a/b", "a/b"), (r"a\/b", "a/b"), ("a\nb", "a\nb"), (r"\\/\n", "\\/\n"), ("", ""), ('"#', '"#')
+    cases += [(regex_rule(pattern), text, True) for pattern, text in patterns]
+    for rule, text, fits in cases:
+        ids = [*(encoded(tokenizer, text) if text else []), ends[0]]
+        assert accepts(compiler.compile(f"start: {rule}"), ids, size) == fits, (rule[:100], text)
+
+
+def test_the_same_grammar_is_compiled_once(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, compile_grammar = Counter[str](), grammars.compile_grammar
+
+    def counted(tokens: Any, grammar: str) -> Any:
+        counts[grammar] += 1
+        return compile_grammar(tokens, grammar)
+
+    monkeypatch.setattr(grammars, "compile_grammar", counted)
     compiler = Compiler(*vocabulary)
+    first = compiler.compile(grammar(SCHEMA))
     with ThreadPoolExecutor(4) as pool:
-        masks = list(pool.map(compiler.compile, [grammar(SCHEMA), grammar(None)] * 4))
-    again = compiler._compiled.cache_info().misses
-    assert compiler.compile(grammar(SCHEMA)) is not masks[0]
-    assert compiler._compiled.cache_info().misses == again
-    assert len({tuple(allowed(mask, vocabulary[1])) for mask in masks}) == 1
+        masks = list(pool.map(compiler.compile, [grammar(SCHEMA)] * 4))
+    assert counts == {grammar(SCHEMA): 1}
+    assert first not in masks
+    assert {tuple(allowed(mask, vocabulary[1])) for mask in masks} == {tuple(allowed(first, vocabulary[1]))}
 
 
-def test_a_model_without_an_end_can_not_follow_a_grammar(vocabulary: Vocabulary) -> None:
+def test_what_a_compiler_needs(vocabulary: Vocabulary, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no end-of-sequence token"):
         Compiler(vocabulary[0], vocabulary[1], [])
+    with Generator(llama, seed=0) as gen, pytest.raises(ValueError, match="no tokenizer"):
+        gen.add([5], SamplingParams(choice=["a"]))
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    with pytest.raises(ValueError, match="run: pip install llguidance"):
+        Compiler(vocabulary[0], 5, [0])
 
 
 # ------------------------------------------------------------------------------------------------- requests
-
-
-def test_text_has_no_rule() -> None:
-    assert answer_rule(None) is None
-    assert rule_of({"type": "text"}) is None
-
-
-def test_a_schema_that_is_not_json_is_an_error() -> None:
-    with pytest.raises(ValueError, match="not JSON"):
-        grammar({"maximum": float("nan")})
-
-
-def test_a_generator_answers_in_json(gen: Generator) -> None:
-    (out,) = gen.generate("hello", SamplingParams(n=4, max_tokens=400, seed=1, temperature=1, json_schema=SCHEMA))
-    assert out.error is None
-    ended = [completion for completion in out.completions if completion.finish_reason == "stop"]
-    assert len(ended) >= 2
-    for completion in ended:
-        assert completion.token_ids[-1] == EOS
-        check(json.loads(completion.text))
-    assert len({completion.text for completion in ended}) > 1
-    mask = Compiler(gen.tokenizer, gen.model_config.vocab_size, gen.model_config.eos_ids).compile(grammar(SCHEMA))
-    (same,) = gen.generate("hello", SamplingParams(n=4, max_tokens=400, seed=1, temperature=1, mask=mask))
-    assert same.completions == out.completions
 
 
 class Answer(pydantic.BaseModel):
@@ -289,6 +290,7 @@ class Answer(pydantic.BaseModel):
 @pytest.mark.parametrize(
     ("structure", "shape"),
     [
+        ({"json_schema": SCHEMA}, r"(?s)\{.*\}"),
         ({"json_schema": Answer}, r'\{\s*"city"\s*:\s*"(Paris|Rome)"\s*,\s*"days"\s*:\s*-?\d+\s*\}'),
         ({"json_schema": json.dumps({"type": "boolean"})}, "true|false"),
         ({"regex": r"^\d{3}/[a-f]\\$"}, r"\d{3}/[a-f]\\"),
@@ -296,33 +298,14 @@ class Answer(pydantic.BaseModel):
         ({"grammar": 'start: sign? digits\nsign: "+" | "-"\ndigits: /[0-9]{2}/'}, r"[+-]?\d\d"),
     ],
 )
-def test_answers_have_the_structure_that_parameters_ask_for(
-    gen: Generator, structure: dict[str, Any], shape: str
-) -> None:
-    params = SamplingParams(n=6, max_tokens=150, seed=2, **structure)
+def test_answers_have_the_requested_structure(gen: Generator, structure: dict[str, Any], shape: str) -> None:
+    params = SamplingParams(n=6, max_tokens=400, seed=2, **structure)
     ended = [c for c in gen.generate("hello", params)[0].completions if c.finish_reason == "stop"]
     assert len(ended) >= 4
     for completion in ended:
         assert re.fullmatch(shape, completion.text), completion.text
-
-
-HARD = "a/b\\[c]|(d)^$ {2}*+?#&-~<>"
-
-
-@pytest.mark.parametrize("choices", [["yes", "yes or no", "y.s", HARD], ["", "\n\r\t\0é"], [""]])
-def test_a_choice_is_taken_literally(vocabulary: Vocabulary, compiler: Compiler, choices: list[str]) -> None:
-    tokenizer, size, ends = vocabulary
-    for text in [*choices, "yxs"]:
-        mask = compiler.compile(f"start: {choice_rule(choices)}")
-        fits = accepts(mask, encoded(tokenizer, text), size) and ends[0] in allowed(mask, size)
-        assert fits == (text in choices), text
-
-
-@pytest.mark.timeout(20)
-def test_very_many_choices_compile_at_once(compiler: Compiler, vocabulary: Vocabulary) -> None:
-    tokenizer, size, ends = vocabulary
-    mask = compiler.compile(f"start: {choice_rule(f'choice {i} ' * 3 for i in range(60_000))}")
-    assert accepts(mask, [*encoded(tokenizer, "choice 59999 " * 3), ends[0]], size)
+        if structure.get("json_schema") is SCHEMA:
+            check(json.loads(completion.text))
 
 
 @pytest.mark.parametrize(
@@ -348,26 +331,3 @@ def test_a_wrong_structure_is_an_error(
     with pytest.raises(kind, match=re.escape(reason)):
         gen.add("hello", SamplingParams(**structure))
     assert gen.unfinished == 0
-
-
-@pytest.mark.parametrize(
-    ("pattern", "text"),
-    [("a/b", "a/b"), (r"a\/b", "a/b"), ("a\nb", "a\nb"), (r"\\/\n", "\\/\n"), ("", ""), ('"#', '"#')],
-)
-def test_a_pattern_may_hold_what_delimits_it(
-    vocabulary: Vocabulary, compiler: Compiler, pattern: str, text: str
-) -> None:
-    tokenizer, size, ends = vocabulary
-    mask = compiler.compile(f"start: {regex_rule(pattern)}")
-    assert accepts(mask, [*(encoded(tokenizer, text) if text else []), ends[0]], size)
-
-
-def test_without_llguidance_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, gen: Generator) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
-    with pytest.raises(ValueError, match="run: pip install llguidance"):
-        Compiler(gen.tokenizer, 5, [0])
-
-
-def test_without_a_tokenizer_there_are_no_grammars(llama: Path) -> None:
-    with Generator(llama, seed=0) as gen, pytest.raises(ValueError, match="no tokenizer"):
-        gen.add([5], SamplingParams(choice=["a"]))

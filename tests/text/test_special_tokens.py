@@ -1,4 +1,4 @@
-"""special_tokens.py: texts of messages that spell special tokens, in the chat templates of the families."""
+"""special_tokens.py: messages whose text spells special tokens, in the chat templates of the model families."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastgen.text.tokenizer import CLEARLY_MORE, Tokenizer, encode_prompt
 
 BAR = "\uff5c"  # DeepSeek's fullwidth bar
 
-# Short forms of the families' templates, with what theirs do to texts: trim, split, slices, tests for strings, JSON.
+# Short forms of the families' templates. They change texts in the same ways: trim, split, slices, string tests, JSON.
 LLAMA = """{{ bos_token }}{% set system = '' %}{% if messages[0]['role'] == 'system' %}
 {%- set system = messages[0]['content'] | trim %}{% set messages = messages[1:] %}{% endif %}
 {{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}{% if tools is not none %}{{ 'Environment: ipython\\n' }}
@@ -47,18 +47,8 @@ MISTRAL_V3 = """{{ bos_token }}{% set last = (messages | selectattr('role', 'equ
 {{- '[TOOL_RESULTS] {"content": ' + message.content | string + ', "call_id": "' + message.tool_call_id + '"}' }}
 {{- '[/TOOL_RESULTS]' }}{% elif message.role == 'assistant' %}{{ ' ' + message.content | trim + eos_token }}
 {%- endif %}{% endfor %}"""
-TEKKEN = MISTRAL_V3.replace("'[INST] '", "'[INST]'").replace("' ' + message.content | trim", "message.content")
 QWEN = """{% if tools %}{{ '<|im_start|>system\\n# Tools\\n<tools>' }}{% for tool in tools %}{{ '\\n' + tool | tojson }}
 {%- endfor %}{{ '\\n</tools><|im_end|>\\n' }}{% endif %}"""
-QWEN_2_5 = (
-    QWEN
-    + """{% for message in messages %}{% if message.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>\\n' }}
-{{- message.content + '\\n</tool_response>' }}{% else %}
-{{-  '<|im_start|>' + message.role + '\\n' + message.content or '' }}
-{%- for call in message.tool_calls or [] %}{{ '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-{{- call.function.arguments | tojson + '}\\n</tool_call>' }}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-)
 QWEN_3 = (
     QWEN
     + """{% set ns = namespace(last=messages | length - 1, seen=false) %}{% for message in messages[::-1] %}
@@ -91,13 +81,11 @@ INST = ("<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAI
         "[/TOOL_RESULTS]")  # fmt: skip
 THINK = ("<think>", "</think>", f"<{BAR}User{BAR}>", f"<{BAR}Assistant{BAR}>")
 CALLS = ("<tool_call>", "</tool_call>")
-# By family: template, special tokens with the beginning of a sequence as the first, and other added tokens.
+# {family: (template, special tokens, of which the first begins a sequence, other added tokens)}
 FAMILIES = {
     "llama 3": (LLAMA, HEADERS, ()),
     "mistral v1": (MISTRAL_V1, ("<s>",), ()),
     "mistral v3": (MISTRAL_V3, INST, ()),
-    "tekken": (TEKKEN, INST, ()),
-    "qwen 2.5": (QWEN_2_5, ("<|im_start|>", "<|im_end|>"), CALLS),
     "qwen 3": (QWEN_3, ("<|im_start|>", "<|im_end|>"), (*CALLS, *THINK[:2])),
     "distill": (DISTILL, (f"<{BAR}begin{BAR}>",), THINK),
 }
@@ -122,7 +110,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path, talker: Path) -> T
 
 
 def conversation(tokenizer: Tokenizer, text: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return messages and variables that the template takes, with a text wherever a user may write one."""
+    """Return messages and variables for the template, with the text in all places where a user may write."""
     said = [
         {"role": "user", "content": f" {text}\n"},
         {"role": "assistant", "content": f"Well.</think>\n\nIt is {text}"},
@@ -165,8 +153,11 @@ def special_texts(tokenizer: Tokenizer) -> list[str]:
 
 
 def oracle(tokenizer: Tokenizer, hostile: str) -> tuple[list[int], str]:
-    """Return ids and text of a conversation: render it with a harmless word, cut it at its special tokens, write the
-    hostile text for the word, and encode each part with a tokenizer to which special tokens are unknown."""
+    """Return ids and text of a conversation with a hostile text.
+
+    Render it with a harmless word, split it at its special tokens, replace the word by the hostile text, and encode
+    each part with a tokenizer without special tokens.
+    """
     messages, variables = conversation(tokenizer, "ZQZ")
     text = tokenizer.render_chat(messages, variables=variables)
     saved = json.loads(tokenizer.hf.backend_tokenizer.to_str())
@@ -184,7 +175,7 @@ def oracle(tokenizer: Tokenizer, hostile: str) -> tuple[list[int], str]:
     return ids, text.replace("ZQZ", hostile)
 
 
-def test_text_of_a_user_becomes_no_special_token(tokenizer: Tokenizer) -> None:
+def test_text_of_a_user_never_becomes_a_special_token(tokenizer: Tokenizer) -> None:
     special = special_texts(tokenizer)
     ids_of = set(tokenizer.hf.convert_tokens_to_ids(special))
     count = sum(id in ids_of for id in hf_ids(tokenizer, *conversation(tokenizer, "hello")))
@@ -201,7 +192,7 @@ def test_text_of_a_user_becomes_no_special_token(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode_chat(messages, variables=variables) == hf_ids(tokenizer, messages, variables)
 
 
-def test_a_long_text_is_encoded_as_far_as_is_needed(talker: Path) -> None:
+def test_only_a_beginning_of_a_long_text_is_encoded_in_chats(talker: Path) -> None:
     tokenizer = Tokenizer(talker)
     messages = [{"role": "user", "content": "hello </s>" * 5000}]
     whole = tokenizer.encode_chat(messages)
@@ -210,8 +201,8 @@ def test_a_long_text_is_encoded_as_far_as_is_needed(talker: Path) -> None:
     assert ids[:1000] == whole[:1000]
 
 
-def test_spaces_at_special_tokens_and_at_the_beginning_are_those_of_plain_text(talker: Path) -> None:
-    """As in Phi, whose special tokens take spaces after them, and in tokenizers that add a space to the first word."""
+def test_spaces_next_to_special_tokens_and_at_the_beginning_equal_plain_text(talker: Path) -> None:
+    """Phi's special tokens take the spaces after them, and some tokenizers add a space before the first word."""
     tokenizer = Tokenizer(talker)
     backend = tokenizer.hf.backend_tokenizer
     backend.normalizer, backend.pre_tokenizer = Sequence([]), Metaspace(prepend_scheme="first")
@@ -226,7 +217,7 @@ def test_spaces_at_special_tokens_and_at_the_beginning_are_those_of_plain_text(t
     assert tokenizer.decode(ids[start:-1]) == "<s>"
 
 
-def test_what_can_not_stay_text_is_refused(tmp_path: Path) -> None:
+def test_text_that_can_only_be_a_special_token_is_refused(tmp_path: Path) -> None:
     words = Backend(WordLevel({"hello": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>").save_pretrained(tmp_path / "a")

@@ -1,4 +1,4 @@
-"""tool_calls.py: calls parsed from pieces of text; test_serve_tools.py has those of forced and templated answers."""
+"""tool_calls.py: calls parsed from pieces of text; for forced calls and templates see test_serve_tools.py."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def cut(text: str, rng: random.Random) -> list[str]:
 
 
 def splits(text: str, rng: random.Random) -> list[list[str]]:
-    """Return single characters, two pieces cut at every index or at some, and random pieces."""
+    """Return ways to cut a text: into characters, in two at every index (at 30 of a long text), and at random."""
     places = range(len(text) + 1) if len(text) < 60 else rng.sample(range(len(text) + 1), 30)
     return [list(text), *([text[:at], text[at:]] for at in places), *(cut(text, rng) for _ in range(20))]
 
 
-def same(syntax: Syntax, text: str, rng: random.Random) -> tuple[str, list[tuple[str, str]]]:
-    """Parse a text; check that all ways to cut it give the same result."""
+def parsed(syntax: Syntax, text: str, rng: random.Random) -> tuple[str, list[tuple[str, str]]]:
+    """Parse a text; check that the result does not depend on how it is cut."""
     whole = parse(syntax, [text])
     for pieces in splits(text, rng):
         assert parse(syntax, pieces) == whole, pieces
@@ -90,7 +90,7 @@ def test_calls_and_content_are_parsed_from_any_pieces(name: str) -> None:
     rng = random.Random(name)
     for _ in range(40):
         text, content, calls = random_answer(name, rng)
-        said, found = same(SYNTAXES[name], text, rng)
+        said, found = parsed(SYNTAXES[name], text, rng)
         assert said == content, text
         assert found == calls, text
 
@@ -108,9 +108,9 @@ def test_broken_answers_are_parsed_the_same_from_any_pieces(name: str) -> None:
                 + rng.choice(["", '"', "}", "{", "[", "]", "<", ",", text[at:end] * 2])
                 + text[min(end, at + 3) :]
             )
-        content, calls = same(SYNTAXES[name], text, rng)
+        content, calls = parsed(SYNTAXES[name], text, rng)
         kept += not calls
-        assert calls or content == text, "what holds no call is content, all of it"
+        assert calls or content == text, "an answer without a call is content as a whole"
     assert kept > 10
 
 
@@ -138,28 +138,32 @@ def test_broken_answers_are_parsed_the_same_from_any_pieces(name: str) -> None:
     ],
 )
 def test_text_without_a_call_is_content(syntax: Syntax, text: str) -> None:
-    assert same(syntax, text, random.Random(0)) == (text, [])
+    assert parsed(syntax, text, random.Random(0)) == (text, [])
 
 
-def test_a_call_with_its_mark_may_name_any_function() -> None:
-    for syntax, text in [
-        (HERMES, '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
-        (MISTRAL, '[TOOL_CALLS][{"name": "unknown", "arguments": {}}]'),
-        (LLAMA, '<|python_tag|>{"name": "unknown", "parameters": {}}'),
-    ]:
-        assert parse(syntax, [text]) == ("", [("unknown", "{}")])
-
-
-def test_a_call_without_its_mark_may_follow_text_of_mistral() -> None:
-    text = 'I will look. [{"name": "get", "arguments": {"a": [1]}}]'
-    assert same(MISTRAL, text, random.Random(0)) == ("I will look.", [("get", '{"a": [1]}')])
-
-
-def test_a_forgotten_bracket_costs_nothing_else() -> None:
-    text = (
-        '<tool_call>\n{"name": "get", "arguments": {"a": 1}\n</tool_call>\n<tool_call>{"name": "add", "arguments": {}}'
-    )
-    assert same(HERMES, text, random.Random(0)) == ("", [("get", '{"a": 1}'), ("add", "{}")])
+@pytest.mark.parametrize(
+    ("syntax", "text", "content", "calls"),
+    [
+        # A call with its mark may name any function.
+        (HERMES, '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', "", [("unknown", "{}")]),
+        (MISTRAL, '[TOOL_CALLS][{"name": "unknown", "arguments": {}}]', "", [("unknown", "{}")]),
+        (LLAMA, '<|python_tag|>{"name": "unknown", "parameters": {}}', "", [("unknown", "{}")]),
+        # Mistral's call without its mark may follow text.
+        (MISTRAL, 'I look. [{"name": "get", "arguments": {"a": [1]}}]', "I look.", [("get", '{"a": [1]}')]),
+        # A bracket is forgotten.
+        (
+            HERMES,
+            '<tool_call>\n{"name": "get", "arguments": {"a": 1}\n</tool_call>\n'
+            '<tool_call>{"name": "add", "arguments": {}}',
+            "",
+            [("get", '{"a": 1}'), ("add", "{}")],
+        ),
+        # The answer is cut off within a call.
+        (MISTRAL, '[TOOL_CALLS] [{"name": "get", "arguments": {"a": "tw', "", [("get", '{"a": "tw')]),
+    ],
+)
+def test_unusual_calls(syntax: Syntax, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert parsed(syntax, text, random.Random(0)) == (content, calls)
 
 
 def test_arguments_come_as_they_are_written() -> None:
@@ -181,11 +185,6 @@ def test_arguments_come_as_they_are_written() -> None:
     assert parser.push("", last=True) == []
 
 
-def test_an_answer_that_is_cut_off_leaves_a_call_that_is() -> None:
-    text = '[TOOL_CALLS] [{"name": "get", "arguments": {"a": "tw'
-    assert same(MISTRAL, text, random.Random(0)) == ("", [("get", '{"a": "tw')])
-
-
 @pytest.mark.parametrize(
     ("syntax", "text"),
     [
@@ -196,7 +195,21 @@ def test_an_answer_that_is_cut_off_leaves_a_call_that_is() -> None:
 )
 def test_a_call_that_is_cut_off_after_its_arguments_leaves_no_text(syntax: Syntax, text: str) -> None:
     for end in range(text.index("{}") + 2, len(text) + 1):
-        assert same(syntax, text[:end], random.Random(0)) == ("Yes.", [("get", "{}")])
+        assert parsed(syntax, text[:end], random.Random(0)) == ("Yes.", [("get", "{}")])
+
+
+def test_only_text_that_may_become_a_call_is_held() -> None:
+    """The work for a piece of text must not grow with the answer."""
+    parser = ToolParser(LLAMA, NAMES)
+    parser.push('{"name": "get", "parameters": {"a": "')
+    for _ in range(20_000):
+        (delta,) = parser.push("word ")
+        assert delta["tool_calls"][0]["function"] == {"arguments": "word "}
+    for syntax in SYNTAXES.values():
+        parser, held = ToolParser(syntax, NAMES), 0
+        for _ in range(20_000):
+            held += len(" [word] <b> {x}") - sum(len(delta["content"]) for delta in parser.push(" [word] <b> {x}"))
+            assert held < 5
 
 
 def test_ids_are_what_mistral_takes() -> None:
@@ -205,27 +218,13 @@ def test_ids_are_what_mistral_takes() -> None:
     assert all(len(id) == 9 and id.isalnum() and id.isascii() for id in ids)
 
 
-def test_only_text_that_may_become_a_call_is_held() -> None:
-    """The work for a piece of text must not grow with the answer."""
-    parser = ToolParser(LLAMA, NAMES)
-    parser.push('{"name": "get", "parameters": {"a": "')
-    for _ in range(20_000):
-        parser.push("word ")
-        assert len(parser._text) == 0
-    for syntax in SYNTAXES.values():
-        parser = ToolParser(syntax, NAMES)
-        for _ in range(20_000):
-            parser.push(" [word] <b> {x}")
-            assert len(parser._text) < 5
-
-
 def test_a_whole_answer_is_a_message(talker: Path) -> None:
     hermes = Tokenizer(talker)
     with pytest.raises(ValueError, match="no known format for tools"):
         parse_message("Hi", hermes, [])
     hermes.hf.chat_template = '<tool_call>{"name": ...}'
     text = 'Let me see.\n<tool_call>\n{"name": "get", "arguments": {"a": [1]}}\n</tool_call>'
-    tools = [{"type": "function", "function": {"name": "get"}}, {"name": "add"}, same]
+    tools = [{"type": "function", "function": {"name": "get"}}, {"name": "add"}, parse_message]
     message = parse_message(text, hermes, tools)
     (call,) = message["tool_calls"]
     assert call["function"] == {"name": "get", "arguments": {"a": [1]}}

@@ -2,18 +2,19 @@
 
 The bits of a query's result do not depend on the rest of the step (docs/determinism.md):
 
-- Keys are taken in blocks of KEY_BLOCK positions, starting at position 0. Each block has a matrix product of its own
-  with the queries, and another one with the weights; the results of the latter are added in the order of the blocks.
-- The softmax runs over whole blocks. Hidden keys have weight 0.
-- BLAS sums the rows of small matrices in another order, so matrices are padded to a number of rows that it sums alike
-  (`padded_rows`), and the columns of values are split where it sums the last ones differently (`_columns`).
+- Keys are processed in blocks of KEY_BLOCK positions, starting at position 0. Queries and keys of each block are
+  multiplied by one matrix product, weights and values by another; the latter are added in the order of the blocks.
+- The softmax runs over whole blocks, in which hidden keys have weight 0.
+- BLAS sums the rows of small matrices in another order. So matrices are padded to a number of rows for which the order
+  is the same (`padded_rows`), and the columns of values are split where the last ones differ (`_columns`).
 
-Query tokens are grouped into tiles, each of one sequence: a decode is one tile, a prefill chunk several. MKL's batched
-product takes the address of each matrix, so it reads blocks where they lie in the pool. Where torch has no MKL, or a
-block is not one contiguous piece of float32 memory, keys and values are copied for torch's batched product.
+Query tokens are grouped into tiles of one sequence each: a decode is one tile, a prefill chunk several. The batched
+product of MKL takes the address of each matrix, so it reads blocks in place in the pool. If torch has no MKL, or a
+block is not one contiguous piece of float32 memory, keys and values are copied for the batched product of torch.
 
-Shape letters beside those of the interface: n tiles; N head tiles, one per tile and KV head, number tile * K + head; R
-query rows of a head tile, with padding; B blocks of the longest tile; M pairs of a block and a head tile that sees it.
+Shape letters, in addition to the letters in interface.py: n tiles; N head tiles, one per tile and KV head, with number
+tile * K + head; R query rows of a head tile, including padding; B blocks of the longest tile; M pairs of a block and a
+head tile that sees it.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from fastgen.model.kv_pool import KVPool
 KEY_BLOCK = 64
 KEY_STEP = 16  # products read a multiple of this many keys of a block
 TILE_ROWS = 48  # maximum number of query rows of a prefill tile
-SCORES = 2**20  # approximate number of scores that are in memory at a time
+SCORES = 2**20  # approximate maximum number of scores in memory
 
 Indices = NDArray[np.int64]
 
 
 def padded_rows(rows: int, head_size: int) -> int:
-    """Return the smallest number of rows >= `rows` whose matrix product has the same bits as one of TILE_ROWS rows.
+    """Return the smallest number of rows >= `rows` whose matrix product has the same bits as a product of TILE_ROWS.
 
-    MKL sums few rows in another order: with AVX-512 and a head size above 64 up to 4 rows, with AVX2 the last rows
-    after a multiple of 6.
+    MKL sums few rows in another order: with AVX-512 up to 4 rows if the head size is above 64, with AVX2 the rows after
+    the last multiple of 6.
     """
     return 4 if rows <= 4 and head_size <= 64 else -(-rows // 12) * 12
 
 
 def _columns(head_size: int) -> list[tuple[int, int]]:
-    """Return (first column, number of columns) of the values for each product; the last two may overlap.
+    """Return (first column, number of columns) of the values in each product; the last two ranges may overlap.
 
-    On AMD processors, MKL sums the last columns after a multiple of 16 in an order that depends on the threads.
+    On AMD processors, MKL sums the columns after the last multiple of 16 in an order that depends on the threads.
     """
     whole = head_size // 16 * 16
     return [(0, whole), (head_size - 16, 16)] if 0 < whole < head_size else [(0, head_size)]
@@ -60,20 +61,21 @@ def _columns(head_size: int) -> list[tuple[int, int]]:
 
 @dataclass
 class _Tiles:
-    """Tiles of one size, sorted by falling length, so that the head tiles that see a block are the first ones.
+    """Tiles of one size, sorted by decreasing length, so that the head tiles that see a block are the first ones.
 
-    targets: int64 [tokens], the step's token of each result. queries: int64 [N * R], the row of q.view(T * H, D) of
-    each query row; padding repeats a row. results: int64 [tokens * H], the row of sums.view(R * M, D) of each result.
-    rows: number of query rows of a head tile without the padding of a decode. sequences: int64 [n], the sequence of
-    each tile. position: int64 [R or 1, n, 1, 1], the position of each query row.
+    targets: int64 [tokens], index in the step of the token of each result. queries: int64 [N * R], row of
+    q.view(T * H, D) for each query row; padding repeats a row. results: int64 [tokens * H], row of sums.view(R * M, D)
+    for each result. rows: number of query rows of a head tile, without padding for decodes. sequences: int64 [n], index
+    of each tile's sequence. position: int64 [R or 1, n, 1, 1], position of each query row.
 
-    Pairs are sorted by their blocks, int64 [M]: owner, the head tile; pairs, owner * B + block; seen, the number of
-    keys of the block up to the last one that the tile sees. runs: int64 [M, runs], the runs of keys in the pool that
-    the block consists of.
+    Three arrays describe the pairs in the order of their blocks, each int64 [M]. owner: the head tile. pairs: owner * B
+    + block. seen: number of keys of the block up to the last one that the tile sees. runs: int64 [M, runs], indices of
+    the runs of keys in the pool that make up the block.
 
-    Memory, which all tiles of a step share: q [N, R, D]; scores and weights [R, N, B * KEY_BLOCK]; sums [R, M, D], the
-    products of weights and values. others: for each block after the first, the part of the first block's sums to which
-    this block's sums are added, and this block's sums, [rows, head tiles that see it, D] each.
+    The following tensors are memory that all tiles of a step share. q: [N, R, D]. scores, weights: [R, N, B *
+    KEY_BLOCK]. sums: [R, M, D], products of weights and values. others: for each block after the first, a pair of
+    tensors [rows, head tiles that see the block, D]: the part of the first block's sums to which this block's sums are
+    added, and this block's sums.
     """
 
     targets: Tensor
@@ -94,13 +96,13 @@ class _Tiles:
     _hidden: dict[int, Tensor] = field(default_factory=dict)
 
     def move(self, ends: Indices) -> None:
-        """Set the positions of decodes. ends: int64 [S], the KV lengths. Each tile must still see the same number of
-        KEY_STEPs."""
+        """Set the positions of decodes. ends: int64 [S], the new KV lengths. The number of KEY_STEPs that each tile
+        sees must not change."""
         self.position = torch.from_numpy(ends[self.sequences] - 1).view(1, -1, 1, 1)
         self._hidden.clear()
 
     def hidden(self, window: int) -> Tensor:
-        """Return whether a key is hidden from a query row: bool [R or 1, n, 1, B * KEY_BLOCK]."""
+        """Return which keys are hidden from each query row: bool [R or 1, n, 1, B * KEY_BLOCK]."""
         if window not in self._hidden:
             ahead = self.position - torch.arange(self.scores.shape[2])
             hidden = ahead < 0
@@ -109,16 +111,16 @@ class _Tiles:
 
 
 class _InPlace:
-    """The products of tiles by MKL, which reads blocks where they lie in a layer's pool [pages, K, P, D].
+    """The matrix products of tiles in MKL, which reads blocks in place in a layer's pool [pages, K, P, D].
 
-    Only the keys of a block that the tile sees are read, rounded up to a multiple of KEY_STEP.
+    Of each block only the keys that the tile sees are read, rounded up to a multiple of KEY_STEP.
     """
 
     def __init__(self, tiles: _Tiles) -> None:
         rows, pairs, size = tiles.sums.shape
         count = tiles.scores[0].numel()
         keys, place, groups = np.unique(-(-tiles.seen // KEY_STEP) * KEY_STEP, return_inverse=True, return_counts=True)
-        order = np.argsort(place, kind="stable")  # MKL wants products of one size together
+        order = np.argsort(place, kind="stable")  # MKL takes products in groups of one size
         self._blocks = tiles.runs[order, 0] * (KEY_BLOCK * size * 4)  # bytes from the start of the pool
         self._at = np.empty_like(self._blocks)
         q = _addresses(tiles.q, tiles.owner[order] * (rows * size))
@@ -144,12 +146,12 @@ class _InPlace:
 
 
 def _addresses(x: Tensor, numbers: Indices) -> Indices:
-    """Return the addresses of these elements of a float32 tensor."""
+    """Return the addresses of the elements with these numbers in a float32 tensor."""
     return numbers * 4 + x.data_ptr()
 
 
 class _Copied:
-    """The products of tiles by torch, which reads copies of the blocks, from a pool of any dtype and page size."""
+    """The matrix products of tiles in torch, on copies of the blocks, for a pool of any dtype and page size."""
 
     def __init__(self, tiles: _Tiles) -> None:
         self._tiles = tiles
@@ -198,19 +200,19 @@ class CpuAttention:
         _, _, self._kv_heads, self._page_size, self._head_size = pool.keys.shape
         self._heads, self._group = num_heads, num_heads // self._kv_heads
         self._each = np.arange(self._kv_heads)
-        self._run = math.gcd(self._page_size, KEY_BLOCK)  # number of keys that always lie together
+        self._run = math.gcd(self._page_size, KEY_BLOCK)  # number of keys that are always contiguous
         self._layers = list(zip(pool.keys, pool.values, strict=True))
         in_place = mkl.BATCHES and pool.keys.dtype == torch.float32 and self._run == KEY_BLOCK
         self._products: type[_InPlace | _Copied] = _InPlace if in_place else _Copied
         self._memory = torch.zeros(0, dtype=torch.float32)
-        self._key: tuple[object, ...] | None = None  # of `_plan`, the last plan of a step that only decodes
+        self._key: tuple[object, ...] | None = None  # of `_plan`, the last plan of a step that has only decodes
         self._plan: _Plan = []
         self._hide = torch.tensor(-math.inf, dtype=torch.float32)
 
     def plan(self, layout: StepLayout) -> _Plan:
         """Lay out decodes in tiles of one token, and prefill chunks in tiles of up to TILE_ROWS query rows.
 
-        The result is valid until the next call. Steps that decode the same sequences share a plan, until a sequence
+        The result is valid until the next call. Steps that decode the same sequences reuse a plan until a sequence
         needs another page or another KEY_STEP.
         """
         query_lens, kv_lens = layout.query_lens, layout.kv_lens
@@ -237,7 +239,7 @@ class CpuAttention:
         return self.plan(StepLayout(ones, kv_lens.long().numpy(), len(lanes), lanes.numpy(), page_table))
 
     def _tiles(self, size: int, sequences: Indices, layout: StepLayout, table: Indices) -> _Plan:
-        """Lay out the query tokens of these sequences in tiles of `size` tokens, about SCORES scores at a time.
+        """Lay out the query tokens of these sequences in tiles of `size` tokens, in groups of about SCORES scores.
 
         table: [S, columns], the pages of each sequence of the step.
         """
@@ -267,8 +269,9 @@ class CpuAttention:
     def _lay_out(
         self, sequences: Indices, tokens: Indices, position: Indices, real: NDArray[np.bool_], table: Indices
     ) -> _Tiles:
-        """Lay out tiles. sequences: [n]. tokens, position: [n, size], the step's tokens in each tile, and their
-        positions. real: bool [n, size], False for padding. table: [n, columns], the pages of each tile's sequence."""
+        """Lay out tiles. sequences: [n], index of each tile's sequence. tokens: [n, size], indices of its tokens in the
+        step. position: [n, size], their positions. real: bool [n, size], False for padding. table: [n, columns], the
+        pages of the tile's sequence."""
         (count, size), heads, group = tokens.shape, self._kv_heads, self._group
         rows = np.arange(padded_rows(size * group, self._head_size))
         token, head = np.minimum(rows // group, size - 1), rows % group
@@ -308,11 +311,11 @@ class CpuAttention:
         )  # fmt: skip
 
     def _by_head(self, numbers: Indices) -> Indices:
-        """Return numbers * K + head, [..., K]: the head tiles of tiles, or the heads of pages."""
+        """Return numbers * K + head for each head, [..., K]: the head tiles of tiles, or the heads of pages."""
         return numbers[..., None] * self._kv_heads + self._each
 
     def _take(self, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-        """Return float32 tensors of these shapes, in memory that all tiles share."""
+        """Return float32 tensors of these shapes in the memory that all tiles share."""
         sizes = [math.prod(shape) for shape in shapes]
         if len(self._memory) < sum(sizes):
             self._memory = torch.zeros(sum(sizes), dtype=torch.float32)

@@ -1,10 +1,10 @@
 """Attention of prefill chunks by FlashAttention-4 (https://github.com/Dao-AILab/flash-attention, PyPI: flash-attn-4).
 
-The package is optional: `pip install "fastgen[flash]"`, then attention="flash". Its kernels read the paged KV pool in
-place, in bfloat16 or float16, on Hopper and on data-center Blackwell. Decodes stay with the paged kernels, because the
-package does not split their keys.
+The package is optional: install `fastgen[flash]` and pass attention="flash". Its kernels read the paged KV pool in
+place, in bfloat16 or float16, on Hopper and on data-center Blackwell. Decodes still use the paged kernels, because the
+package does not split the keys of a decode.
 
-The package compiles a kernel when it is first called, which takes seconds. It keeps kernels on disk where
+The package compiles a kernel at its first call, which takes seconds. It caches kernels on disk if
 FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 is set; FLASH_ATTENTION_CUTE_DSL_CACHE_DIR names the folder.
 """
 
@@ -22,17 +22,17 @@ from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention, PagedPlan
 from fastgen.model.kv_pool import KVPool
 
-KEY_TILE = 128  # keys that the package's kernels take at a time
-MOST_HEAD_SIZE = 128  # fastgen was tested with; larger heads have other tiles
-MANY = 256  # the number of sequences above which the package runs another variant of its kernel
+KEY_TILE = 128  # keys per tile in the package's kernels
+MOST_HEAD_SIZE = 128  # the largest head size that was tested; larger heads have other tiles
+MANY = 256  # above this number of sequences the package runs another variant of its kernel
 
 
 @dataclass(frozen=True)
 class FlashPlan(PagedPlan):
-    """The plan of a step with prefill chunks: that of the `decodes`, the first tokens of the step, and of S chunks.
+    """The plan of a step with S prefill chunks, which extends the plan of its decodes.
 
-    starts: int32 [S + 1], the row of q where each chunk begins, then the end of the last; kv_lens: int32 [S]; pages:
-    int32 [S, columns].
+    decodes: number of decodes, the first tokens of the step. starts: int32 [S + 1], first row of q of each chunk, then
+    the end of the last chunk. kv_lens: int32 [S]. pages: int32 [S, columns].
     """
 
     decodes: int
@@ -42,12 +42,12 @@ class FlashPlan(PagedPlan):
 
 
 class FlashAttention(PagedAttention):
-    """Paged attention whose prefill chunks go through flash-attn; see PagedAttention for the arguments.
+    """Paged attention that computes prefill chunks with flash-attn; see PagedAttention for the arguments.
 
-    Raises ValueError if the package is missing or does not run with this GPU, dtype or head size.
+    Raises ValueError if the package is missing, or does not support this GPU, dtype or head size.
     """
 
-    needs_clean_pages = True  # unwritten values are loaded with a page and get weight 0, and 0 times a NaN is NaN
+    needs_clean_pages = True  # unwritten values of a page are loaded, too, with weight 0; but 0 times a NaN is NaN
 
     def __init__(self, pool: KVPool, num_heads: int, windows: tuple[int, ...], max_seqs: int, *rest: Any) -> None:
         super().__init__(pool, num_heads, windows, max_seqs, *rest)
@@ -89,10 +89,10 @@ class FlashAttention(PagedAttention):
         return out
 
     def _flash(self, plan: FlashPlan, layer: int, q: Tensor, window: int) -> Tensor:
-        """Return [T, H, D] for q [T, H, D], in which the rows of decodes are undefined."""
+        """Return the attention [T, H, D] of q [T, H, D]. The rows of decodes are undefined."""
         out: Any = self._varlen(
             q,
-            self.pool.keys[layer].transpose(1, 2),  # [pages, P, K, D], by strides: nothing is copied
+            self.pool.keys[layer].transpose(1, 2),  # a view [pages, P, K, D]
             self.pool.values[layer].transpose(1, 2),
             cu_seqlens_q=plan.starts,
             seqused_k=plan.kv_lens,
@@ -105,9 +105,10 @@ class FlashAttention(PagedAttention):
 
     @torch.inference_mode()
     def _compile(self, num_heads: int) -> None:
-        """Run each variant of the package's kernels once on made-up sequences, so that none is compiled while serving.
+        """Run each variant of the package's kernels once on artificial sequences, so that none is compiled later.
 
-        Variants differ by: a window or none; on Blackwell, queries that fit one tile; more than MANY sequences.
+        There are variants with and without a window, for more than MANY sequences, and on Blackwell for queries that
+        fit one tile.
         """
         keys = self.pool.keys
         shapes = [(1, 1), (1, 2 * KEY_TILE), *[(MANY + 1, 1)] * (self.max_seqs > MANY)]

@@ -1,9 +1,9 @@
-"""Attention written plainly in torch: the expected result in the tests of the other implementations.
+"""Attention in plain torch, the reference in tests of the other implementations.
 
 It runs on any device, one sequence after another. It is not batch-invariant: the bits of a result may depend on the
 number of query tokens of its sequence in the step.
 
-Shape letters beside those of the interface: Q query tokens of a sequence, L its keys.
+Shape letters, in addition to the letters in interface.py: Q query tokens of a sequence, L its keys.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fastgen.model.kv_pool import KVPool
 
 @dataclass(frozen=True)
 class _Sequence:
-    """A sequence of a step. queries: number of its query tokens. rows: int64 [L, K], the rows of its keys and values
-    in pool.view(-1, D)."""
+    """A sequence of a step. queries: number of its query tokens. rows: int64 [L, K], row of pool.view(-1, D) for each
+    key and KV head."""
 
     queries: int
     rows: Tensor
@@ -34,7 +34,7 @@ class ReferenceAttention:
     """Attention in plain torch (see Attention). num_heads: H."""
 
     capturable = False
-    needs_clean_pages = False  # only keys and values of the sequence's tokens are read
+    needs_clean_pages = False  # only keys and values of the sequence's own tokens are read
     prefixes: SharedPrefixes | None = None
 
     def __init__(self, pool: KVPool, num_heads: int) -> None:
@@ -47,7 +47,7 @@ class ReferenceAttention:
         return [_Sequence(queries, self._rows(layout.page_table[lane], length)) for lane, queries, length in lens]
 
     def _rows(self, own_pages: Tensor, length: int) -> Tensor:
-        """Return where the pool has the keys of positions 0 .. length - 1: int64 [length, K]."""
+        """Return the rows in the pool of the keys at positions 0 .. length - 1: int64 [length, K]."""
         positions = torch.arange(length, device=own_pages.device)
         page = own_pages[positions // self._page_size].long()
         heads = torch.arange(self._kv_heads, device=own_pages.device)
@@ -56,7 +56,7 @@ class ReferenceAttention:
     def plan_decode(
         self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
     ) -> list[_Sequence]:
-        """Read the lengths from the device, so that no CUDA graph can hold the step."""
+        """Prepare a step as `plan` does. It reads the lengths from the device, which a CUDA graph cannot capture."""
         ones = np.ones(len(lanes), dtype=np.int64)
         return self.plan(StepLayout(ones, kv_lens.cpu().long().numpy(), len(lanes), lanes.cpu().numpy(), page_table))
 
@@ -66,11 +66,11 @@ class ReferenceAttention:
         return torch.cat(found)
 
     def _attend(self, q: Tensor, rows: Tensor, layer: int, window: int) -> Tensor:
-        """Return the attention [Q, H, D] of q [Q, H, D], the last tokens of the sequence whose keys lie at `rows`."""
+        """Return the attention [Q, H, D] of q [Q, H, D], the last tokens of a sequence with keys at `rows`."""
         keys, values = (self._gather(tensor[layer], rows) for tensor in (self.pool.keys, self.pool.values))
         scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * self._head_size**-0.5
         positions = torch.arange(len(keys), device=q.device)
-        ahead = positions[-len(q) :, None] - positions  # [Q, L], how far a key lies before the query
+        ahead = positions[-len(q) :, None] - positions  # [Q, L], distance from a key to the query
         hidden = (ahead < 0) | (ahead >= (window or math.inf))
         weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
