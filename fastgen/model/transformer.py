@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +39,7 @@ class StepPart:
 
     token_ids: Tensor
     mapping: SlotMapping
-    plan: Any
+    plan: object
     ends: tuple[Tensor, StepLayout] | None = None
     arrivals: Mapping[int, torch.cuda.Event] = field(default_factory=dict)
     residual: Residual = field(init=False)

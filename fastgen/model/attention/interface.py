@@ -36,6 +36,8 @@ class StepLayout:
 class Attention(Protocol):
     """An implementation of attention. `plan` runs once per step, `attend` once per layer.
 
+    A plan is opaque to all but the Attention that made it, each of which has a type of its own.
+
     capturable: a CUDA graph can hold `plan_decode` and `attend`. needs_clean_pages: all values of a page must be
     finite, also those that its sequence has not written yet, so fresh pages are wiped. prefixes: None: each sequence
     reads its own keys.
@@ -50,12 +52,12 @@ class Attention(Protocol):
     @property
     def prefixes(self) -> SharedPrefixes | None: ...
 
-    def plan(self, layout: StepLayout) -> Any:
+    def plan(self, layout: StepLayout) -> object:
         """Prepare a step: compute what its layers have in common."""
 
     def plan_decode(
         self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
-    ) -> Any:
+    ) -> object:
         """Prepare a step of one token per sequence only from tensors on the device, so that a CUDA graph can hold it.
 
         lanes: int64 [S]; kv_lens: int32 [S]; page_table: int32 [all lanes, columns]. Their values, and the keys that
