@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 FGSERVE = ("-m", "fastgen.cli.serve.main", "--page-size", "16", "--num-pages", "300", "--port=0")
 STUB = (str(Path(__file__).parent / "serve_stub.py"), "--port=0")
+# One client for all, since each would read the system's certificates; each request has a connection of its own.
+HTTP = httpx.Client(verify=False, timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 class Server:
@@ -56,10 +58,10 @@ class Server:
         return host, int(port)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, **options)
+        return HTTP.get(self.url + path, **options)
 
     def post(self, path: str, data: Any, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=data, timeout=30, **options)
+        return HTTP.post(self.url + path, json=data, **options)
 
     def send(self, data: bytes) -> socket.socket:
         """Open a connection and send these bytes."""
@@ -70,7 +72,7 @@ class Server:
     def client(self, key: str = "foo") -> OpenAI:
         from openai import OpenAI  # not where GPU tests run
 
-        return OpenAI(base_url=self.url, api_key=key, max_retries=0)
+        return OpenAI(base_url=self.url, api_key=key, max_retries=0, http_client=httpx.Client(verify=False))
 
     def await_said(self, text: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
