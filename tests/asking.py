@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from serving import Server
 
 import fastgen
@@ -228,3 +228,17 @@ def check(answer: Answer, outputs: Sequence[RequestOutput]) -> None:
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     generated = sum(len(completion.token_ids) for completion in completions)
     assert answer.usage == (prompt_tokens, generated, prompt_tokens + generated)
+
+
+def named_events(kind: TypeAdapter[Any], text: str) -> list[dict[str, Any]]:
+    """Return the events of a stream of /messages or /responses, held to a package's type and to the names of lines."""
+    lines = text.split("\n\n")
+    assert lines.pop() == ""
+    found = []
+    for line in lines:
+        name, _, data = line.removeprefix("event: ").partition("\ndata: ")
+        event = json.loads(data)
+        kind.validate_python(event)
+        assert event["type"] == name
+        found.append(event)
+    return found
