@@ -156,7 +156,7 @@ THERE = ("evil.example:5678", "127.0.0.1.evil.example")
         ("GET", "/v1/version", (*THERE, "[", ""), "", 403),
         *(("GET", path, THERE, "", 403) for path in ("/", "/openapi.json", "/metrics", "/v1/models")),
         ("GET", "/v1/health", THERE, "", 200),  # as a proxy asks
-        *(("GET", "/v1/version", ("page.example",), option, 200) for option in (OPENED, "--host=::", "--allow-origin=*")),
+        *(("GET", "/v1/version", ("page.example",), own, 200) for own in (OPENED, "--host=::", "--allow-origin=*")),
         ("GET", "/health", THERE, "--api-key=secret", 200),
     ],
 )  # fmt: skip
