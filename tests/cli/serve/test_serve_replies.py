@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import EOS, VOCAB, allow
-from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion as OpenAIChat
 from openai.types.chat import ChatCompletionChunk as OpenAIChunk
@@ -47,16 +46,16 @@ class Asked:
             self.steps.append(gen.step())
         self.events = [event for events in self.steps for event in events]
 
-    def reply(self, parser: Any = lambda: None) -> ChatReply | CompletionReply:
+    def reply(self) -> ChatReply | CompletionReply:
         if self.chat:
-            return ChatReply(self.request, "tiny", self.prompts[0], self.vocabulary, parser)
+            return ChatReply(self.request, "tiny", self.prompts[0], self.vocabulary)
         return CompletionReply(self.request, "tiny", self.prompts, self.vocabulary)
 
-    def whole(self, parser: Any = lambda: None) -> dict[str, Any]:
-        return as_openai(OpenAIChat if self.chat else OpenAICompletion, self.reply(parser).whole(self.events))
+    def whole(self) -> dict[str, Any]:
+        return as_openai(OpenAIChat if self.chat else OpenAICompletion, self.reply().whole(self.events))
 
-    def chunks(self, parser: Any = lambda: None) -> list[dict[str, Any]]:
-        reply = self.reply(parser)
+    def chunks(self) -> list[dict[str, Any]]:
+        reply = self.reply()
         steps = [self.events] if reply.scored else self.steps
         chunks = [chunk for events in steps for chunk in reply.push(events)] + reply.end()
         return [as_openai(OpenAIChunk if self.chat else OpenAICompletion, chunk) for chunk in chunks]
@@ -101,9 +100,6 @@ def add_up(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return total
 
 
-# ------------------------------------------------------------------------------------------------- both endpoints
-
-
 class Letters:
     """A mask without bytes and end tokens, so that the text is well-formed."""
 
@@ -127,6 +123,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ids, echoed": {"prompt": [[1, 310], [1, 319, 200, 230]], "echo": True, "logprobs": 5, "temperature": 0},
     "ids, one token": {"prompt": [1, 300, 301, 302], "max_tokens": 1, "echo": True, "logprobs": 1},
     "ids, plain": {"prompt": [1, 300, 301, 302], "n": 2},
+    "only an echo": {"prompt": TWO, "echo": True, "n": 2},
+    "no answer": {"prompt": TWO, "echo": True, "max_tokens": 0, "logprobs": 1},
 }
 
 
@@ -159,6 +157,11 @@ def test_chunks_add_up_to_the_whole(gen: Generator, case: str, mask: Letters | N
         else:
             assert choice["logprobs"] == own["logprobs"]
             check_logprobs(asked.vocabulary, choice, [*(prompt.ids if echo else []), *ids], request.logprobs, echo)
+        if asked.chat:
+            deltas = [
+                part["delta"] for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]
+            ]
+            assert (deltas[0], deltas[-1]) == ({"role": "assistant", "content": ""}, {})
         if request.return_token_ids:
             assert choice["token_ids"] == own["ids"] == ids
             assert (whole if asked.chat else choice)["prompt_token_ids"] == prompt.ids
@@ -167,6 +170,7 @@ def test_chunks_add_up_to_the_whole(gen: Generator, case: str, mask: Letters | N
     counts = (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"])
     assert counts == (prompted, counted, prompted + counted)
     assert [choice["index"] for choice in whole["choices"]] == list(range(len(asked.prompts) * request.choices))
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
 
 
 def check_logprobs(vocabulary: Vocabulary, choice: dict[str, Any], ids: list[int], most: int, echo: bool) -> None:
@@ -199,68 +203,6 @@ def test_a_failed_sample_fails_the_request(gen: Generator) -> None:
                 with pytest.raises(ApiError, match=message) as raised:
                     say([bad])
                 assert (raised.value.status, raised.value.body["error"]["type"]) == (status, kind)
-
-
-# ------------------------------------------------------------------------------------------------- chats
-
-
-def test_each_choice_of_a_stream_is_a_role_then_content_then_a_reason(gen: Generator) -> None:
-    chunks = Asked(gen, messages=MESSAGES, n=3, stream=True).chunks()
-    for index in range(3):
-        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        assert own[0]["delta"] == {"role": "assistant", "content": ""}
-        assert all(list(choice["delta"]) == ["content"] and choice["delta"]["content"] for choice in own[1:-1])
-        assert own[-1]["delta"] == {}
-        assert [choice["finish_reason"] for choice in own[:-1]] == [None] * (len(own) - 1)
-    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
-    assert all("usage" not in chunk for chunk in chunks)
-
-
-class Calls:
-    """A parser that reports each letter a as a call, and the other text at the end."""
-
-    def __init__(self) -> None:
-        self.kept, self.calls = "", 0
-
-    def push(self, text: str, last: bool) -> list[dict[str, Any]]:
-        deltas: list[dict[str, Any]] = []
-        for letter in text:
-            if letter == "a":
-                call = {"index": self.calls, "id": f"c{self.calls}", "type": "function", "function": {"name": "f"}}
-                more = [{"index": self.calls, "function": {"arguments": piece}} for piece in ("{", "}")]
-                deltas += [{"tool_calls": [piece]} for piece in (call, *more)]
-                self.calls += 1
-            else:
-                self.kept += letter
-        return [*deltas, {"content": self.kept}] if last and self.kept else deltas
-
-
-def test_a_parser_makes_tool_calls_of_text(gen: Generator) -> None:
-    chat = Asked(gen, Letters(), messages=MESSAGES, max_tokens=60, logprobs=True, return_token_ids=True)
-    chat.events[-1].finish_reason = "stop"
-    text = "".join(event.text for event in chat.events)
-    (choice,), chunks = chat.whole(Calls)["choices"], chat.chunks(Calls)
-    assert text.count("a") > 1
-    assert len(choice["message"]["tool_calls"]) == text.count("a")
-    assert choice["message"]["content"] == text.replace("a", "")
-    assert choice["message"]["tool_calls"][1] == {
-        "id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}
-    }  # fmt: skip
-    assert choice["finish_reason"] == "tool_calls"
-    state: Any = ChatCompletionStreamState()
-    for chunk in chunks:
-        state.handle_chunk(OpenAIChunk.model_validate(chunk))
-    final = state.get_final_completion().choices[0]
-    assert [call.function.arguments for call in final.message.tool_calls] == ["{}"] * text.count("a")
-    total = add_up(chunks)[0]
-    assert total["reason"] == "tool_calls"
-    assert total["ids"] == choice["token_ids"]
-    assert total["logprobs"]["content"] == choice["logprobs"]["content"]
-    (cut,) = chat.reply(Calls).whole([Event(0, 0, [], "aa", "length", logprobs=[], raw_logprobs=[])])["choices"]
-    assert (cut["message"]["content"], cut["finish_reason"]) == (None, "length")
-
-
-# ------------------------------------------------------------------------------------------------- completions
 
 
 def test_an_end_of_text_at_once_is_one_entry(gen: Generator) -> None:
