@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from ipaddress import ip_address
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -163,40 +163,33 @@ class _Guard:
         origin = headers.get("origin")
         if origin is None or {"*", origin} & set(self._origins):
             return False
-        if _netloc(origin) == headers.get("host"):
-            return self._rebindable and not _is_address(_hostname(origin))
+        place = _parts(origin)
+        if place.netloc == headers.get("host"):
+            return self._rebindable and not _is_address(place.hostname)
         return headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json"
 
     def _is_own(self, host: str) -> bool:
         """Return whether a Host header names this machine, a machine that public names do not lead to, or the place of
         an allowed origin."""
-        name = _hostname(f"//{host}")
+        name = _parts(f"//{host}").hostname or ""
         local = bool(name) and ("." not in name or name.endswith(".internal"))  # as Docker calls its host
-        return local or _is_address(name) or host in map(_netloc, self._origins)
+        return local or _is_address(name) or any(host == _parts(origin).netloc for origin in self._origins)
 
 
-def _netloc(url: str) -> str:
-    """Return the host and port of a URL; "" where it is none."""
+def _parts(url: str) -> SplitResult:
+    """Return the parts of a URL, which are empty if it is malformed."""
     try:
-        return urlsplit(url).netloc
+        return urlsplit(url)
     except ValueError:
-        return ""
+        return urlsplit("")
 
 
-def _hostname(url: str) -> str:
-    """Return the host of a URL; "" where it is none."""
+def _is_address(host: str | None) -> bool:
+    """Return whether a host is an IP address or localhost, whose destination no owner of a name decides."""
     try:
-        return urlsplit(url).hostname or ""
+        ip_address(host or "")
     except ValueError:
-        return ""
-
-
-def _is_address(host: str) -> bool:
-    """Return whether a host is an IP address or localhost, which lead where no owner of a name decides."""
-    try:
-        ip_address(host)
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
+        return f".{host}".endswith(".localhost")
     return True
 
 

@@ -45,6 +45,9 @@ HINTS = {
     "prompt_logprobs": "is not supported; use echo and logprobs of /completions",
 }  # by field that is not supported: what to do instead
 
+_T = TypeVar("_T")
+Items = Annotated[list[_T], Field(fail_fast=True)]  # checked up to the first wrong item: a body may have very many
+Some = Annotated[list[_T], Field(min_length=1, fail_fast=True)]
 _TokenId = Annotated[int, Field(ge=0, le=INT32)]
 _Biased = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 _Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
@@ -153,14 +156,14 @@ class ToolCall(History):
     function: CalledFunction
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+Content = str | Some[TextPart]
 
 
 class ChatMessage(History):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
 
     @property
@@ -228,7 +231,7 @@ class NamedTool(Strict):
 
 class AllowedTools(Strict):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True)]
+    tools: Some[NamedTool]
 
 
 class ChosenTools(Strict):
@@ -272,7 +275,7 @@ class StructuredOutputs(Strict):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
+    choice: Some[str] | None = None
     grammar: str | None = None
     json_object: Literal[True] | None = None
 
@@ -302,7 +305,7 @@ class GenerationFields(Strict):
     })  # fmt: skip
 
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)  # equal to n
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    modalities: Items[Literal["text"]] | None = None
     model: str | None = None
     temperature: FiniteFloat | None = Field(None, ge=0)
     top_p: FiniteFloat | None = Field(None, ge=0, le=1, description="0 is off, as 1 is")
@@ -316,7 +319,7 @@ class GenerationFields(Strict):
     frequency_penalty: FiniteFloat | None = Field(None, ge=-2, le=2)
     repetition_penalty: FiniteFloat | None = Field(None, gt=0)
     logit_bias: dict[_Biased, _Bias] | None = Field(None, max_length=MAX_BIASES)
-    allowed_token_ids: Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)] | None = None
+    allowed_token_ids: Some[_TokenId] | None = None
     bad_words: Annotated[list[_Word], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=INT32)
     ignore_eos: bool | None = None
@@ -356,12 +359,8 @@ class GenerationFields(Strict):
         return self.n or 1
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+    def streamed(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
 
     def _sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
         given = {name: value for name in COPIED if (value := getattr(self, name)) is not None}
@@ -377,13 +376,13 @@ COPIED = (GenerationFields.model_fields.keys() & SamplingParams.__dataclass_fiel
 class ChatRequest(GenerationFields):
     """A request to /chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "a"}]])
+    messages: Some[ChatMessage] = Field(examples=[[{"role": "user", "content": "a"}]])
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: ToolMode | NamedTool | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
@@ -438,13 +437,7 @@ def check_continued(request: ChatRequest | TokenizeRequest) -> None:
 
 # A prompt may have very many ids; check_prompt checks their range at once.
 _Id = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": INT32})]
-_Ids = Annotated[list[_Id], Field(min_length=1, fail_fast=True)]
-_Prompts = (
-    str
-    | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-    | _Ids
-    | Annotated[list[_Ids], Field(min_length=1, fail_fast=True)]
-)
+_Prompts = str | Some[str] | Some[_Id] | Some[Some[_Id]]
 
 
 class CompletionRequest(GenerationFields):
@@ -492,7 +485,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Some[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -516,7 +509,7 @@ class DetokenizeRequest(Strict):
     """A request to /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[_Id], Field(fail_fast=True)]
+    tokens: Items[_Id]
 
 
 # ------------------------------------------------------------------------------------------------- reading

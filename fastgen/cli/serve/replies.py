@@ -75,7 +75,7 @@ class _BaseReply(Generic[Request]):
 
     def end(self) -> list[dict[str, Any]]:
         """Return the chunks after the last event: the usage, if the request asks for it."""
-        return [{**self._envelope([]), "usage": self.usage}] if self.request.include_usage else []
+        return [{**self._envelope([]), "usage": self.usage}] if self.request.streamed.include_usage else []
 
     def error(self, error: ApiError) -> list[dict[str, Any]]:
         """Return the chunks of an error that ends the stream."""
@@ -101,9 +101,9 @@ class _BaseReply(Generic[Request]):
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._envelope([choice])
-        if self.request.continuous_usage:
+        if self.request.streamed.continuous_usage_stats:
             chunk["usage"] = self.usage
-        elif self.request.include_usage:
+        elif self.request.streamed.include_usage:
             chunk["usage"] = None
         return chunk
 

@@ -13,11 +13,10 @@ from starlette.responses import Response
 
 from fastgen.async_engine.client import AsyncGenerator, EngineError
 from fastgen.cli.serve.answers import limited
-from fastgen.cli.serve.protocol import ApiError, Strict, wrong
+from fastgen.cli.serve.protocol import ApiError, Items, Some, Strict, wrong
 from fastgen.cli.serve.service import Service
 
-Tags = Annotated[list[Literal["weights", "kv_cache"]], Field(min_length=1)]
-_Ids = Annotated[list[int], Field(fail_fast=True)]
+Tags = Some[Literal["weights", "kv_cache"]]
 _Tensor = Annotated[tuple[str, str, list[Annotated[int, Field(ge=0)]]], Field(strict=False)]  # JSON has no tuples
 
 
@@ -30,7 +29,7 @@ class ModelRequest(Strict):
 class GenerateRequest(ModelRequest):
     """A request to /generate: a prompt and the params of `Generator.generate`."""
 
-    prompt: str | _Ids | list[dict[str, Any]] | dict[str, Any]
+    prompt: str | Items[int] | list[dict[str, Any]] | dict[str, Any]
     params: dict[str, Any] | None = None
 
 

@@ -120,7 +120,7 @@ def test_a_field_without_effect_is_taken_unless_the_server_is_strict(kind: Any) 
     error = refusal(partial(strict, {**NEEDED[kind], "stream": True, "stream_options": {"include_obfuscation": True}}))
     assert error is not None
     assert error.param == "stream_options.include_obfuscation"
-    assert strict({**NEEDED[kind], "stream": True, "stream_options": {"include_usage": True}}).include_usage
+    assert strict({**NEEDED[kind], "stream": True, "stream_options": {"include_usage": True}}).streamed.include_usage
     assert read(kind, n=2, best_of=2) is not None
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import from_json, to_json
 
 from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, translated
 from fastgen.cli.serve.prompts import ModelFacts, calling_of, check_length, encode_chat, needed
-from fastgen.cli.serve.protocol import INT32, ApiError, ChatRequest, Strict, check_request, wrong
+from fastgen.cli.serve.protocol import INT32, ApiError, ChatRequest, Items, Some, Strict, check_request, wrong
 from fastgen.request import SamplingParams
 
 ERRORS = {
@@ -104,9 +104,9 @@ class CountRequest(Strict):
     })  # fmt: skip
 
     model: str | None = None
-    messages: list[dict[str, Any]] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "a"}]])
-    system: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
+    messages: Some[dict[str, Any]] = Field(examples=[[{"role": "user", "content": "a"}]])
+    system: str | Items[dict[str, Any]] | None = None
+    tools: Items[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
 
@@ -145,7 +145,7 @@ class MessageRequest(CountRequest):
     temperature: FiniteFloat | None = Field(None, ge=0)
     top_p: FiniteFloat | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, le=INT32)
-    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_sequences: Items[str] | None = None
     stream: bool | None = None
 
     def _fields(self) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
 from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, translated
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, Strict, check_request, wrong
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, Items, Strict, check_request, wrong
 from fastgen.request import MAX_LOGPROBS
 
 # Fields of a chat that errors name, and what they are called here.
@@ -83,17 +83,17 @@ class ResponseRequest(Strict):
     })  # fmt: skip
 
     model: str | None = None
-    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+    input: str | Items[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: FiniteFloat | None = Field(None, ge=0)
     top_p: FiniteFloat | None = Field(None, ge=0, le=1)
     stream: bool | None = None
     text: Text | None = None
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    include: Annotated[list[str], Field(fail_fast=True)] | None = None
+    include: Items[str] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     truncation: Literal["disabled"] | None = None
     background: bool | None = None
