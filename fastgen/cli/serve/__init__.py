@@ -1,4 +1,4 @@
-"""fgserve: a server of OpenAI's API. All modules of this package need the extra `serve`."""
+"""fgserve: a server with OpenAI's API. All modules of this package need the extra `serve`."""
 
 from __future__ import annotations
 
