@@ -33,8 +33,8 @@ OURS = (
     "include_stop_str_in_output",
 )  # fields that OpenAI's API does not have
 
-# By syntax: the tokens for calls (Mistral's and Llama's are special), and the parts of the chat template for tools and
-# for calls.
+# {syntax: (tokens for calls, which are special in Mistral and Llama, and the parts of the chat template for tools and
+# for calls)}
 CALLS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "hermes": (
         ("<tool_call>", "</tool_call>"),
@@ -64,7 +64,7 @@ TEMPLATE = (
 
 
 def save_caller(syntax: str, folder: Path) -> Path:
-    """Save the bundled model's tokenizer with marks of calls as its last entries, and a template with tools."""
+    """Save the bundled model's tokenizer with a template for tools. The marks of calls replace its last entries."""
     folder.mkdir()
     marks, tools, calls = CALLS[syntax]
     shutil.copy(TINY / "tokenizer_config.json", folder)
@@ -91,7 +91,7 @@ class Choice:
 
 @dataclass
 class Answer:
-    """A complete or streamed answer. usage: tokens of the prompt, of the answer, and of both."""
+    """A complete or streamed answer. usage: number of tokens of the prompt, of the answer, and of both."""
 
     choices: list[Choice]
     usage: tuple[int, int, int]
@@ -145,7 +145,7 @@ def endpoint_of(client: OpenAI | AsyncOpenAI, prompt: Any) -> Any:
 
 
 def sent(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of the client, which takes only OpenAI's fields by name; request ids too."""
+    """Return the arguments for the client, which takes only OpenAI's fields by name. Token ids are requested as well."""
     extra = {name: value for name, value in fields.items() if name in OURS}
     theirs = {name: value for name, value in fields.items() if name not in OURS}
     return {**theirs, "extra_body": {**extra, "return_token_ids": True}}
@@ -221,7 +221,7 @@ def params_of(**given: Any) -> SamplingParams:
 
 
 def check(answer: Answer, outputs: Sequence[RequestOutput]) -> None:
-    """Check that texts, ids, reasons and counts are those of the Generator."""
+    """Check that texts, ids, reasons and counts equal the Generator's."""
     completions = [completion for output in outputs for completion in output.completions]
     said = [(completion.text, completion.token_ids, completion.finish_reason) for completion in completions]
     assert [(choice.text, choice.ids, choice.reason) for choice in answer.choices] == said

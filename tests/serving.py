@@ -30,7 +30,7 @@ HTTP = httpx.Client(verify=False, timeout=30, limits=httpx.Limits(max_keepalive_
 
 
 class Server:
-    """A process of fgserve, of the stub, or of another program that prints `listening` within `seconds`."""
+    """A process of fgserve, of the stub, or of another program that prints `listening` within `seconds` seconds."""
 
     def __init__(
         self, program: Sequence[str], *arguments: str, listening: str = r"listening at (\S+)", seconds: float = 30
@@ -88,7 +88,7 @@ class Server:
         return self
 
     def stats(self, model: str = '[^"]*') -> dict[str, float]:
-        """Return the numbers of /metrics, for one model or the first."""
+        """Return the numbers of /metrics for a model, or for the first one."""
         found: dict[str, float] = {}
         lines = re.findall(rf'^fastgen_(\w+)\{{model="{model}"\}} (\S+)$', self.get("/metrics").text, re.M)
         for name, value in lines:
@@ -96,12 +96,12 @@ class Server:
         return found
 
     def idle(self) -> bool:
-        """Return whether the engine has no request and no page."""
+        """Return whether the engine has no request and holds no page."""
         stats = self.stats()
         return stats["requests_total"] == stats["finished_total"] + stats["aborted_total"] and not stats["pages_used"]
 
     def engines(self) -> list[int]:
-        """Return the processes of the engines, in the order of their starts."""
+        """Return the process ids of the engines in the order of their starts."""
         return children(self.process.pid)
 
     def signal_engines(self, number: signal.Signals) -> None:
@@ -109,7 +109,7 @@ class Server:
             os.kill(engine, number)
 
     def end(self) -> tuple[int, str]:
-        """Wait for the end of the process; return its status and its output."""
+        """Wait for the process to end. Return its exit status and its stderr."""
         status = self.process.wait(30)
         self._reader.join(10)
         return status, self.said
@@ -127,7 +127,7 @@ class Server:
 
 
 def children(process: int) -> list[int]:
-    """Return the child processes of all threads of a process."""
+    """Return the ids of the children of a process, started by any of its threads."""
     found: list[int] = []
     for path in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
@@ -136,7 +136,7 @@ def children(process: int) -> list[int]:
 
 
 def descendants(process: int) -> list[int]:
-    """Return the children of a process, their children, and so on."""
+    """Return the ids of the children of a process, their children, and so on."""
     return [found for child in children(process) for found in (child, *descendants(child))]
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's batch files through fggen: the answers are those of fgserve, and OpenAI's client reads them."""
+"""OpenAI's batch files through fggen: the answers equal fgserve's, and OpenAI's types accept them."""
 
 from __future__ import annotations
 

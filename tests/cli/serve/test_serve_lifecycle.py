@@ -312,7 +312,7 @@ with ThreadPoolExecutor(2) as pool:
 
 
 def test_a_tokenizer_is_read_while_transformers_is_imported() -> None:
-    """An engine may be ready before the import that goes on beside its start."""
+    """An engine may be ready before the import that runs while it starts."""
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

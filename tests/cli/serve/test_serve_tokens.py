@@ -126,7 +126,7 @@ def test_special_tokens_in_texts_stay_text_in_every_dialect(chatty: Tokenizer) -
     assert count_tokens(CountRequest(messages=said), facts(chatty)) == {"input_tokens": len(ids)}
 
 
-@pytest.mark.parametrize("name", ["tokenize", "chat_template", "conversation", "messages", "add_generation_prompt"])
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "add_generation_prompt"])
 def test_variables_that_a_template_cannot_have(chatty: Tokenizer, name: str) -> None:
     request = ChatRequest(messages=HELLO, chat_template_kwargs={name: "x"})  # type: ignore[arg-type]
     with pytest.raises(ApiError, match=name) as raised:

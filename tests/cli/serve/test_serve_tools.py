@@ -122,21 +122,23 @@ def test_a_required_call_is_made(model: Model) -> None:
 
 def test_a_named_function_is_called_once_in_every_dialect(model: Model) -> None:
     name, function = "get_weather", {"name": "get_weather", "parameters": WEATHER}
-    asked = {"messages": [{"role": "user", "content": "Rain?"}]}
+    asked = {"messages": [{"role": "user", "content": "Rain?"}], "max_tokens": 9}
     tools = [{"type": "function", "function": function}]
     chat = {**asked, "tools": tools, "tool_choice": {"type": "function", "function": {"name": name}}}
-    message = {**asked, "max_tokens": 9, "tools": [{"name": name, "input_schema": WEATHER}]}
+    message = {
+        **asked,
+        "tools": [{"name": name, "input_schema": WEATHER}],
+        "tool_choice": {"type": "tool", "name": name},
+    }
     response = {"input": "Rain?", "tools": [{"type": "function", **function}]}
-    chats = [
-        ChatRequest.model_validate(chat),
-        MessageRequest.model_validate({**message, "tool_choice": {"type": "tool", "name": name}}).chat(),
-        ResponseRequest.model_validate({**response, "tool_choice": {"type": "function", "name": name}}).chat(),
-    ]
+    response["tool_choice"] = {"type": "function", "name": name}
+    first = ChatRequest.model_validate(chat)
+    chats = [first, MessageRequest.model_validate(message).chat(), ResponseRequest.model_validate(response).chat()]
     (grammar,) = {read_calling(chat, model[1]).grammar() for chat in chats}
     assert grammar == calling_of(model[1], tools, choice="required", parallel=False).grammar()
     rng = random.Random(1)
     for _ in range(6):
-        ((called, arguments),) = forced(model, rng, choice=chats[0].tool_choice)
+        ((called, arguments),) = forced(model, rng, choice=first.tool_choice)
         assert called == name
         check(name, arguments)
 
@@ -208,15 +210,10 @@ def test_parameters_are_of_an_object(model: Model) -> None:
 
 # ------------------------------------------------------------------------------------------------- templates
 
+CALL = {"id": "call_1234567890", "type": "function", "function": {"name": "get_weather", "arguments": RIGHT}}
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": "Rain?"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {"id": "call_1234567890", "type": "function", "function": {"name": "get_weather", "arguments": RIGHT}}
-        ],
-    },
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "call_1234567890", "content": "Yes."},
 ]
 
