@@ -145,7 +145,7 @@ def endpoint_of(client: OpenAI | AsyncOpenAI, prompt: Any) -> Any:
 
 
 def sent(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for the client, which takes only OpenAI's fields by name. Token ids are requested as well."""
+    """Return arguments for the client, which takes only OpenAI's fields by name. Token ids are requested as well."""
     extra = {name: value for name, value in fields.items() if name in OURS}
     theirs = {name: value for name, value in fields.items() if name not in OURS}
     return {**theirs, "extra_body": {**extra, "return_token_ids": True}}

@@ -302,6 +302,16 @@ def test_options_reach_the_generator(
     assert f"fggen: error: some/model {expected}\n" in capsys.readouterr().err
 
 
+def test_a_missing_chat_template_is_told_before_any_row(
+    gen: Generator, fggen: Fggen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gen.tokenizer is not None
+    monkeypatch.setattr(gen.tokenizer.hf, "chat_template", None)
+    assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.jsonl", "--chat") == 1
+    assert "this model's tokenizer has no chat template" in capsys.readouterr().err
+    assert read("out.jsonl") == []
+
+
 def test_a_model_without_a_tokenizer_gives_ids(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt": "x"}\n')
     command = [str(llama), str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--max-tokens", "3"]

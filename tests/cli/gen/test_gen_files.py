@@ -455,6 +455,14 @@ def test_what_does_not_change_the_job_may_change(fggen: Fggen, begun: bytes) -> 
     assert fggen("in.jsonl", "-o", "out.jsonl", "--max-tokens", 2) == 0, "without records it is a new one"
 
 
+@pytest.mark.parametrize("rows", [[0, None], ["0", "1"]])
+def test_a_part_of_another_job_is_refused(fggen: Fggen, rows: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.parquet", *SHORT) == 0
+    pq.write_table(pa.table({"row": rows, "error": pa.nulls(2, pa.string())}), "out.parquet/part-00001.parquet")
+    assert fggen("in.jsonl", "-o", "out.parquet", *SHORT) == 1
+    assert "out.parquet/part-00001.parquet is not of this job; remove it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
 def test_two_that_write_the_same_output_are_refused(
     fggen: Fggen, name: str, capsys: pytest.CaptureFixture[str]

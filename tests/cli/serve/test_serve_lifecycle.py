@@ -124,7 +124,7 @@ def test_requests_have_an_end(server: Server) -> None:
 
 def test_the_key_and_the_model_are_checked() -> None:
     """The checks work before any model is loaded."""
-    client = TestClient(make_app(Service(read_options(["one", "two", "--api-key", "secret"], {}))))
+    client = TestClient(make_app(Service(read_options(["one", "two", "--api-key", "secret", "--strict"], {}))))
     for path, status in (("/health", 200), ("/v1/ready", 503), ("/metrics", 200), ("/models", 401)):
         assert client.get(path).status_code == status
     for given in (None, "Bearer wrong", "secret"):
@@ -137,6 +137,8 @@ def test_the_key_and_the_model_are_checked() -> None:
         told = client.post("/completions", json={"model": name, "prompt": "a"})
         assert told.status_code == status
         assert told.json()["error"]["param"] == (None if name == "one" else "model")
+    told = client.post("/completions", json={"model": "one", "prompt": "a", "store": False})
+    assert (told.status_code, told.json()["error"]["param"]) == (400, "store"), "the server is strict"
 
 
 OPENED = "--allow-origin=http://page.example"
