@@ -6,7 +6,7 @@ from fastgen.cli.command import needed, note
 
 
 def command() -> int:
-    """Run fgserve and return its exit status, which is 2 where the extra is not installed."""
+    """Run fgserve and return its exit status, which is 2 if the extra is not installed."""
     try:
         main = needed("fastgen.cli.serve.main", "serve", "fgserve").command
     except ValueError as error:

@@ -49,7 +49,7 @@ PROBES = ("/health", "/ping", "/ready")
 OPEN = ("/", "/docs", "/openapi.json", "/metrics", *PROBES)  # routes that need no API key
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # ids of another form are replaced
 LARGE = 65536  # size in bytes above which bodies are parsed in a thread
-# Of a body above the size limit, this multiple of the limit is read, so that its client gets to reading the error.
+# A body above the size limit is read up to this multiple of the limit, so that its client receives the error.
 DISCARDED = 8
 
 Handler = Callable[[Request], Awaitable[Response] | Response]
