@@ -152,8 +152,8 @@ def make_options(
 ) -> Options:
     """Return the options.
 
-    file: content of the YAML file. environment: environment variables, of which API_KEY is read. models, given: the
-    models and flags of the command line, which have precedence over the variable, and that over the file.
+    file: content of the YAML file. environment: environment variables, of which API_KEY is read; it overrides the file.
+    models, given: models and flags of the command line, which override both.
 
     Raises ValueError for a wrong option, and OSError if the file of a chat template cannot be read.
     """
