@@ -1,4 +1,4 @@
-"""`python -m fastgen chat`, `gen` or `serve`: fgchat, fggen and fgserve, where their scripts are not on the path."""
+"""`python -m fastgen chat`, `gen` or `serve` runs fgchat, fggen or fgserve if their scripts are not on the PATH."""
 
 import runpy
 import sys

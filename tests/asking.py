@@ -1,4 +1,4 @@
-"""Helpers for tests of fgserve's answers: the openai client in four ways, and tokenizers for tool calls."""
+"""Helpers for tests of fgserve's answers: requests of the openai client, and tokenizers with tool calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from serving import Server
 
 import fastgen
@@ -33,8 +33,8 @@ OURS = (
     "include_stop_str_in_output",
 )  # fields that OpenAI's API does not have
 
-# By syntax: the tokens for calls (Mistral's and Llama's are special), and the parts of the chat template for tools and
-# for calls.
+# {syntax: (tokens for calls, which are special in Mistral and Llama, and the parts of the chat template for tools and
+# for calls)}
 CALLS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "hermes": (
         ("<tool_call>", "</tool_call>"),
@@ -64,7 +64,7 @@ TEMPLATE = (
 
 
 def save_caller(syntax: str, folder: Path) -> Path:
-    """Save the bundled model's tokenizer with marks of calls as its last entries, and a template with tools."""
+    """Save the bundled model's tokenizer with a template for tools. The marks of calls replace its last entries."""
     folder.mkdir()
     marks, tools, calls = CALLS[syntax]
     shutil.copy(TINY / "tokenizer_config.json", folder)
@@ -91,7 +91,7 @@ class Choice:
 
 @dataclass
 class Answer:
-    """A complete or streamed answer. usage: tokens of the prompt, of the answer, and of both."""
+    """A complete or streamed answer. usage: number of tokens of the prompt, of the answer, and of both."""
 
     choices: list[Choice]
     usage: tuple[int, int, int]
@@ -145,14 +145,14 @@ def endpoint_of(client: OpenAI | AsyncOpenAI, prompt: Any) -> Any:
 
 
 def sent(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of the client, which takes only OpenAI's fields by name; request ids too."""
+    """Return arguments for the client, which takes only OpenAI's fields by name. Token ids are requested as well."""
     extra = {name: value for name, value in fields.items() if name in OURS}
     theirs = {name: value for name, value in fields.items() if name not in OURS}
     return {**theirs, "extra_body": {**extra, "return_token_ids": True}}
 
 
 class Asker:
-    """Clients of one server, which send each request in four ways."""
+    """A client of one server, which sends each request twice: for a complete answer and for a stream."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -166,57 +166,48 @@ class Asker:
         self._runner.close()
 
     def ask(self, **fields: Any) -> Answer:
-        """Send a request in four ways; return the answer, which must be the same."""
+        """Send a request; return the answer, which must be the same in both ways."""
         return self.ask_all([fields])[0]
 
     def ask_all(self, requests: Sequence[dict[str, Any]]) -> list[Answer]:
-        """Send several requests at once, each in four ways."""
-        return [_agreed(said) for said in self._send(requests)]
+        """Send several requests at once; return their answers, each of which must be the same in both ways."""
+        answers = []
+        for replies in self._send(requests):
+            for error in replies:
+                if isinstance(error, Exception):
+                    raise error
+            whole, streamed = map(add_up, replies)
+            streamed.prompts = streamed.prompts[: len(whole.prompts)]  # a stream of a chat has them in each choice
+            assert streamed == whole
+            answers.append(whole)
+        return answers
 
     def error(self, **fields: Any) -> openai.APIStatusError:
-        """Send a wrong request in four ways; return the error, which must be the same."""
-        (errors,) = self._send([fields])
-        assert len({(type(error), error.status_code, error.param, error.code, error.message) for error in errors}) == 1
-        found: openai.APIStatusError = errors[0]
-        return found
+        """Send a wrong request; return the error, which must be the same in both ways."""
+        ((error, streamed),) = self._send([fields])
+        assert isinstance(error, openai.APIStatusError)
+        assert (error.status_code, error.body) == (streamed.status_code, streamed.body)
+        return error
 
     def _send(self, requests: Sequence[dict[str, Any]]) -> list[list[Any]]:
-        """Return, for each request and way, the replies or an error."""
+        """Return, for each request, the replies or the error of each way."""
+
+        async def whole(fields: dict[str, Any]) -> list[Any]:
+            return [await self._endpoint(fields).create(**fields)]
+
+        async def stream(fields: dict[str, Any]) -> list[Any]:
+            fields = {**fields, "stream": True, "stream_options": {"include_usage": True}}
+            return [chunk async for chunk in await self._endpoint(fields).create(**fields)]
 
         async def send() -> list[list[Any]]:
-            return await asyncio.gather(*(self._in_all_ways({"model": "hermes", **fields}) for fields in requests))
+            asked = [{"model": "hermes", **fields} for fields in requests]
+            both = [asyncio.gather(whole(fields), stream(fields), return_exceptions=True) for fields in asked]
+            return await asyncio.gather(*both)
 
         return self._runner.run(send())
 
-    async def _in_all_ways(self, fields: dict[str, Any]) -> list[Any]:
-        streamed = {**fields, "stream": True, "stream_options": {"include_usage": True}}
-        prompt = fields.get("messages", fields.get("prompt"))
-        create, create_async = endpoint_of(self.client, prompt).create, endpoint_of(self._other, prompt).create
-
-        async def whole() -> list[Any]:
-            return [await create_async(**fields)]
-
-        async def stream() -> list[Any]:
-            return [chunk async for chunk in await create_async(**streamed)]
-
-        replies: list[Any] = await asyncio.gather(
-            asyncio.to_thread(lambda: [create(**fields)]),
-            asyncio.to_thread(lambda: list(create(**streamed))),
-            whole(),
-            stream(),
-            return_exceptions=True,
-        )
-        return replies
-
-
-def _agreed(said: Sequence[Any]) -> Answer:
-    for error in (replies for replies in said if isinstance(replies, Exception)):
-        raise error
-    answers = [add_up(replies) for replies in said]
-    for answer in answers[1:]:
-        answer.prompts = answer.prompts[: len(answers[0].prompts)]  # a stream of a chat has it in each choice
-        assert answer == answers[0]
-    return answers[0]
+    def _endpoint(self, fields: dict[str, Any]) -> Any:
+        return endpoint_of(self._other, fields.get("messages", fields.get("prompt")))
 
 
 def expected(gen: Generator, prompt: Any, **params: Any) -> RequestOutput:
@@ -230,10 +221,24 @@ def params_of(**given: Any) -> SamplingParams:
 
 
 def check(answer: Answer, outputs: Sequence[RequestOutput]) -> None:
-    """Check that texts, ids, reasons and counts are those of the Generator."""
+    """Check that texts, ids, reasons and counts equal the Generator's."""
     completions = [completion for output in outputs for completion in output.completions]
     said = [(completion.text, completion.token_ids, completion.finish_reason) for completion in completions]
     assert [(choice.text, choice.ids, choice.reason) for choice in answer.choices] == said
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     generated = sum(len(completion.token_ids) for completion in completions)
     assert answer.usage == (prompt_tokens, generated, prompt_tokens + generated)
+
+
+def named_events(kind: TypeAdapter[Any], text: str) -> list[dict[str, Any]]:
+    """Return the events of a stream of /messages or /responses, held to a package's type and to the names of lines."""
+    lines = text.split("\n\n")
+    assert lines.pop() == ""
+    found = []
+    for line in lines:
+        name, _, data = line.removeprefix("event: ").partition("\ndata: ")
+        event = json.loads(data)
+        kind.validate_python(event)
+        assert event["type"] == name
+        found.append(event)
+    return found

@@ -1,7 +1,7 @@
-"""fggen as processes that tests can kill: this program imports the slow modules once, and forks for each line of stdin.
+"""fggen as processes that tests can kill. This program imports the slow modules once and forks for each line of stdin.
 
-A line is JSON: [arguments of fggen, the file for its stderr]. The program prints the process id, and at the end of the
-process its status.
+A line is JSON: [arguments of fggen, file for its stderr]. The program prints the id of the new process and, when it has
+ended, its status.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PART_SECONDS = 0.05
 
 def serve() -> None:
     torch.set_num_threads(1)
-    Tokenizer(resolve(None))  # imports more
+    Tokenizer(resolve(None))  # imports further modules
     outputs.PART_SECONDS = PART_SECONDS
     for line in sys.stdin:
         arguments, errors = json.loads(line)

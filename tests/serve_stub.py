@@ -1,8 +1,8 @@
-"""fgserve with stub engines: real processes around a Generator that computes nothing and starts at once.
+"""fgserve with stub engines: real processes with a Generator that computes nothing and starts at once.
 
-Run it as `serve_stub.py [arguments of fgserve]`. The name of a model selects its behavior: "slow" in it means 0.3 s to
-load, and, if the name is an absolute path, until that file exists; "broken" means that loading fails. A prompt that
-begins with BAD makes the step fail.
+Run it as `serve_stub.py [arguments of fgserve]`. The name of a model selects its behavior. A model with "slow" in its
+name loads for 0.3 s; if the name is an absolute path, it loads until that file exists. A model with "broken" in its
+name fails to load. A prompt that begins with BAD makes the step fail.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fastgen.processes import spawning as processes
 from fastgen.request import Event, SamplingParams
 
 STEP_SECONDS = 0.01
-SLEEP_SECONDS = 0.8  # of a call of `sleep`
+SLEEP_SECONDS = 0.8  # duration of a call of `sleep`
 BAD = 13
 
 
 class StubGenerator:
-    """Generates an "x" per step for each of the first max_seqs requests, which hold a page each."""
+    """A Generator that says "x" in each step for each of the first max_seqs requests, which hold one page each."""
 
     tokenizer = None
     torn = False
@@ -108,7 +108,7 @@ def be_an_engine() -> None:
 
 
 def spawn(program: Sequence[str], started: list[subprocess.Popen[bytes]]) -> socket.socket:
-    """Replace `processes.spawn`: start a stub instead of the program."""
+    """Start a stub engine instead of the program; replaces `processes.spawn`."""
     return _spawn((__file__, "engine"), started)
 
 

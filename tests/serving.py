@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 FGSERVE = ("-m", "fastgen.cli.serve.main", "--page-size", "16", "--num-pages", "300", "--port=0")
 STUB = (str(Path(__file__).parent / "serve_stub.py"), "--port=0")
+# One client for all, since each would read the system's certificates; each request has a connection of its own.
+HTTP = httpx.Client(verify=False, timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 class Server:
-    """A process of fgserve, of the stub, or of another program that prints `listening` within `seconds`."""
+    """A process of fgserve, of the stub, or of another program that prints `listening` within `seconds` seconds."""
 
     def __init__(
         self, program: Sequence[str], *arguments: str, listening: str = r"listening at (\S+)", seconds: float = 30
@@ -56,10 +58,10 @@ class Server:
         return host, int(port)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, **options)
+        return HTTP.get(self.url + path, **options)
 
     def post(self, path: str, data: Any, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=data, timeout=30, **options)
+        return HTTP.post(self.url + path, json=data, **options)
 
     def send(self, data: bytes) -> socket.socket:
         """Open a connection and send these bytes."""
@@ -70,7 +72,7 @@ class Server:
     def client(self, key: str = "foo") -> OpenAI:
         from openai import OpenAI  # not where GPU tests run
 
-        return OpenAI(base_url=self.url, api_key=key, max_retries=0)
+        return OpenAI(base_url=self.url, api_key=key, max_retries=0, http_client=httpx.Client(verify=False))
 
     def await_said(self, text: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -86,7 +88,7 @@ class Server:
         return self
 
     def stats(self, model: str = '[^"]*') -> dict[str, float]:
-        """Return the numbers of /metrics, for one model or the first."""
+        """Return the numbers of /metrics for a model, or for the first one."""
         found: dict[str, float] = {}
         lines = re.findall(rf'^fastgen_(\w+)\{{model="{model}"\}} (\S+)$', self.get("/metrics").text, re.M)
         for name, value in lines:
@@ -94,12 +96,12 @@ class Server:
         return found
 
     def idle(self) -> bool:
-        """Return whether the engine has no request and no page."""
+        """Return whether the engine has no request and holds no page."""
         stats = self.stats()
         return stats["requests_total"] == stats["finished_total"] + stats["aborted_total"] and not stats["pages_used"]
 
     def engines(self) -> list[int]:
-        """Return the processes of the engines, in the order of their starts."""
+        """Return the process ids of the engines in the order of their starts."""
         return children(self.process.pid)
 
     def signal_engines(self, number: signal.Signals) -> None:
@@ -107,7 +109,7 @@ class Server:
             os.kill(engine, number)
 
     def end(self) -> tuple[int, str]:
-        """Wait for the end of the process; return its status and its output."""
+        """Wait for the process to end. Return its exit status and its stderr."""
         status = self.process.wait(30)
         self._reader.join(10)
         return status, self.said
@@ -125,7 +127,7 @@ class Server:
 
 
 def children(process: int) -> list[int]:
-    """Return the child processes of all threads of a process."""
+    """Return the ids of the children of a process, started by any of its threads."""
     found: list[int] = []
     for path in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
@@ -134,7 +136,7 @@ def children(process: int) -> list[int]:
 
 
 def descendants(process: int) -> list[int]:
-    """Return the children of a process, their children, and so on."""
+    """Return the ids of the children of a process, their children, and so on."""
     return [found for child in children(process) for found in (child, *descendants(child))]
 
 

@@ -1,7 +1,7 @@
 """fgchat: a conversation with a model, in the terminal or through a pipe.
 
 A round is a message and its answer; each round sends the whole conversation again. Slow imports (torch, prompt_toolkit)
-come where they are needed, so that --help answers at once and Ctrl-C works from the start.
+are made where they are needed, so that --help answers at once and Ctrl-C works from the start.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ LOCAL = (
     "device",
     "tensor_parallel",
     "generation_config",
-)  # options of a model in this process
+)  # options of a model that runs in this process
 SAMPLED = ("temperature", "top_p", "max_tokens")  # sampling parameters
-SERVED = ("api_key", "name")  # options of a model behind --url
+SERVED = ("api_key", "name")  # options of a model on the server at --url
 THERE_ARE = "there are /r <N>, /m and /q (for a message, put a space before the /)"
-QUIT = ("quit", "exit")  # what people type in a terminal who do not remember /q
+QUIT = ("quit", "exit")  # typed in a terminal by people who do not remember /q
 
-BLOCK_PROMPT = "... "  # in front of each line of a multiline message
+BLOCK_PROMPT = "... "  # prompt for each line of a multiline message
 
-# A terminal would obey these characters: an answer must not move the cursor, retitle the window or hide text.
+# Control characters, which a terminal would obey: an answer must not move the cursor, rename the window or hide text.
 _PRINTABLE: dict[int, int | None] = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
 _PRINTABLE |= {ord("\r"): None, 0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
 
 class Console:
-    """The standard streams of a chat.
+    """The standard streams of a chat, and what is written to them.
 
     stdin     stdout         banner, prompt, notes    answers
-    terminal  terminal       stdout                   stdout, control characters made visible
-    terminal  file or pipe   stderr                   stdout as they are
-    else      any            notes only, on stderr    stdout (made visible on a terminal)
+    terminal  terminal       stdout                   stdout, with control characters made visible
+    terminal  file or pipe   stderr                   stdout, unchanged
+    other     any            stderr, only notes       stdout (made visible if it is a terminal)
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Console:
     def read(self, prompt: str) -> str:
         """Return the next line. Raises EOFError at the end of input (Ctrl-D), KeyboardInterrupt for Ctrl-C."""
         if self._lines is not None:
-            # Only text that has a style keeps its trailing space, which a script that drives the terminal waits for.
+            # Without a style, the trailing space of the prompt gets lost, which scripts that drive a terminal wait for.
             return self._lines.prompt([("fg:default", prompt)])
         if self.interactive:
             _write(self.screen, prompt)
@@ -87,13 +87,13 @@ class Console:
             line = sys.stdin.readline()
         finally:
             if self.interactive and not line:
-                self.note("")  # Ctrl-D and Ctrl-C leave the cursor behind the prompt
+                self.note("")  # Ctrl-D and Ctrl-C leave the cursor on the line of the prompt
         if not line:
             raise EOFError
         return line.removesuffix("\n")
 
     def read_block(self) -> str:
-        """Return the lines up to a single '.' or the end of input (Ctrl-D)."""
+        """Return the lines before a line that is just '.', or before the end of input (Ctrl-D)."""
         lines = []
         with suppress(EOFError):
             while (line := self.read(BLOCK_PROMPT)) != ".":
@@ -102,10 +102,11 @@ class Console:
 
     @contextmanager
     def typing_ahead(self) -> Iterator[None]:
-        """Keep what is typed between two calls of `read` for the next one, and out of the answers (no echo).
+        """Keep what the user types between two calls of `read` for the next call, and do not echo it into the answers.
 
-        The terminal keeps keys as they come, not lines, so that the editor gets Ctrl-D and the arrows too. Ctrl-C is
-        still a signal. A terminal without line editing echoes, since nothing else shows what was typed there.
+        The terminal passes on single keys instead of lines, so that the editor also gets Ctrl-D and the arrow keys.
+        Ctrl-C still sends a signal. A terminal without line editing keeps its echo, since nothing else would show what
+        is typed.
         """
         if self._lines is None:
             yield
@@ -138,7 +139,7 @@ def _editor(screen: TextIO) -> PromptSession[str]:
     from prompt_toolkit.output import create_output
 
     class History(FileHistory):
-        """A history in a file; if the file cannot be read or written, the chat goes on without it."""
+        """A history in a file. If the file cannot be read or written, the chat goes on without it."""
 
         def load_history_strings(self) -> Iterator[str]:
             with suppress(OSError):
@@ -162,7 +163,11 @@ def _history_file() -> str:
 
 @dataclass
 class Chat:
-    """A conversation. rounds: (message, answer) of each. refused: a command or message could not be obeyed."""
+    """A conversation.
+
+    system: the system prompt. rounds: (message, answer) of each round so far. refused: True once a command or message
+    was refused.
+    """
 
     backend: Backend
     console: Console
@@ -171,7 +176,7 @@ class Chat:
     refused: bool = False
 
     def loop(self) -> None:
-        """Obey line after line, until /q or the end of input."""
+        """Read and obey lines until /q or the end of input."""
         while True:
             try:
                 if not self.obey(self.console.read(f"{len(self.rounds) + 1}> ")):
@@ -184,10 +189,10 @@ class Chat:
                 self.console.note("(/q or Ctrl-D quits)")
 
     def obey(self, line: str) -> bool:
-        """Obey a command, or answer a message. Return False to quit."""
+        """Obey a command or answer a message. Return False to quit."""
         if self.console.interactive and line in QUIT:
             return False
-        if not line.startswith("/") or "\n" in line:  # several lines can only be a pasted message
+        if not line.startswith("/") or "\n" in line:  # only a pasted message has several lines
             self.ask(line.strip())
             return True
         match line.split():
@@ -205,7 +210,7 @@ class Chat:
         return True
 
     def reset(self, number: str) -> None:
-        """Drop the rounds from this number on."""
+        """Drop the rounds from the given number on."""
         current = len(self.rounds) + 1
         if number in map(str, range(1, current + 1)):
             del self.rounds[int(number) - 1 :]
@@ -213,9 +218,10 @@ class Chat:
             self.refuse(f"/r {number[:20]}: no such round; N goes from 1 to {current}, which is this round")
 
     def ask(self, message: str) -> None:
-        """Run one round, which joins the conversation if an answer was begun.
+        """Run one round. It is added to the conversation if there is any text of an answer.
 
-        The first Ctrl-C ends the answer, and further ones do nothing; without a terminal, it is raised at the end.
+        The first Ctrl-C ends the answer, and later ones do nothing. Without a terminal, KeyboardInterrupt is raised
+        after the answer has been reported.
         """
         if not message:
             return
@@ -240,16 +246,16 @@ class Chat:
             raise KeyboardInterrupt
 
     def messages(self, message: str) -> list[dict[str, str]]:
-        """Return the conversation with one more message."""
+        """Return the messages of the conversation, followed by a new one."""
         turns = [("system", self.system)] if self.system else []
         for asked, answered in self.rounds:
             turns += [("user", asked), ("assistant", answered)]
         turns.append(("user", message))
-        # Bytes that are not UTF-8 arrive as lone surrogates, which no tokenizer takes.
+        # Bytes that are not UTF-8 arrive as lone surrogates, which no tokenizer accepts.
         return [{"role": role, "content": text.encode("utf-8", "replace").decode()} for role, text in turns]
 
     def report(self, reply: Reply, seconds: float) -> None:
-        """Show the end of an answer: its error, its speed, and the limit that cut it."""
+        """Show the end of an answer: its error or its speed, and the limit that cut it."""
         if (reply.text or reply.error is None) and not reply.text.endswith("\n"):
             self.console.say("\n")
         if reply.error is not None:
@@ -258,7 +264,7 @@ class Chat:
                 return
         rate = reply.num_tokens / max(seconds, 1e-9)
         if not sys.stdout.isatty():
-            self.console.note("")  # `| tee` may show this before the end of the answer
+            self.console.note("")  # starts a new line, since with `| tee` the answer may not have been shown yet
         self.console.note(f"--- [{reply.num_tokens} tokens, {rate:.1f} tok/s]")
         if reply.finish_reason == "length" and reply.num_tokens == self.backend.max_tokens:
             self.console.note(f"(cut at --max-tokens {self.backend.max_tokens})")
@@ -275,12 +281,12 @@ class Chat:
 def run(backend: Backend, system: str | None = None) -> int:
     """Chat on stdin, stdout and stderr. Return the exit status: in a pipe, 1 if anything was refused.
 
-    Raises ValueError or OSError if no message can be answered: there is no chat template, or it takes no system prompt,
-    or there is no server.
+    Raises ValueError or OSError if no message can be answered: the model has no chat template, the template does not
+    accept a system prompt, or there is no server.
     """
     console = Console()
     chat = Chat(backend, console, system)
-    backend.check(chat.messages("hello"))  # an error now is better than one after the first message
+    backend.check(chat.messages("hello"))  # shows an error now instead of after the first message
     if console.interactive:
         _write(console.screen, BANNER)
     with console.typing_ahead():
@@ -289,7 +295,7 @@ def run(backend: Backend, system: str | None = None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0: done; 1: an error; 130: Ctrl-C; 141: the reader of stdout has gone. Bad options: 2."""
+    """Run the command and return its exit status: 0 done, 1 error, 2 wrong options, 130 Ctrl-C, 141 closed stdout."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -299,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a stray byte or a narrow locale must not end a chat
+            stream.reconfigure(errors="replace")  # a stray byte or a locale without Unicode must not end a chat
     return run_tool("fgchat", args.verbose, lambda: _chat(args))
 
 
@@ -310,7 +316,7 @@ def _chat(args: argparse.Namespace) -> int:
     with loading_model():
         from fastgen import Generator  # importing torch takes seconds
 
-        # One lane: there is one conversation, and each size of decode step would take time to prepare.
+        # One lane, since there is one conversation, and each further decode batch size would take time to prepare.
         gen = Generator(max_seqs=1, **given(args, (*LOCAL, "seed")))
         params = replace(gen.default_params, **given(args, SAMPLED))
     with gen:
@@ -321,7 +327,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _check_place(args: argparse.Namespace) -> None:
-    """Raise ValueError for an option of a local model with --url, and for an option of a server without --url."""
+    """Raise ValueError for an option of a local model if --url is given, or of a server if it is not."""
     for name in SERVED if args.url is None else LOCAL:
         if getattr(args, name) is not None:
             option = {"model": "MODEL", "name": "--model"}.get(name, flag(name))
@@ -332,8 +338,8 @@ def _check_place(args: argparse.Namespace) -> None:
 def _parser() -> Parser:
     parser = Parser(
         prog="fgchat",
-        description="Chat with a model. In a terminal, with line editing and history; through a pipe, each line is a"
-        " message, and only the answers go to stdout.",
+        description="Chat with a model. A terminal gets line editing and a history. In a pipe, each line of stdin is a"
+        " message, and only the answers are written to stdout.",
     )
     option = parser.add_argument
     option("model", nargs="?", metavar="MODEL", help=f"a hub id or a folder (default: {BUNDLED_NAME}, fastgen's own)")
@@ -342,10 +348,10 @@ def _parser() -> Parser:
     option("--system", metavar="TEXT", help="system prompt (default: none)")
     for name in ("seed", *LOCAL[1:]):
         add_flag(parser, MODEL[name])
-    option("--url", help="OpenAI-style server that has the model, such as fgserve (default: a model loaded here)")
-    option("--api-key", metavar="KEY", help=f"key for the server (default: {API_KEY} of the environment)")
+    option("--url", help="URL of an OpenAI-style server with the model, such as fgserve (default: load the model here)")
+    option("--api-key", metavar="KEY", help=f"API key of the server (default: the environment variable {API_KEY})")
     option("--model", dest="name", metavar="NAME", help="name of the model on the server (default: its only model)")
-    verbose_help = "log what happens, show tracebacks, and the engine's statistics at the end (default: no)"
+    verbose_help = "log what happens, and show tracebacks and final statistics of the engine (default: no)"
     option("-v", "--verbose", action="store_true", help=verbose_help)
     return parser
 

@@ -1,9 +1,12 @@
-"""Models that fgchat talks to: one in this process, or one behind an OpenAI-style server.
+"""The models that fgchat talks to: one in this process, or one on an OpenAI-style server.
 
-Both backends have max_tokens, the limit of an answer (None: none), max_model_len, the tokens of the context (None:
-unknown), and two methods. `check` raises ValueError or OSError if no message can be answered, as far as the given
-messages show it. `stream` yields the pieces of the answer to the last message, and writes its other facts to a Reply;
-closing it ends the answer. It raises RefusedError or ServerError.
+Both backends have the same attributes and methods:
+
+max_tokens: maximum number of tokens of an answer; None for no limit.
+max_model_len: number of tokens of the context; None if it is unknown.
+check: tries the given messages, and raises ValueError or OSError if they show that no message can be answered.
+stream: yields the text of the answer to the last message in pieces and fills in a Reply. Closing the generator ends the
+    answer. Raises RefusedError or ServerError.
 """
 
 from __future__ import annotations
@@ -23,20 +26,21 @@ if TYPE_CHECKING:
     import fastgen
 
 CONNECT_SECONDS = 10.0
-EXCERPT = 300  # characters of an unexpected response that an error shows
+EXCERPT = 300  # maximum number of characters of an unexpected response in an error message
 
 
 class RefusedError(ValueError):
-    """An error of these messages; other messages may be answered."""
+    """An error that is due to the messages; other messages may be answered."""
 
 
 class ServerError(OSError):
-    """An error of the server, or of the connection to it."""
+    """An error of the server or of the connection to it."""
 
 
 @dataclass
 class Reply:
-    """An answer, as far as it has come. finish_reason: as in Completion. error: the error that ended the answer."""
+    """The part of an answer that has arrived. finish_reason: as in Completion. error: message of the error that ended
+    the answer."""
 
     text: str = ""
     num_tokens: int = 0
@@ -70,17 +74,18 @@ class LocalBackend:
                     reply.finish_reason, reply.error = event.finish_reason, event.error
                     yield event.text
         finally:
-            self._gen.abort([id])  # which an answer that has ended does not notice
+            self._gen.abort([id])  # does nothing if the answer has ended
 
 
 class ServerBackend:
-    """A model of a server.
+    """A model on a server.
 
-    url: of the server; its API is at /v1, unless the url has a path. api_key: None if none is needed. model: its name
-    on the server; None: the only model of the server. fields: of the requests, such as temperature and max_tokens; the
-    server has its own values for the others.
+    url: URL of the server; its API is at /v1 unless the URL has a path.
+    api_key: the server's key; None if it needs none.
+    model: name of the model on the server; None for the server's only model.
+    fields: fields of every request, such as temperature and max_tokens; the server has its own defaults for others.
 
-    Raises ValueError for a malformed url, and if httpx is not installed.
+    Raises ValueError if the URL is malformed or httpx is not installed.
     """
 
     def __init__(self, url: str, api_key: str | None, model: str | None, fields: Mapping[str, Any]) -> None:
@@ -98,7 +103,7 @@ class ServerBackend:
         self._model, self._fields = model, fields
 
     def check(self, messages: Sequence[Message]) -> None:
-        """Find the model among those of the server. Raises ValueError or ServerError if that fails."""
+        """Check that the server answers, and find its model. Raises ValueError or ServerError."""
         with self._client() as client:
             response = client.get(f"{self._url}/models")
         if response.status_code != 200:
@@ -125,7 +130,7 @@ class ServerBackend:
             if usage := chunk.get("usage"):
                 reply.num_tokens = usage["completion_tokens"]
             elif text:
-                reply.num_tokens += 1  # an estimate, until the server gives the number
+                reply.num_tokens += 1  # an estimate until the server reports the number
             yield text
         if reply.finish_reason is None:
             raise ServerError("the server has ended the answer early")
@@ -168,7 +173,8 @@ Backend = LocalBackend | ServerBackend
 
 
 def _events(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the data of server-sent events of one line each. Only a newline ends a line: text may hold others."""
+    """Yield the data of server-sent events with one line each. Only "\\n" ends a line, since texts may hold other line
+    separators."""
     rest = b""
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -178,7 +184,7 @@ def _events(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _error_of(response: httpx.Response) -> str:
-    """Return the error of a response in one line."""
+    """Return the error message of a response."""
     if response.status_code == 401:
         return "the server wants another key; give it by --api-key"
     try:
@@ -188,7 +194,7 @@ def _error_of(response: httpx.Response) -> str:
 
 
 def _message(body: Any) -> str:
-    """Return the message of an error in OpenAI's form, or else the whole body."""
+    """Return the message of an error in OpenAI's form; for another body, return its beginning."""
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     return str(message or json.dumps(body)[:EXCERPT])

@@ -1,4 +1,4 @@
-"""Parts that the command-line tools share: optional packages, notes, exit statuses, and Ctrl-C while a model loads."""
+"""Code shared by the command-line tools: optional packages, notes, exit statuses, and Ctrl-C while a model loads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastgen.text.tokenizer import import_transformers
 def needed(module: str, extra: str, what: str) -> Any:
     """Return a module that imports packages of an extra. Raises ValueError if one of them is not installed.
 
-    what: the feature, for the message.
+    what: name of the feature that needs the module, for the message.
     """
     try:
         return import_module(module)
@@ -44,8 +44,11 @@ class UsageError(ValueError):
 
 
 def run_tool(name: str, verbose: bool, run: Callable[[], int]) -> int:
-    """Run a tool and return its exit status. An exception is one line on stderr and the status 1, a UsageError 2, and
-    Ctrl-C 130. Where the reader of stdout has gone, as `head` does, the status is that of a SIGPIPE."""
+    """Run a tool and return its exit status.
+
+    An exception prints one line on stderr and returns 1 (2 for a UsageError). Ctrl-C returns 130. If the reader of
+    stdout has gone, as in `| head`, the status is 141, as after a SIGPIPE.
+    """
     if sys.stderr is None:  # closed by the shell; print would write to stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
@@ -56,7 +59,7 @@ def run_tool(name: str, verbose: bool, run: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
         return 141
     except KeyboardInterrupt:
-        print(file=sys.stderr)  # behind the terminal's ^C
+        print(file=sys.stderr)  # the terminal has shown ^C
         return 130
     except Exception as error:
         if verbose:
@@ -74,8 +77,8 @@ def one_line(error: object) -> str:
 def loading_model() -> Iterator[None]:
     """Import transformers in a thread while the block imports torch and loads a model. Ctrl-C ends the process.
 
-    Both imports read thousands of files, and wait for the disk. A KeyboardInterrupt may be lost in some __del__ of an
-    import, or wait for the threads of a download, and there is nothing to keep.
+    Both imports read thousands of files and mostly wait for the disk. The process ends without a KeyboardInterrupt,
+    which may get lost in a __del__ during an import or wait for the threads of a download; there is no state to save.
     """
 
     def leave(signum: int, frame: FrameType | None) -> None:

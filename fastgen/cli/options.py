@@ -1,4 +1,4 @@
-"""Options of the command-line tools: flags and keys of a file, read from text."""
+"""Options of the command-line tools, given as flags or as keys of a YAML file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ API_KEY = "FASTGEN_API_KEY"  # environment variable with the key of a server
 Value = str | int | float | bool
 
 MODEL = {name: option for name, option in OPTIONS.items() if name not in ("model", "tp_group", "adapter_base")}
-"""The options of a Generator that text can give."""
+"""The options of a Generator that a command line or a file can set."""
 
 _OWN = "the model's generation_config.json, else "
 SAMPLING = {
@@ -28,12 +28,11 @@ SAMPLING = {
     for name, option in SAMPLING_OPTIONS.items()
     if option.help
 }
-"""Sampling parameters that text can give."""
+"""The sampling parameters that a command line or a file can set."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of a command line with --version, whose errors are one line. For an unknown flag it says which one takes
-    its place."""
+    """A command-line parser with --version and one-line errors, which suggest the right flag for an unknown one."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
@@ -57,13 +56,15 @@ def flag(name: str) -> str:
 
 
 def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return those of some options that are given."""
+    """Return the values of the named options that are given on the command line."""
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def read(option: Option, text: str) -> Value:
-    """Return the value of an option's text, of a kind other than bool. Raises ValueError with a message to stand behind
-    the option's name."""
+    """Return the value of an option, not of the kind bool, from its text.
+
+    Raises ValueError with a message that continues a sentence after the option's name.
+    """
     if not text:
         raise ValueError("is empty; give it a value, or leave it out")
     kind = option.kind if option.kind in (int, float) else str
@@ -77,7 +78,7 @@ def read(option: Option, text: str) -> Value:
 
 
 def read_yaml(option: Option, value: Any) -> Value:
-    """Return the value of an option in a YAML file. Raises ValueError like `read`."""
+    """Return the value of an option from its value in a YAML file. Raises ValueError, as `read` does."""
     if option.kind is str and not isinstance(value, str):
         raise ValueError(f"is {value!r}; it must be a string, so put it in quotes")
     if option.kind is bool:
@@ -92,7 +93,7 @@ def read_yaml(option: Option, value: Any) -> Value:
 
 
 def add_flag(group: argparse._ActionsContainer, option: Option, help: str = "") -> None:
-    """Add the flag of an option to a parser; its value is None if it is not given."""
+    """Add the flag of an option to a parser. Its value is None if the flag is not given."""
     help = (help or f"{option.help} (default: {option.default_text})").replace("%", "%%")
     if option.kind is bool:
         action = argparse.BooleanOptionalAction

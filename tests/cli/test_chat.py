@@ -15,6 +15,7 @@ from pathlib import Path
 import pexpect
 import pytest
 from chat_program import FakeGenerator
+from serving import alive, children, until
 from terminal import BANNER, ROOT, STATS, ask, at_prompt, leave, said, spawn
 
 import fastgen
@@ -50,13 +51,8 @@ def test_banner_rounds_and_quit(start):
     assert child.match[1] == "2"  # the end-of-answer token counts
     at_prompt(child, 2)
     assert "\nuser:hello;assistant:user:hello;;user:more;\n" in ask(child, "more", 3)
+    assert "\na\u241b[2Jb\ufffdc\td\n" in ask(child, "escape", 4), "control characters are made visible"
     assert leave(child, "/q") == 0
-
-
-def test_ctrl_d_quits(start):
-    child = start()
-    at_prompt(child, 1)
-    assert leave(child) == 0
 
 
 def test_ctrl_c_while_loading(start):
@@ -73,20 +69,26 @@ def test_reset_and_wrong_commands(start):
     at_prompt(child, 1)
     ask(child, "one", 2)
     ask(child, "two", 3)
-    for wrong in ("0", "4", "-1", "x"):
+    for wrong in ("0", "4", "x"):
         assert f"\n/r {wrong}: no such round; N goes from 1 to 3, " in ask(child, f"/r {wrong}", 3)
-    assert "\n/r takes one number; there are /r <N>, /m and /q (" in ask(child, "/r 1 2", 3)
+    assert "\n/r takes one number; there are /r <N>, /m and /q (" in ask(child, "/r", 3), "it drops nothing"
     assert "\nno command /x; there are /r <N>, /m and /q (" in ask(child, "/x", 3)
     ask(child, " /x", 4)  # a message
     ask(child, "/r 2", 2)
     assert "\nuser:one;assistant:user:one;;user:other;\n" in ask(child, "other", 3)
     ask(child, "/r 1", 1)
     assert "\nuser:fresh;\n" in ask(child, "fresh", 2)
-    assert "\n/r takes one number; there are" in ask(child, "/r", 2), "it drops nothing"
-    for line in ("/help", "/?"):
-        assert BANNER.split("\n", 1)[1].removesuffix("\n---\n") in ask(child, line, 2)
+    assert BANNER.split("\n", 1)[1].removesuffix("\n---\n") in ask(child, "/help", 2)
     assert "user:quit;" in ask(child, " quit", 3)
     assert leave(child, "quit") == 0
+
+
+def type_block(child: pexpect.spawn, *lines: str) -> None:
+    """Type /m and lines, and Ctrl-D."""
+    for line in ("/m", *lines):
+        child.sendline(line)
+        child.expect(r"\.\.\. ")
+    child.sendeof()
 
 
 def test_multiline_message(start):
@@ -98,19 +100,9 @@ def test_multiline_message(start):
     ask(child, "/r 1", 1)
     pasted = ask(child, "\x1b[200~pasted\n/q\x1b[201~", 2)  # a bracketed paste is one message
     assert "\nuser:pasted\n/q;\n" in pasted
-    child.sendline("/m")
-    ask(child, ".", 2)  # nothing to say
-    child.sendline("/m")
-    child.expect(r"\.\.\. ")
-    child.sendline("by")
-    child.expect(r"\.\.\. ")
-    child.sendline("Ctrl-D")
-    child.expect(r"\.\.\. ")
-    child.sendeof()
+    type_block(child, "by", "Ctrl-D")
     assert "user:by\nCtrl-D;\n" in at_prompt(child, 3)
-    child.sendline("/m")
-    child.expect(r"\.\.\. ")
-    child.sendeof()  # nothing to say
+    type_block(child)  # nothing to say
     at_prompt(child, 3)
 
 
@@ -182,11 +174,7 @@ def test_a_dumb_terminal_gets_plain_lines(start):
     child.sendline("/m\na\nb\n.")
     child.expect("2> ")
     assert "user:a\nb;\n" in said(child)
-    child.sendline("/m")
-    child.expect(r"\.\.\. ")
-    child.sendline("c")
-    child.expect(r"\.\.\. ")
-    child.sendeof()
+    type_block(child, "c")
     child.expect("3> ")
     assert "user:c;\n" in said(child)
     assert leave(child) == 0
@@ -199,12 +187,6 @@ def test_stdout_in_a_file_gets_only_the_answers(start, tmp_path):
     assert re.search(STATS, ask(child, "hello", 2))
     assert leave(child, "/q") == 0
     assert (tmp_path / "out").read_text() == "user:hello;\n"
-
-
-def test_a_terminal_shows_control_characters(start):
-    child = start()
-    at_prompt(child, 1)
-    assert "\na\u241b[2Jb\ufffdc\td\n" in ask(child, "escape", 2)
 
 
 # A pipe, in this process
@@ -232,6 +214,8 @@ def test_a_pipe_prints_only_answers(pipe):
     assert gen.prompts[1][-1] == {"role": "user", "content": "x\ny"}
     assert [message["role"] for message in gen.prompts[1]] == ["system", "user", "assistant", "user"]
     assert gen.prompts[2][-1]["content"] == "quit", "a command in a terminal only"
+    _, _, _, gen = pipe("caf\udce9\n")
+    assert gen.prompts[0][0]["content"] == "caf?", "which a tokenizer takes"
 
 
 def test_a_message_that_does_not_fit_is_refused_and_the_conversation_kept(pipe):
@@ -250,11 +234,6 @@ def test_a_cut_answer_says_what_cut_it(pipe, capsys):
     assert err.endswith("\n(cut at --max-tokens 3)\n")
     chat.Chat(LocalBackend(FakeGenerator(), SamplingParams()), chat.Console()).report(Reply("text", 3, "length"), 1.0)
     assert capsys.readouterr().err.endswith("\n(cut: the context of 200 tokens is full; /r N goes back)\n")
-
-
-def test_invalid_bytes_do_not_reach_the_tokenizer(pipe):
-    _, _, _, gen = pipe("caf\udce9\n")
-    assert gen.prompts[0][0]["content"] == "caf?"
 
 
 def interrupting(at: int, times: int = 1) -> FakeGenerator:
@@ -298,16 +277,11 @@ def test_further_ctrl_cs_do_nothing(monkeypatch, capsys):
     gen.on_step = lambda: None
     conversation.ask("next")
     assert [message["content"] for message in gen.prompts[-1]] == ["count", "1 2 3 ", "next"]
-
-
-def test_ctrl_c_before_the_first_word_takes_the_round_back(monkeypatch, capsys):
-    gen = FakeGenerator()
-    add = gen.add
+    add, rounds = gen.add, list(conversation.rounds)
     monkeypatch.setattr(gen, "add", lambda *given: signal.raise_signal(signal.SIGINT) or add(*given))
-    conversation = chat.Chat(LocalBackend(gen, SamplingParams()), Typist())
     conversation.ask("count")
-    assert conversation.rounds == []
-    assert re.search(STATS, capsys.readouterr().err)[1] == "0"
+    assert conversation.rounds == rounds, "before the first word, the round is taken back"
+    assert re.findall(STATS, capsys.readouterr().err)[-1][0] == "0"
 
 
 def test_a_closed_pipe_and_an_engine_error_are_quiet_ends():
@@ -327,11 +301,9 @@ def test_a_closed_pipe_and_an_engine_error_are_quiet_ends():
 def test_help_and_version_tell_the_truth(capsys):
     with pytest.raises(SystemExit, match="0"):
         chat.main(["--help"])
-    out = " ".join(capsys.readouterr().out.split())
-    names = set(re.findall(r"--[a-z-]+", out)) - {"--help", "--version"}
-    assert len(names) == 18
-    for name in (*names, "MODEL"):
-        assert re.search(rf" {name},? [^()]*\(default: ", out.split("positional arguments:")[1]), name
+    out = " ".join(capsys.readouterr().out.split()).split("positional arguments:")[1]
+    for name in ("MODEL", *re.findall(r"--[a-z-]+", out)):
+        assert name in ("--help", "--version") or re.search(rf" {name},? [^()]*\(default: ", out), name
     with pytest.raises(SystemExit, match="0"):
         chat.main(["--version"])
     assert capsys.readouterr().out == f"fgchat {fastgen.__version__}\n"
@@ -339,24 +311,13 @@ def test_help_and_version_tell_the_truth(capsys):
 
 @pytest.mark.parametrize(
     "options",
-    ["--top-p 0", "--temperature -1", "--temperature nan", "--max-tokens 0", "--dtype int8", "--seed x", "--temp 1"]
-    + ["--tensor-parallel 0", "--tensor-parallel two", "--api-key x", "--model x"]
-    + [
-        f"--url http://localhost {local}"
-        for local in ("a/model", "--device cpu", "--dtype auto", "--tensor-parallel 1")
-    ],
+    ["--top-p 0", "--temperature nan", "--max-tokens 0", "--dtype int8", "--seed x", "--temp 1", "--tensor-parallel 0"]
+    + ["--api-key x", "--model x", *(f"--url http://x {local}" for local in ("a/model", "--device cpu"))],
 )
 def test_bad_options_exit_2(options, capsys):
     with pytest.raises(SystemExit, match="2"):
         chat.main(options.split())
     assert capsys.readouterr().err.splitlines()[-1].startswith("fgchat: error: ")
-
-
-def test_no_such_model_is_one_line(capsys, tmp_path):
-    assert chat.main([str(tmp_path)]) == 1
-    out, err = capsys.readouterr()
-    assert re.fullmatch(rf"fgchat: error: {tmp_path} has no config.json.*\n", err)
-    assert out == ""
 
 
 def test_options_go_over_the_models_defaults(monkeypatch, capsys):
@@ -378,14 +339,6 @@ def test_options_go_over_the_models_defaults(monkeypatch, capsys):
     assert (gen.model, gen.options) == ("a/model", expected)
     assert gen.closed
     assert capsys.readouterr().err.endswith("some statistics\n")
-
-
-def test_the_bundled_model_in_a_pipe(monkeypatch, capfd):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("what is 12 + 30?\n"))
-    assert chat.main(["--seed", "0"]) == 0
-    out, err = capfd.readouterr()
-    assert re.fullmatch(r"[^\n]*\b42\b[^\n]*\n", out)
-    assert re.search(rf"{STATS}\n$", err)
 
 
 def test_the_bundled_model_in_a_terminal(start):
@@ -413,7 +366,6 @@ def test_the_bundled_model_in_a_terminal(start):
 # Several ranks
 
 OPTIONS = ("--tensor-parallel", "2", "--device", "cpu", "--temperature", "0")
-RANKS = ("-m", "fastgen.cli.chat", *OPTIONS)
 # fgchat whose ranks stop (SIGSTOP) before "6" is shown when it counts, so that the next step does not end.
 STOPPED_RANKS = """
 import os, signal, sys
@@ -438,25 +390,13 @@ sys.exit(chat.main())
 """
 
 
-def ranks_of(child: pexpect.spawn) -> list[int]:
-    """Return the processes that fgchat has started."""
-    return [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, "they live on"
-        time.sleep(0.02)
-
-
 def test_two_ranks_in_a_terminal(start):
     """The terminal shows the same as with one process, a stopped answer leaves the conversation whole, and
     the death of a rank ends the chat with one line."""
     child = start("-c", STOPPED_RANKS, *OPTIONS)
     shown = at_prompt(child, 1)
     assert re.fullmatch(rf"(loading weights: [^\n]*\n*)+{re.escape(BANNER)}", shown)
-    ranks = ranks_of(child)
+    ranks = children(child.pid)
     assert len(ranks) == 1, "this one is the other"
     assert re.search(rf"\n[^\n]*\b42\b[^\n]*\n{STATS}\n$", ask(child, "what is 12 + 30?", 2))
     child.sendline("please count from 1 to 100")
@@ -469,7 +409,7 @@ def test_two_ranks_in_a_terminal(start):
     assert "8, 9" not in said(child)
     at_prompt(child, 3)
     assert re.search(rf"\n[^\n]*\b4\b[^\n]*\n{STATS}\n$", ask(child, "what is 2 + 2?", 4))
-    assert ranks_of(child) == ranks
+    assert children(child.pid) == ranks
     assert "astgen" not in said(child), "neither a warning nor a trace"
     os.kill(ranks[0], signal.SIGKILL)
     child.sendline("hello")
@@ -477,17 +417,4 @@ def test_two_ranks_in_a_terminal(start):
     child.wait()
     assert re.search(r"\nfgchat: error: rank 1 was killed by SIGKILL [^\n]*\n$", said(child))
     assert child.exitstatus == 1
-    wait_until_gone(ranks)
-
-
-def test_ctrl_c_while_ranks_start_leaves_none(start):
-    child = start(*RANKS)
-    deadline = time.monotonic() + 60
-    while not (ranks := ranks_of(child)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    child.sendintr()
-    child.expect(pexpect.EOF)
-    child.wait()
-    assert (said(child), child.exitstatus) == ("^C\n", 130)
-    wait_until_gone(ranks)
+    until(lambda: not any(map(alive, ranks)))

@@ -1,4 +1,4 @@
-"""`python -m fastgen.cli.gen`: fggen, where its script is not on the path."""
+"""`python -m fastgen.cli.gen` runs fggen if its script is not on the PATH."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""OpenAI's batch files: the rows are requests to its API, and the records are the responses."""
+"""OpenAI's batch files, whose rows are requests to its API and whose records are the responses."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Line(Strict):
 
 
 class BatchJob:
-    """A job on rows with a custom_id and a body, whose records are those of OpenAI's batches.
+    """A job on rows with a custom_id and a body. Its records have the format of OpenAI's batch output.
 
-    name: of the model. defaults: sampling parameters that a body does not set. seed: as in RowJob.
+    name: name of the model. defaults: sampling parameters that a body does not set. seed: the job's seed, as in RowJob.
     """
 
     def __init__(self, gen: Generator, name: str, defaults: SamplingParams, seed: int) -> None:
@@ -66,7 +66,7 @@ class BatchJob:
 def _answer(
     row: Row, reply: GenerationReply, outputs: list[RequestOutput], field: str | None
 ) -> tuple[Record, str | None]:
-    """Return the record of a row, and its error, if any. field: of the request, that the grammar comes from."""
+    """Return the record of a row and its error, if any. field: field of the request that its grammar comes from."""
     try:
         for output in outputs:
             if output.error is not None:
@@ -78,7 +78,7 @@ def _answer(
 
 
 def _events(prompt: int, output: RequestOutput) -> list[Event]:
-    """Return the events of a request's end, as fgserve would get them from the engine."""
+    """Return the last events of a request, as fgserve would get them from the engine."""
     events = [
         Event(id=prompt, cached_tokens=output.cached_tokens, **{name: getattr(completion, name) for name in SHARED})
         for completion in output.completions
@@ -92,7 +92,7 @@ def _failed(row: Row, error: ApiError) -> tuple[Record, str | None]:
 
 
 def _record(row: Row, status: int, body: Mapping[str, Any]) -> Record:
-    """Return the record of a batch. Its id has the row's index, for which there is no other place."""
+    """Return the record of a row. Its id holds the row's index, for which OpenAI's format has no other place."""
     response = {"status_code": status, "request_id": f"req_{row.index}", "body": body}
     custom_id = row.columns.get("custom_id")
     return {"id": f"batch_req_{row.index}", "custom_id": custom_id, "response": response, "error": None}

@@ -1,4 +1,4 @@
-"""fggen: the command."""
+"""The command fggen: its options, and the run of a job."""
 
 from __future__ import annotations
 
@@ -43,41 +43,42 @@ from fastgen.request import SamplingParams
 if TYPE_CHECKING:
     from fastgen.generator import Generator
 
-GENERATOR = {name: option for name, option in MODEL.items() if name != "seed"}  # rows have seeds of their own
+GENERATOR = {name: option for name, option in MODEL.items() if name != "seed"}  # each row has its own seed
 PARAMETERS = (*SAMPLING, "stop")
-# Options of GENERATOR that define the job.
+# Options of GENERATOR that are part of the identity of a job.
 SAME = (
     "revision", "tokenizer", "allow_special_tokens", "adapter", "dtype", "quantization", "kv_cache_dtype",
     "max_model_len", "load", "generation_config",
 )  # fmt: skip
-RETRIED = (*PARAMETERS, "max_model_len", "generation_config")  # may change when rows that have failed are done again
-ROWS_ONLY = ("n", "template", "chat", "logprobs", "prefix")  # options that a batch file has no place for
+RETRIED = (*PARAMETERS, "max_model_len", "generation_config")  # may change with --retry-errors
+ROWS_ONLY = ("n", "template", "chat", "logprobs", "prefix")  # options that do not apply to batch files
 
 RAY = (
-    Option("replicas", int, help="Generators, each an actor of Ray", unset="as many as its GPUs are for, or 1", low=1),
-    Option("replica_cpus", float, help="CPUs of a replica; less than 1 shares one", unset="1", low=0),
+    Option("replicas", int, help="Generators, each in a Ray actor", unset="as many as fit on the GPUs, or 1", low=1),
+    Option("replica_cpus", float, help="CPUs per replica; with less than 1, replicas share a CPU", unset="1", low=0),
 )
 
 SWITCHES = {
-    "chat": "a prompt that is text is the message of a user (default: the text as it is)",
-    "ordered": "write in the order of the input; rows that have to wait are done again after an interruption (default:"
-    " in the order of completion)",
-    "retry_errors": "do rows of the output again that have failed; sampling and --max-model-len may change (default:"
-    " their errors stay)",
-    "strict": "stop at a row that fails (default: write its error)",
-    "logprobs": "write token_ids, logprobs (of the distribution that was sampled from) and raw_logprobs too"
-    " (default: no)",
+    "chat": "send text prompts as the message of a user (default: as plain text)",
+    "ordered": "write rows in input order; after an interruption, finished rows that were not written are done again"
+    " (default: in the order of completion)",
+    "retry_errors": "do failed rows of the output again; sampling options and --max-model-len may change (default: keep"
+    " their errors)",
+    "strict": "stop at the first row that fails (default: write its error)",
+    "logprobs": "also write token_ids, logprobs (of the distribution that was sampled from) and raw_logprobs (default:"
+    " no)",
 }
-SEED = Option("seed", int, help="rows without a seed derive theirs from it", unset="a new one")
+SEED = Option("seed", int, help="seed of the job; rows without a seed get one derived from it", unset="a random one")
 STDOUT = "-"
-# Share of the run's time between two updates of the bar outside of a terminal, where each update is kept.
+# Outside a terminal, where each update of the progress bar stays visible: the interval between two updates as a share
+# of the time of the run so far.
 LOG_SHARE = 0.1
-LOG_SECONDS = 30.0  # maximum of that time
+LOG_SECONDS = 30.0  # maximum of this interval
 
 
 @dataclass
 class Tally:
-    """Counts of a run: rows, rows with errors, and tokens of prompts and answers. reason: the first error."""
+    """The counts of a run: rows, rows with errors, and tokens of prompts and answers. reason: the first error."""
 
     rows: int = 0
     errors: int = 0
@@ -103,9 +104,9 @@ class Tally:
 
 
 def write_all(done_rows: Work, output: Output, bar: tqdm[Any], strict: bool = False) -> tuple[Tally, bool]:
-    """Write the records of rows as they are done; return the counts, and whether Ctrl-C has ended the work.
+    """Write the records of rows as they finish. Return the counts, and True if Ctrl-C has ended the work.
 
-    Ctrl-C ends the work of the engine at once, and never cuts a record. strict: raise ValueError for a row that fails.
+    Ctrl-C stops the engine at once, but never in the middle of a record. strict: raise ValueError for a failed row.
     """
     tally, interrupt = Tally(), DeferredInterrupt()
     try:
@@ -125,7 +126,7 @@ def write_all(done_rows: Work, output: Output, bar: tqdm[Any], strict: bool = Fa
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do the job of the options, and return the exit status. Raises ValueError or OSError."""
+    """Run the job that the options describe and return the exit status. Raises ValueError or OSError."""
     path = Path(args.output)
     _check_options(args, path)
     source = Source(args.inputs, path)
@@ -157,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace, path: Path) -> None:
-    """Raise UsageError for options that cannot work, before anything is read."""
+    """Raise UsageError for options that cannot work. Nothing has been read yet."""
     if args.output != STDOUT and not format_of(path):
         raise UsageError(f"the suffix of {path} names no format; it must be one of {', '.join(SUFFIXES)}")
     if args.output != STDOUT and not path.parent.is_dir():
@@ -171,10 +172,10 @@ def _check_options(args: argparse.Namespace, path: Path) -> None:
 
 
 def _check_columns(template: str | None, source: Source) -> None:
-    """Raise UsageError for a template that cannot be read, and if no row has a column that it names or, without one, a
-    prompt.
+    """Raise UsageError if the template is malformed or no row has one of its columns; without a template, if no row has
+    a prompt.
 
-    Rows are read until the columns are found; an input in which no row can be read passes.
+    Rows are read until all columns have been found. An input without a readable row passes.
     """
     wanted: list[tuple[str, ...]] = [PROMPTS] if template is None else [(name,) for name in fields_of(template)]
     for columns in chain([source.columns], (row.columns for row in read_rows(source.files))):
@@ -191,13 +192,13 @@ def _check_columns(template: str | None, source: Source) -> None:
 
 
 def _identity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
-    """Return all that defines the job: with another input or other options, the output would be another."""
+    """Return the input and options that define the job; if one of them changes, so does the output."""
     names = ("model", *SAME, *PARAMETERS, "seed", "template", "chat", "logprobs", "prefix", "ordered")
     return {"input": source.fingerprint, **given(args, names)}
 
 
 def _output(args: argparse.Namespace, path: Path, source: Source) -> Output:
-    """Return the output, which is not opened yet. Raises UsageError or ValueError for rows that cannot be written."""
+    """Return the output, not yet opened. Raises UsageError or ValueError if the rows cannot be written to it."""
     kind, lines = format_of(path), Stdout if args.output == STDOUT else Lines
     if source.batch:
         if excess := [flag(name) for name in ROWS_ONLY if getattr(args, name)]:
@@ -221,7 +222,7 @@ def _batch_state(record: Record) -> tuple[int, bool]:
 
 @contextmanager
 def _working(args: argparse.Namespace, source: Source, done: Sequence[int], seed: int) -> Iterator[Work]:
-    """Yield the work on the rows that are not done, in this process or on Ray."""
+    """Yield the work on the rows that are not done yet, in this process or on Ray."""
     make, rows = partial(_make, args, source.batch, seed), source.rows(done)
     if args.ray:
         backend = needed("fastgen.cli.gen.ray_backend", "ray", "actors of Ray")
@@ -234,7 +235,7 @@ def _working(args: argparse.Namespace, source: Source, done: Sequence[int], seed
 
 
 def _make(args: argparse.Namespace, batch: bool, seed: int) -> tuple[Generator, Ask]:
-    """Load the model, and make the function that turns rows into its requests."""
+    """Load the model, and return it with the function that turns rows into requests."""
     gen = _load(args)
     params = replace(gen.default_params, **given(args, PARAMETERS))
     params.validate(gen.model_config.vocab_size)
@@ -256,15 +257,15 @@ def _load(args: argparse.Namespace) -> Generator:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0: done (rows may have errors); 1: an error; 2: wrong options; 3: done, and all rows have
-    failed; 130: Ctrl-C or SIGTERM; 141: the reader of stdout has gone."""
+    """Run the command and return its exit status: 0 done (rows may have errors), 1 error, 2 wrong options, 3 done but
+    all rows failed, 130 Ctrl-C or SIGTERM, 141 closed stdout."""
     parser = make_parser()
     args = parser.parse_intermixed_args(argv)
     try:
         SamplingParams(**given(args, PARAMETERS)).validate(vocab_size=1)
     except ValueError as error:
         parser.error(str(error))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored, as in `fggen &`
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     return run_tool("fggen", args.verbose, lambda: run(args))
 
@@ -272,35 +273,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> Parser:
     parser = Parser(
         prog="fggen",
-        description="Run files of prompts through a model. Killed at any moment and started again with the same"
-        " command, it goes on: in the end there is one row of output for each row of input.",
+        description="Run files of prompts through a model. A job that was killed continues when the same command is"
+        " started again: in the end there is exactly one output row for each input row.",
         epilog=f"A row has one of {', '.join(PROMPTS)}, and any other columns, which are kept. Columns with these names"
-        f" override the options: {', '.join(PARAMS)}. A row that fails has the reason as its `error`. The rows of"
-        " OpenAI's batch files (custom_id, body) come back in their own format, with the errors among the answers, as"
-        " response.status_code says. Exit status: 0 done, 1 error, 2 wrong options or a template column no row has,"
-        " 3 all rows failed, 130 Ctrl-C.",
+        f" override the options: {', '.join(PARAMS)}. The `error` of a failed row is the reason. OpenAI batch files"
+        " (custom_id, body) are answered in OpenAI's own format, errors included (see response.status_code). Exit"
+        " status: 0 done, 1 error, 2 wrong options or a template column that no row has, 3 all rows failed, 130"
+        " Ctrl-C.",
     )
     option = parser.add_argument
     suffixes = ", ".join(SUFFIXES)
     option("model", metavar="MODEL", help=f"a hub id or a folder; {BUNDLED_NAME} is fastgen's own small model")
-    option("inputs", metavar="INPUT", nargs="+", help=f"files, folders or globs ({suffixes}); - is stdin, JSONL")
-    output_help = "a file of JSONL or CSV, or a folder of Parquet files, by its suffix; - is stdout, JSONL"
+    option("inputs", metavar="INPUT", nargs="+", help=f"files, folders or globs ({suffixes}); - is JSONL on stdin")
+    output_help = "JSONL or CSV file, or folder of Parquet files, depending on the suffix; - is JSONL on stdout"
     option("-o", "--output", required=True, metavar="OUTPUT", help=output_help)
-    template_help = "makes the prompt; {name} stands for a column (default: rows have prompts)"
+    template_help = "template of the prompt, in which {name} stands for a column (default: rows have prompts)"
     option("--template", metavar="TEXT", help=template_help)
     for name, text in SWITCHES.items():
         option(flag(name), action="store_true", help=text)
-    option("--prefix", metavar="TEXT", default="", help="prefix for the names of the added columns (default: none)")
+    option("--prefix", metavar="TEXT", default="", help="prefix for the names of added columns (default: none)")
     group = parser.add_argument_group("sampling")
     for each in (*SAMPLING.values(), SEED):
         add_flag(group, each)
-    group.add_argument("--stop", metavar="TEXT", action="append", help="ends an answer; may be given several times")
+    group.add_argument(
+        "--stop", metavar="TEXT", action="append", help="string that ends an answer; may be given several times"
+    )
     group = parser.add_argument_group("model")
     for each in GENERATOR.values():
         add_flag(group, each)
     group = parser.add_argument_group("Ray")
     group.add_argument(
-        "--ray", action="store_true", help="work in actors of Ray, here or at RAY_ADDRESS (default: in this process)"
+        "--ray",
+        action="store_true",
+        help="run in Ray actors, on this machine or the cluster at RAY_ADDRESS (default: in this process)",
     )
     for each in RAY:
         add_flag(group, each)

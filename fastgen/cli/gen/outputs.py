@@ -1,11 +1,11 @@
-"""Records in files, so that a job can be killed and continued: in the end each row has one record.
+"""Output files. A job can be killed and continued, and in the end there is one record for each row.
 
-The output itself tells which rows are done; no second file could contradict it.
+The records of the output itself show which rows are done, so that no second file can contradict it.
 
-A line of JSONL or CSV is handed to the system as soon as its row is done, so that no end of this process loses a whole
-line. A torn line is dropped when the job continues. Parquet is written in parts; a part is there as a whole or not at
-all, and the rows of an unwritten part are done again. Data is forced to the disk (fsync) when the job ends, by itself,
-an error or Ctrl-C, and with each part of Parquet: a power cut may cost lines, and their rows are done again.
+A line of JSONL or CSV is handed to the system as soon as its row is done, so a process that dies loses no complete
+line. A torn line is dropped when the job continues. Parquet is written in parts: a part exists completely or not at
+all, and the rows of a missing part are done again. Data is forced to the disk (fsync) after each Parquet part and when
+the job ends normally, with an error or by Ctrl-C. A power cut may lose lines, whose rows are done again.
 """
 
 from __future__ import annotations
@@ -32,21 +32,25 @@ from fastgen.cli.gen.rows import CSV, GZIP, PARQUET, format_of, parquet_file, py
 from fastgen.cli.gen.work import Record, State, check_added
 from fastgen.disk import naming_full_disk
 
-PART_BYTES = 64 << 20  # size of a part in memory
-PART_SECONDS = 300.0  # time that a row may wait for its part to be written
+PART_BYTES = 64 << 20  # size of a Parquet part in memory
+PART_SECONDS = 300.0  # maximum time that a row waits for its part to be written
 AGAIN = "make room, and give the same command again"
-SCHEMA_ROWS = 1024  # rows of JSON or CSV whose types are found at a time
+SCHEMA_ROWS = 1024  # number of rows of JSON or CSV whose types are inferred at a time
 
 
 def begin(
     output: Output, job: Mapping[str, Any], rows: int, seed: int | None, retry: Sequence[str] | None = None
 ) -> tuple[bytearray, int, int]:
-    """Begin a job, or continue it; return a byte for each row, which is 1 if the row is done, how many of these rows
-    have failed, and the seed of the job.
+    """Begin or continue a job. Return one byte per row, which is 1 if the row is done, the number of failed rows among
+    them, and the seed of the job.
 
-    output: opened. job: all that defines the job, by names for messages. seed: None for the seed that the job began
-    with. retry: rows that have failed are done again, and these names of the job may change. Raises ValueError if the
-    output is of another job.
+    output: the opened output.
+    job: the settings that define the job, by their names in messages.
+    rows: number of rows of the input.
+    seed: seed of a new job; None for a random one. A job that continues keeps its seed.
+    retry: None to keep failed rows; otherwise they are done again, and the settings with these names may change.
+
+    Raises ValueError if the output belongs to another job.
     """
     name, done, failures = output.path.name, bytearray(rows), 0
     if not output.begun():
@@ -76,7 +80,7 @@ def _describe(output: Output, job: Mapping[str, Any], seed: int) -> None:
 
 
 def _described(about: Path) -> tuple[dict[str, Any], int]:
-    """Return the job and the seed in a file that describes them. Raises ValueError if it is damaged."""
+    """Read the settings and the seed of a job from its file. Raises ValueError if the file is damaged."""
     try:
         match json.loads(about.read_bytes()):
             case {"job": dict(job), "seed": int(seed)}:
@@ -91,13 +95,14 @@ def _described(about: Path) -> tuple[dict[str, Any], int]:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file, which replaces the one at a path, with its mode, when it is whole and on the disk.
+    """Yield a new file that replaces the file at `path`, keeping its mode, once it is complete and on the disk.
 
-    Where the path is a symlink, its target is replaced. An error removes the new file: a full disk needs the room.
+    If the path is a symlink, its target is replaced. After an error the new file is removed, since a full disk needs
+    the space.
     """
     target = path.resolve()
     beside = target.with_name(f".{target.name}.fggen.tmp")  # Parquet readers skip hidden files
-    beside.unlink(missing_ok=True)  # of a process that was killed
+    beside.unlink(missing_ok=True)  # left by a process that was killed
     try:
         with naming_full_disk(path, AGAIN), beside.open("xb") as file:
             if target.exists():
@@ -117,7 +122,7 @@ def _save(path: Path, data: bytes) -> None:
 
 
 def _lock(file: int, path: Path) -> None:
-    """Lock a file or folder against other processes until it is closed."""
+    """Lock an open file or folder against other processes until it is closed. Raises ValueError if it is locked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -128,21 +133,23 @@ def _lock(file: int, path: Path) -> None:
 
 
 class Lines:
-    """A file of JSONL or CSV, compressed if its name ends in .gz. columns: of CSV.
+    """A JSONL or CSV file, compressed if its name ends in .gz.
 
-    state: tells index and failure of a record that is read back. about: the file that describes the job.
+    state: function that returns the row index and the failure of a record that is read back.
+    columns: the column names of a CSV file.
+    about: path of the file that describes the job.
     """
 
     def __init__(self, path: Path, state: State, columns: Sequence[str] = ()) -> None:
         self.path, self.about = path, path.with_name(f"{path.name}.fggen.json")
         self._state, self._columns = state, columns
         self._csv = format_of(path) == CSV
-        self._writer: BinaryIO | gzip.GzipFile | None = None  # the file, or what compresses for it
-        self._torn = False  # whether the file has torn records
+        self._writer: BinaryIO | gzip.GzipFile | None = None  # the file, or the compressor that writes to it
+        self._torn = False  # True if the file has torn records
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Lock the output against other processes, so that it can be written within; force it to the disk."""
+        """Lock the output for writing in the block, and force it to the disk at the end."""
         self._file = self._open()
         try:
             yield
@@ -163,13 +170,13 @@ class Lines:
         return file
 
     def begun(self) -> bool:
-        """Return True if the output has records, of whatever job."""
+        """Return True if the output has records, even of another job."""
         return self.path.stat().st_size > 0
 
     def recover(self, retry: bool) -> Iterator[tuple[int, bool]]:
-        """Yield the index of each row, and True if the row has failed. Raises ValueError for a record of another job.
+        """Yield (index, failed) for the row of each record. Raises ValueError for a record of another job.
 
-        In the end, torn records are dropped; retry: and so are those of rows that have failed.
+        Afterwards, torn records are dropped; with `retry`, the records of failed rows are dropped too.
         """
         failures = False
         for _, index, failed in self._read():
@@ -194,13 +201,13 @@ class Lines:
         old.close()
 
     def _read(self) -> Iterator[tuple[bytes, int, bool]]:
-        """Yield each whole record, the index of its row, and True if the row has failed; note whether others are torn.
+        """Yield (record, index, failed) for each complete record, and note whether there are torn ones.
 
-        A power cut may leave NULs anywhere in the file. In CSV they may replace a quote; then the lines after them
-        are divided into other records than those that were written.
+        A power cut may leave NUL bytes anywhere in the file. In CSV they may replace a quote, and then the lines after
+        them are split into records at the wrong places.
         """
         records = self._records()
-        torn = self._csv and b"\0" in next(records, b"")  # the names
+        torn = self._csv and b"\0" in next(records, b"")  # the line of column names
         for number, raw in enumerate(records, 1):
             if b"\0" in raw:
                 torn = True
@@ -221,13 +228,13 @@ class Lines:
         self._torn = self._torn or torn
 
     def _records(self) -> Iterator[bytes]:
-        """Yield the bytes of each whole record; note whether a torn one follows."""
+        """Yield the bytes of each complete record, and note whether a torn one follows."""
         lines, quotes, self._torn = [], 0, True
         with self.path.open("rb") as file, suppress(EOFError, zlib.error, gzip.BadGzipFile):
             for line in unpacked(self.path, file):
                 lines.append(line)
                 quotes += self._csv and line.count(b'"')
-                if line.endswith(b"\n") and quotes % 2 == 0:  # otherwise it is inside of a cell
+                if line.endswith(b"\n") and quotes % 2 == 0:  # otherwise the line ends inside a cell
                     yield b"".join(lines)
                     lines, quotes = [], 0
             self._torn = bool(lines)
@@ -236,7 +243,7 @@ class Lines:
         self._append(to_cells(map(record.get, self._columns)) if self._csv else to_line(record))
 
     def _append(self, raw: bytes) -> None:
-        if self._writer is None:  # only now: without records, the file stays empty
+        if self._writer is None:  # not earlier: a file without records stays empty
             empty, packed = self._file.tell() == 0, self.path.suffix == GZIP
             self._writer = gzip.GzipFile(fileobj=self._file, mode="ab") if packed else self._file
             if self._csv and empty:
@@ -247,7 +254,7 @@ class Lines:
 
 
 class Stdout(Lines):
-    """JSONL on stdout. A job that writes there cannot be continued."""
+    """JSONL on stdout. A job that writes to stdout cannot be continued."""
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -259,20 +266,20 @@ class Stdout(Lines):
 
 
 def to_line(record: Any) -> bytes:
-    """Return a record, or another value, as a line of JSON.
+    """Return a record or another value as a line of JSON.
 
-    Values that JSON does not have become null (NaN), text, or base64 (bytes).
+    Values without a JSON form become null (NaN and infinities), base64 (bytes) or text (others).
     """
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=_as_text)
     except ValueError:  # NaN or an infinity
         finite = json.loads(json.dumps(record, default=_as_text), parse_constant=lambda name: None)
         text = json.dumps(finite, ensure_ascii=False)
-    return text.encode(errors="backslashreplace") + b"\n"  # a lone surrogate becomes its escape in JSON
+    return text.encode(errors="backslashreplace") + b"\n"  # a lone surrogate becomes a JSON escape
 
 
 def to_cells(values: Iterable[Any]) -> bytes:
-    """Return a row of CSV. None is an empty cell, text stays as it is, and other values are JSON."""
+    """Return a row of CSV. None becomes an empty cell, and values other than text become JSON."""
     row = io.StringIO()
     csv.writer(row).writerow(
         "" if value is None else value if isinstance(value, str) else to_line(value)[:-1].decode() for value in values
@@ -288,15 +295,18 @@ def _as_text(value: Any) -> str:
 
 
 class Parts:
-    """A folder of numbered Parquet files with one schema; otherwise as Lines. state: columns of index and error."""
+    """A folder of numbered Parquet files with one schema, with the methods of Lines.
+
+    state: names of the columns with the row index and the error.
+    """
 
     def __init__(self, path: Path, schema: Any, state: Sequence[str]) -> None:
         self.path, self.about = path, path / "_fggen.json"
         self._schema, self._columns = schema, list(state)
-        self._number = 0  # of the next part
-        self._rows: list[Any] = []  # Arrow batches of one row, which take less memory than Python's objects
+        self._number = 0  # number of the next part
+        self._rows: list[Any] = []  # Arrow batches of one row each, which take less memory than Python objects
         self._bytes = 0
-        self._since = 0.0  # when the oldest row came
+        self._since = 0.0  # time.monotonic() when the oldest row of the part came
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -354,16 +364,16 @@ Output = Lines | Parts
 
 
 def csv_columns(files: Sequence[Path], added: Sequence[str]) -> list[str]:
-    """Return the columns of the input and the added ones. All rows are read for it."""
+    """Return the columns of the input and the added ones. Reads all rows."""
     found = dict.fromkeys(chain.from_iterable(row.columns for row in read_rows(files)))
     check_added(added, found)
     return [*added[:2], *found, *added[2:]]
 
 
 def parquet_schema(files: Sequence[Path], added: Sequence[str]) -> Any:
-    """Return the schema of the input's columns and of the added ones. All rows of JSON are read for it.
+    """Return the schema of the input's columns and of the added ones. Reads all rows of JSON and CSV.
 
-    Raises ValueError for a column whose values have types that do not go together, or that Parquet does not have.
+    Raises ValueError if the values of a column have no common type, or a type that Parquet does not support.
     """
     pa, parquet = pyarrow(), pyarrow("parquet")
     lists, ints = pa.list_, pa.int64()
@@ -396,7 +406,7 @@ def _schemas(files: Sequence[Path]) -> Iterator[Any]:
 
 
 def _type_of(name: str, values: list[Any]) -> Any:
-    """Return the type of a column. Raises pyarrow's error for values that have none in common, with the name."""
+    """Return the type of a column. Raises ArrowInvalid, which names the column, for values without a common type."""
     pa = pyarrow()
     try:
         return pa.array(values).type

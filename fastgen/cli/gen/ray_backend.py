@@ -1,7 +1,7 @@
-"""Work on rows by Ray: this process reads bundles of rows, and actors with a Generator each make the records.
+"""Work on rows with Ray: this process reads bundles of rows, and actors with one Generator each make the records.
 
-The records of a bundle come together, when all are there: if an actor is lost, Ray starts another and repeats its
-calls, whose results must be the same again. They are, as each row has a seed of its own.
+The records of a bundle arrive together. If an actor is lost, Ray starts another one and repeats its calls, which must
+have the same results. They do, since each row has its own seed.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from fastgen.cli.gen.rows import Row
 from fastgen.cli.gen.work import Ask, Done, Work, work
 from fastgen.cli.serve.ray import check_room, connect
 
-ROWS = 16  # of a bundle
-LANES = 512  # assumed for an engine without --max-seqs
+ROWS = 16  # number of rows in a bundle
+LANES = 512  # number of lanes assumed without --max-seqs
 
 Make = Callable[[], tuple[Any, Ask]]
-"""A function that loads a Generator, whose import takes seconds, and makes the way to turn rows into its requests."""
+"""A function that loads a Generator, whose import takes seconds, and returns it with its Ask function."""
 
 
 class Worker:
-    """An actor with a Generator, which works on several bundles of rows at a time."""
+    """A Ray actor with a Generator that works on several bundles of rows at a time."""
 
     def __init__(self, make: Make, folder: str, log_level: int) -> None:
-        if os.path.isdir(folder):  # the driver's, to which relative paths refer, if this machine has it
+        if os.path.isdir(folder):  # folder of the driver, which relative paths refer to, if it exists on this machine
             os.chdir(folder)
         logging.getLogger("fastgen").setLevel(log_level)
         self._rows: SimpleQueue[Row] = SimpleQueue()
-        self._under_way: dict[int, Future[Done]] = {}  # by the indices of rows, waiting ones too
-        self._error: Exception | None = None  # the reason why the thread has ended
+        self._under_way: dict[int, Future[Done]] = {}  # by row index, including rows that wait
+        self._error: Exception | None = None  # the error that ended the thread
         Thread(target=self._run, args=(make,), daemon=True).start()
 
     def _run(self, make: Make) -> None:
@@ -47,7 +47,9 @@ class Worker:
             for done in work(ask, self._arriving(), gen.stream):
                 self._under_way.pop(done.index).set_result(done)
         except Exception as error:
-            self._error = error  # before the futures are looked at: `do` adds its own first, then looks for an error
+            self._error = (
+                error  # set before the futures are read, since `do` adds its own before it checks for an error
+            )
             for future in list(self._under_way.values()):
                 future.set_exception(error)
 
@@ -59,10 +61,10 @@ class Worker:
                 yield None
 
     async def do(self, rows: list[Row]) -> list[Done]:
-        """Return the records of rows. Raises the error of a model that cannot be loaded, or of its engine."""
+        """Return the records of rows. Raises the error of the engine or of a model that cannot be loaded."""
         waiting = []
         for row in rows:
-            found = self._under_way.get(row.index)  # there if Ray repeats a call while the first one runs
+            found = self._under_way.get(row.index)  # found if Ray repeats a call while the first one runs
             if found is None:
                 found = self._under_way[row.index] = Future()
                 self._rows.put(row)
@@ -75,23 +77,23 @@ class Worker:
 def work_on_ray(args: argparse.Namespace, make: Make, rows: Iterator[Row], count: int) -> Work:
     """Answer `count` rows, and yield them in the order of completion.
 
-    make: loads the model, in an actor. Raises ValueError, or the error of an actor.
+    make: function that loads the model in an actor. Raises ValueError or the error of an actor.
     """
     connect()
-    import ray  # when its environment is set
+    import ray  # after `connect` has set its environment
     from ray.exceptions import RayTaskError
 
     finished: SimpleQueue[tuple[Any, Future[list[Done]]]] = SimpleQueue()
 
     def send(actor: Any) -> bool:
-        """Give an actor the next bundle; return False if there is none."""
+        """Send the next bundle to an actor. Return False if there is none."""
         bundle = list(islice(rows, ROWS))
         if bundle:
             actor.do.remote(bundle).future().add_done_callback(lambda future: finished.put((actor, future)))
         return bool(bundle)
 
     try:
-        calls = 2 * (args.max_seqs or LANES) // ROWS + 2  # of an actor, with some that wait
+        calls = 2 * (args.max_seqs or LANES) // ROWS + 2  # concurrent calls per actor, of which some wait
         actors = _start_actors(args, make, math.ceil(count / ROWS), calls)
         under_way = sum(send(actor) for _ in range(calls) for actor in actors)
         while under_way:
@@ -100,14 +102,14 @@ def work_on_ray(args: argparse.Namespace, make: Make, rows: Iterator[Row], count
             try:
                 found = future.result()
             except RayTaskError as error:
-                raise error.cause from None  # Ray's own text has pages of traces
+                raise error.cause from None  # Ray's own message has pages of tracebacks
             yield from found
     finally:
         ray.shutdown()
 
 
 def _start_actors(args: argparse.Namespace, make: Make, bundles: int, calls: int) -> list[Any]:
-    """Start actors, as many as get a bundle, each of which takes so many calls at a time. Raises ValueError."""
+    """Start actors, at most one per bundle. calls: concurrent calls per actor. Raises ValueError if they do not fit."""
     import ray
 
     gpus = 0 if (args.device or "").startswith("cpu") else ray.cluster_resources().get("GPU", 0)

@@ -1,4 +1,4 @@
-"""Rows of prompt files, JSONL, CSV and Parquet, read one after another; none of them is kept."""
+"""Rows of prompt files (JSONL, CSV and Parquet), which are read one at a time and not kept in memory."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from fastgen.cli.command import needed
 STDIN = "-"
 CSV, GZIP, PARQUET = ".csv", ".gz", ".parquet"
 SUFFIXES = (".jsonl", ".ndjson", CSV, ".jsonl.gz", ".ndjson.gz", ".csv.gz", PARQUET)
-PARQUET_ROWS = 256  # rows that are in memory at a time
-csv.field_size_limit(1 << 30)  # characters of a cell; logprobs of a row do not fit into Python's limit
+PARQUET_ROWS = 256  # number of rows in memory at a time
+csv.field_size_limit(1 << 30)  # characters per cell; the logprobs of a row exceed Python's default
 
 RowReader = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
-"""The name of each row, and a function that returns its columns, or raises an error if it has none."""
+"""The name of each row, and a function that returns its columns or raises an error if it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row. index: its number among those of all files, from 0. error: why it cannot be read and has no columns."""
+    """A row. index: its position in the whole input, from 0. error: the reason if the row cannot be read."""
 
     index: int
     columns: dict[str, Any]
@@ -41,17 +41,17 @@ class Row:
 
 
 class Survey(NamedTuple):
-    """The number of rows in a file, and the SHA-256 of its bytes, when its rows were counted."""
+    """The number of rows of a file and the SHA-256 of its bytes, taken when its rows were counted."""
 
     rows: int
     digest: bytes
 
 
 class Source:
-    """The input of a job: files, folders and globs, or stdin for the single name "-", which becomes a temporary file.
+    """The input of a job: files, folders and globs, or the single name "-" for stdin, which becomes a temporary file.
 
-    total: rows. fingerprint: of the files' content. columns: of the first readable row; batch: it is a row of an OpenAI
-    batch file.
+    total: number of rows. fingerprint: hash of the files' content. columns: the columns of the first readable row.
+    batch: True if this is a row of an OpenAI batch file.
     """
 
     def __init__(self, inputs: Sequence[str], output: Path) -> None:
@@ -69,14 +69,15 @@ class Source:
         self.batch = {"custom_id", "body"} <= self.columns.keys()
 
     def rows(self, done: Sequence[int]) -> Iterator[Row]:
-        """Yield the rows whose byte in `done` is 0. Raises ValueError for a file that has changed."""
+        """Yield the rows whose entry in `done` is 0. Raises ValueError for a file that has changed."""
         return read_rows(self.files, self._surveys, done)
 
 
 def find_files(inputs: Sequence[str], output: Path) -> list[Path]:
-    """Return the files that names stand for: files, folders (at any depth) and globs, the latter two sorted.
+    """Return the input files for a list of names: files, folders (searched at any depth) and globs.
 
-    Files of other suffixes, and files at `output`, are left out. Raises ValueError for a name without files.
+    The files of a folder or glob are sorted. Files with other suffixes and files of the output are left out. Raises
+    ValueError for a name without files.
     """
     found: list[Path] = []
     for name in inputs:
@@ -98,17 +99,17 @@ def find_files(inputs: Sequence[str], output: Path) -> list[Path]:
 
 
 def format_of(path: Path) -> str:
-    """Return the suffix of a file's format, without .gz; "" for a format that is not read or written."""
+    """Return the suffix of a file's format, without .gz; "" for an unknown format."""
     return next((suffix.removesuffix(GZIP) for suffix in SUFFIXES if path.name.endswith(suffix)), "")
 
 
 def unpacked(path: Path, file: BinaryIO) -> BinaryIO:
-    """Return the content of an opened file, which is decompressed if the name ends in .gz."""
+    """Return an opened file, decompressed if its name ends in .gz."""
     return cast(BinaryIO, gzip.open(file)) if path.suffix == GZIP else file
 
 
 def survey(path: Path) -> Survey:
-    """Read a file to count its rows, and for the digest of its bytes."""
+    """Read a file to count its rows and hash its bytes."""
     with path.open("rb") as file:
         digest = _digest(file)
         if format_of(path) == PARQUET:
@@ -117,7 +118,7 @@ def survey(path: Path) -> Survey:
 
 
 def _digest(file: io.BufferedReader) -> bytes:
-    """Return the SHA-256 of a file, which is at its start afterwards."""
+    """Return the SHA-256 of a file, and rewind it."""
     file.seek(0)
     digest = hashlib.file_digest(file, "sha256").digest()
     file.seek(0)
@@ -129,8 +130,8 @@ def read_rows(
 ) -> Iterator[Row]:
     """Yield the rows of files in order.
 
-    surveys: one per file; ValueError is raised for a file that does not match. done: 1 at the indices of rows to leave
-    out; if it is empty, there are none.
+    surveys: the earlier survey of each file; ValueError is raised for a file that no longer matches it.
+    done: 1 at the index of each row to leave out; empty to leave out none.
     """
     for index, (where, load) in enumerate(chain.from_iterable(map(_surveyed_rows, files, surveys))):
         if done and done[index]:
@@ -143,10 +144,10 @@ def read_rows(
 
 
 def _surveyed_rows(path: Path, before: Survey | None) -> RowReader:
-    """Read a file. Raises ValueError if it is damaged as a whole, or does not match its survey.
+    """Read a file. Raises ValueError if it is damaged as a whole or does not match its survey.
 
-    Rows that were not counted are not read, since their indices belong to rows of the next file. The digest is taken
-    from the opened file after its rows: another file may be moved to this path meanwhile.
+    Rows beyond the counted ones are not read, since their indices belong to the next file. The digest is taken from the
+    opened file after its rows, since another file may have been moved to this path in the meantime.
     """
     with path.open("rb") as file:
         number = 0
@@ -185,11 +186,11 @@ def _csv_rows(path: Path, file: BinaryIO) -> RowReader:
             raise ValueError(f"{path} has two columns of one name; rename one")
         for cells in reader:
             yield f"line {reader.line_num} of {path}", partial(_csv_row, cells)
-    except UnicodeDecodeError as error:  # of a chunk, which begins within the line after those that were read
+    except UnicodeDecodeError as error:  # from decoding a chunk that begins in the line after those that were read
         line = reader.reader.line_num + 1 + error.object[: error.start].count(b"\n")
         raise csv.Error(f"line {line} is not UTF-8; save the file as UTF-8") from None
     except csv.Error as error:
-        line = reader.line_num + 1  # line_num counts the lines of whole rows
+        line = reader.line_num + 1  # line_num counts the lines of complete rows
         raise csv.Error(f"{error}, in the row that begins on line {line}; check its quotes") from None
     finally:
         lines.detach()  # so that the file stays open
@@ -202,7 +203,7 @@ def _json_rows(path: Path, file: BinaryIO) -> RowReader:
 
 
 def _csv_row(cells: dict[str | None, Any]) -> dict[str, Any]:
-    """Return the columns of a row, whose values are text, or None for an empty cell."""
+    """Return the columns of a row. Values are text, or None for an empty cell."""
     if None in cells:
         raise ValueError("it has more cells than the first line")
     return {str(name): cell or None for name, cell in cells.items()}
@@ -221,12 +222,12 @@ def _parquet_row(batch: Any, place: int) -> dict[str, Any]:
 
 
 def pyarrow(part: str = "") -> Any:
-    """Return pyarrow, or a module of it. Raises ValueError if it is not installed."""
+    """Return pyarrow or one of its modules. Raises ValueError if it is not installed."""
     return needed(f"pyarrow.{part}".rstrip("."), "parquet", "Parquet files")
 
 
 def parquet_file(path: Path, file: BinaryIO | None = None) -> Any:
-    """Return the Parquet file at a path, or the one that was opened there. Raises ValueError if it is none."""
+    """Open the Parquet file at a path. file: the same file if it is open already. Raises ValueError for other files."""
     opened = pyarrow("parquet").ParquetFile
     try:
         return opened(file or path)

@@ -1,4 +1,4 @@
-"""The work on rows: requests for an engine, and records of its outputs. Nothing here knows files."""
+"""The work on rows: requests to an engine, and records made of its outputs. Nothing here deals with files."""
 
 from __future__ import annotations
 
@@ -20,29 +20,36 @@ from fastgen.request import Prompt, Request, RequestOutput, SamplingParams
 Record = dict[str, Any]
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
-PARAMS = (*SAMPLING, "logit_bias", "seed", "stop", "stop_token_ids")  # columns that are parameters of their row
+PARAMS = (
+    *SAMPLING,
+    "logit_bias",
+    "seed",
+    "stop",
+    "stop_token_ids",
+)  # columns that set sampling parameters of their row
 LOGPROBS = ("token_ids", "logprobs", "raw_logprobs")
-MAX_SAMPLES = 10_000  # of a row, which are in memory together
+MAX_SAMPLES = 10_000  # maximum `n` of a row, whose samples are in memory together
 
 
 @dataclass(frozen=True)
 class RowRequests:
-    """The requests of a row: none, if the row has an error. finish: returns the record, and the error, for outputs."""
+    """The requests of a row; none if the row has an error. finish: makes the record and the error of the outputs."""
 
     requests: Sequence[tuple[Prompt, SamplingParams]]
     finish: Callable[[list[RequestOutput]], tuple[Record, str | None]]
 
 
 State = Callable[[Record], tuple[int, bool]]
-"""A function that returns the index of a record's row, and True if the row has failed."""
+"""A function that returns the index of a record's row and whether the row has failed."""
 
 Ask = Callable[[Row], RowRequests]
-"""A way to turn rows into requests."""
+"""A function that turns a row into requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The record of a row. error: None if the row has not failed; prompt_tokens, tokens: of the prompts and answers."""
+    """The record of a finished row. error: the reason if the row failed. prompt_tokens, tokens: number of tokens in the
+    prompts and in the answers."""
 
     index: int
     record: Record
@@ -57,12 +64,13 @@ Work = Generator[Done, None, None]
 def work(
     ask: Ask, rows: Iterable[Row | None], stream: Callable[[Iterable[Request | None]], Iterable[RequestOutput]]
 ) -> Work:
-    """Answer rows, which are read as the engine takes them; yield them in the order of completion.
+    """Answer rows, which are read as the engine takes them, and yield them in the order of completion.
 
-    stream: of a Generator; None among the rows is passed on to it. Only rows whose requests are in the engine are held.
+    stream: the method of a Generator; a None among the rows is passed on to it. Only rows whose requests are in the
+    engine are kept in memory.
     """
     ids = count()
-    owners: dict[str | int, tuple[int, RowRequests, list[Any], int]] = {}  # by the ids of requests
+    owners: dict[str | int, tuple[int, RowRequests, list[Any], int]] = {}  # by request id
 
     def requests() -> Iterator[Request | None]:
         for row in rows:
@@ -70,7 +78,7 @@ def work(
                 yield None
                 continue
             asked = ask(row)
-            # An empty prompt comes back at once, so that any number of rows with errors pass one by one.
+            # An empty prompt comes back at once, so rows with errors pass one at a time, however many there are.
             wanted = asked.requests or [([], SamplingParams())]
             outputs = [None] * len(wanted)
             for place, (prompt, params) in enumerate(wanted):
@@ -89,9 +97,10 @@ def work(
 
 
 def in_order(done_rows: Work, done: Sequence[int]) -> Work:
-    """Yield rows in the order of their indices; early ones are held. done: 1 at the indices of rows that do not come.
+    """Yield rows in the order of their indices, holding those that finish early.
 
-    Few are held: the scheduler never preempts the oldest sequence, so only rows that finish while it runs are early.
+    done: 1 at the index of each row that does not come. Few rows are held: the scheduler never preempts the oldest
+    sequence, so only rows that finish while it runs are early.
     """
     early: dict[int | None, Done] = {}
     indices = (index for index, there in enumerate(done) if not there)
@@ -105,31 +114,31 @@ def in_order(done_rows: Work, done: Sequence[int]) -> Work:
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Return the seed of a row, derived from that of its job."""
+    """Return the seed of a row, derived from the seed of its job."""
     return int.from_bytes(hashlib.blake2b(b"%d:%d" % (seed, index), digest_size=8).digest(), "little")
 
 
 def added_columns(prefix: str, logprobs: bool) -> tuple[str, ...]:
-    """Return the columns that a record has beside those of its row; the first are the row's index and its error."""
+    """Return the columns that a record adds to those of its row. The first two are the row's index and its error."""
     names = ("row", "error", "completions", "finish_reasons", "prompt_tokens", "completion_tokens")
     return tuple(prefix + name for name in names + LOGPROBS * logprobs)
 
 
 def state_by(added: Sequence[str]) -> State:
-    """Return the way to read the state of records with these added columns."""
+    """Return the State function for records with these added columns."""
     index, error = added[:2]
     return lambda record: (int(record[index]), bool(record[error]))
 
 
 def check_added(added: Iterable[str], columns: Container[str]) -> None:
-    """Raise ValueError if a row has a column that is to be added."""
+    """Raise ValueError if a row already has a column that would be added."""
     for name in added:
         if name in columns:
             raise ValueError(f"there is a column {name} already; rename it, or give those of fggen a --prefix")
 
 
 class _Columns(string.Formatter):
-    """A str.format whose braces hold the name of a column, and nothing that is inside of one."""
+    """A str.format whose braces hold the name of a column, but no attributes or items of its value."""
 
     def get_field(self, name: str, args: Sequence[Any], columns: Mapping[str, Any]) -> tuple[Any, str]:
         if columns.get(name) is None:
@@ -138,12 +147,12 @@ class _Columns(string.Formatter):
 
 
 def fill(template: str, columns: Mapping[str, Any]) -> str:
-    """Return a template with the columns of a row. Raises ValueError or TypeError if it cannot be filled."""
+    """Fill a template with the columns of a row. Raises ValueError or TypeError if that is not possible."""
     return _Columns().vformat(template, (), columns)
 
 
 def fields_of(template: str) -> set[str]:
-    """Return the columns that a template names. Raises UsageError for braces that do not match."""
+    """Return the columns that a template names. Raises UsageError for a malformed template."""
     try:
         found = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:
@@ -154,7 +163,7 @@ def fields_of(template: str) -> set[str]:
 
 
 def parsed(value: Any) -> Any:
-    """Return the value of a column that is not text. Text, as in CSV, is read as JSON if it can be."""
+    """Return the value of a column. Text is parsed as JSON if possible, since CSV has only text."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -163,11 +172,14 @@ def parsed(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class RowJob:
-    """A job on rows with a prompt each, whose records have the completions.
+    """A job on rows with one prompt each. Its records have the completions.
 
-    params: those that a row does not set. seed: rows without a seed derive theirs from it. template: makes the prompt.
-    chat: a prompt that is text is the message of a user. logprobs: records have token ids and logprobs. prefix: of the
-    names of the added columns.
+    params: sampling parameters that a row does not set.
+    seed: seed that the seeds of rows without one are derived from.
+    template: template of the prompts; None if rows have prompts.
+    chat: send text prompts as the message of a user.
+    logprobs: add token ids and logprobs to the records.
+    prefix: prefix for the names of the added columns.
     """
 
     params: SamplingParams
@@ -205,7 +217,7 @@ class RowJob:
         value = parsed(value)
         if not isinstance(value, list):
             raise ValueError(f"{given[0]} must be {'text' if given[0] == 'prompt' else 'a list'}, not {value!r:.40}")
-        # Parquet gives each message the fields of all others.
+        # In Parquet, each message has the fields of all others.
         return [
             {name: part for name, part in each.items() if part is not None} if isinstance(each, dict) else each
             for each in value
@@ -237,5 +249,5 @@ class RowJob:
     def _record(self, row: Row, error: str | None, values: list[Any] | None = None) -> Record:
         index, reason, *names = self._added
         own = {index: row.index, reason: error}
-        # Index and error come first in the line, and override columns of the same names.
+        # Index and error come first in the line and override columns of the same name.
         return {**own, **row.columns, **own, **dict(zip(names, values or [None] * len(names), strict=True))}

@@ -1,4 +1,4 @@
-"""fgserve: a server of OpenAI's API. All modules of this package need the extra `serve`."""
+"""fgserve: a server with OpenAI's API. All modules of this package need the extra `serve`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fastgen.cli.command import needed, note
 
 
 def command() -> int:
-    """Run fgserve and return its exit status, which is 2 where the extra is not installed."""
+    """Run fgserve and return its exit status, which is 2 if the extra is not installed."""
     try:
         main = needed("fastgen.cli.serve.main", "serve", "fgserve").command
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`python -m fastgen.cli.serve`: fgserve, where its script is not on the path."""
+"""`python -m fastgen.cli.serve` runs fgserve if its script is not on the PATH."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""From a checked request to its HTTP response: its prompts go to the engine, and events become a body or a stream."""
+"""From a checked request to its HTTP response: prompts go to the engine, and its events become a body or a stream."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from fastgen.request import Event
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 1  # Retry-After of a 503
-FAREWELL_SECONDS = 2.0  # for a client to take the error that ends its stream
-MANY = 1024  # tokens; longer chunks are made in a thread, so that other requests do not wait
-CHARS = 4  # estimated characters of a token, before tokenization
+RETRY_SECONDS = 1  # Retry-After header of a 503
+FAREWELL_SECONDS = 2.0  # time for a client to receive the error that ends its stream
+MANY = 1024  # number of tokens from which chunks are made in a thread, so that other requests do not wait
+CHARS = 4  # estimated number of characters per token, before tokenization
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -34,7 +34,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 def error_response(error: ApiError, path: str, headers: dict[str, str] | None = None) -> Response:
-    """Return the response for an error, in the form of the API that a path belongs to."""
+    """Return the response for an error, in the format of the API that the path belongs to."""
     headers = dict(headers or {})
     if error.status == 503:
         headers["Retry-After"] = str(RETRY_SECONDS)
@@ -47,7 +47,7 @@ def error_response(error: ApiError, path: str, headers: dict[str, str] | None = 
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return the error for a client, which learns only the type of an unexpected one."""
+    """Return the error to report to a client; of an unexpected one, only the type."""
     if isinstance(error, ApiError):
         return error
     return ApiError(500, f"an internal error: {type(error).__name__}", code="internal_error")
@@ -55,8 +55,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 @asynccontextmanager
 async def limited(service: Service, receive: Receive | None = None, timed: bool = True) -> AsyncIterator[None]:
-    """Cancel the block when the time of a request is over (if it is `timed`), when the service expires, or, with
-    `receive`, when the client disconnects. Raises ApiError or ClientDisconnect then."""
+    """Cancel the block when the request takes too long (if it is `timed`), when the service expires or, if `receive` is
+    given, when the client disconnects. Raises ApiError or ClientDisconnect then."""
     watch = None
     seconds = service.options.request_timeout if timed else None
     try:
@@ -88,7 +88,7 @@ async def _await_disconnect(receive: Receive, deadline: asyncio.Timeout) -> None
 
 class GenerationResponse(Response):
     """The response to a request for generated text. An error after its beginning becomes the last event of the stream;
-    the application's handlers answer earlier ones."""
+    earlier errors are answered by the application's handlers."""
 
     def __init__(
         self, service: Service, request: GenerationRequest, make_reply: Callable[..., ChatReply] = ChatReply
@@ -113,13 +113,13 @@ class GenerationResponse(Response):
                     await _send_body(send, _sse(self._reply.error(as_api_error(error))))
 
     async def _answer(self, scope: Scope, send: Send) -> None:
-        """Answer the request; `scope` gets its meter. Raises ApiError."""
+        """Answer the request, and put its meter into `scope`. Raises ApiError."""
         service, request = self._service, self._request
         model = service.choose(request.model)
         scope["meter"] = meter = Meter(service.metrics, model.name)
         with model.queue.enter(_sizes(request), request.choices) as leave:
             self._reply, params = await asyncio.to_thread(prepare, model.facts, request, self._make_reply)
-            model.check_ready()  # it may have died meanwhile
+            model.check_ready()  # it may have died in the meantime
             field = None if params.grammar is None else grammar_field(request)
             prompts = [prompt.ids for prompt in self._reply.prompts]
             meter.prompt_tokens = sum(map(len, prompts))
@@ -164,7 +164,7 @@ def _sizes(request: GenerationRequest) -> list[int]:
 async def _observed(
     stream: EventStream, leave: Callable[[int], None], meter: Meter, field: str | None
 ) -> AsyncIterator[list[Event]]:
-    """Yield the events of a stream. Raises ApiError; field: the one to name where the engine refuses the request."""
+    """Yield the events of a stream. Raises ApiError. field: the field to name if the engine refuses the request."""
     try:
         async for events in stream:
             for event in events:
@@ -184,7 +184,7 @@ async def _at_once(turns: AsyncIterator[list[Event]]) -> AsyncIterator[list[Even
 
 
 def _sse(chunks: Iterable[dict[str, Any]]) -> bytes:
-    """Return chunks as server-sent events, each with its type as the event's name where it has one."""
+    """Return chunks as server-sent events. The type of a chunk, if it has one, is the name of its event."""
     events = []
     for chunk in chunks:
         name = b"event: %s\n" % chunk["type"].encode() if "type" in chunk else b""

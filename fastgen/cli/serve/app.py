@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's routes and those for operators, with and without /v1, and their OpenAPI schema."""
+"""The HTTP application: the routes of all APIs and for operators, with and without /v1, and their OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from ipaddress import ip_address
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -46,17 +46,18 @@ from fastgen.cli.serve.rollout import Rollout
 from fastgen.cli.serve.service import ServedModel, Service
 
 PROBES = ("/health", "/ping", "/ready")
-OPEN = ("/", "/docs", "/openapi.json", "/metrics", *PROBES)  # routes without the API key
-REQUEST_ID = re.compile(r"[!-~]{1,128}")  # others are replaced
-LARGE = 65536  # bytes; larger bodies are parsed in a thread
-DISCARDED = 8  # multiple of the size limit that is read of a larger body, so that its client reads the response
+OPEN = ("/", "/docs", "/openapi.json", "/metrics", *PROBES)  # routes that need no API key
+REQUEST_ID = re.compile(r"[!-~]{1,128}")  # ids of another form are replaced
+LARGE = 65536  # size in bytes above which bodies are parsed in a thread
+# A body above the size limit is read up to this multiple of the limit, so that its client receives the error.
+DISCARDED = 8
 
 Handler = Callable[[Request], Awaitable[Response] | Response]
-Answerer = Callable[[Any, Request], Awaitable[Response]]  # of the checked body of a post
+Answerer = Callable[[Any, Request], Awaitable[Response]]  # answers a post, given its checked body
 
 
 def make_app(service: Service) -> Starlette:
-    """Return the application of a service, which the caller runs and closes."""
+    """Return the application of a service. The caller runs and closes the service."""
     routes, origins = _Routes(service), service.options.origins
     middleware = [Middleware(_Report, service=service), Middleware(_Guard, options=service.options)]
     if origins:
@@ -79,8 +80,8 @@ def make_app(service: Service) -> Starlette:
 
 
 class _Report:
-    """Middleware that gives each request an id (its X-Request-Id, or a new one), counts its status, and logs it if that
-    is wanted. 499 stands for a client that has gone before its answer was complete."""
+    """Middleware that gives each request an id (its X-Request-Id or a new one), counts its status and, if --access-log
+    is set, logs it. The status 499 means that the client left before its answer was complete."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -112,7 +113,7 @@ class _Report:
         finally:
             self._service.metrics.responses.labels(status).inc()
             if self._service.options.access_log:
-                path = quote(scope["path"])  # has no line breaks, and never the query
+                path = quote(scope["path"])  # without line breaks, and never with the query
                 end = f"id={name} {scope.get('meter', '')}".rstrip()
                 moment = time.strftime("%Y-%m-%dT%H:%M:%S%z")
                 seconds = time.monotonic() - start
@@ -120,18 +121,19 @@ class _Report:
 
 
 class _Guard:
-    """Middleware that refuses requests without the API key, if there is one, and posts of other servers' web pages.
+    """Middleware that refuses requests without the API key, if there is one, and posts from other servers' web pages.
 
-    A browser sends a page's post to any server, a local one too, and asks the server beforehand (CORS) only for content
-    types such as JSON's. It does not ask where the page's own name leads to this server, which the owner of a name can
-    arrange (DNS rebinding). So a server for this machine only, without a key, takes posts of pages at localhost or at
-    an address only. Browsers send no origin with a page's GET to its own name, so those are refused by the Host header.
+    A browser sends a page's post to any server, even a local one. It asks the server first (CORS) only for content
+    types such as JSON, and not at all if the page's own host name resolves to this server, which the owner of the name
+    can arrange (DNS rebinding). Therefore a server without a key that only this machine reaches accepts posts only from
+    pages at localhost or at an IP address. A browser sends no Origin header with a page's GET to its own host name, so
+    these GETs are refused by their Host header.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app, self._origins = app, options.origins
         self._rebindable = options.api_key is None and options.host in LOCAL
-        # With Ray, the option says nothing about where Ray listens.
+        # With replicas, Ray decides where the server listens.
         self._named = self._rebindable and options.replicas is None and "*" not in options.origins
         self._key = None if options.api_key is None else options.api_key.encode()
 
@@ -159,52 +161,44 @@ class _Guard:
         return hmac.compare_digest(given.strip().encode("latin-1"), self._key or b"")
 
     def _is_foreign(self, headers: Headers) -> bool:
-        """Return whether a page of another server may send this without a browser's question beforehand."""
+        """Return whether this may come from another server's page without a CORS request from its browser."""
         origin = headers.get("origin")
         if origin is None or {"*", origin} & set(self._origins):
             return False
-        if _netloc(origin) == headers.get("host"):
-            return self._rebindable and not _is_address(_hostname(origin))
+        place = _parts(origin)
+        if place.netloc == headers.get("host"):
+            return self._rebindable and not _is_address(place.hostname)
         return headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json"
 
     def _is_own(self, host: str) -> bool:
-        """Return whether a Host header names this machine, a machine that public names do not lead to, or the place of
-        an allowed origin."""
-        name = _hostname(f"//{host}")
-        local = bool(name) and ("." not in name or name.endswith(".internal"))  # as Docker calls its host
-        return local or _is_address(name) or host in map(_netloc, self._origins)
+        """Return whether a Host header names this machine, a host outside the public DNS, or an allowed origin."""
+        name = _parts(f"//{host}").hostname or ""
+        local = bool(name) and ("." not in name or name.endswith(".internal"))  # Docker's name for its host ends so
+        return local or _is_address(name) or any(host == _parts(origin).netloc for origin in self._origins)
 
 
-def _netloc(url: str) -> str:
-    """Return the host and port of a URL; "" where it is none."""
+def _parts(url: str) -> SplitResult:
+    """Return the parts of a URL, which are empty if it is malformed."""
     try:
-        return urlsplit(url).netloc
+        return urlsplit(url)
     except ValueError:
-        return ""
+        return urlsplit("")
 
 
-def _hostname(url: str) -> str:
-    """Return the host of a URL; "" where it is none."""
+def _is_address(host: str | None) -> bool:
+    """Return whether a host is an IP address or localhost, for which nobody can choose another destination."""
     try:
-        return urlsplit(url).hostname or ""
+        ip_address(host or "")
     except ValueError:
-        return ""
-
-
-def _is_address(host: str) -> bool:
-    """Return whether a host is an IP address or localhost, which lead where no owner of a name decides."""
-    try:
-        ip_address(host)
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
+        return f".{host}".endswith(".localhost")
     return True
 
 
 async def _handle(request: Request, error: Exception) -> Response:
-    """Answer an error of a route, of the routing, or an unexpected one, which uvicorn logs."""
+    """Answer an error of a route or of the routing, or an unexpected one, which uvicorn logs."""
     path = request.url.path
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=400)  # not read: the client has gone
+        return Response(status_code=400)  # nobody reads it: the client has gone
     if not isinstance(error, HTTPException):
         return error_response(as_api_error(error), path)
     allowed = " or ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
@@ -216,7 +210,7 @@ async def _handle(request: Request, error: Exception) -> Response:
 
 
 class _Routes:
-    """The routes of a service. Those of posts have the kind of their bodies and a function that answers one."""
+    """The routes of a service. Each post route has the class of its bodies and a function that answers them."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -281,7 +275,7 @@ class _Routes:
         return json_response({"object": "list", "data": [self._card(model) for model in ready]})
 
     async def model(self, request: Request) -> Response:
-        """Describe the model that a request with this `model` would use; list the models at /models/."""
+        """Describe the model that requests with this `model` use. /models/ lists all models."""
         if not request.path_params["name"]:
             return await self.models(request)
         return json_response(self._card(self._service.choose(request.path_params["name"])))
@@ -296,13 +290,13 @@ class _Routes:
         }
 
     async def health(self, request: Request) -> Response:
-        """Answer 200 while all engines are idle or make progress."""
+        """Answer 200 as long as all engines are idle or make progress."""
         if (trouble := self._service.trouble) is not None:
             raise ApiError(503, trouble, code="unhealthy")
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Answer 200 while every model accepts requests."""
+        """Answer 200 as long as every model accepts requests."""
         for model in self._service.models.values():
             model.check_ready()
         return json_response({"status": "ready"})
@@ -311,7 +305,7 @@ class _Routes:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def openapi(self, request: Request) -> Response:
-        """Return the OpenAPI schema, with every field of requests. Answers and errors are as OpenAI describes them."""
+        """Return the OpenAPI schema, with every field of requests. Responses are described by OpenAI's own schema."""
         place, schemas = "#/components/schemas/", dict[str, Any]()
         error = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
         answers: dict[str, Any] = {"200": {"description": "An answer", "content": {"*/*": {}}}}

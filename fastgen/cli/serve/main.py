@@ -26,18 +26,18 @@ from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.options import Options, ServerOptions, read_options
 from fastgen.cli.serve.service import Service, import_tokenizers
 
-UNREAD_SECONDS = 120  # a connection ends if the client has read nothing for so long
-MAX_HEAD = 65536  # bytes of a request's first line and headers
-SHORTAGE_SECONDS = 60  # between two lines about connections that cannot be accepted
-KEEP_ALIVE_SECONDS = 120  # longer than clients keep an idle connection, so that they close it
-CLOSE_SECONDS = 7.0  # for the engines to end; those that live on end with this process
+UNREAD_SECONDS = 120  # a connection is closed if the client has read nothing for this long
+MAX_HEAD = 65536  # maximum size in bytes of a request's first line and headers
+SHORTAGE_SECONDS = 60  # interval of log lines about connections that cannot be accepted
+KEEP_ALIVE_SECONDS = 120  # longer than clients keep idle connections, so that the clients close them
+CLOSE_SECONDS = 7.0  # time for the engines to end; those still running end with this process
 
 
 class _Protocol(H11Protocol):
-    """HTTP/1.1 on one connection. It is closed where a head is not complete `read_timeout` seconds after its first byte
-    (or the connection), and where a body makes no progress for so long.
+    """HTTP/1.1 on one connection. The connection is closed if a request's head is not complete `read_timeout` seconds
+    after its first byte (for the first request, after connecting), or if a body makes no progress for that long.
 
-    httptools would be faster, by 3 us a chunk and 0.1 ms a request, but it loses the body of a request that offers an
+    httptools would save 3 us per chunk and 0.1 ms per request, but it loses the body of a request that offers an
     upgrade to HTTP/2, as Java's HttpClient does.
     """
 
@@ -57,7 +57,9 @@ class _Protocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.conn.trailing_data[0] or self.conn.their_state is h11.SEND_BODY:  # a part of the next request has come
+        if (
+            self.conn.trailing_data[0] or self.conn.their_state is h11.SEND_BODY
+        ):  # a part of the next request has arrived
             self._set_late()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -65,7 +67,7 @@ class _Protocol(H11Protocol):
         self._unset_late()
 
     def _set_late(self) -> None:
-        """Set the timer of a request that is incomplete, unless it is set."""
+        """Start the timer for an incomplete request unless it is running."""
         if self._late is None and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             self._late = self.loop.call_later(self.read_timeout, self.transport.close)
 
@@ -76,7 +78,7 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server without its signal handlers, which would raise the signal again at the end."""
+    """A uvicorn server without uvicorn's signal handlers, which would raise the signal again at the end."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -84,8 +86,8 @@ class _Server(uvicorn.Server):
 
 
 class _Shortage:
-    """Handler of the event loop's errors. That no connection can be accepted is a line every SHORTAGE_SECONDS at most;
-    asyncio would log a traceback for each attempt, thousands a second."""
+    """Handler of the event loop's errors. If connections cannot be accepted, it logs at most one line per
+    SHORTAGE_SECONDS; asyncio would log a traceback for each attempt, thousands per second."""
 
     def __init__(self) -> None:
         self._quiet_until = 0.0
@@ -107,16 +109,16 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]
         raise OSError(f"cannot listen at {host}, port {port}: {reason}; give another --port or --host") from None
-    # Connections inherit TCP_NODELAY. asyncio does not set it if the listener's protocol is 0, which means TCP as well.
-    # Without it, each small write waits for the acknowledgement of the one before, often 40 ms.
+    # Connections inherit TCP_NODELAY. asyncio does not set it if the listener's protocol number is 0, which also means
+    # TCP. Without it, each small write waits for the acknowledgement of the previous one, often 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; elsewhere a client that reads nothing stays connected
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # only on Linux; elsewhere a client that reads nothing stays connected
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)
     return listener
 
 
 def _configure(options: ServerOptions, app: Starlette) -> uvicorn.Config:
-    """Return the configuration of uvicorn. Raises ValueError where the certificate cannot be read."""
+    """Return the configuration of uvicorn. Raises ValueError if the certificate cannot be read."""
     if options.ssl_keyfile and not options.ssl_certfile:
         raise ValueError("ssl_keyfile needs ssl_certfile")
     config = uvicorn.Config(
@@ -126,7 +128,7 @@ def _configure(options: ServerOptions, app: Starlette) -> uvicorn.Config:
         lifespan="off",
         access_log=False,
         log_config=None,
-        log_level="error",  # it warns of each offer to upgrade and of each malformed request
+        log_level="error",  # it would warn about each offered upgrade and each malformed request
         h11_max_incomplete_event_size=MAX_HEAD,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + 2 * FAREWELL_SECONDS),
@@ -135,24 +137,26 @@ def _configure(options: ServerOptions, app: Starlette) -> uvicorn.Config:
     )
     try:
         config.load()
-    except OSError as error:  # ssl's does not name the file
+    except OSError as error:  # the message of ssl does not name the file
         files = f"ssl_certfile {options.ssl_certfile} and ssl_keyfile {options.ssl_keyfile}"
         raise ValueError(f"no certificate and key in {files}: {error}") from None
     return config
 
 
 async def serve(options: Options) -> None:
-    """Serve until a SIGINT or SIGTERM. Raises OSError, ValueError or RuntimeError if that is not possible."""
+    """Serve until a SIGINT or SIGTERM. Raises OSError, ValueError or RuntimeError on failure."""
     server_options = options.server
     service = Service(options)
     config = _configure(server_options, make_app(service))
     listener = listen(server_options.host, server_options.port)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection is a file, and the soft limit often 1024
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, most)
+    )  # each connection is a file, and the soft limit is often 1024
     server, stopping, loop = _Server(config), asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:
-        if stopping.is_set():  # the second signal: running requests end now
+        if stopping.is_set():  # the second signal ends running requests now
             service.expire()
         elif running := len(service.deadlines):
             note("fgserve", f"finishing {running} requests; a second Ctrl-C ends them at once")
@@ -177,14 +181,14 @@ async def serve(options: Options) -> None:
         for task in (keeping, stopped):
             task.cancel()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):  # engines are closed in worker threads, which may all be busy
+            async with asyncio.timeout(CLOSE_SECONDS):  # engines are closed in worker threads, all of which may be busy
                 await asyncio.wait((keeping, stopped))
                 await service.close()
 
 
 def command() -> NoReturn:
-    """Be the process of fgserve, which ends with the command even if a worker thread is busy (with a chat template, for
-    instance), and whose log may be a pipe that nobody reads."""
+    """Run the command as the whole process, which ends with it even if a worker thread is busy, for example with a chat
+    template. Its log may be a pipe that nobody reads."""
     sys.stderr = log = LogPipe()
     try:
         status = main()
@@ -192,11 +196,11 @@ def command() -> NoReturn:
         log.drain(LOG_SECONDS)
         sys.stderr = sys.__stderr__
     sys.stdout.flush()
-    os._exit(status)  # Python's own end would wait for all threads
+    os._exit(status)  # a normal exit would wait for all threads
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0: ended by a signal; 1: an error. Bad options: 2."""
+    """Run the command and return its exit status: 0 ended by a signal, 1 error, 2 wrong options."""
     options = read_options(argv)
     return run_tool("fgserve", options.server.verbose, lambda: _run(options))
 
@@ -205,7 +209,9 @@ def _run(options: Options) -> int:
     if options.server.replicas or options.server.max_replicas:
         from fastgen.cli.serve.ray import serve_replicas
 
-        with listen(options.server.host, options.server.port) as listener:  # Ray does not report a port that it chooses
+        with listen(
+            options.server.host, options.server.port
+        ) as listener:  # since Ray does not report the port that it chooses
             port = listener.getsockname()[1]
         serve_replicas(options, port)
     else:

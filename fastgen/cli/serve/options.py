@@ -1,4 +1,4 @@
-"""The options of fgserve: flags, which override the keys of a YAML file."""
+"""The options of fgserve, given as flags or as keys of a YAML file, which flags override."""
 
 from __future__ import annotations
 
@@ -16,56 +16,63 @@ from fastgen.cli.options import API_KEY, MODEL, Parser, Value, add_flag, read_ya
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.option import Option, option, options_of
 
-LOCAL = ("127.0.0.1", "::1", "localhost")  # addresses that only this machine reaches
+LOCAL = ("127.0.0.1", "::1", "localhost")  # addresses that can be reached only from this machine
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The options of the server, beside those of its models."""
+    """The options of the server; ModelOptions has those of its models."""
 
-    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 is all of this machine's")
-    port: int = option(5678, "0 takes a free one", low=0, high=65535)
-    api_key: str | None = option(None, "key that clients have to send", unset="none is needed")
-    page: bool = option(True, "serve a chat page at /, and all routes and fields at /docs")
+    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 is all addresses of this machine")
+    port: int = option(5678, "port to listen at; 0 takes a free one", low=0, high=65535)
+    api_key: str | None = option(None, "API key that clients have to send", unset="no key is needed")
+    page: bool = option(True, "serve a chat page at / and a page with all routes and fields at /docs")
     strict: bool = option(False, "refuse fields of OpenAI's API that have no effect here")
     allow_origin: str | None = option(
-        None, "origins of web pages whose scripts may use this server (CORS), separated by spaces; * is any",
-        unset="those of this server",
+        None, "origins of web pages whose scripts may use this server (CORS), separated by spaces; * allows any",
+        unset="only pages of this server",
     )  # fmt: skip
-    ssl_certfile: str | None = option(None, "PEM file of the certificate, for HTTPS", unset="HTTP")
+    ssl_certfile: str | None = option(None, "PEM file of the certificate for HTTPS", unset="HTTP")
     ssl_keyfile: str | None = option(None, "PEM file of the certificate's key", unset="in ssl_certfile")
     max_queued_requests: int = option(
-        16384, "samples (n per prompt) of a model that may wait for their first token", low=1
+        16384, "maximum number of samples (n per prompt) per model that wait for their first token", low=1
     )
-    max_queued_tokens: int = option(8_000_000, "tokens of the prompts of waiting samples", low=1)
-    max_body_mb: float = option(8.0, "size of a request, in 10^6 bytes", low=0, above=True)
-    request_timeout: float | None = option(None, "seconds that a request may take", unset="no end", low=0, above=True)
+    max_queued_tokens: int = option(8_000_000, "maximum number of prompt tokens of waiting samples", low=1)
+    max_body_mb: float = option(8.0, "maximum size of a request, in 10^6 bytes", low=0, above=True)
+    request_timeout: float | None = option(
+        None, "maximum time of a request, in seconds", unset="no limit", low=0, above=True
+    )
     read_timeout: float = option(
-        60.0, "seconds for the head of a request, and between two parts of its body, until its connection is closed",
+        60.0, "seconds to wait for the head of a request, or for more of its body, before its connection is closed",
         low=0, above=True,
     )  # fmt: skip
     grammar_timeout: float = option(
-        GRAMMAR_TIMEOUT, "seconds that a schema may take to compile; beyond it the answer is a 400", low=0, above=True
+        GRAMMAR_TIMEOUT,
+        "maximum time to compile a schema, in seconds; a slower one is answered with a 400",
+        low=0,
+        above=True,
     )
-    shutdown_timeout: float = option(30.0, "seconds that running requests have to finish after a SIGTERM", low=0)
+    shutdown_timeout: float = option(30.0, "time for running requests to finish after a SIGTERM, in seconds", low=0)
     stall_timeout: float = option(
-        60.0, "seconds without a step, with work to do, after which /health is 503", low=0, above=True
+        60.0, "seconds without a step, while there is work, after which /health is 503", low=0, above=True
     )
-    restart: bool = option(True, "restart an engine that has died, once")
-    access_log: bool = option(False, "log a line for each request, without its text")
-    verbose: bool = option(False, "log what engines do, and tracebacks")
+    restart: bool = option(True, "restart an engine that has died (only once)")
+    access_log: bool = option(False, "log one line per request, without its text")
+    verbose: bool = option(False, "log what the engines do, and tracebacks")
     rollout: bool = option(
-        False, "serve the routes of a trainer: new weights, pause and sleep. An engine that dies is not restarted"
+        False, "serve routes for a trainer: new weights, pause and sleep. An engine that dies is not restarted"
     )
     replicas: int | None = option(
-        None, "servers like this one behind one address, by Ray Serve", unset="this one, without Ray", low=1
+        None, "number of servers that share one address, run by Ray Serve", unset="one server, without Ray", low=1
     )
-    max_replicas: int | None = option(None, "replicas under load at most", unset="as many as replicas", low=1)
+    max_replicas: int | None = option(
+        None, "maximum number of replicas under load", unset="the value of replicas", low=1
+    )
     replica_requests: float = option(
-        32.0, "running requests per replica above which another one is started", low=0, above=True
+        32.0, "number of running requests per replica above which another replica is started", low=0, above=True
     )
-    replica_cpus: float = option(1.0, "CPUs of a replica; less than 1 shares one", low=0)
-    replica_gpus: float | None = option(None, "GPUs of a replica", unset="those of its models", low=0)
+    replica_cpus: float = option(1.0, "CPUs per replica; with less than 1, replicas share a CPU", low=0)
+    replica_gpus: float | None = option(None, "GPUs per replica", unset="as many as its models use", low=0)
 
     def __post_init__(self) -> None:
         if (self.replicas or 1) > (self.max_replicas or self.replicas or 1):
@@ -84,20 +91,21 @@ class ServerOptions:
 
     @property
     def origins(self) -> list[str]:
-        """The origins of allow_origin."""
+        """The single origins of `allow_origin`."""
         return [origin.rstrip("/") for origin in (self.allow_origin or "").split()]
 
     def url(self, port: int) -> str:
-        """Return the address of the server. port: the number in use, which `port` 0 leaves open."""
+        """Return the URL of the server. port: the actual port, which may be another one if the option `port` is 0."""
         return f"http{'s' if self.ssl_certfile else ''}://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """A model to serve: its name for clients, its folder or hub id (None: the bundled one), and Generator's arguments.
+    """A model to serve.
 
-    chat_template: the text of a template that replaces the tokenizer's. again: arguments that replace these when the
-    engine is started again, beside all other models.
+    name: its name for clients. model: its folder or hub id; None for the bundled model. generator: arguments of its
+    Generator. chat_template: text of a template that replaces the tokenizer's own. again: arguments that replace those
+    of `generator` when the engine is restarted, while all other models run.
     """
 
     name: str
@@ -115,7 +123,9 @@ class Options:
 
 SERVER = options_of(ServerOptions)
 NAME = Option("served_model_name", str, None, "name of the model for clients", unset="its hub id or folder")
-TEMPLATE = Option("chat_template", str, None, "file of a chat template, in Jinja", unset="the tokenizer's own template")
+TEMPLATE = Option(
+    "chat_template", str, None, "file with a chat template in Jinja", unset="the tokenizer's own template"
+)
 SERVED = {NAME.name: NAME, TEMPLATE.name: TEMPLATE, **MODEL}
 """The options of each model."""
 
@@ -123,7 +133,7 @@ TABLE = SERVER | SERVED
 
 
 def read_options(argv: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> Options:
-    """Return the options of a command line. Wrong ones end the program with a message, as argparse does."""
+    """Return the options of a command line. Wrong options end the program with a message, as in argparse."""
     parser = make_parser()
     args = parser.parse_args(argv)
     given = {name: value for name, value in vars(args).items() if name in TABLE and value is not None}
@@ -140,9 +150,12 @@ def make_options(
     models: Sequence[str] = (),
     given: Mapping[str, Value] | None = None,
 ) -> Options:
-    """Return the options of a file that has been read, of the variable API_KEY, and of flags (`given` and `models`).
+    """Return the options.
 
-    Raises ValueError, and OSError for a file of a chat template that cannot be read.
+    file: content of the YAML file. environment: environment variables, of which API_KEY is read; it overrides the file.
+    models, given: models and flags of the command line, which override both.
+
+    Raises ValueError for a wrong option, and OSError if the file of a chat template cannot be read.
     """
     file = dict(file)
     entries = _entries(models, file.pop("models", None) or [])
@@ -167,10 +180,10 @@ def make_options(
 def make_parser() -> Parser:
     parser = Parser(
         prog="fgserve",
-        description="Serve models over HTTP, in the manner of OpenAI's and Anthropic's APIs.",
-        epilog="Each option is a flag and a key of the YAML file, which flags override. In the file, an entry of "
-        "`models` may be a mapping of `model`, `name` (for clients) and options of models, which then hold for that "
-        f"one. The environment variable {API_KEY} has the key, too.",
+        description="Serve models over HTTP with OpenAI's and Anthropic's APIs.",
+        epilog="Each option is a flag and a key of the YAML file; flags override the file. In the file, an entry of "
+        "`models` may be a mapping with `model`, `name` (for clients) and options that apply only to this model. The "
+        f"API key can also be given by the environment variable {API_KEY}.",
     )
     parser.add_argument("model", nargs="*", metavar="MODEL", help=f"hub ids or folders [models: {BUNDLED_NAME}]")
     parser.add_argument("--config", metavar="FILE", help="a YAML file")
@@ -201,7 +214,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _read(data: Mapping[str, Any], known: Mapping[str, Option], where: str = "") -> dict[str, Value]:
-    """Return the values of a mapping, by the names of their options. where: the mapping, for errors."""
+    """Return the values of a mapping by option name. where: where the mapping comes from, for error messages."""
     found = {}
     for name, value in data.items():
         if name not in known:
@@ -215,7 +228,7 @@ def _read(data: Mapping[str, Any], known: Mapping[str, Option], where: str = "")
 
 
 def _entries(given: Sequence[str], listed: Any) -> list[dict[str, Any]]:
-    """Return the models to serve, in the file's form. listed: `models` of the file."""
+    """Return the models to serve, as mappings like those of the file. listed: `models` of the file."""
     if not isinstance(listed, list):
         raise ValueError("the file: models must be a list")
     if not all(isinstance(entry, str | dict) for entry in listed):
@@ -227,14 +240,14 @@ def _entries(given: Sequence[str], listed: Any) -> list[dict[str, Any]]:
 def _share_memory(models: Sequence[ModelOptions]) -> list[ModelOptions]:
     """Split the free memory of each GPU evenly among its models.
 
-    The models start one after another, so the equal part of a later model is a larger share of the memory that is left.
-    A model that is started again finds the memory of the last one, and so takes the same share.
+    The models start one after another, so an equal part for a later model is a larger share of the memory that is left.
+    A restarted model finds as much free memory as the last model did, so it takes the last model's share.
     """
     shared = []
     for place, model in enumerate(models):
-        beside = [other for other, options in enumerate(models) if gpus(options) & gpus(model)]
-        if len(beside) > 1 and not model.generator.keys() & {"memory_fraction", "num_pages", "kv_cache_gb"}:
-            now, again = (0.9 / (len(beside) - 0.9 * before) for before in (beside.index(place), len(beside) - 1))
+        sharing = [other for other, options in enumerate(models) if gpus(options) & gpus(model)]
+        if len(sharing) > 1 and not model.generator.keys() & {"memory_fraction", "num_pages", "kv_cache_gb"}:
+            now, again = (0.9 / (len(sharing) - 0.9 * before) for before in (sharing.index(place), len(sharing) - 1))
             model = replace(
                 model,
                 generator={**model.generator, "memory_fraction": now},
@@ -245,7 +258,7 @@ def _share_memory(models: Sequence[ModelOptions]) -> list[ModelOptions]:
 
 
 def gpus(model: ModelOptions) -> set[int]:
-    """Return the numbers of the GPUs that a model would use; empty on the CPU."""
+    """Return the indices of the GPUs that a model would use; none on the CPU."""
     kind, _, number = str(model.generator.get("device", "cuda")).partition(":")
     if kind == "cpu":
         return set()

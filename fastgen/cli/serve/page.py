@@ -1,4 +1,4 @@
-"""The pages of fgserve: a chat, which is one file, page.html, and Swagger UI over /openapi.json."""
+"""The pages of fgserve: a chat (page.html), and Swagger UI for /openapi.json."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ DOCS = f"""<!doctype html>
 
 
 def _hash_of(tag: str, text: str) -> str:
-    """Return the source expression of the only inline element of this kind."""
+    """Return the CSP hash of the only inline element with this tag."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return f"'sha256-{b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
 def _page(text: str, policy: dict[str, str]) -> Callable[[Request], HTMLResponse]:
-    """Return the handler of a page that connects to this server alone. policy: what else its browser allows and
-    refuses."""
+    """Return the handler of a page that connects only to this server. policy: further directives of its
+    Content-Security-Policy."""
     policy = {
         "default-src": "'none'",
         "connect-src": "'self'",
@@ -55,7 +55,7 @@ def _page(text: str, policy: dict[str, str]) -> Callable[[Request], HTMLResponse
     return lambda request: HTMLResponse(text, headers=headers)
 
 
-# The browser runs the own script and style of the chat page alone, and refuses scripts that would write HTML.
+# The browser applies only the chat page's own script and style, and keeps scripts from writing HTML.
 chat_page = _page(
     PAGE,
     {
@@ -65,7 +65,7 @@ chat_page = _page(
         "trusted-types": "'none'",
     },
 )
-# The script and style of the page of all routes and fields are those of one release of Swagger UI.
+# The page of all routes and fields uses the script and style of one release of Swagger UI.
 docs_page = _page(
     DOCS,
     {"script-src": f"{SWAGGER} {_hash_of('script', DOCS)}", "style-src": f"{SWAGGER} 'unsafe-inline'"},

@@ -1,6 +1,6 @@
-"""From a checked request to the engine's input: the ids of its prompts, its sampling parameters and its grammar.
+"""From a checked request to the engine's input: prompt ids, sampling parameters and grammar.
 
-The routes about tokens are here too.
+The routes about tokens are here, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from fastgen.request import SamplingParams
 from fastgen.text.grammar import json_rule, params_rule
 from fastgen.text.tokenizer import CLEARLY_MORE, Tokenizer
 
-MAX_ECHOED = 4_000_000  # prompt tokens, logprobs and alternatives in a response, which needs 1 GB to be made
+# Maximum number of prompt tokens, logprobs and alternatives in a response; making so large a response needs 1 GB.
+MAX_ECHOED = 4_000_000
 
 GenerationRequest = ChatRequest | CompletionRequest
 GenerationReply = ChatReply | CompletionReply
@@ -32,8 +33,11 @@ GenerationReply = ChatReply | CompletionReply
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a model that requests need. defaults: of sampling. max_model_len: maximum tokens of prompt and answer
-    together."""
+    """The facts about a model that requests need.
+
+    defaults: the model's sampling parameters for fields that a request leaves out. max_model_len: maximum number of
+    tokens of a prompt and its answer together.
+    """
 
     name: str
     tokenizer: Tokenizer | None
@@ -46,8 +50,8 @@ class ModelFacts:
 def prepare(
     model: ModelFacts, request: GenerationRequest, make_reply: Callable[..., ChatReply] = ChatReply
 ) -> tuple[GenerationReply, SamplingParams]:
-    """Tokenize and check a request. Return its reply, which has no events yet, and its sampling parameters, with its
-    grammar. make_reply: makes the reply of a chat. Raises ApiError. May take long, so call it in a thread."""
+    """Tokenize and check a request. Return its reply, which has no events yet, and its sampling parameters with its
+    grammar. make_reply: class of the reply to a chat. Raises ApiError. This may take long, so call it in a thread."""
     reply: GenerationReply
     if isinstance(request, ChatRequest):
         reply, grammar = _prepare_chat(model, request, make_reply)
@@ -81,14 +85,14 @@ def _prepare_chat(
 
 
 def answer_rule(wanted: ResponseFormat | None) -> str | None:
-    """Return the rule of a request's response_format; None for plain text. Raises ValueError."""
+    """Return the grammar rule of a response_format; None for plain text. Raises ValueError."""
     if wanted is not None and wanted.json_schema is not None:
         return json_rule(wanted.json_schema.schema_, strict=bool(wanted.json_schema.strict))
     return None if wanted is None or wanted.type == "text" else json_rule({"type": "object"}, strict=True)
 
 
 def structure_rule(request: GenerationRequest) -> str | None:
-    """Return the rule of a structure that is asked for in the manner of vLLM, or None. Raises ApiError."""
+    """Return the grammar rule of a request's structured_outputs, or None. Raises ApiError."""
     if request.structured_outputs is None:
         return None
     try:
@@ -107,7 +111,7 @@ def calling_of(request: ChatRequest, tokenizer: Tokenizer) -> Calling:
 
 
 def grammar_field(request: GenerationRequest) -> str:
-    """Return the name of the field that the grammar of a request comes from."""
+    """Return the name of the field that a request's grammar comes from."""
     if request.structured_outputs is not None:
         return "structured_outputs"
     wanted = request.response_format if isinstance(request, ChatRequest) else None
@@ -115,7 +119,7 @@ def grammar_field(request: GenerationRequest) -> str:
 
 
 def encode_text(prompt: str | Sequence[int], model: ModelFacts, echo: bool = False) -> PromptTokens:
-    """Tokenize a prompt of /completions. echo: ids are also decoded, without special tokens."""
+    """Tokenize a prompt of /completions. echo: also decode a prompt of ids, without special tokens."""
     tokenizer = model.tokenizer
     if isinstance(prompt, str):
         return PromptTokens(needed(tokenizer).encode(prompt, most=model.max_model_len), prompt)
@@ -126,8 +130,8 @@ def encode_text(prompt: str | Sequence[int], model: ModelFacts, echo: bool = Fal
 def encode_chat(
     request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, calling: Calling, most: int | None = None
 ) -> list[int]:
-    """Return the ids of a request's messages and tools in the chat template. most: see Tokenizer.encode. Raises
-    ApiError."""
+    """Apply the chat template to a request's messages and tools, and return the ids. most: as in Tokenizer.encode.
+    Raises ApiError."""
     variables = {"tools": calling.template_tools, **(request.chat_template_kwargs or {})}
     try:
         messages = calling.template_messages(request.messages or ())
@@ -145,7 +149,7 @@ def encode_chat(
 
 
 def needed(tokenizer: Tokenizer | None) -> Tokenizer:
-    """Return the tokenizer. Raises ApiError where the model has none."""
+    """Return the tokenizer. Raises ApiError if the model has none."""
     if tokenizer is None:
         raise ApiError(400, "this model has no tokenizer files; give the prompt as token ids", code="invalid_value")
     return tokenizer
@@ -155,9 +159,9 @@ def needed(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def _check_prompt(ids: Sequence[int], request: GenerationRequest, model: ModelFacts) -> None:
-    """Check the ids of a prompt, and that prompt and answer fit in the context. Raises ApiError.
+    """Check the ids of a prompt, and that prompt and answer fit into the context. Raises ApiError.
 
-    A request without a limit needs room for one token.
+    A request without a limit of its answer needs room for one token.
     """
     param, context = "messages" if isinstance(request, ChatRequest) else "prompt", model.max_model_len
     if not ids:
@@ -165,7 +169,7 @@ def _check_prompt(ids: Sequence[int], request: GenerationRequest, model: ModelFa
     _check_ids(ids, param, model.vocab_size)
     answer = 1 if request.limit is None else request.limit
     if len(ids) + answer > context:
-        least = "at least " if len(ids) > context + CLEARLY_MORE else ""  # encoding has stopped there
+        least = "at least " if len(ids) > context + CLEARLY_MORE else ""  # the tokenizer has stopped there
         raise ApiError(
             400,
             f"This model's maximum context length is {context} tokens. However, you requested {least}"
@@ -187,7 +191,7 @@ def _check_echo(request: CompletionRequest, reply: CompletionReply) -> None:
     """Check the size of a response that repeats a prompt for each choice. Raises ApiError."""
     if not request.echo and not request.return_token_ids:
         return
-    entries = 1 + (request.logprobs or 0 if request.echo else 0)  # for each token
+    entries = 1 + (request.logprobs or 0 if request.echo else 0)  # number of entries per token
     if (count := reply.prompt_tokens * request.choices * entries) > MAX_ECHOED:
         param = "echo" if request.echo else "return_token_ids"
         raise ApiError(
@@ -217,15 +221,15 @@ def tokenize(request: TokenizeRequest, model: ModelFacts) -> dict[str, Any]:
 
 
 def check_length(ids: Sequence[int], param: str, model: ModelFacts) -> None:
-    """Check that ids which nothing follows fit in the context. Raises ApiError."""
+    """Check that ids without an answer fit into the context. Raises ApiError."""
     if len(ids) > model.max_model_len:
-        least = "at least " if len(ids) > model.max_model_len + CLEARLY_MORE else ""  # encoding has stopped there
+        least = "at least " if len(ids) > model.max_model_len + CLEARLY_MORE else ""  # the tokenizer has stopped there
         message = f"{param} has {least}{len(ids)} tokens, above this model's maximum context length of "
         raise ApiError(400, f"{message}{model.max_model_len}; shorten it", param, "context_length_exceeded")
 
 
 def detokenize(request: DetokenizeRequest, model: ModelFacts) -> dict[str, str]:
-    """Answer /detokenize; the text shows special tokens. Raises ApiError."""
+    """Answer /detokenize. The text shows special tokens. Raises ApiError."""
     tokenizer = needed(model.tokenizer)
     check_length(request.tokens, "tokens", model)
     _check_ids(request.tokens, "tokens", model.vocab_size)
@@ -233,7 +237,7 @@ def detokenize(request: DetokenizeRequest, model: ModelFacts) -> dict[str, str]:
 
 
 def tokenizer_info(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Answer /tokenizer_info, for clients that count tokens or write chats themselves; None for a missing token."""
+    """Answer /tokenizer_info, for clients that count tokens or apply the chat template themselves."""
     hf = tokenizer.hf
     named = {name: getattr(hf, name, None) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     return {

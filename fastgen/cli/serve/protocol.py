@@ -1,7 +1,7 @@
 """Requests of OpenAI's API: strict checks of their fields, and their sampling parameters.
 
-A field of a request that is not supported is an error that names it, unless it cannot change the answer. Unknown keys
-of messages are dropped. null is the default of every field.
+An unsupported field of a request is an error that names it, unless the field cannot change the answer. Unknown keys of
+messages are dropped. The default of every field is null.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fastgen.names import nearest
 from fastgen.request import MAX_BIASES, MAX_LOGPROBS, SamplingParams
 from fastgen.text.tokenizer import content_text
 
-COMPLETION_TOKENS = 16  # max_tokens of /completions where it is left out, as OpenAI has it
+COMPLETION_TOKENS = 16  # default max_tokens of /completions, as in OpenAI's API
 MAX_CHOICES = 128
-MAX_STOPS = 64  # of bad_words too
-MAX_WORD = 1000  # characters of one of the bad_words
+MAX_STOPS = 64  # maximum number of stop strings, and of bad_words
+MAX_WORD = 1000  # maximum number of characters of one of the bad_words
 INT32 = 2**31 - 1
 
 UNSUPPORTED = "is not supported; leave it out"
@@ -43,19 +43,22 @@ HINTS = {
     "suffix": "is not supported; write the tokens of your model for a text before and after a gap into the prompt",
     "truncate_prompt_tokens": "is not supported; shorten the prompt",
     "prompt_logprobs": "is not supported; use echo and logprobs of /completions",
-}  # by field that is not supported: what to do instead
+}  # {unsupported field: what to do instead}
 
+_T = TypeVar("_T")
+Items = Annotated[list[_T], Field(fail_fast=True)]  # checked up to the first wrong item: a body may have very many
+Some = Annotated[list[_T], Field(min_length=1, fail_fast=True)]
 _TokenId = Annotated[int, Field(ge=0, le=INT32)]
 _Biased = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 _Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
 _Word = Annotated[str, Field(pattern=r"\S", max_length=MAX_WORD)]
-_Stop = Annotated[str, Field(min_length=1)]  # an empty one would end every answer at its beginning
+_Stop = Annotated[str, Field(min_length=1)]  # an empty one would end every answer at once
 
 
 class ApiError(Exception):
-    """An error response: an HTTP status and a body in the form of OpenAI's errors.
+    """An error response: an HTTP status and a body in OpenAI's format.
 
-    param: the wrong field, such as "messages[0].content". code: an identifier for programs.
+    param: path of the wrong field, such as "messages[0].content". code: an identifier for programs.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -72,22 +75,22 @@ class ApiError(Exception):
 
 
 def wrong(field: str, message: str, code: LiteralString = "invalid_value") -> PydanticCustomError:
-    """Return the error of a field. message: the rest of a sentence that begins with the field's name."""
+    """Return an error about a field. message: the rest of a sentence that begins with the field's name."""
     return PydanticCustomError(code, "{field} {message}", {"field": field, "message": message})
 
 
 def _describe(schema: dict[str, Any], kind: type[Strict]) -> None:
-    """Add to the JSON schema of a part what pydantic does not know."""
+    """Add to the JSON schema of a part: other fields must be null, and some fields have no effect."""
     schema["additionalProperties"] = {"type": "null"}
     for name in sorted(kind.without_effect):
         schema["properties"].setdefault(name, {})["description"] = "accepted without effect"
 
 
 class Strict(BaseModel):
-    """A part of a request: unknown fields are errors, types are not converted, and a null field counts as left out.
+    """A part of a request. Unknown fields are errors, types are not converted, and null means that a field is left out.
 
-    without_effect: names of fields that are accepted and dropped, or only checked where the class declares them too;
-    they are errors if the validation's context has "strict".
+    without_effect: names of fields that are accepted and dropped; those that the class also declares are checked. They
+    are errors if the validation's context has "strict".
     """
 
     model_config = ConfigDict(
@@ -101,7 +104,7 @@ class Strict(BaseModel):
         if not isinstance(data, dict):
             return data
         strict, given = bool(info.context and info.context.get("strict")), {}
-        for name, value in data.items():  # stop at the first unknown field: there may be very many
+        for name, value in data.items():  # stops at the first unknown field, since there may be very many
             ignored = name in cls.without_effect
             if value is not None and (strict if ignored else not cls._knows(name)):
                 near = "" if ignored else nearest(name, cls.model_fields)
@@ -117,8 +120,8 @@ class Strict(BaseModel):
 
 
 class History(Strict):
-    """A part of a message. Clients send messages back with keys that servers and libraries have added, which are
-    dropped; a key that holds a part of what was said is an error."""
+    """A part of a message. Clients send messages back with keys that servers and libraries have added. These are
+    dropped, except for keys that hold a part of what was said, which are errors."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra=None)
 
@@ -128,7 +131,10 @@ class History(Strict):
 
 
 class StreamOptions(Strict):
-    """include_usage: add a last chunk with the usage. continuous_usage_stats: add the usage so far to every chunk."""
+    """Options of a stream.
+
+    include_usage: add a last chunk with the usage. continuous_usage_stats: add the usage so far to every chunk.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -141,7 +147,7 @@ class TextPart(TypedDict):
 
 
 class CalledFunction(History):
-    """arguments: a JSON object as text, incomplete if max_tokens has cut it off."""
+    """A call of a function. arguments: a JSON object as text, which is incomplete if max_tokens has cut it off."""
 
     name: str
     arguments: str
@@ -153,14 +159,14 @@ class ToolCall(History):
     function: CalledFunction
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+Content = str | Some[TextPart]
 
 
 class ChatMessage(History):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
 
     @property
@@ -181,7 +187,7 @@ class ChatMessage(History):
 
 
 class ToolFunction(Strict):
-    """parameters: a JSON schema."""
+    """A function that the model may call. parameters: JSON schema of its arguments."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
     description: str | None = None
@@ -190,7 +196,7 @@ class ToolFunction(Strict):
 
     @property
     def takes(self) -> dict[str, Any]:
-        """The schema of the arguments; a function without `parameters` has none."""
+        """The JSON schema of the arguments; without `parameters`, the function takes none."""
         nothing = {"type": "object", "properties": {}, "additionalProperties": False}
         return nothing if self.parameters is None else self.parameters
 
@@ -200,7 +206,7 @@ class Tool(Strict):
     function: ToolFunction
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool for a chat template: with every field, in the order that models were trained on."""
+        """Return the tool for a chat template, with all fields in the order that models were trained on."""
         given = self.function
         function = {"name": given.name, "description": given.description or "", "parameters": given.takes}
         return {"type": "function", "function": function}
@@ -214,7 +220,7 @@ class NamedFunction(Strict):
 
 
 class NamedTool(Strict):
-    """A function by its name; as a choice, exactly one call of it."""
+    """The name of a function. As a tool_choice it means exactly one call of this function."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -222,29 +228,29 @@ class NamedTool(Strict):
 
     @property
     def names(self) -> list[str]:
-        """The only function that may be called."""
+        """The name of the only function that may be called."""
         return [self.function.name]
 
 
 class AllowedTools(Strict):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True)]
+    tools: Some[NamedTool]
 
 
 class ChosenTools(Strict):
-    """The choice of one or some of the tools, while the chat template shows all of them."""
+    """A tool_choice of some of the tools. The chat template still shows all of them."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
     @property
     def names(self) -> list[str]:
-        """The functions that may be called."""
+        """The names of the functions that may be called."""
         return [tool.function.name for tool in self.allowed_tools.tools]
 
     @property
     def required(self) -> bool:
-        """True if one of them must be called."""
+        """True if one of these functions must be called."""
         return self.allowed_tools.mode == "required"
 
 
@@ -268,11 +274,11 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """The structure of an answer in the form of vLLM: one of the fields."""
+    """The structure of an answer, with vLLM's fields, of which exactly one is given."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
+    choice: Some[str] | None = None
     grammar: str | None = None
     json_object: Literal[True] | None = None
 
@@ -284,7 +290,7 @@ class StructuredOutputs(Strict):
 
     @property
     def params(self) -> SamplingParams:
-        """The same structure in the parameters of the engine."""
+        """The same structure as parameters of the engine."""
         schema = {"type": "object"} if self.json_object else self.json_
         return SamplingParams(json_schema=schema, regex=self.regex, choice=self.choice, grammar=self.grammar)
 
@@ -293,16 +299,16 @@ class StructuredOutputs(Strict):
 
 
 class GenerationFields(Strict):
-    """The common fields of both generating endpoints; SamplingParams documents most of them. Bills, caches, safety and
-    hints to other models cannot change an answer."""
+    """The fields that both generating endpoints share. SamplingParams documents most of them. Fields about billing,
+    caching and safety and hints for other models have no effect."""
 
     without_effect = frozenset({
         "best_of", "metadata", "modalities", "prediction", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "verbosity",
     })  # fmt: skip
 
-    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)  # equal to n
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)  # must equal n
+    modalities: Items[Literal["text"]] | None = None
     model: str | None = None
     temperature: FiniteFloat | None = Field(None, ge=0)
     top_p: FiniteFloat | None = Field(None, ge=0, le=1, description="0 is off, as 1 is")
@@ -316,7 +322,7 @@ class GenerationFields(Strict):
     frequency_penalty: FiniteFloat | None = Field(None, ge=-2, le=2)
     repetition_penalty: FiniteFloat | None = Field(None, gt=0)
     logit_bias: dict[_Biased, _Bias] | None = Field(None, max_length=MAX_BIASES)
-    allowed_token_ids: Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)] | None = None
+    allowed_token_ids: Some[_TokenId] | None = None
     bad_words: Annotated[list[_Word], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=INT32)
     ignore_eos: bool | None = None
@@ -331,7 +337,7 @@ class GenerationFields(Strict):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _check_size(cls, bias: Any) -> Any:
-        """Check the size before pydantic reports each wrong entry, which takes seconds for a large body."""
+        """Check the size before pydantic checks each entry and reports all wrong ones, which could take seconds."""
         if isinstance(bias, dict) and len(bias) > MAX_BIASES:
             raise wrong("logit_bias", f"has {len(bias)} tokens; it may have {MAX_BIASES}")
         return bias
@@ -346,22 +352,18 @@ class GenerationFields(Strict):
 
     @property
     def drawn(self) -> str:
-        """The list of an Event that is reported as logprobs."""
+        """The name of the list of an Event that is reported as logprobs."""
         mode = self.logprobs_mode or "raw_logprobs"
         return "logprobs" if mode == "processed_logprobs" else mode
 
     @property
     def choices(self) -> int:
-        """Number of answers to each prompt."""
+        """The number of answers to each prompt."""
         return self.n or 1
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+    def streamed(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
 
     def _sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
         given = {name: value for name in COPIED if (value := getattr(self, name)) is not None}
@@ -370,20 +372,20 @@ class GenerationFields(Strict):
         return replace(defaults, **given, **others)
 
 
-# Fields that SamplingParams has under the same name and with the same meaning.
+# Fields with the same name and meaning in SamplingParams.
 COPIED = (GenerationFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()) - {"top_p"}
 
 
 class ChatRequest(GenerationFields):
     """A request to /chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "a"}]])
+    messages: Some[ChatMessage] = Field(examples=[[{"role": "user", "content": "a"}]])
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: ToolMode | NamedTool | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
@@ -413,22 +415,22 @@ class ChatRequest(GenerationFields):
 
     @property
     def limit(self) -> int | None:
-        """Maximum tokens of an answer; None if the request has no limit."""
+        """The maximum number of tokens of an answer; None if the request has no limit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def alternatives(self) -> int | None:
-        """Number of alternatives for each token; None without logprobs."""
+        """The number of alternatives for each token; None without logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the parameters of the engine. defaults: for fields that are left out."""
+        """Return the parameters for the engine. defaults: values of fields that are left out."""
         limit = defaults.max_tokens if self.limit is None else self.limit
         return self._sampling_params(defaults, max_tokens=limit, logprobs=self.alternatives)
 
 
 def check_continued(request: ChatRequest | TokenizeRequest) -> None:
-    """Check `continue_final_message`. Raises the error of a field."""
+    """Check `continue_final_message`. Raises an error about a field."""
     if request.continue_final_message:
         if request.add_generation_prompt:
             raise wrong("add_generation_prompt", "begins another message, so it cannot go with continue_final_message")
@@ -436,19 +438,13 @@ def check_continued(request: ChatRequest | TokenizeRequest) -> None:
             raise wrong("continue_final_message", "needs text in the last message")
 
 
-# A prompt may have very many ids; check_prompt checks their range at once.
+# A prompt may have very many ids, so prompts.py checks their range all at once.
 _Id = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": INT32})]
-_Ids = Annotated[list[_Id], Field(min_length=1, fail_fast=True)]
-_Prompts = (
-    str
-    | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-    | _Ids
-    | Annotated[list[_Ids], Field(min_length=1, fail_fast=True)]
-)
+_Prompts = str | Some[str] | Some[_Id] | Some[Some[_Id]]
 
 
 class CompletionRequest(GenerationFields):
-    """A request to /completions. logprobs: number of alternatives for a token; echo: answers begin with the prompt."""
+    """A request to /completions. logprobs: number of alternatives per token. echo: answers begin with the prompt."""
 
     prompt: _Prompts
     max_tokens: int | None = Field(None, ge=0)
@@ -467,7 +463,7 @@ class CompletionRequest(GenerationFields):
 
     @property
     def limit(self) -> int | None:
-        """Maximum tokens of an answer; None if the request names no limit."""
+        """The maximum number of tokens of an answer; None if the request has no limit."""
         return self.max_tokens
 
     @property
@@ -479,20 +475,20 @@ class CompletionRequest(GenerationFields):
         return cast(list[str | list[int]], self.prompt)
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the parameters of the engine. defaults: for fields that are left out."""
+        """Return the parameters for the engine. defaults: values of fields that are left out."""
         limit = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         scores = self.logprobs if self.echo else None
         if limit == 0 and scores is None:
-            scores = 0  # without tokens to generate, the engine requires prompt_logprobs
+            scores = 0  # the engine requires prompt_logprobs if there is nothing to generate
         return self._sampling_params(defaults, max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scores)
 
 
 class TokenizeRequest(Strict):
-    """A request to /tokenize: a prompt, or messages for the chat template. return_token_strs: return names too."""
+    """A request to /tokenize: a prompt, or messages for the chat template. return_token_strs: also return names."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Some[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -516,7 +512,7 @@ class DetokenizeRequest(Strict):
     """A request to /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[_Id], Field(fail_fast=True)]
+    tokens: Items[_Id]
 
 
 # ------------------------------------------------------------------------------------------------- reading
@@ -526,7 +522,7 @@ RequestT = TypeVar("RequestT", bound=Strict)
 
 
 def read_request(kind: type[RequestT], body: bytes, strict: bool = False) -> RequestT:
-    """Parse and check a body (see `check_request`). Raises ApiError, which names the wrong field."""
+    """Parse a body and check it as `check_request` does. Raises ApiError, which names the wrong field."""
     try:
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -543,8 +539,8 @@ def check_request(kind: type[RequestT], data: Any, strict: bool = False) -> Requ
 
 
 def _api_error(error: ValidationError, data: Any) -> ApiError:
-    """Describe the deepest wrong field, or the last in a list: among the types of a union, it belongs to the closest
-    one."""
+    """Return the error about the deepest wrong field, or the last one in a list. Of the types of a union, this belongs
+    to the type that the value is closest to."""
     found = [(_path(details, data), details) for details in error.errors(include_url=False)]
     path, details = max(found, key=lambda pair: (len(pair[0]), [step for step in pair[0] if isinstance(step, int)]))
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
@@ -565,14 +561,14 @@ def _api_error(error: ValidationError, data: Any) -> ApiError:
 
 
 def _plain(message: str) -> str:
-    """Return a message of pydantic without its terms for Python's values and types."""
+    """Return a message of pydantic without terms of Python."""
     message = re.sub(r"should have at least 1 item.*", "is empty; give at least 1 item", message)
     message = re.sub(r"dictionary or (instance of \w+|object to extract fields from)|dictionary", "object", message)
     return re.sub(r"^(Input|String|List|Dictionary|Value) ", "", message)
 
 
 def _path(details: ErrorDetails, data: Any) -> tuple[str | int, ...]:
-    """Return the path of an error in the body, without the names that pydantic adds for the types of a union."""
+    """Return the path of an error in the body, without the steps that pydantic adds for the types of a union."""
     path: list[str | int] = []
     for step in details["loc"]:
         if isinstance(data, dict) and (step in data or (details["type"] == "missing" and step is details["loc"][-1])):
@@ -585,9 +581,10 @@ def _path(details: ErrorDetails, data: Any) -> tuple[str | int, ...]:
 
 
 def refused(error: ValueError | TypeError, param: str | None = None) -> ApiError:
-    """Return the response for an error of the engine, a template or a grammar, whose message may begin with a field.
+    """Return the ApiError for an error of the engine, a template or a grammar.
 
-    param: the field of the request; the engine knows what it asks for as `grammar`.
+    param: the field that is at fault, which replaces the engine's name `grammar` in the message. None: a field that the
+    message begins with, if any.
     """
     message = re.sub("^grammar: ", f"{param}: " if param else "", str(error))
     named = re.match(r"[a-z]+(_[a-z]+)*", message)

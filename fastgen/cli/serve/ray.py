@@ -1,6 +1,6 @@
-"""Replicas of fgserve on Ray Serve: each is the application with engines of its own.
+"""Replicas of fgserve on Ray Serve. Each replica is the application with its own engines.
 
-Needs the extra `ray`. Functions import it, since Ray reads the environment when it is imported.
+Needs the extra `ray`. Functions import Ray themselves, since it reads the environment when it is imported.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 NAME = "fgserve"
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
-UNLIMITED = 1_000_000  # requests of a replica in Ray's view; fgserve has its own limit, with OpenAI's errors
-HEALTH_SECONDS = 1.0  # interval of health checks; three failures in a row end a replica
+UNLIMITED = 1_000_000  # Ray's limit of requests per replica; fgserve has its own limit, with OpenAI's errors
+HEALTH_SECONDS = 1.0  # interval of health checks; Ray ends a replica after three failures in a row
 
 
 class Replica:
-    """The actor of Ray Serve: the application of fgserve, with engines in processes of their own.
+    """The actor of Ray Serve: the application of fgserve, whose engines are separate processes.
 
-    A dead engine is not restarted: its replica becomes unhealthy, and Ray replaces the replica.
+    A dead engine is not restarted. Its replica becomes unhealthy, and Ray replaces the replica.
     """
 
     def __init__(self, options: Options) -> None:
@@ -44,9 +44,8 @@ class Replica:
         self._service = Service(replace(options, server=server))
 
     async def __serve_build_asgi_app__(self) -> Starlette:
-        """Return the application. Ray calls this once, after the constructor, and sends requests after its return.
-
-        Raises the error of a model that cannot be loaded.
+        """Return the application once its models are loaded. Ray calls this after the constructor and sends no requests
+        before it returns. Raises the error of a model that cannot be loaded.
         """
         self._keeping = asyncio.create_task(self._service.run())
         loaded = asyncio.create_task(self._service.loaded.wait())
@@ -56,7 +55,7 @@ class Replica:
         return make_app(self._service)
 
     async def check_health(self) -> None:
-        """Raise the trouble of an engine, if there is any. Ray calls this periodically."""
+        """Raise an error if an engine is not healthy. Ray calls this periodically."""
         if self._keeping.done():
             await self._keeping
         if self._service.trouble is not None:
@@ -64,10 +63,11 @@ class Replica:
 
 
 def application(options: Options, tries: int = 20) -> Application:
-    """Return the replicas for `serve.run`. host, port and restart have no effect. Raises ValueError.
-    tries: failed starts before Ray gives up.
+    """Return the application for `serve.run`. Raises ValueError.
 
-    Requests with equal X-Session-Id headers go to one replica, so that a conversation finds its cached prefix.
+    options: of these, host, port and restart have no effect. tries: number of failed starts after which Ray gives up.
+
+    Requests with equal X-Session-Id headers go to the same replica, so that a conversation finds its cached prefix.
     """
     import ray
     from ray import serve
@@ -99,17 +99,17 @@ def application(options: Options, tries: int = 20) -> Application:
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Return the replicas for the `import_path` of `serve deploy`. args: the content of a YAML file of fgserve;
-    FASTGEN_API_KEY has precedence. Raises ValueError."""
+    """Return the application for the `import_path` of `serve deploy`. args: content of a YAML file of fgserve, which
+    FASTGEN_API_KEY overrides. Raises ValueError."""
     return application(make_options(args, os.environ))
 
 
 def connect() -> None:
-    """Join the cluster at RAY_ADDRESS, or start a local one, which ends with this process.
+    """Join the cluster at RAY_ADDRESS, or start a local cluster, which ends with this process.
 
-    A local cluster listens at 127.0.0.1 alone, accepts only clients with its random token, which only the environment
-    of its processes has, and sends no usage reports. Sets environment variables, which Ray reads at its import. Raises
-    ValueError where Ray is not installed. Call it in the main thread; signal handlers are kept.
+    A local cluster listens only at 127.0.0.1, sends no usage reports, and accepts only clients with its random token,
+    which is in the environment of its own processes only. This sets environment variables, which Ray reads when it is
+    imported. Raises ValueError if Ray is not installed. Call it in the main thread; signal handlers are kept.
     """
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
@@ -125,8 +125,8 @@ def connect() -> None:
 
 
 def serve_replicas(options: Options, port: int) -> None:
-    """Serve at a free port until a SIGINT or SIGTERM. Raises OSError, ValueError or RuntimeError where it cannot
-    serve. Call it in the main thread."""
+    """Serve at a port until a SIGINT or SIGTERM. Raises OSError, ValueError or RuntimeError on failure. Call it in the
+    main thread."""
     server = options.server
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -158,7 +158,7 @@ def serve_replicas(options: Options, port: int) -> None:
 
 
 def _deploy(options: Options) -> None:
-    """Deploy the replicas and wait until all are ready. Raises RuntimeError with the reason where one cannot start."""
+    """Deploy the replicas and wait until all are ready. Raises RuntimeError with the reason if one cannot start."""
     from ray import serve
 
     try:
@@ -169,8 +169,7 @@ def _deploy(options: Options) -> None:
 
 
 def check_room(replicas: int, **each: float) -> None:
-    """Raise ValueError where a local cluster is too small; an existing cluster may grow. each: Ray's resources for a
-    replica."""
+    """Raise ValueError if a local cluster is too small; another cluster may grow. each: Ray's resources per replica."""
     import ray
 
     for kind, amount in each.items():

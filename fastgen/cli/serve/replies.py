@@ -1,8 +1,8 @@
-"""OpenAI's responses, complete or in chunks, made of events of the engine.
+"""OpenAI's responses, complete or in chunks, made from the engine's events.
 
-A reply takes the events of its request as they come (`push`) and returns chunks, or all of them at once (`whole`) and
-returns a complete response. The `id` of an event is the index of its prompt. Nothing here waits, so replies may run in
-any thread. Responses are plain dicts; the tests hold them to the types of the openai package.
+A reply takes the events of its request as they arrive and returns chunks (`push`), or takes all events at once and
+returns a complete response (`whole`). The `id` of an event is the index of its prompt. Nothing here waits, so replies
+may be made in any thread. Responses are plain dicts; tests check them against the types of the openai package.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from fastgen.request import Event
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tool_calls import ToolParser, joined_message
 
-LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
+LOWEST = -9999.0  # replaces minus infinity, which JSON does not have
 
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """The ids of a prompt. text: the text that `echo` repeats."""
+    """The ids of a prompt. text: its text, for `echo`."""
 
     ids: list[int]
     text: str = ""
 
 
 class _BaseReply(Generic[Request]):
-    """The common part of both kinds: envelope and counts. prefix: of the id; kind: the `object` of a chunk.
+    """The common part of both kinds of replies: the envelope and the counts.
 
-    scored: True where the response begins with the logprobs of its prompts, which come with the end of sample 0; then
-    `push` takes all events at once.
+    prefix: prefix of the response's id. kind: the `object` of a chunk. end_mark: bytes that end a stream.
+    scored: True if the response begins with the logprobs of its prompts, which come with the last event of sample 0;
+    then `push` takes all events at once.
     """
 
     prefix: str
     kind: str
     scored = False
-    end_mark = b"data: [DONE]\n\n"  # of a stream
+    end_mark = b"data: [DONE]\n\n"
 
     def __init__(
         self, request: Request, model: str, prompts: SequenceOf[PromptTokens], vocabulary: Vocabulary | None
@@ -57,7 +58,7 @@ class _BaseReply(Generic[Request]):
         self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         self._generated = 0
         self._cached = [0] * len(prompts)
-        self._begun: set[int] = set()  # choices with a chunk
+        self._begun: set[int] = set()  # indices of choices that have a chunk
         if vocabulary is None and request.logprobs is not None and request.logprobs is not False:
             message = "this model has no tokenizer files, so its tokens have no names; leave logprobs out"
             raise ApiError(400, message, "logprobs", "invalid_value")
@@ -65,7 +66,7 @@ class _BaseReply(Generic[Request]):
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Counts of all events so far. A prompt counts once, whatever its number of choices."""
+        """The token counts of all events so far. A prompt counts once, however many choices it has."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self._generated,
@@ -75,7 +76,7 @@ class _BaseReply(Generic[Request]):
 
     def end(self) -> list[dict[str, Any]]:
         """Return the chunks after the last event: the usage, if the request asks for it."""
-        return [{**self._envelope([]), "usage": self.usage}] if self.request.include_usage else []
+        return [{**self._envelope([]), "usage": self.usage}] if self.request.streamed.include_usage else []
 
     def error(self, error: ApiError) -> list[dict[str, Any]]:
         """Return the chunks of an error that ends the stream."""
@@ -93,7 +94,7 @@ class _BaseReply(Generic[Request]):
         versions: list[tuple[int, int, int]] | None = None,
         **content: Any,
     ) -> dict[str, Any]:
-        """Return a choice, or a part of one. content: what it says, under the name that it has in the API."""
+        """Return a choice or a part of one. content: its content, under its name in the API."""
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
         if self.request.return_token_ids:
             choice["token_ids"], choice["weight_versions"] = list(ids), versions
@@ -101,17 +102,17 @@ class _BaseReply(Generic[Request]):
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._envelope([choice])
-        if self.request.continuous_usage:
+        if self.request.streamed.continuous_usage_stats:
             chunk["usage"] = self.usage
-        elif self.request.include_usage:
+        elif self.request.streamed.include_usage:
             chunk["usage"] = None
         return chunk
 
     def _count(self, event: Event) -> None:
-        """Count an event. Raises ApiError for a sample that failed, which fails the request."""
+        """Count an event. Raises ApiError if its sample has failed, which fails the whole request."""
         if event.finish_reason in ("error", "abort"):
             error = event.error or "the request was aborted"
-            if error.startswith("the mask"):  # the request's grammar caused it, so a retry is of no use
+            if error.startswith("the mask"):  # caused by the request's grammar, so trying again is useless
                 raise ApiError(400, error, code="invalid_value")
             raise ApiError(500, error, code="engine_error")
         self._generated += len(event.token_ids)
@@ -122,7 +123,7 @@ class _BaseReply(Generic[Request]):
 
 
 class ChatReply(_BaseReply[ChatRequest]):
-    """The response of a chat. make_parser: returns the parser of tool calls for one choice, or None without tools."""
+    """The response to a chat. make_parser: returns the tool-call parser of a choice, or None if there are no tools."""
 
     prefix, kind = "chatcmpl", "chat.completion.chunk"
 
@@ -136,10 +137,10 @@ class ChatReply(_BaseReply[ChatRequest]):
     ) -> None:
         super().__init__(request, model, [prompt], vocabulary)
         self._parsers = [make_parser() for _ in range(request.choices)]
-        self._called: set[int] = set()  # choices with a tool call
+        self._called: set[int] = set()  # indices of choices with a tool call
 
     def push(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Return the chunks for new events: for each choice first the role, then its content, then finish_reason."""
+        """Return the chunks for new events. Each choice begins with its role and ends with its finish_reason."""
         return [chunk for event in events for chunk in self._chunks(event)]
 
     def _chunks(self, event: Event) -> Iterator[dict[str, Any]]:
@@ -156,7 +157,7 @@ class ChatReply(_BaseReply[ChatRequest]):
             deltas = [{}]  # tokens without text yet
         for delta in deltas:
             yield self._chunk(self._choice(index, logprobs, ids=ids, delta=delta))
-            logprobs, ids = None, []  # they go with the first
+            logprobs, ids = None, []  # they are sent with the first delta
         if event.finish_reason is not None:
             yield self._chunk(self._choice(index, None, self._reason(event), (), event.weight_versions, delta={}))
 
@@ -194,7 +195,7 @@ class ChatReply(_BaseReply[ChatRequest]):
         for position, (token, logprob) in enumerate(zip(event.token_ids, drawn, strict=True)):
             top = event.top_logprobs[position] if event.top_logprobs else {}
             tops = [self._alternative(*pair) for pair in top.items()]
-            own = self._alternative(token, top.get(token, logprob))  # the same number as among the alternatives
+            own = self._alternative(token, top.get(token, logprob))  # the same value as among the alternatives
             content.append({**own, "top_logprobs": tops})
         return {"content": content, "refusal": None}
 
@@ -207,7 +208,7 @@ class ChatReply(_BaseReply[ChatRequest]):
 
 
 class CompletionReply(_BaseReply[CompletionRequest]):
-    """The response of /completions: choice n p + i is sample i of prompt p."""
+    """The response of /completions. With n samples per prompt, choice n p + i is sample i of prompt p."""
 
     prefix, kind = "cmpl", "text_completion"
 
@@ -216,11 +217,11 @@ class CompletionReply(_BaseReply[CompletionRequest]):
     ) -> None:
         super().__init__(request, model, prompts, vocabulary)
         self.scored = bool(request.echo) and request.logprobs is not None
-        self._scores: dict[int, Event] = {}  # by prompt: the event with the prompt's logprobs
+        self._scores: dict[int, Event] = {}  # {index of a prompt: the event with its logprobs}
         self._offsets: dict[int, _Offsets] = {}
 
     def push(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Return the chunks for new events. An event without text, such as a part of a character, is only counted."""
+        """Return the chunks for new events. Events without text, such as parts of a character, are only counted."""
         details = self.request.logprobs is not None or self.request.return_token_ids
         chunks = []
         for event in self._sorted(events):
@@ -253,8 +254,7 @@ class CompletionReply(_BaseReply[CompletionRequest]):
         return choice
 
     def _logprobs(self, event: Event, index: int, first: bool) -> dict[str, list[Any]]:
-        """Return lists with an entry for each token, including the stop token. With echo, the prompt's come before the
-        first."""
+        """Return lists with an entry per token, including the stop token. With echo, they begin with the prompt."""
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if first:
             offsets = self._offsets[index] = _Offsets(self._vocabulary)
@@ -275,7 +275,7 @@ class CompletionReply(_BaseReply[CompletionRequest]):
         logprobs: list[float],
         tops: list[dict[int, float]] | None,
     ) -> None:
-        """Append the entries of tokens. A token is among its alternatives, which may be one more for that reason."""
+        """Append the entries of tokens. A token is always among its own alternatives, so there may be one more."""
         name = self._vocabulary.name
         for position, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             found["tokens"].append(name(token))
@@ -286,15 +286,15 @@ class CompletionReply(_BaseReply[CompletionRequest]):
             top = dict(tops[position]) if tops else {}
             found["token_logprobs"].append(max(LOWEST, top.setdefault(token, logprob)))
             named: dict[str, float] = {}
-            for other, value in top.items():  # best first: of tokens with equal names, the best stays
+            for other, value in top.items():  # best first, so that of tokens with equal names the best is kept
                 named.setdefault(name(other), max(LOWEST, value))
             found["top_logprobs"].append(named)
 
 
 class _Offsets:
-    """Offsets of tokens in a text, in characters. A special token has length 0 unless the text shows it.
+    """The offsets of tokens in a text, in characters. A special token has length 0 unless the text shows it.
 
-    Offsets behind bytes that are no characters are approximate, since tokenizers differ in how they show these.
+    After bytes that are not valid characters, offsets are approximate, since tokenizers show such bytes differently.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -302,12 +302,12 @@ class _Offsets:
         self.begin(0)
 
     def begin(self, offset: int) -> None:
-        """Let the next token begin at an offset."""
+        """Set the offset of the next token."""
         self._at, self._start = offset, offset
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, ids: Iterable[int], text: str) -> list[int]:
-        """Return the offsets of the next tokens. text: what is known of the text that they make."""
+        """Return the offsets of the next tokens. text: their text, as far as it is known."""
         found, base = [], self._at
         for token in ids:
             name = self._vocabulary.text(token)
@@ -315,9 +315,9 @@ class _Offsets:
                 found.append(self._at)
                 continue
             new = self._decoder.decode(self._vocabulary.raw(token))
-            found.append(self._at + max(0, len(new) - len(name)))  # behind an earlier, incomplete character
+            found.append(self._at + max(0, len(new) - len(name)))  # begins after an earlier, incomplete character
             if self._at == self._start and new.startswith(" ") and text[:1] not in ("", " "):
-                new = new[1:]  # the tokenizer begins each text with a space
+                new = new[1:]  # the tokenizer adds a space at the beginning of each text
             self._at += len(new)
         return found
 
@@ -326,9 +326,9 @@ class _Offsets:
 
 
 class Vocabulary:
-    """The bytes of each id of a tokenizer: byte-level BPE as GPT-2's, or SentencePiece's with bytes as <0x0A>.
+    """The bytes of each token of a tokenizer: byte-level BPE as in GPT-2, or SentencePiece with bytes as <0x0A>.
 
-    raw: returns the UTF-8 bytes of a token, which may be a part of a character; b"" for an unknown id.
+    raw: function that returns the UTF-8 bytes of a token, which may be a part of a character; b"" for an unknown id.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -336,7 +336,7 @@ class Vocabulary:
         self._hf, self._added = hf, frozenset(hf.added_tokens_decoder)
         self.special = frozenset(id for id, token in hf.added_tokens_decoder.items() if token.special)
         decoder = getattr(getattr(hf, "backend_tokenizer", None), "decoder", None)
-        self._bytes: dict[str, bytes] | None = None  # by the letters that stand for them in a byte-level vocabulary
+        self._bytes: dict[str, bytes] | None = None  # by the characters that represent them in a byte-level vocabulary
         if decoder is not None and b"ByteLevel" in decoder.__getstate__():
             from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -355,7 +355,7 @@ class Vocabulary:
         return entry.replace("\u2581", " ").encode()
 
     def text(self, id: int) -> str:
-        """Return the text of a token alone, with U+FFFD for parts of characters."""
+        """Return the text of a single token, with U+FFFD for parts of characters."""
         return self.raw(id).decode(errors="replace")
 
     def name(self, id: int) -> str:

@@ -1,4 +1,4 @@
-"""The routes of a trainer (`--rollout`): whole outputs as in Python, new weights, pauses and sleep."""
+"""The routes for a trainer (`--rollout`): complete outputs as in Python, new weights, pauses and sleep."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from starlette.responses import Response
 
 from fastgen.async_engine.client import AsyncGenerator, EngineError
 from fastgen.cli.serve.answers import limited
-from fastgen.cli.serve.protocol import ApiError, Strict, wrong
+from fastgen.cli.serve.protocol import ApiError, Items, Some, Strict, wrong
 from fastgen.cli.serve.service import Service
 
-Tags = Annotated[list[Literal["weights", "kv_cache"]], Field(min_length=1)]
-_Ids = Annotated[list[int], Field(fail_fast=True)]
-_Tensor = Annotated[tuple[str, str, list[Annotated[int, Field(ge=0)]]], Field(strict=False)]  # JSON has no tuples
+Tags = Some[Literal["weights", "kv_cache"]]
+_Tensor = Annotated[tuple[str, str, list[Annotated[int, Field(ge=0)]]], Field(strict=False)]  # since JSON has no tuples
 
 
 class ModelRequest(Strict):
-    """A request that says no more than the model that it is for."""
+    """A request with no other field than the model that it is for."""
 
     model: str | None = None
 
 
 class GenerateRequest(ModelRequest):
-    """A request to /generate: a prompt and the params of `Generator.generate`."""
+    """A request to /generate, with the prompt and params of `Generator.generate`."""
 
-    prompt: str | _Ids | list[dict[str, Any]] | dict[str, Any]
+    prompt: str | Items[int] | list[dict[str, Any]] | dict[str, Any]
     params: dict[str, Any] | None = None
 
 
 class GroupRequest(ModelRequest):
-    """A request to /init_weight_group. backend: None: by `gpu`, the UUID of the sender's GPU. timeout: seconds without
-    progress after which an update fails. bucket_bytes: of tensors that are sent together. replace: end the group that
-    there is."""
+    """A request to /init_weight_group.
+
+    backend: None to choose by `gpu`, the UUID of the sender's GPU. timeout: seconds without progress after which an
+    update fails. bucket_bytes: total size of the tensors that are sent together. replace: end an existing group.
+    """
 
     backend: Literal["gloo", "nccl"] | None = None
     gpu: str | None = None
@@ -47,14 +48,16 @@ class GroupRequest(ModelRequest):
 
 
 class CloseRequest(ModelRequest):
-    """A request to /close_weight_group. group: its key; None: whichever there is."""
+    """A request to /close_weight_group. group: key of the group; None for any group."""
 
     group: str | None = None
 
 
 class UpdateRequest(ModelRequest):
-    """A request to /update_weights, from a folder or by a group, whose sender sends `tensors` (name, dtype and shape of
-    each) meanwhile. Others: see `Generator.update_weights`."""
+    """A request to /update_weights, from a folder or from a group whose sender sends tensors in the meantime.
+
+    tensors: (name, dtype, shape) of each tensor of a group. See `Generator.update_weights` for the other fields.
+    """
 
     folder: str | None = None
     group: str | None = None
@@ -82,11 +85,11 @@ class WakeRequest(ModelRequest):
 
 
 Call = Callable[[AsyncGenerator, Any], Awaitable[Any]]
-"""Answers a checked request by calls of its model's engine."""
+"""A function that answers a checked request by calls of its model's engine."""
 
 
 class Rollout:
-    """The routes. posts: the kind of body of each, and its function."""
+    """The routes for a trainer. posts: {path: (class of its bodies, function that answers them)}."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -111,8 +114,8 @@ class Rollout:
         return await self._answer(lambda engine, _: engine.call("weight_state"), wanted, request)
 
     async def _answer(self, call: Call, wanted: Any, request: Request) -> Response:
-        """Return the response with the result of a call. A client that disconnects ends the call, as far as it can be
-        ended. Only /generate may take no longer than other requests."""
+        """Return the response with the result of a call. If the client disconnects, the call ends if it can be ended.
+        Only /generate is subject to the time limit of requests."""
         engine = self._service.choose(wanted.model).engine
         try:
             async with limited(self._service, request.receive, timed=isinstance(wanted, GenerateRequest)):
@@ -124,7 +127,7 @@ class Rollout:
             if isinstance(error, ValueError | TypeError):
                 raise ApiError(400, message, code="invalid_value") from None
             raise ApiError(409, message, code="conflict") from None
-        body = to_json({} if result is None else result, inf_nan_mode="constants")  # as Python's json reads them
+        body = to_json({} if result is None else result, inf_nan_mode="constants")  # as Python's json module reads them
         return Response(body, media_type="application/json")
 
     async def _generate(self, engine: AsyncGenerator, wanted: GenerateRequest) -> Any:

@@ -1,4 +1,4 @@
-"""The served models: an engine each, the facts that requests need, the limit of waiting requests, and metrics."""
+"""The served models: their engines, the facts that requests need, the limits of waiting requests, and metrics."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from fastgen.text.tokenizer import Tokenizer, importing
 
 log = logging.getLogger(__name__)
 
-COMPUTING_THREADS = 2  # for the routes about tokens, apart from the threads that generation needs
-MAX_COMPUTED = 64  # requests to these routes at a time; each may have a body of megabytes
+COMPUTING_THREADS = 2  # threads for the routes about tokens, separate from those that generation needs
+MAX_COMPUTED = 64  # maximum number of concurrent requests to these routes, whose bodies may have megabytes
 
 
 class AdmissionQueue:
-    """Counts the samples without a first token, and the tokens of their prompts, and limits both."""
+    """A counter of the samples without a first token and of their prompt tokens, which limits both."""
 
     def __init__(self, max_samples: int, max_tokens: int) -> None:
         self._max_samples, self._max_tokens = max_samples, max_tokens
@@ -41,10 +41,10 @@ class AdmissionQueue:
 
     @contextmanager
     def enter(self, sizes: Sequence[int], samples: int) -> Iterator[Callable[[int], None]]:
-        """Count a request in the block; yield a function that counts a prompt no longer, since it has its first token.
+        """Count a request within the block. Yield a function that stops counting a prompt, for its first token.
 
-        sizes: tokens of each prompt; samples: answers to each. Raises ApiError where the queue is full. An empty queue
-        admits prompts of any length, since it will never have more room.
+        sizes: number of tokens of each prompt. samples: number of answers per prompt. Raises ApiError if the queue is
+        full. An empty queue admits prompts of any length, since it will never have more room.
         """
         more = samples * len(sizes)
         if more > self._max_samples:
@@ -72,7 +72,7 @@ class AdmissionQueue:
 
 
 class ServedModel:
-    """A served model. trouble: the reason why it fails; None while it works. facts: set once the engine has started."""
+    """A served model. trouble: the reason if it has failed, else None. facts: set once the engine has started."""
 
     facts: ModelFacts
 
@@ -82,7 +82,7 @@ class ServedModel:
         self.trouble: str | None = None
 
     def _make_engine(self, **changes: Any) -> AsyncGenerator:
-        """Return an engine that is to be started. changes: other arguments of its Generator."""
+        """Return an engine that has not started yet. changes: arguments that replace those of the options."""
         arguments = {**self._options.generator, **changes}
         return AsyncGenerator(self._options.model, name=self.name, grammar_timeout=self._grammar_timeout, **arguments)
 
@@ -99,7 +99,9 @@ class ServedModel:
             tokenizer = Tokenizer(Path(info.tokenizer), allow_special_tokens=allowed)
             if self._options.chat_template is not None:
                 tokenizer.hf.chat_template = self._options.chat_template
-            tokenizer.encode("")  # a tokenizer's first call changes its state, which threads must not do
+            tokenizer.encode(
+                ""
+            )  # the first call changes the tokenizer's state, which must not happen in several threads
             vocabulary = Vocabulary(tokenizer)
         return ModelFacts(self.name, tokenizer, vocabulary, info.default_params, info.vocab_size, info.max_model_len)
 
@@ -108,13 +110,13 @@ class ServedModel:
         return hasattr(self, "facts") and self.trouble is None and self.engine.ready
 
     def check_ready(self) -> None:
-        """Raise ApiError where the model is not ready."""
+        """Raise ApiError if the model is not ready."""
         if not self.ready:
             raise ApiError(503, self.trouble or f"the model {self.name} is being loaded", code="not_ready")
 
     async def keep(self, restart: bool) -> None:
-        """Wait until the engine dies; restart it once if `restart` is true. Raises RuntimeError with the reason of the
-        last death."""
+        """Wait until the engine dies, and restart it once if `restart` is true. Raises RuntimeError with the reason of
+        the last death."""
         self.trouble = await self.engine.died()
         if restart:
             log.error("%s; another one is started", self.trouble)
@@ -127,8 +129,11 @@ class ServedModel:
 
 
 class Service:
-    """All models of a server. loaded: set when every model has started. expired: True once `expire` was called.
-    deadlines: of the running requests."""
+    """All models of a server.
+
+    loaded: set when every model has started. expired: True once `expire` was called. deadlines: the timeouts of the
+    running requests.
+    """
 
     def __init__(self, options: Options) -> None:
         self.options = options.server
@@ -140,10 +145,10 @@ class Service:
         self.expired = False
         self.deadlines: set[asyncio.Timeout] = set()
         self._threads = ThreadPoolExecutor(COMPUTING_THREADS, "fastgen-tokens")
-        self._computed = 0  # requests to routes about tokens that wait or run
+        self._computed = 0  # number of requests to routes about tokens that wait or run
 
     async def run(self) -> None:
-        """Start the models one after another, and keep them running. Raises the error of the first that fails."""
+        """Start the models one after another and keep them running. Raises the error of the first that fails."""
         try:
             async with asyncio.TaskGroup() as group:
                 for model in self.models.values():
@@ -151,7 +156,7 @@ class Service:
                     note("fgserve", f"{model.name}: {model.engine.info.summary}")
                     group.create_task(model.keep(self.options.restart and not self.options.rollout))
                 gc.collect()
-                gc.freeze()  # else a collection of all that was imported would hold up some tokens for 30 ms
+                gc.freeze()  # otherwise, collecting everything that was imported would delay some tokens by 30 ms
                 self.loaded.set()
                 note("fgserve", f"ready: {', '.join(self.models)}")
         except ExceptionGroup as errors:
@@ -162,8 +167,8 @@ class Service:
         await asyncio.gather(*(model.engine.close() for model in self.models.values()))
 
     async def compute(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of a function, called in the threads of routes about tokens. Raises ApiError where too many
-        requests wait for them. A cancelled call does not begin, or ends unnoticed."""
+        """Call a function in the threads for routes about tokens and return its result. Raises ApiError if too many
+        requests wait for these threads. A cancelled call does not begin, or its result is dropped."""
         if self._computed >= MAX_COMPUTED:
             raise ApiError(
                 503, f"{self._computed} requests about tokens are waiting; try again later", code="overloaded"
@@ -175,14 +180,14 @@ class Service:
             self._computed -= 1
 
     def expire(self) -> None:
-        """End all running requests; later ones end at once."""
+        """End all running requests. Later ones end at once."""
         self.expired = True
         for deadline in self.deadlines:
             expire(deadline)
 
     @property
     def trouble(self) -> str | None:
-        """The reason why the service is not healthy; None while it is."""
+        """The reason if the service is not healthy, else None."""
         for model in self.models.values():
             if model.trouble is not None:
                 return model.trouble
@@ -191,8 +196,8 @@ class Service:
         return None
 
     def choose(self, wanted: str | None) -> ServedModel:
-        """Return the model that a request names; a single model answers to any name. Raises ApiError where there is
-        none, or it is not ready."""
+        """Return the model that a request names; a single model answers to any name. Raises ApiError if there is no
+        such model or it is not ready."""
         served = ", ".join(self.models)
         model = next(iter(self.models.values())) if len(self.models) == 1 else self.models.get(wanted or "")
         if model is None and wanted is None:
@@ -205,22 +210,22 @@ class Service:
 
 
 def expire(deadline: asyncio.Timeout) -> None:
-    """Let a timeout expire now, unless it has."""
+    """Let a timeout expire now if it has not expired yet."""
     if not deadline.expired():
         deadline.reschedule(0)
 
 
 def import_tokenizers() -> None:
-    """Import transformers' tokenizers while torch is hidden, which transformers would import: 3 s and 300 MB less.
+    """Import transformers' tokenizers without torch, which transformers would import too. This saves 3 s and 300 MB.
 
-    For a process that does not import torch; the other parts of transformers do not work in it.
+    Use it only in a process that does not import torch; other parts of transformers do not work there.
     """
     with importing:
         if {"torch", "transformers"} & sys.modules.keys():
             return
         logger, silence = logging.getLogger("transformers"), logging.Filter("nothing")
-        logger.addFilter(silence)  # it reports that torch is missing
-        sys.modules["torch"] = None  # type: ignore[assignment]  # makes its import fail
+        logger.addFilter(silence)  # it would report that torch is missing
+        sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
         try:
             from transformers import AutoTokenizer  # noqa: F401
         finally:
@@ -246,17 +251,17 @@ COUNTERS = {
     "prefilled_tokens": "known tokens whose KV was computed",
     "preemptions": "preempted sequences",
     "steps": "steps of the engine",
-    "drafted": "drafted tokens that steps verified",
-    "accepted": "drafted tokens that equalled the draws",
-    "saved_steps": "steps that accepted tokens made unnecessary",
+    "drafted": "drafted tokens that were verified",
+    "accepted": "drafted tokens that were accepted",
+    "saved_steps": "decode steps avoided by speculation",
 }
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 GAPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
 class Metrics(Collector):
-    """All metrics of a server, in the format of Prometheus: counts of the engines, by the names of their models, and
-    latencies of requests. The counts start at 0 again when an engine is restarted."""
+    """All metrics of a server, in Prometheus' format: counts of each model's engine, and latencies of requests. The
+    counts start at 0 again when an engine is restarted."""
 
     def __init__(self, models: Mapping[str, ServedModel]) -> None:
         self._models = models
@@ -265,7 +270,7 @@ class Metrics(Collector):
         self.queue = self._histogram("queue", "from a request's arrival to its first step", SECONDS)
         self.first = self._histogram("first_token", "from a request's arrival to its first token", SECONDS)
         self.responses = Counter("fastgen_responses", "HTTP responses", ["status"], registry=self._registry)
-        self.gap = self._histogram("inter_token", "between tokens of a sample; without streaming, their mean", GAPS)
+        self.gap = self._histogram("inter_token", "between tokens of a sample; their mean if it is not streamed", GAPS)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         name = f"fastgen_{name}_seconds"
@@ -284,15 +289,15 @@ class Metrics(Collector):
 
 
 class Meter:
-    """Measures one request from its arrival on; its text is the end of the request's line in the access log."""
+    """The measurements of one request from its arrival on. As text, it is the end of the line in the access log."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._queue, self._first = metrics.queue.labels(model), metrics.first.labels(model)
         self._gap = metrics.gap.labels(model)
         self._arrival = time.monotonic()
-        self._last: dict[tuple[str | int, int], float] = {}  # by prompt and sample: the time of the last tokens
-        self._queued: float | None = None  # seconds to the first step, and to the first token
-        self._first_token: float | None = None
+        self._last: dict[tuple[str | int, int], float] = {}  # {(prompt, sample): time of its last tokens}
+        self._queued: float | None = None  # seconds until the first step
+        self._first_token: float | None = None  # seconds until the first token
         self.model, self.prompt_tokens, self._tokens = model, 0, 0
 
     def observe(self, events: Iterable[Event]) -> None:

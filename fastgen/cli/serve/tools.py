@@ -18,9 +18,10 @@ from fastgen.text.tool_calls import HERMES, LLAMA, MISTRAL, ToolParser, find_syn
 class Calling:
     """The tool calling of one request.
 
-    tools, choice: the request's; no tool is called beside the chosen ones. parallel: an answer may have several calls,
-    unless the choice names one function, which means exactly one call of it. Raises ValueError where the model has no
-    known syntax of calls, or a function's parameters are not an object.
+    tools: the tools of the request. choice: its tool_choice; only chosen tools are called. parallel: an answer may have
+    several calls, unless the choice names one function, which means exactly one call of it.
+
+    Raises ValueError if the model has no known syntax for calls, or if a function's parameters are not an object.
     """
 
     def __init__(
@@ -47,12 +48,12 @@ class Calling:
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """The variable `tools` of the chat template; None if the model must not call any."""
+        """The variable `tools` of the chat template; None if the model must not call tools."""
         return [tool.for_template() for tool in self._tools] or None
 
     def template_messages(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-        """Return messages for the chat template: content is one string, the role developer becomes system, and the
-        arguments of earlier calls become objects, or stay text where they are none, as of a call that was cut off."""
+        """Return messages for the chat template. Content becomes one string, and the role developer becomes system. The
+        arguments of earlier calls become objects; those that are not valid, as after a cut, stay text."""
         calls = [call for message in messages for call in message.tool_calls or ()]
         if self._syntax is None and (calls or any(message.role == "tool" for message in messages)):
             raise ValueError("messages of tools are not supported: this model's chat template has no format for them")
@@ -60,7 +61,8 @@ class Calling:
         return [self._template_message(message, names) for message in messages]
 
     def _template_message(self, message: ChatMessage, names: Mapping[str, str]) -> dict[str, Any]:
-        """names: functions by the ids of calls; the template of Hermes requires the name in a result."""
+        """Return a message for the chat template. names: {id of a call: function}, since the template of
+        Hermes requires the name in a result."""
         written = {**message.model_dump(exclude_none=True), "content": message.text or ""}
         if message.role == "developer":
             written["role"] = "system"
@@ -79,23 +81,23 @@ class Calling:
         return written
 
     def _template_id(self, id: str) -> str:
-        """Return an id that Mistral's templates accept, also for a call that another server made."""
+        """Return an id that Mistral's templates accept, even for a call from another server."""
         if self._syntax is not MISTRAL or re.fullmatch("[a-zA-Z0-9]{9}", id):
             return id
         return hashlib.sha256(id.encode()).hexdigest()[:9]
 
     def parser(self) -> ToolParser | None:
-        """Return a parser for the calls of one answer; None if it can have none."""
+        """Return a parser for the calls of one answer; None if it cannot have any."""
         if not self._tools or self._syntax is None:
             return None
         return ToolParser(self._syntax, {tool.name for tool in self._callable})
 
     def grammar(self, answer: str | None = None) -> str | None:
-        """Return the grammar of an answer; None if the model is free.
+        """Return the grammar of an answer; None if nothing is enforced.
 
-        A required call allows calls alone. Otherwise the answer is text or calls; it has a grammar if a tool is strict,
-        some tools are not chosen, calls may not be parallel, or the text has a rule (`answer`, see answer_rule). The
-        schema of a tool that is not strict is enforced as far as possible.
+        If a call is required, the answer consists of calls only. Otherwise it is text or calls, and has a grammar if a
+        tool is strict, some tools are not chosen, calls must not be parallel, or there is a rule for the text
+        (`answer`, see answer_rule). The schema of a tool that is not strict is enforced as far as it is supported.
         """
         syntax = self._syntax
         if not self._tools or syntax is None:
@@ -103,7 +105,7 @@ class Calling:
         mark, chosen = self._mark(syntax.opens), len(self._callable) < len(self._tools)
         if self._required:
             rules = [f"start: {self._calls('' if syntax is LLAMA else mark)}"]
-        elif answer is not None:  # it may be JSON too, so only a mark begins a call
+        elif answer is not None:  # the text may be JSON as well, so only a mark begins a call
             rules = [f"start: {self._calls(mark)} | answer", f"answer: {answer}"]
         elif chosen or not self._parallel or any(tool.strict for tool in self._callable):
             rules = self._text_or_calls()
@@ -112,7 +114,7 @@ class Calling:
         return "\n".join([*rules, *self._call_rules()])
 
     def _call_rules(self) -> list[str]:
-        """Return the rule `call`: the name and arguments of one function, spelled as in the templates."""
+        """Return the rule `call`: the name and arguments of one function, as the templates write them."""
         assert self._syntax is not None
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(self._callable)))]
         for i, tool in enumerate(self._callable):
@@ -121,7 +123,7 @@ class Calling:
         return rules
 
     def _calls(self, mark: str) -> str:
-        """Return the right side of a rule for all calls of an answer. mark: of the first call."""
+        """Return the right side of a rule for all calls of an answer. mark: mark of the first call."""
         syntax = self._syntax
         if syntax is HERMES:
             more = f'("\\n" {self._one(self._mark(syntax.opens))})*' if self._parallel else ""
@@ -135,14 +137,14 @@ class Calling:
         return f'{mark} "\\n" call "\\n" {self._mark(HERMES.closes)}'
 
     def _text_or_calls(self) -> list[str]:
-        """Return rules for text in which calls may begin anywhere; for Llama, text or a call."""
+        """Return rules for text in which calls may begin anywhere (for Llama, text or one call)."""
         assert self._syntax is not None
         if self._syntax is LLAMA:
             return [f"start: TEXT? | {self._mark(LLAMA.opens)}? call", r"TEXT: /[^{](.|\n)*/"]
         token = self._token(self._syntax.opens)
         if token is not None:
             rules = [f"text: <[^{token}]>*", f"before: text <[{token}]>"]
-        else:  # a lazy rule ends at the first occurrence of its end
+        else:  # a lazy rule ends at the first occurrence of the mark
             rules = ["text: TEXT", f"before[lazy]: TEXT {quoted(self._syntax.opens)}", r"TEXT: /(.|\n)*/"]
         if self._syntax is HERMES and self._parallel:
             return [f"start: ({self._one('before')})* text", *rules]
@@ -153,6 +155,6 @@ class Calling:
         return token
 
     def _mark(self, mark: str) -> str:
-        """Return a mark for a grammar: by its id if it is a token, since llguidance does not match tokens as text."""
+        """Return a mark for a grammar, by its id if it is a token, since llguidance does not match tokens as text."""
         token = self._token(mark)
         return quoted(mark) if token is None else f"<[{token}]>"

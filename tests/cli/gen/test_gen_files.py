@@ -110,7 +110,7 @@ def contents(name: str) -> list[Any]:
         (["late.jsonl", "-o", "out.csv"], "there is a column completions already"),
     ],
 )
-def test_what_can_not_be_read_or_written(
+def test_what_cannot_be_read_or_written(
     fggen: Fggen, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("empty").mkdir()
@@ -264,14 +264,14 @@ def test_a_line_is_json_whatever_the_columns_hold() -> None:
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.jsonl.gz", "out.csv.gz"])
 def test_torn_records_are_done_again(fggen: Fggen, name: str) -> None:
-    prompts = ['a "quoted" one', "two\nlines\r\n", "a, b", "", "é", "long" * 50_000]
+    prompts = ['a "quoted" one', "two\nlines\r\n", "a, b", "", "é", "long" * 5_000]
     write("in.jsonl", *({"prompt": prompt, "n": 1 + row, "id": row} for row, prompt in enumerate(prompts)))
     assert fggen("in.jsonl", "-o", "whole.jsonl", *SHORT) == 0
     assert fggen("in.jsonl", "-o", name, *SHORT) == 0
     whole, data = by_row("whole.jsonl"), Path(name).read_bytes()
     assert whole == found_in(name)
-    torn = [data[:kept] for kept in (len(data) - 1, len(data) - 9, len(data) // 2, 5, 0)]
-    for start in (0, len(data) - 50) if name.endswith(".gz") else (0, 60, 300, 500, len(data) - 50):
+    torn = [data[:kept] for kept in (len(data) - 1, len(data) // 2, 5, 0)]
+    for start in (0, len(data) - 50) if name.endswith(".gz") else (0, 60, 300, len(data) - 50):
         torn.append(data[:start] + bytes(40) + data[start + 40 :])  # as a power cut may leave it
     for content in torn:
         Path(name).write_bytes(content)

@@ -38,6 +38,7 @@ ROWS = 120
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a job that ran without Ray."""
+    pytest.importorskip("ray", reason="needs the extra ray")
     folder = tmp_path_factory.mktemp("gen")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -104,7 +105,6 @@ def ended(process: subprocess.Popen[str], status: int) -> str:
 def test_a_job_is_gone_on_with_on_ray_and_without(
     alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("ray", reason="needs the extra ray")
     monkeypatch.chdir(alone)
     lines = Path("alone.jsonl").read_bytes().splitlines(keepends=True)
     Path("out.jsonl").write_bytes(b"".join(lines[:10]) + lines[10][:-9])  # as a SIGKILL leaves it
@@ -130,7 +130,6 @@ def test_a_job_is_gone_on_with_on_ray_and_without(
 
 
 def test_the_rows_of_a_replica_that_is_lost_are_done_again(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray", reason="needs the extra ray")
     monkeypatch.chdir(alone)
     with on_ray("in.jsonl", "ordered.jsonl", "--ordered") as process:
         more("ordered.jsonl", than=0)

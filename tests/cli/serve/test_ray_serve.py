@@ -64,7 +64,7 @@ def replicas(server: Server) -> list[int]:
 
 
 def requests_of(server: Server, session: str) -> float:
-    """Return the number of requests of the engine that a session goes to."""
+    """Return the number of requests so far to the engine that serves a session."""
     return count_of(server, session, "requests_total")
 
 
@@ -97,8 +97,8 @@ def answers(server: Server) -> list[Any]:
 
 
 def test_answers_are_those_of_fgserve(server: Server) -> None:
-    with Server(FGSERVE) as alone:
-        assert answers(server) == answers(alone.await_ready())
+    with Server(FGSERVE) as plain_server:
+        assert answers(server) == answers(plain_server.await_ready())
     assert len(replicas(server)) == 2
 
 
@@ -131,7 +131,7 @@ def test_a_client_that_goes_away_ends_its_request(server: Server) -> None:
 
 
 def fewest(server: Server) -> float:
-    """Return the number of requests of the replica with the fewest. The pause keeps the queries from being a load."""
+    """Return the number of requests so far to the replica with the fewest. The pause limits the load of the queries."""
     time.sleep(0.3)
     return min(requests_of(server, str(session)) for session in range(8))
 

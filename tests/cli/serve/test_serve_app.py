@@ -18,8 +18,12 @@ import openai
 import pytest
 from openai import OpenAI
 from serving import FGSERVE, Server, alive, descendants, request_bytes, until
+from starlette.testclient import TestClient
 
+from fastgen.cli.serve import app
 from fastgen.cli.serve.main import UNREAD_SECONDS, listen
+from fastgen.cli.serve.options import read_options
+from fastgen.cli.serve.service import ServedModel, Service
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -29,7 +33,7 @@ SUM: list[Any] = [{"role": "user", "content": "what is 12 + 30?"}]
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """A server of the bundled model."""
-    server = Server(FGSERVE, "--seed", "1", "--grammar-timeout", "1")
+    server = Server(FGSERVE, "--seed", "1", "--grammar-timeout", "2")
     assert server.get("/ready").status_code == 503, "the port opens before the model is there"
     server.await_ready()
     (engine,) = server.engines()
@@ -45,31 +49,26 @@ def client(server: Server) -> OpenAI:
     return server.client()
 
 
-def test_the_start_says_what_runs(server: Server) -> None:
+def test_the_start_says_what_runs_without_torch_in_this_process(server: Server) -> None:
+    """The tokenizer of the HTTP process comes from transformers."""
     server.await_said("ready: fastgen-tiny", 5)
     kinds = r"context of \d+ tokens, KV cache of 4800 tokens, kernels: torch, attention: cpu, deterministic"
     assert re.search(f"^fgserve: fastgen-tiny: cpu, float32, {kinds}$", server.said, re.M)
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "PyTorch" not in server.said
 
 
 # ------------------------------------------------------------------------------------------------ answers
 
 
-def test_the_program_of_the_documentation(client: OpenAI) -> None:
-    completion = client.chat.completions.create(
-        model="gpt-4o-mini",
-        messages=[
-            {"role": "system", "content": "You are a helpful assistant."},
-            {"role": "user", "content": "Write a haiku about recursion in programming."},
-        ],
-    )
+def test_the_client_of_the_documentation(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "gpt-4o-mini", "messages": SUM}
+    completion = client.chat.completions.create(**asked)
     assert completion.choices[0].message.content
     assert completion.choices[0].finish_reason == "stop"
-
-
-def test_a_model_without_a_format_for_tools_says_so(client: OpenAI) -> None:
     tools: Any = [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(openai.BadRequestError, match="tools are not supported") as caught:
-        client.chat.completions.create(model="x", messages=SUM, tools=tools)
+        client.chat.completions.create(**asked, tools=tools)
     assert caught.value.param == "tools"
 
 
@@ -84,13 +83,16 @@ def test_connections_send_small_pieces_at_once_and_to_those_that_take_them() -> 
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * UNREAD_SECONDS
 
 
+LONG = "a" * 7_900_000
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        ("/tokenize", {"prompt": "a" * 7_900_000}),
-        ("/tokenize", {"messages": [{"role": "user", "content": "a" * 7_900_000}]}),
-        ("/messages/count_tokens", {"messages": [{"role": "user", "content": "a" * 7_900_000}]}),
-        ("/detokenize", {"tokens": [300] * 1_900_000}),
+        ("/tokenize", {"prompt": LONG}),
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/messages/count_tokens", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/detokenize", {"tokens": [300] * 400_000}),
     ],
 )
 def test_a_text_beyond_the_context_is_not_tokenized(server: Server, path: str, fields: dict[str, Any]) -> None:
@@ -108,13 +110,13 @@ def memory(server: Server) -> int:
     return 1024 * int(re.findall(r"VmHWM:\s+(\d+)", status)[0])
 
 
-def test_a_looping_template_is_an_error_and_requests_about_tokens_have_an_end(tmp_path: Path) -> None:
-    template = tmp_path / "loop.jinja"
-    template.write_text("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
-    with Server(FGSERVE, "--request-timeout=0.5", f"--chat-template={template}") as server:
-        late = server.await_ready().post("/tokenize", {"messages": SUM})
-        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
-        assert server.post("/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+def test_requests_about_tokens_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "tokenize", lambda *_: time.sleep(0.5))
+    monkeypatch.setattr(ServedModel, "check_ready", lambda _: None)
+    monkeypatch.setattr(ServedModel, "facts", None, raising=False)
+    client = TestClient(app.make_app(Service(read_options(["--request-timeout=0.1"], {}))), "http://localhost")
+    late = client.post("/tokenize", json={"prompt": "a"})
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
 
 
 def test_tokens_and_models(server: Server, client: OpenAI) -> None:
@@ -157,15 +159,6 @@ def test_errors_have_one_shape(server: Server, method: str, path: str, body: byt
     assert reply.json()["error"]["code"] == code
 
 
-def test_errors_say_what_there_is(server: Server) -> None:
-    message = server.get("/v1/chat/completions").json()["error"]["message"]
-    assert message == "GET is not allowed at /v1/chat/completions; use POST"
-    message = server.post("/v1/models", {}).json()["error"]["message"]
-    assert message == "POST is not allowed at /v1/models; use GET or HEAD"
-    error = server.post("/completions", {"prompt": "a", "temprature": 1}).json()["error"]
-    assert error["message"] == "temprature is not supported; leave it out (the nearest field is temperature)"
-
-
 # ------------------------------------------------------------------------------------------------ load
 
 
@@ -184,18 +177,12 @@ def test_schemas_that_take_too_long_delay_nobody(server: Server) -> None:
         connection.close()
     begun = time.monotonic()
     assert server.post("/v1/chat/completions", asked({"type": "boolean"})).json()["choices"][0]["finish_reason"]
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 8
     for connection in stays:
         with connection:
             told = b""
             while not told.endswith(b"}}"):
                 told += connection.recv(65536)
         assert told.startswith(b"HTTP/1.1 400 ")
-        assert b"takes more than 1 seconds to compile; simplify it" in told
+        assert b"takes more than 2 seconds to compile; simplify it" in told
         assert b'"param":"response_format"' in told
-
-
-def test_the_http_process_does_without_torch(server: Server) -> None:
-    """Its tokenizer comes from transformers."""
-    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
-    assert "PyTorch" not in server.said

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from serve_stub import STEP_SECONDS
-from serving import ROOT, STUB, Server, request_bytes, until
+from serving import HTTP, STUB, Server, request_bytes, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -69,20 +69,19 @@ def test_keys_paths_and_methods_as_clients_write_them(server: Server) -> None:
     for wrong in ("Bearer wrong", "Basic secret", "secret", "Bearer"):
         assert server.get("/v1/models", headers={"Authorization": wrong}).status_code == 401
     for path in ("/health", "/ready", "/ping", "/v1/health"):
-        assert httpx.head(server.url + path).status_code == httpx.get(server.url + path).status_code == 200
+        assert HTTP.head(server.url + path).status_code == server.get(path).status_code == 200
     assert server.get("/v1/models/", headers=KEY).json() == server.get("/v1/models", headers=KEY).json()
     assert server.get("/version", headers=KEY).json()["version"]
 
 
-def test_a_web_page_of_another_server_can_not_post(server: Server) -> None:
+def test_a_web_page_of_another_server_cannot_post(server: Server) -> None:
     def post(kind: str, **given: str) -> int:
         content = b'{"prompt": [5], "max_tokens": 1}'
-        return httpx.post(
-            f"{server.url}/completions", content=content, headers=headers(content_type=kind, **given)
-        ).status_code
+        said = headers(content_type=kind, **given)
+        return HTTP.post(f"{server.url}/completions", content=content, headers=said).status_code
 
     assert post("text/plain") == 200, "a program"
-    for origin in ("https://other.example", "null"):
+    for origin in ("https://other.example", "null", "http://["):
         assert post("text/plain", origin=origin) == 403
         assert post("", origin=origin) == 403
         assert post("application/json; charset=utf-8", origin=origin) == 200, "the browser has asked before"
@@ -93,7 +92,7 @@ def test_a_web_page_of_another_server_can_not_post(server: Server) -> None:
 def test_pages_of_allowed_origins_are_answered(server: Server) -> None:
     def ask(origin: str) -> httpx.Response:
         asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-        return httpx.options(f"{server.url}/v1/chat/completions", headers={"origin": origin, **asked})
+        return HTTP.options(f"{server.url}/v1/chat/completions", headers={"origin": origin, **asked})
 
     allowed = ask(PAGE)
     assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, PAGE)
@@ -173,32 +172,27 @@ def test_a_client_that_goes_has_a_status_of_its_own(server: Server) -> None:
         assert re.search(rf"POST /completions 499 \S+ id=gone-{stream:d} ", server.said)
 
 
-@pytest.mark.parametrize(
-    "path", ["/../../etc/passwd", "/..%2f..%2fetc/passwd", "/docs/../../etc/passwd", "//etc/passwd"]
-)
-def test_a_path_leads_to_no_file(server: Server, path: str) -> None:
-    head = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: bearer secret\r\nConnection: close\r\n\r\n"
-    with server.send(head.encode()) as connection:
-        assert connection.recv(65536).startswith(b"HTTP/1.1 404 ")
-
-
 def test_a_log_that_nobody_reads_stops_nothing() -> None:
     command = [sys.executable, *STUB, "--access-log"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         url = process.stderr.readline().split()[-1]
         try:
-            for _ in range(60):  # 1.8 MB of lines
-                assert httpx.get(f"{url}/{'a' * 30_000}", timeout=10).status_code == 404
+            for _ in range(32):  # 1.9 MB of lines
+                assert HTTP.get(f"{url}/{'a' * 60_000}").status_code == 404
             process.terminate()
             said = process.stderr.read()
         finally:
             process.kill()
     assert re.search(r"^\d+ lines of the log were dropped: nobody read them in time$", said, re.M)
-    assert said.count("aaa 404") > 20
+    assert said.count("aaa 404") > 10
 
 
-def test_a_path_can_not_forge_a_line(server: Server) -> None:
+def test_a_path_leads_to_no_file_and_cannot_forge_a_line(server: Server) -> None:
+    for path in ("/../../etc/passwd", "/..%2f..%2fetc/passwd", "/docs/../../etc/passwd", "//etc/passwd"):
+        head = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: bearer secret\r\nConnection: close\r\n\r\n"
+        with server.send(head.encode()) as connection:
+            assert connection.recv(65536).startswith(b"HTTP/1.1 404 ")
     assert server.get("/a%0Afgserve:%20b", headers=KEY).status_code == 404
     server.await_said("GET /a%0Afgserve%3A%20b 404", 5)
 

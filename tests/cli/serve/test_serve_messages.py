@@ -10,6 +10,7 @@ import anthropic
 import pytest
 from anthropic import Anthropic
 from anthropic.types import Message, RawMessageStreamEvent
+from asking import named_events
 from pydantic import BaseModel, TypeAdapter
 from serving import Server
 
@@ -32,83 +33,51 @@ EXACT: Any = {"model": "any", "max_tokens": 50, "extra_body": {"temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def server(caller: Server) -> Server:
-    return caller
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[Anthropic]:
-    with Anthropic(base_url=server.url, api_key="secret", max_retries=0) as client:
+def client(caller: Server) -> Iterator[Anthropic]:
+    with Anthropic(base_url=caller.url, api_key="secret", max_retries=0) as client:
         yield client
 
 
 def post(server: Server, **fields: Any) -> Any:
-    return server.post(
-        "/v1/messages",
-        {"messages": ASKED, "max_tokens": 50, "temperature": 0, **fields},
-        headers={"x-api-key": "secret"},
-    )
+    data = {"messages": ASKED, "max_tokens": 50, "temperature": 0, **fields}
+    return server.post("/v1/messages", data, headers={"x-api-key": "secret"})
 
 
-def events_of(server: Server, **fields: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream, held to the types of the package, with the names that lines give them."""
-    lines = post(server, stream=True, **fields).text.split("\n\n")
-    assert lines.pop() == ""
-    found = []
-    for line in lines:
-        name, _, data = line.removeprefix("event: ").partition("\ndata: ")
-        event = json.loads(data)
-        EVENT.validate_python(event)
-        assert event["type"] == name
-        found.append(event)
-    return found
-
-
-def test_an_answer_is_that_of_a_chat(server: Server, client: Anthropic) -> None:
+def test_an_answer_is_that_of_a_chat(caller: Server, client: Anthropic) -> None:
     system: Any = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     reply = client.messages.create(**EXACT, messages=ASKED, system=system, thinking={"type": "adaptive"}, metadata={})
-    with server.client("secret") as other:
-        chat = other.chat.completions.create(
-            model="any", messages=[{"role": "system", "content": "Be brief."}, *ASKED], temperature=0
-        )
+    turns: Any = [{"role": "system", "content": "Be brief."}, *ASKED]
+    chat = caller.client("secret").chat.completions.create(model="any", messages=turns, temperature=0)
     assert chat.usage is not None
     (block,) = reply.content
     assert block.type == "text"
     assert block.text == chat.choices[0].message.content == "42"
-    assert (reply.stop_reason, reply.stop_sequence, reply.usage.output_tokens) == (
-        "end_turn",
-        None,
-        chat.usage.completion_tokens,
-    )
+    assert (reply.stop_reason, reply.stop_sequence) == ("end_turn", None)
+    assert reply.usage.output_tokens == chat.usage.completion_tokens
     counted = client.messages.count_tokens(model="any", messages=ASKED, system=system)
     read = (reply.usage.input_tokens, reply.usage.cache_read_input_tokens or 0)
     assert counted.input_tokens == sum(read) == chat.usage.prompt_tokens
-    Message.model_validate(post(server).json())
+    Message.model_validate(post(caller).json())
 
 
-def test_a_stream_tells_each_part_of_the_message(server: Server) -> None:
-    events = events_of(server)
-    kinds = [event["type"] for event in events]
-    deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
-    assert kinds == [
-        "message_start",
-        "content_block_start",
-        *["content_block_delta"] * len(deltas),
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
-    ]
+def test_a_stream_tells_each_part_of_the_message(caller: Server) -> None:
+    events = named_events(EVENT, post(caller, stream=True).text)
+    start, opened, *deltas, closed, delta, end = events
+    assert (start["type"], opened["type"], closed["type"]) == (
+        "message_start", "content_block_start", "content_block_stop"
+    )  # fmt: skip
+    assert (delta["type"], end["type"]) == ("message_delta", "message_stop")
     assert len(deltas) > 3
-    whole = post(server).json()
-    assert "".join(deltas) == whole["content"][0]["text"]
-    start, end = events[0]["message"], events[-2]
-    assert (start["content"], start["stop_reason"]) == ([], None)
-    assert end["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
-    assert end["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
-    assert start["usage"]["input_tokens"] + start["usage"]["cache_read_input_tokens"] > 0
+    whole = post(caller).json()
+    assert "".join(event["delta"]["text"] for event in deltas) == whole["content"][0]["text"]
+    message = start["message"]
+    assert (message["content"], message["stop_reason"]) == ([], None)
+    assert message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"] > 0
+    assert delta["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert delta["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
 
 
-def test_an_agent_calls_and_gets_the_result(server: Server, client: Anthropic) -> None:
+def test_an_agent_calls_and_gets_the_result(client: Anthropic) -> None:
     fields: Any = {"model": "any", "max_tokens": 4000, "tools": [ADD]}
     asked: Any = [{"role": "user", "content": "add some"}]
     one: Any = {"type": "any", "disable_parallel_tool_use": True}
@@ -144,22 +113,19 @@ def test_the_tool_runner_goes_on_without_a_thread(client: Anthropic) -> None:
     assert [message.stop_reason for message in runner] == ["tool_use"] * 2
 
 
-def test_why_an_answer_ends(server: Server) -> None:
-    cut = post(server, max_tokens=2).json()
+def test_why_an_answer_ends_and_one_that_is_begun_goes_on(caller: Server) -> None:
+    cut = post(caller, max_tokens=2).json()
     assert (cut["stop_reason"], cut["usage"]["output_tokens"]) == ("max_tokens", 2)
-    stopped = post(server, stop_sequences=["!", "="]).json()
+    stopped = post(caller, stop_sequences=["!", "="]).json()
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "=")
     assert stopped["content"][0]["text"] == "12 + 30 "
-    assert post(server, max_tokens=100_000).json()["stop_reason"] == "end_turn"
+    assert post(caller, max_tokens=100_000).json()["stop_reason"] == "end_turn"
     long = [{"role": "user", "content": "a " * 200}]
     json_object = {"format": {"type": "json_schema", "schema": {"type": "array", "minItems": 9999}}}
-    full = post(server, messages=long, max_tokens=100_000, output_config=json_object).json()
+    full = post(caller, messages=long, max_tokens=100_000, output_config=json_object).json()
     assert full["stop_reason"] == "model_context_window_exceeded"
-
-
-def test_an_answer_that_is_begun_goes_on(server: Server) -> None:
     begun = [*ASKED, {"role": "assistant", "content": "12 + 30 ="}]
-    assert post(server, messages=begun).json()["content"][0]["text"].strip() == "42."
+    assert post(caller, messages=begun).json()["content"][0]["text"].strip() == "42."
 
 
 def test_structured_output(client: Anthropic) -> None:
@@ -194,10 +160,10 @@ def test_an_error_has_the_form_of_the_api(client: Anthropic, case: str) -> None:
     assert (caught.value.body["type"], caught.value.type) == ("error", "invalid_request_error")
 
 
-def test_a_wrong_key_is_an_authentication_error(server: Server) -> None:
-    with Anthropic(base_url=server.url, api_key="no") as client, pytest.raises(anthropic.AuthenticationError):
+def test_a_wrong_key_is_an_authentication_error(caller: Server) -> None:
+    with Anthropic(base_url=caller.url, api_key="no") as client, pytest.raises(anthropic.AuthenticationError):
         client.messages.create(**EXACT, messages=ASKED)
-    with Anthropic(base_url=server.url, auth_token="secret") as client:
+    with Anthropic(base_url=caller.url, auth_token="secret") as client:
         assert client.messages.create(**EXACT, messages=ASKED).content
 
 

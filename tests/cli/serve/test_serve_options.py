@@ -9,7 +9,7 @@ import pytest
 
 from fastgen.cli.options import flag
 from fastgen.cli.options import read as read_text
-from fastgen.cli.serve.options import TABLE, Options, ServerOptions, make_parser, read_options
+from fastgen.cli.serve.options import TABLE, Options, ServerOptions, read_options
 
 
 def read(*argv: str, file: str | None = None, folder: Path | None = None, **environment: str) -> Options:
@@ -24,13 +24,6 @@ def test_the_defaults() -> None:
     options = read()
     assert options.server == ServerOptions()
     assert [(model.name, model.model, model.generator) for model in options.models] == [("fastgen-tiny", None, {})]
-
-
-def test_the_help_shows_both() -> None:
-    help = "".join(make_parser().format_help().split())
-    for name in TABLE:
-        for shown in (flag(name), name):
-            assert shown in help
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -74,9 +67,6 @@ def test_models_of_the_file_have_their_own_settings(tmp_path: Path) -> None:
     flagged = read("--dtype", "float32", file=file, folder=tmp_path).models
     assert [model.generator["dtype"] for model in flagged] == ["float32"] * 2
     assert [model.name for model in read("e", file=file, folder=tmp_path).models] == ["e"]
-
-
-def test_a_model_of_the_file_has_its_own_chat_template(tmp_path: Path) -> None:
     (tmp_path / "own").write_text("{{ x }}")
     models = read(file=f"models: [a, {{model: b, chat_template: {tmp_path}/own}}]", folder=tmp_path).models
     assert [model.chat_template for model in models] == [None, "{{ x }}"]

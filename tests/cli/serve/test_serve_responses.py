@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
+from asking import named_events
 from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
@@ -33,64 +33,39 @@ FIRST = ["response.created", "response.in_progress", "response.output_item.added
 
 
 @pytest.fixture(scope="module")
-def server(caller: Server) -> Server:
-    return caller
+def client(caller: Server) -> OpenAI:
+    return caller.client("secret")
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
-        yield client
+def post(caller: Server, **fields: Any) -> Any:
+    return caller.post("/v1/responses", fields, headers={"authorization": "Bearer secret"})
 
 
-def post(server: Server, **fields: Any) -> Any:
-    return server.post("/v1/responses", fields, headers={"authorization": "Bearer secret"})
+def events_of(caller: Server, **fields: Any) -> list[dict[str, Any]]:
+    events = named_events(EVENT, post(caller, stream=True, **fields).text)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
 
 
-def events_of(server: Server, **fields: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream, held to the types of the package, with the names that lines give them."""
-    lines = post(server, stream=True, **fields).text.split("\n\n")
-    assert lines.pop() == ""
-    found = []
-    for number, line in enumerate(lines):
-        name, _, data = line.removeprefix("event: ").partition("\ndata: ")
-        event = json.loads(data)
-        EVENT.validate_python(event)
-        assert (event["type"], event["sequence_number"]) == (name, number)
-        found.append(event)
-    return found
-
-
-def test_an_answer_is_that_of_a_chat(server: Server, client: OpenAI) -> None:
-    reply = client.responses.create(
-        model="any",
-        instructions="Be brief.",
-        input=ASKED,
-        temperature=0,
-        metadata={"a": "b"},
-        store=True,
-        reasoning={"effort": "low"},
-        text={"verbosity": "low"},
-    )
-    chat = client.chat.completions.create(
-        model="any",
-        messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": ASKED}],
-        temperature=0,
-    )
+def test_an_answer_is_that_of_a_chat(caller: Server, client: OpenAI) -> None:
+    idle: Any = {"metadata": {"a": "b"}, "store": True, "reasoning": {"effort": "low"}, "text": {"verbosity": "low"}}
+    reply = client.responses.create(model="any", instructions="Be brief.", input=ASKED, temperature=0, **idle)
+    turns: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ASKED}]
+    chat = client.chat.completions.create(model="any", messages=turns, temperature=0)
     assert reply.output_text == chat.choices[0].message.content == "42"
     assert reply.usage is not None
     assert chat.usage is not None
     counts = (reply.usage.input_tokens, reply.usage.output_tokens, reply.usage.total_tokens)
     assert counts == (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens)
     assert (reply.status, reply.incomplete_details, reply.metadata) == ("completed", None, {"a": "b"})
-    data = post(server, input=ASKED).json()
+    data = post(caller, input=ASKED).json()
     Response.model_validate(data)
     assert (data["object"], data["tools"], data["tool_choice"], data["store"]) == ("response", [], "auto", False)
 
 
-def test_a_stream_tells_each_part_of_the_response(server: Server) -> None:
-    whole = post(server, input=ASKED, temperature=0).json()
-    events = events_of(server, input=ASKED, temperature=0)
+def test_a_stream_tells_each_part_of_the_response(caller: Server) -> None:
+    whole = post(caller, input=ASKED, temperature=0).json()
+    events = events_of(caller, input=ASKED, temperature=0)
     kinds = [event["type"] for event in events]
     deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
     assert kinds == [
@@ -128,32 +103,26 @@ def test_an_agent_calls_and_gets_the_result(client: OpenAI) -> None:
     thought: Any = {"type": "reasoning", "id": "rs_1", "summary": []}
     items = [*asked, thought, *(item.to_dict() for item in reply.output), result]
     after = client.responses.create(model="any", input=items, tools=[ADD], temperature=0)
-    function = {"name": "add", "arguments": call.arguments}
-    chat = client.chat.completions.create(
-        model="any",
-        messages=[
-            *asked,
-            {"role": "assistant", "tool_calls": [{"type": "function", "id": call.call_id, "function": function}]},
-            {"role": "tool", "tool_call_id": call.call_id, "content": "7"},
-        ],
-        tools=[{"type": "function", "function": {name: ADD[name] for name in ADD if name != "type"}}],
-        temperature=0,
-    )
+    called = {"type": "function", "id": call.call_id, "function": {"name": "add", "arguments": call.arguments}}
+    turns: Any = [*asked, {"role": "assistant", "tool_calls": [called]}]
+    turns.append({"role": "tool", "tool_call_id": call.call_id, "content": "7"})
+    tool: Any = {"type": "function", "function": {name: ADD[name] for name in ADD if name != "type"}}
+    chat = client.chat.completions.create(model="any", messages=turns, tools=[tool], temperature=0)
     assert after.output_text == chat.choices[0].message.content
     assert after.usage is not None
     assert chat.usage is not None
     assert after.usage.input_tokens == chat.usage.prompt_tokens
 
 
-def test_a_named_function_of_a_namespace_is_called(server: Server) -> None:
+def test_a_named_function_of_a_namespace_is_called(caller: Server) -> None:
     space = {"type": "namespace", "name": "files", "description": "of files", "tools": [{**ADD, "name": "read"}]}
     search = {"type": "web_search", "external_web_access": False}
     fields = {"tools": [ADD, space, search], "tool_choice": {"type": "function", "name": "files__read"}}
     fields["parallel_tool_calls"] = False
-    events = events_of(server, input="read", **fields)
+    events = events_of(caller, input="read", **fields)
     (item,) = events[-1]["response"]["output"]
     assert (item["type"], item["name"], item["namespace"]) == ("function_call", "read", "files")
-    again = post(server, input=[item, {**item, "type": "function_call_output", "output": "1"}])
+    again = post(caller, input=[item, {**item, "type": "function_call_output", "output": "1"}])
     assert again.json()["status"] == "completed"
 
 
@@ -166,50 +135,40 @@ def test_structured_output(client: OpenAI) -> None:
     assert client.responses.create(model="any", input=ASKED, text=text, max_output_tokens=3).output_text[0] == "{"
 
 
-def test_a_cut_answer_is_incomplete(server: Server) -> None:
-    events = events_of(server, input=ASKED, max_output_tokens=2)
+def test_a_cut_answer_is_incomplete(caller: Server) -> None:
+    events = events_of(caller, input=ASKED, max_output_tokens=2)
     assert events[-1]["type"] == "response.incomplete"
     reply = events[-1]["response"]
     assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert (reply["output"][0]["status"], reply["usage"]["output_tokens"]) == ("incomplete", 2)
 
 
-def test_logprobs(server: Server) -> None:
+def test_logprobs(caller: Server) -> None:
     fields = {"input": ASKED, "temperature": 0, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    data = post(server, **fields).json()
+    data = post(caller, **fields).json()
     Response.model_validate(data)
     scores = data["output"][0]["content"][0]["logprobs"]
     assert len(scores) == data["usage"]["output_tokens"]
     assert [len(score["top_logprobs"]) for score in scores] == [2] * len(scores)
-    deltas = [event for event in events_of(server, **fields) if event["type"] == "response.output_text.delta"]
+    deltas = [event for event in events_of(caller, **fields) if event["type"] == "response.output_text.delta"]
     assert [score for event in deltas for score in event["logprobs"]] == scores
 
 
+IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
+BAD_TEXT = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}}
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "stored": ({"previous_response_id": "resp_1"}, "previous_response_id", "send all earlier items as input"),
     "no tools": ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     "conversation": ({"conversation": "conv_1"}, "conversation", "nothing is stored"),
     "unknown": ({"n": 2}, "n", "is not supported"),
     "background": ({"background": True}, "background", "wait for the answer"),
-    "reference": (
-        {"input": [{"type": "item_reference", "id": "msg_1"}]},
-        "input[0]",
-        "must have the type message.*where its `store` is false",
-    ),
-    "image": (
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        "input[0]",
-        "content of the type 'input_image'; give text",
-    ),
+    "reference": ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]", "must have the type message.*store"),
+    "image": ({"input": [IMAGE]}, "input[0]", "content of the type 'input_image'; give text"),
     "empty": ({"input": []}, "input", "at least one message"),
     "search": ({"tools": [{"type": "web_search"}]}, "tools[0]", "function or namespace"),
     "same": ({"tools": [ADD, ADD]}, "tools", "same name"),
     "other": ({"tools": [ADD], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "not among"),
-    "schema": (
-        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}}},
-        "text.format",
-        "nothing",
-    ),
+    "schema": ({"text": BAD_TEXT}, "text.format", "nothing"),
     "long": ({"input": "a b " * 2048}, "input", "maximum context length"),
 }
 
@@ -248,11 +207,8 @@ def test_text_and_calls_are_items_in_their_order() -> None:
     assert said == ["so:", '{"a": 1}', "then", '{"b']
     assert [item["status"] for item in output] == ["completed"] * 3 + ["incomplete"]
     assert reply_of(tools=[ADD]).whole([Event(0, 0, [1], text, "stop")])["status"] == "completed"
-
-
-def test_an_answer_without_text_is_an_empty_message() -> None:
-    body = reply_of().whole([Event(0, 0, [1], "", "stop")])
-    assert body["output"][0]["content"][0]["text"] == ""
+    empty = reply_of().whole([Event(0, 0, [1], "", "stop")])
+    assert empty["output"][0]["content"][0]["text"] == ""
 
 
 def test_an_error_ends_the_stream_for_every_client() -> None:

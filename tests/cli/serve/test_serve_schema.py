@@ -16,7 +16,7 @@ from serving import FGSERVE, Server
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.long]
 
-EXAMPLES = 5  # random requests a route, beside those that try each field's limits
+EXAMPLES = 5  # random requests per route, in addition to those that try the limits of each field
 
 
 @pytest.fixture(scope="module")

@@ -70,10 +70,6 @@ def test_the_bytes_of_tokens_are_the_text(tokenizer: Tokenizer) -> None:
         for id in ids:
             assert vocabulary.text(id) == vocabulary.raw(id).decode(errors="replace")
             assert id not in vocabulary.special
-
-
-def test_special_and_broken_and_foreign_tokens_have_names(tokenizer: Tokenizer) -> None:
-    vocabulary = Vocabulary(tokenizer)
     end = tokenizer.hf.eos_token_id
     assert vocabulary.name(end) == vocabulary.text(end) == tokenizer.hf.eos_token
     assert end in vocabulary.special
@@ -117,22 +113,6 @@ def test_an_echo_is_the_text_that_was_given(chatty: Tokenizer) -> None:
         encode_text("the fox", bare)
 
 
-def test_a_chat_as_its_template_writes_it(chatty: Tokenizer) -> None:
-    def written(**fields: Any) -> str:
-        ids = encode_chat(ChatRequest(messages=HELLO, **fields), chatty, Calling(chatty, []))  # type: ignore[arg-type]
-        return chatty.decode(ids, special=True)
-
-    assert written().endswith("[answer] ")
-    assert not written(add_generation_prompt=False).endswith("[answer] ")
-    template = "{{ mood }}|" + chatty.hf.chat_template
-    original, chatty.hf.chat_template = chatty.hf.chat_template, template
-    try:
-        request = ChatRequest(messages=HELLO, chat_template_kwargs={"mood": "glad"})  # type: ignore[arg-type]
-        assert "glad|" in chatty.decode(encode_chat(request, chatty, Calling(chatty, [])))
-    finally:
-        chatty.hf.chat_template = original
-
-
 def test_special_tokens_in_texts_stay_text_in_every_dialect(chatty: Tokenizer) -> None:
     said: Any = [{"role": "user", "content": "x</s><s>"}]
     chats = [
@@ -146,15 +126,17 @@ def test_special_tokens_in_texts_stay_text_in_every_dialect(chatty: Tokenizer) -
     assert count_tokens(CountRequest(messages=said), facts(chatty)) == {"input_tokens": len(ids)}
 
 
-@pytest.mark.parametrize("name", ["tokenize", "chat_template", "conversation", "messages", "add_generation_prompt"])
-def test_variables_that_a_template_can_not_have(chatty: Tokenizer, name: str) -> None:
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "add_generation_prompt"])
+def test_variables_that_a_template_cannot_have(chatty: Tokenizer, name: str) -> None:
     request = ChatRequest(messages=HELLO, chat_template_kwargs={name: "x"})  # type: ignore[arg-type]
     with pytest.raises(ApiError, match=name) as raised:
         encode_chat(request, chatty, Calling(chatty, []))
     assert raised.value.param == "chat_template_kwargs"
 
 
-def test_wrong_messages_are_named_beside_variables(chatty: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_messages_are_named_though_there_are_variables(
+    chatty: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chatty.hf, "chat_template", "{{ raise_exception('no ' + messages[0].content) }}")
     request = ChatRequest(messages=HELLO, chat_template_kwargs={"mood": "glad"})  # type: ignore[arg-type]
     with pytest.raises(ApiError, match="no hello") as raised:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grammars import MARKS, accepts, add, allowed, byte_level, walk
+from grammars import MARKS, accepts, add, byte_level, walk
 
-from fastgen import Generator, SamplingParams
+from fastgen import SamplingParams
 from fastgen.cli.serve.compat.messages import MessageRequest
 from fastgen.cli.serve.compat.responses import ResponseRequest
 from fastgen.cli.serve.prompts import ModelFacts, prepare
@@ -20,7 +20,7 @@ from fastgen.cli.serve.protocol import ApiError, ChatMessage, ChatRequest, Chose
 from fastgen.cli.serve.tools import Calling
 from fastgen.text.grammar import Compiler, json_rule
 from fastgen.text.tokenizer import Tokenizer
-from fastgen.text.tool_calls import HERMES, LLAMA, MISTRAL, find_syntax, parse_message
+from fastgen.text.tool_calls import HERMES, LLAMA, MISTRAL, find_syntax
 
 SYNTAXES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
 
@@ -80,8 +80,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return name, tokenizer, Compiler(tokenizer, size, [0, 1]), size
 
 
-def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    return list(tokenizer.hf(text, add_special_tokens=False)["input_ids"])
+def takes(model: Model, grammar: str | None, text: str, ended: bool = True) -> bool:
+    """Return whether a grammar allows a text, followed by an end token if it is `ended`."""
+    _, tokenizer, compiler, size = model
+    assert grammar is not None
+    ids = list(tokenizer.hf(text, add_special_tokens=False)["input_ids"])
+    return accepts(compiler.compile(grammar), [*ids, 0] if ended else ids, size)
 
 
 def forced(model: Model, rng: random.Random, **asked: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -113,26 +117,28 @@ def test_a_required_call_is_made(model: Model) -> None:
         check(name, arguments)
     assert {name for calls in answers for name, _ in calls} == {"get", "get_weather"}
     assert min(map(len, answers)) == 1
-    assert max(map(len, answers)) == 1 if model[0] == "llama" else max(map(len, answers)) > 1
+    assert (max(map(len, answers)) > 1) == (model[0] != "llama")
 
 
 def test_a_named_function_is_called_once_in_every_dialect(model: Model) -> None:
     name, function = "get_weather", {"name": "get_weather", "parameters": WEATHER}
-    asked = {"messages": [{"role": "user", "content": "Rain?"}]}
+    asked = {"messages": [{"role": "user", "content": "Rain?"}], "max_tokens": 9}
     tools = [{"type": "function", "function": function}]
     chat = {**asked, "tools": tools, "tool_choice": {"type": "function", "function": {"name": name}}}
-    message = {**asked, "max_tokens": 9, "tools": [{"name": name, "input_schema": WEATHER}]}
+    message = {
+        **asked,
+        "tools": [{"name": name, "input_schema": WEATHER}],
+        "tool_choice": {"type": "tool", "name": name},
+    }
     response = {"input": "Rain?", "tools": [{"type": "function", **function}]}
-    chats = [
-        ChatRequest.model_validate(chat),
-        MessageRequest.model_validate({**message, "tool_choice": {"type": "tool", "name": name}}).chat(),
-        ResponseRequest.model_validate({**response, "tool_choice": {"type": "function", "name": name}}).chat(),
-    ]
+    response["tool_choice"] = {"type": "function", "name": name}
+    first = ChatRequest.model_validate(chat)
+    chats = [first, MessageRequest.model_validate(message).chat(), ResponseRequest.model_validate(response).chat()]
     (grammar,) = {read_calling(chat, model[1]).grammar() for chat in chats}
     assert grammar == calling_of(model[1], tools, choice="required", parallel=False).grammar()
     rng = random.Random(1)
     for _ in range(6):
-        ((called, arguments),) = forced(model, rng, choice=chats[0].tool_choice)
+        ((called, arguments),) = forced(model, rng, choice=first.tool_choice)
         assert called == name
         check(name, arguments)
 
@@ -142,19 +148,16 @@ def chosen(mode: str, name: str = "get") -> ChosenTools:
     return ChosenTools.model_validate({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}})
 
 
-def test_chosen_tools_alone_are_called(model: Model) -> None:
-    name, tokenizer, compiler, size = model
+def test_only_chosen_tools_are_called(model: Model) -> None:
+    name, tokenizer, _, _ = model
     rng = random.Random(2)
     for _ in range(4):
         assert {function for function, _ in forced(model, rng, choice=chosen("required"))} == {"get"}
     calling = calling_of(tokenizer, TOOLS, choice=chosen("auto"))
     assert calling.template_tools == calling_of(tokenizer, TOOLS).template_tools, "the model is shown all"
-    grammar = calling.grammar()
-    assert grammar is not None
-    assert accepts(compiler.compile(grammar), [*ids_of(tokenizer, "Hello"), 0], size)
-    right, wrong = call_text(name, "{}").replace("get_weather", "get"), call_text(name, RIGHT)
-    assert accepts(compiler.compile(grammar), [*ids_of(tokenizer, right), 0], size)
-    assert not accepts(compiler.compile(grammar), ids_of(tokenizer, wrong), size)
+    assert takes(model, calling.grammar(), "Hello")
+    assert takes(model, calling.grammar(), call_text(name, "{}").replace("get_weather", "get"))
+    assert not takes(model, calling.grammar(), call_text(name, RIGHT), ended=False)
 
 
 def call_text(name: str, body: str) -> str:
@@ -166,99 +169,51 @@ def call_text(name: str, body: str) -> str:
 RIGHT, WRONG = '{"city": "Paris", "days": [3]}', '{"city": "Rome", "days": [3]}'
 
 
-def test_calls_are_forced_as_templates_write_them(model: Model) -> None:
-    name, tokenizer, compiler, size = model
-    for tools, parallel in itertools.product((TOOLS, STRICT), (True, False)):
-        grammar = calling_of(tokenizer, tools, choice="required", parallel=parallel).grammar()
-        assert grammar is not None
-        mask = compiler.compile(grammar)
-        assert accepts(mask, ids_of(tokenizer, call_text(name, RIGHT)), size)
-        assert {0, 1} <= set(allowed(mask, size))
-        assert not accepts(compiler.compile(grammar), ids_of(tokenizer, call_text(name, WRONG)), size)
-        assert not accepts(compiler.compile(grammar), ids_of(tokenizer, "Hello"), size)
-        assert not set(allowed(compiler.compile(grammar), size)) & {0, 1}
-
-
 @pytest.mark.parametrize("parallel", [True, False])
-def test_strict_tools_leave_text_free_and_hold_calls_to_their_schema(model: Model, parallel: bool) -> None:
-    name, tokenizer, compiler, size = model
+def test_calls_are_as_templates_write_them_and_strict_ones_leave_text_free(model: Model, parallel: bool) -> None:
+    name, tokenizer, _, _ = model
+    for tools in (TOOLS, STRICT):
+        grammar = calling_of(tokenizer, tools, choice="required", parallel=parallel).grammar()
+        assert takes(model, grammar, call_text(name, RIGHT))
+        for wrong in (call_text(name, WRONG), "Hello", ""):
+            assert not takes(model, grammar, wrong, ended=not wrong)
     grammar = calling_of(tokenizer, STRICT, parallel=parallel).grammar()
-    assert grammar is not None
     text = "Let me <see>: [x] é"
-    mask = compiler.compile(grammar)
-    assert {0, 1} <= set(allowed(mask, size))
-    assert accepts(mask, ids_of(tokenizer, text), size)
-    assert {0, 1} <= set(allowed(mask, size))
     before = "" if name == "llama" else text
     once = before + call_text(name, RIGHT)
-    mask = compiler.compile(grammar)
-    assert accepts(mask, ids_of(tokenizer, once), size)
-    assert {0, 1} <= set(allowed(mask, size))
-    assert not accepts(compiler.compile(grammar), ids_of(tokenizer, before + call_text(name, WRONG)), size)
+    for right in ("", text, once):
+        assert takes(model, grammar, right)
+    assert not takes(model, grammar, before + call_text(name, WRONG), ended=False)
     if name == "hermes":
-        twice = ids_of(tokenizer, f"{once}\n{call_text(name, RIGHT)}")
-        assert accepts(compiler.compile(grammar), [*twice, 0], size) == parallel
-
-
-def test_without_a_promise_the_model_is_free(model: Model) -> None:
-    assert calling_of(model[1], TOOLS).grammar() is None
-    assert calling_of(model[1], TOOLS, parallel=False).grammar() is not None
+        assert takes(model, grammar, f"{once}\n{call_text(name, RIGHT)}") == parallel
+    assert (calling_of(tokenizer, TOOLS, parallel=parallel).grammar() is None) == parallel
 
 
 def test_an_answer_with_a_grammar_may_be_a_call(model: Model) -> None:
-    name, tokenizer, compiler, size = model
+    name, tokenizer, _, _ = model
     rule = json_rule({"properties": {"x": {"type": "null"}}}, strict=False)
     grammar = calling_of(tokenizer, TOOLS).grammar(rule)
-    assert grammar is not None
     mark = LLAMA.opens if name == "llama" else ""
-    assert accepts(compiler.compile(grammar), [*ids_of(tokenizer, '{"x": null}'), 0], size)
-    assert accepts(compiler.compile(grammar), [*ids_of(tokenizer, mark + call_text(name, RIGHT)), 0], size)
-    assert not accepts(compiler.compile(grammar), ids_of(tokenizer, mark + call_text(name, WRONG)), size)
-    assert not accepts(compiler.compile(grammar), ids_of(tokenizer, '{"x": 5}'), size)
-    assert not accepts(compiler.compile(grammar), ids_of(tokenizer, "Hello"), size)
+    for right in ('{"x": null}', mark + call_text(name, RIGHT)):
+        assert takes(model, grammar, right)
+    for wrong in (mark + call_text(name, WRONG), '{"x": 5}', "Hello"):
+        assert not takes(model, grammar, wrong, ended=False)
     for calling in (Calling(tokenizer, []), calling_of(tokenizer, TOOLS, choice="none")):
         assert calling.grammar(rule) == f"start: {rule}"
         assert calling.grammar() is None
 
 
-def test_a_bad_schema_of_a_function_is_an_error(model: Model) -> None:
-    _, tokenizer, compiler, _ = model
-    parameters = {"type": "object", "properties": {"a": {"type": "objekt"}}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    grammar = calling_of(tokenizer, tools, choice="required").grammar()
-    assert grammar is not None
-    with pytest.raises(ValueError, match=r"^Invalid type: objekt$"):
-        compiler.compile(grammar)
+def test_parameters_are_of_an_object(model: Model) -> None:
     with pytest.raises(ValueError, match="parameters of the function f must be"):
-        calling_of(tokenizer, [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}])
-
-
-def test_a_generator_calls(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gen.tokenizer is not None
-    monkeypatch.setattr(gen.tokenizer.hf, "chat_template", TEMPLATES["hermes"])
-    calling = calling_of(gen.tokenizer, TOOLS, choice="required", parallel=False)
-    grammar = calling.grammar()
-    assert grammar is not None
-    params = SamplingParams(n=3, max_tokens=300, temperature=1, seed=0, grammar=grammar)
-    for completion in gen.generate("hello", params)[0].completions:
-        parser = calling.parser()
-        assert parser is not None
-        content, ((_, name, arguments),) = add(parser.push(completion.text, last=True))
-        assert (content, completion.finish_reason) == ("", "stop")
-        check(name, json.loads(arguments))
+        calling_of(model[1], [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}])
 
 
 # ------------------------------------------------------------------------------------------------- templates
 
+CALL = {"id": "call_1234567890", "type": "function", "function": {"name": "get_weather", "arguments": RIGHT}}
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": "Rain?"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {"id": "call_1234567890", "type": "function", "function": {"name": "get_weather", "arguments": RIGHT}}
-        ],
-    },
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "call_1234567890", "content": "Yes."},
 ]
 
@@ -315,20 +270,9 @@ def test_templates_get_tools_calls_and_results(model: Model) -> None:
     if name == "mistral":
         (given,) = {word[:9] for word in text.split("@")[1:]}
         assert f'"id": "{given}"' in text, "both have got the same id"
-
-
-def test_a_call_written_by_a_template_is_parsed(model: Model) -> None:
-    _, tokenizer, _, _ = model
-    text = rendered(tokenizer, Calling(tokenizer, []), CONVERSATION[1:2])
-    message = parse_message(text.partition("assistant")[2][1:], tokenizer, TOOLS)
-    assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": json.loads(RIGHT)}
-
-
-def test_without_a_choice_the_template_has_no_tools(model: Model) -> None:
-    calling = calling_of(model[1], TOOLS, choice="none")
-    assert calling.template_tools is None
-    assert calling.parser() is None
-    assert "It rains." not in rendered(model[1], calling, CONVERSATION)
+    calling = calling_of(tokenizer, TOOLS, choice="none")
+    assert calling.template_tools is calling.parser() is None
+    assert "It rains." not in rendered(tokenizer, calling, CONVERSATION)
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Par', "[1]", "[" * 100_000])
@@ -341,18 +285,10 @@ def test_arguments_that_are_no_object_come_back_as_text(model: Model, arguments:
 
 
 def test_a_model_without_tools_refuses_them(talker: Path) -> None:
-    tokenizer = Tokenizer(talker)
-    with pytest.raises(ValueError, match="tools are not supported"):
-        calling_of(tokenizer, TOOLS)
-    calling = Calling(tokenizer, [])
-    assert calling.template_tools is None
-    assert calling.template_messages(read(CONVERSATION[:1])) == CONVERSATION[:1]
-    with pytest.raises(ValueError, match="messages of tools are not supported"):
-        calling.template_messages(read(CONVERSATION))
-    model = ModelFacts("x", tokenizer, None, SamplingParams(), 1000, 100)
-    for param, fields in (("tools", {"tools": STRICT}), ("messages", {})):
-        messages = CONVERSATION if param == "messages" else CONVERSATION[:1]
-        request = read_request(ChatRequest, json.dumps({"messages": messages, **fields}).encode())
+    model = ModelFacts("x", Tokenizer(talker), None, SamplingParams(), 1000, 100)
+    for param, messages, tools in (("tools", CONVERSATION[:1], STRICT), ("messages", CONVERSATION, [])):
+        request = read_request(ChatRequest, json.dumps({"messages": messages, "tools": tools}).encode())
         with pytest.raises(ApiError, match="not supported") as refused:
             prepare(model, request)
         assert refused.value.param == param
+    assert Calling(Tokenizer(talker), []).template_messages(read(CONVERSATION[:1])) == CONVERSATION[:1]

@@ -1,21 +1,21 @@
 """Anthropic's /messages and /messages/count_tokens, translated to a chat and back.
 
-Source: https://docs.anthropic.com/en/api/messages, and the requests of Claude Code. Tests hold the answers to the types
-of the anthropic package.
+Source: https://docs.anthropic.com/en/api/messages, and the requests of Claude Code. Tests check the answers against the
+types of the anthropic package.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import from_json, to_json
 
 from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, translated
 from fastgen.cli.serve.prompts import ModelFacts, calling_of, check_length, encode_chat, needed
-from fastgen.cli.serve.protocol import INT32, ApiError, ChatRequest, Strict, check_request, wrong
+from fastgen.cli.serve.protocol import INT32, ApiError, ChatRequest, Items, Some, Strict, check_request, wrong
 from fastgen.request import SamplingParams
 
 ERRORS = {
@@ -26,13 +26,13 @@ ERRORS = {
     500: "api_error",
     503: "overloaded_error",
     504: "timeout_error",
-}  # others are an invalid_request_error
+}  # {status: type}; other statuses are an invalid_request_error
 
 # ------------------------------------------------------------------------------------------------- requests
 
 
 def _messages_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a turn as messages of a chat. Raises ValueError."""
+    """Translate a turn into messages of a chat. Raises ValueError."""
     match turn:
         case {"role": "system", "content": content}:
             return [{"role": "system", "content": text_of(content)}]
@@ -51,7 +51,7 @@ def _messages_of_block(role: str, block: Any) -> list[dict[str, Any]]:
             return [called(id, name, to_json(given).decode())]
         case {"type": "tool_result", "tool_use_id": str(id)}:
             return [{"role": "tool", "tool_call_id": id, "content": text_of(block.get("content"))}]
-        case {"type": "thinking" | "redacted_thinking"}:  # templates do not take back what a model has thought
+        case {"type": "thinking" | "redacted_thinking"}:  # chat templates do not take earlier thoughts
             return []
     raise ValueError(
         "has a block of another type than text (with text), tool_use (id, name, input), tool_result (tool_use_id) and "
@@ -60,7 +60,7 @@ def _messages_of_block(role: str, block: Any) -> list[dict[str, Any]]:
 
 
 class ToolDefinition(Strict):
-    """A tool of the client. Those that Anthropic's servers run have other types."""
+    """A tool of the client. Tools that Anthropic's servers run have other types."""
 
     type: Literal["custom"] | None = None
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
@@ -96,7 +96,7 @@ class OutputConfig(Strict):
 
 
 class CountRequest(Strict):
-    """A request to /messages/count_tokens, and the common fields of both."""
+    """A request to /messages/count_tokens; its fields are also those of /messages."""
 
     without_effect = frozenset({
         "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
@@ -104,21 +104,23 @@ class CountRequest(Strict):
     })  # fmt: skip
 
     model: str | None = None
-    messages: list[dict[str, Any]] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "a"}]])
-    system: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
+    messages: Some[dict[str, Any]] = Field(examples=[[{"role": "user", "content": "a"}]])
+    system: str | Items[dict[str, Any]] | None = None
+    tools: Items[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _check_thread(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("thread"):  # the package's tool runner then goes on without
+        if isinstance(data, dict) and data.get(
+            "thread"
+        ):  # the tool runner of the anthropic package then goes on without one
             raise wrong("thread", "is not supported: nothing is stored here", "thread_unsupported_request")
         return data
 
     def chat(self) -> ChatRequest:
-        """Return the request as a chat. Raises ApiError."""
+        """Translate the request into a chat. Raises ApiError."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = translated(system, "system", _messages_of) + translated(self.messages, "messages", _messages_of)
         messages = merged(messages)
@@ -134,7 +136,7 @@ class CountRequest(Strict):
         return check_request(_Chat, data)
 
     def _fields(self) -> dict[str, Any]:
-        """Return the fields of a chat beside those of its prompt."""
+        """Return the fields of the chat that are not part of its prompt."""
         return {"model": self.model}
 
 
@@ -145,7 +147,7 @@ class MessageRequest(CountRequest):
     temperature: FiniteFloat | None = Field(None, ge=0)
     top_p: FiniteFloat | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, le=INT32)
-    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_sequences: Items[str] | None = None
     stream: bool | None = None
 
     def _fields(self) -> dict[str, Any]:
@@ -154,8 +156,8 @@ class MessageRequest(CountRequest):
 
 
 class _Chat(ChatRequest):
-    """A chat whose max_tokens may be more than the context has room for, as clients send it; its end then ends the
-    answer."""
+    """A chat whose max_tokens may exceed the room in the context, as clients send it. The answer then ends where the
+    context ends."""
 
     @property
     def limit(self) -> None:
@@ -177,7 +179,7 @@ def count_tokens(request: CountRequest, model: ModelFacts) -> dict[str, int]:
 
 
 class MessageReply(BlockReply):
-    """The message that answers."""
+    """The reply to a request to /messages."""
 
     def __init__(self, request: MessageRequest, *chat: Any) -> None:
         super().__init__(*chat)
@@ -244,8 +246,8 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object. A call that was cut off gives the part that is there, and text that
-    is no JSON gives {}, which the tool's own check reports to the model."""
+    """Return the arguments of a call as an object. For a call that was cut off, this is the part that exists. For text
+    that is not JSON, it is {}, which the tool's own check will report to the model."""
     try:
         found: dict[str, Any] = from_json(arguments or "{}", allow_partial="trailing-strings")
     except ValueError:
@@ -254,9 +256,9 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """Return an error in Anthropic's form."""
+    """Return the body of an error in Anthropic's format."""
     message = error.message
     if error.code == "context_length_exceeded":
-        message = f"prompt is too long: {message}"  # Claude Code then makes it shorter
+        message = f"prompt is too long: {message}"  # Claude Code then shortens it
     kind = ERRORS.get(error.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message, "details": {"error_code": error.code}}}

@@ -1,27 +1,27 @@
-"""OpenAI's /responses, translated to a chat and back. Nothing is stored: a request brings its earlier items with it.
+"""OpenAI's /responses, translated to a chat and back. Nothing is stored, so a request contains all earlier items.
 
-Source: https://platform.openai.com/docs/api-reference/responses, and the requests of Codex. Tests hold the answers to
-the types of the openai package.
+Source: https://platform.openai.com/docs/api-reference/responses, and the requests of Codex. Tests check the answers
+against the types of the openai package.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
 from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, translated
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, Strict, check_request, wrong
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, Items, Strict, check_request, wrong
 from fastgen.request import MAX_LOGPROBS
 
-# Fields of a chat that errors name, and what they are called here.
+# {field of a chat that an error may name: its name in /responses}
 NAMES = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
 
 
 def renamed(error: ApiError) -> ApiError:
-    """Return an error of a chat with the name that its field has here."""
+    """Return an error of a chat with the name that its field has in /responses."""
     name = NAMES.get(error.param or "", error.param)
     return ApiError(error.status, error.message, name, error.code)
 
@@ -30,12 +30,12 @@ def renamed(error: ApiError) -> ApiError:
 
 
 def flat(namespace: str | None, name: str) -> str:
-    """Return the name that a model knows a function by."""
+    """Return the name by which the model knows a function."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def _messages_of(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return an item as messages of a chat. Raises ValueError."""
+    """Translate an item into messages of a chat. Raises ValueError."""
     match {**item, "type": item.get("type") or "message"}:
         case {"type": "message", "role": "system" | "developer" | "user" | "assistant" as role, "content": content}:
             return [{"role": role, "content": text_of(content)}]
@@ -43,7 +43,7 @@ def _messages_of(item: dict[str, Any]) -> list[dict[str, Any]]:
             return [called(id, flat(item.get("namespace"), name), arguments)]
         case {"type": "function_call_output", "call_id": str(id), "output": output}:
             return [{"role": "tool", "tool_call_id": id, "content": text_of(output)}]
-        case {"type": "reasoning"}:  # templates do not take back what a model has thought
+        case {"type": "reasoning"}:  # chat templates do not take earlier thoughts
             return []
     raise ValueError(
         "must have the type message (with role and content), function_call (call_id, name, arguments), "
@@ -53,19 +53,22 @@ def _messages_of(item: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _functions_of(tool: dict[str, Any]) -> list[tuple[str | None, dict[str, Any]]]:
-    """Return the functions of a tool, with their namespaces. Raises ValueError."""
+    """Return (namespace, function) for each function of a tool. Raises ValueError."""
     match tool:
         case {"type": "function", "name": str()}:
             return [(None, tool)]
         case {"type": "namespace", "name": str(name), "tools": list(tools)}:
             return [(name, function) for each in tools for _, function in _functions_of(each)]
-        case {"type": "web_search", "external_web_access": False}:  # in stored pages: Codex offers it by default
+        case {
+            "type": "web_search",
+            "external_web_access": False,
+        }:  # a search of stored pages, which Codex offers by default
             return []
     raise ValueError("must be of the type function or namespace: the server runs no tools itself, such as a search")
 
 
 def _nested(part: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Return the fields of a part for a chat, which nests what has a type here."""
+    """Return the fields of a part as a chat has them, nested and without the type."""
     return {name: value for name, value in part.items() if name != "type"} | changes
 
 
@@ -75,7 +78,7 @@ class Text(Strict):
 
 
 class ResponseRequest(Strict):
-    """A request to /responses. Its items and tools are checked when they have become those of a chat."""
+    """A request to /responses. Its items and tools are checked after they have been translated to a chat."""
 
     without_effect = frozenset({
         "client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options",
@@ -83,17 +86,17 @@ class ResponseRequest(Strict):
     })  # fmt: skip
 
     model: str | None = None
-    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+    input: str | Items[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: FiniteFloat | None = Field(None, ge=0)
     top_p: FiniteFloat | None = Field(None, ge=0, le=1)
     stream: bool | None = None
     text: Text | None = None
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    include: Annotated[list[str], Field(fail_fast=True)] | None = None
+    include: Items[str] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     truncation: Literal["disabled"] | None = None
     background: bool | None = None
@@ -114,11 +117,11 @@ class ResponseRequest(Strict):
         return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
 
     def functions(self) -> list[tuple[str | None, dict[str, Any]]]:
-        """Return the functions with their namespaces. Raises ApiError."""
+        """Return (namespace, function) for each function of the tools. Raises ApiError."""
         return translated(self.tools or (), "tools", _functions_of)
 
     def chat(self) -> ChatRequest:
-        """Return the request as a chat. Raises ApiError."""
+        """Translate the request into a chat. Raises ApiError."""
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         messages += translated(items, "input", _messages_of)
@@ -142,7 +145,7 @@ class ResponseRequest(Strict):
 
 
 class ResponseReply(BlockReply):
-    """The response: each block is an item, a message or a call."""
+    """The reply to a request to /responses. Each block of the answer is an item: a message or a call."""
 
     def __init__(self, request: ResponseRequest, *chat: Any) -> None:
         super().__init__(*chat)
@@ -209,7 +212,7 @@ class ResponseReply(BlockReply):
         return f"{'msg' if block.name is None else 'fc'}_{self._hex}{block.index}"
 
     def _item(self, block: Block, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return an item of the output. content: its parts, if it is a message."""
+        """Return an item of the output. content: the parts of a message."""
         item: dict[str, Any] = {"id": self._id(block), "status": status}
         if block.name is None:
             return {**item, "type": "message", "role": "assistant", "content": content}

@@ -1,4 +1,4 @@
-"""The common part of the APIs that are translated to chats and back: their messages, and their answers in blocks."""
+"""The common part of the APIs that are translated to chats and back: messages, and answers in blocks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SYSTEM = ("system", "developer")
 
 
 def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat's messages in a form that most chat templates accept: adjacent messages of one role are one, except
-    results of tools, and a system message behind the first message of another role is a user's."""
+    """Return a chat's messages in a form that most chat templates accept: adjacent messages of one role are joined,
+    except results of tools, and a system message after the first message of another role becomes the user's."""
     found: list[dict[str, Any]] = []
     for message in messages:
         role = message["role"]
@@ -33,7 +33,7 @@ def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content, a text or a list of its parts. Raises ValueError for other content."""
+    """Return the text of a message's content: a string or a list of parts. Raises ValueError for other content."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -48,7 +48,7 @@ def text_of(content: Any) -> str:
 
 
 def translated(items: Iterable[Any], field: str, translate: Callable[[Any], list[Any]]) -> list[Any]:
-    """Return what the items of a field become in a chat. Raises ApiError, which names the item, for a ValueError."""
+    """Translate the items of a field into parts of a chat. Turns a ValueError into an ApiError that names the item."""
     found = []
     for place, item in enumerate(items):
         try:
@@ -60,14 +60,14 @@ def translated(items: Iterable[Any], field: str, translate: Callable[[Any], list
 
 
 def called(id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return the message of an assistant that calls a function."""
+    """Return the message of the assistant with a call of a function."""
     function = {"name": name, "arguments": arguments}
     return {"role": "assistant", "tool_calls": [{"id": id, "type": "function", "function": function}]}
 
 
 @dataclass
 class Block:
-    """A part of an answer: a text, or the arguments of a call, which has an id and a name."""
+    """A part of an answer: a text, or a call with an id and a name, whose `text` is its arguments."""
 
     index: int
     id: str = ""
@@ -77,10 +77,10 @@ class Block:
 
 
 class BlockReply(ChatReply, ABC):
-    """A chat's reply as events of another API: each block of the answer is opened, grows and is closed before the next.
+    """A chat's reply as events of another API. Each block of the answer is opened, grows and is closed before the next.
 
-    Subclasses make the events of each of these steps. An answer has one choice, and at least one block. finish_reason:
-    as in a chat, once it is known. stop_reason: the stop id or string that ended the answer.
+    Subclasses make the events for each of these steps. An answer has one choice and at least one block. finish_reason:
+    as in a chat; None until it is known. stop_reason: the stop id or string that ended the answer.
     """
 
     end_mark = b""
@@ -91,7 +91,7 @@ class BlockReply(ChatReply, ABC):
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._open = False
-        self._scores: list[dict[str, Any]] = []  # logprobs of tokens whose text is not complete yet
+        self._scores: list[dict[str, Any]] = []  # logprobs of tokens whose text has not come yet
 
     def whole(self, events: Iterable[Event]) -> dict[str, Any]:
         """Return the complete response for all events of the request."""
@@ -153,7 +153,7 @@ class BlockReply(ChatReply, ABC):
 
     @abstractmethod
     def grow(self, block: Block, piece: str, logprobs: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-        """Return the events for a new piece of a block. logprobs: of its tokens, as a chat has them."""
+        """Return the events for a new piece of a block. logprobs: logprobs of its tokens, as in a chat."""
 
     @abstractmethod
     def close(self, block: Block) -> Iterable[dict[str, Any]]:
@@ -161,4 +161,4 @@ class BlockReply(ChatReply, ABC):
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
-        """Return the complete response, once the answer has ended."""
+        """Return the complete response. The answer has ended."""
