@@ -38,7 +38,7 @@ from fastgen.text.tool_calls import parse_message
 
 log = logging.getLogger(__name__)
 
-AHEAD = 4096  # number of requests of one generate() call that are in the engine at a time
+AHEAD = 4096  # minimum number of requests of a generate() call in the engine, while there are more
 READ_STEPS = 4  # new prompts of at most so many steps' token budgets are read before each step
 
 
@@ -55,18 +55,20 @@ class Generator:
 
     @takes_fields_of(GeneratorOptions)
     def __init__(self, options: GeneratorOptions) -> None:
-        # Importing transformers takes seconds, and so do loading weights and compiling kernels: both at once.
-        with ThreadPoolExecutor(1, "tokenizer") as beside:
+        # Importing transformers takes seconds, so the tokenizer is loaded while weights load and kernels compile.
+        with ThreadPoolExecutor(1, "tokenizer") as background:
             with agreeing(options.tp_group):
                 options.check()
                 self.folder = resolve(options.model, options.revision, weights=False)  # checks come before the weights
                 self.model_config = read_config(self.folder, in_fp8=options.quantization is not None)
-                tokenizer = beside.submit(find_tokenizer, options.tokenizer, self.folder, options.allow_special_tokens)
+                tokenizer = background.submit(
+                    find_tokenizer, options.tokenizer, self.folder, options.allow_special_tokens
+                )
                 resolved = resolve_options(self.model_config, options)
                 start = time.perf_counter()
                 if options.load == "auto":
                     self.folder = resolve(options.model, options.revision)
-            me = weakref.proxy(self)  # so that ranks end with what holds them
+            me = weakref.proxy(self)  # a strong reference would keep this Generator, and so the ranks, alive
             runner = start_runner((self.model_config, resolved, self.folder), options.tp_group, lambda: me.stats)
             try:
                 with agreeing(options.tp_group):
@@ -75,6 +77,7 @@ class Generator:
                 runner.close()
                 raise
         self._runner = cast(StepRunner, runner)  # a Follower replays the leader's steps, and none is launched here
+        # None without a tp_group, even if spawned ranks run.
         self._team = None if options.tp_group is None else cast(Leader | Follower, runner)
         self.config = runner.config  # only now is it known how large the KV pool is
         self.max_model_len = self.config.max_model_len

@@ -1,4 +1,4 @@
-"""The data types of requests, of engine steps and of outputs. They do not import torch.
+"""The data types of requests, of engine steps and of outputs. This module does not import torch.
 
 Data flows down: a Request becomes n Sequences (one for each sample), the scheduler puts parts of them into a Batch, the
 runner answers a Batch with a StepResult, and finished Sequences become Completions of a RequestOutput.
@@ -83,7 +83,7 @@ class SamplingParams(Options):
     speculate: False: no tokens are drafted for this request; they change nothing but its speed.
     """
 
-    # The texts are those of the tools' flags.
+    # The texts are the help of command-line flags.
     n: int = option(1, "samples of each prompt", low=1)
     max_tokens: int | None = option(None, "length of an answer", low=0, unset="to the end of the context")
     min_tokens: int = option(0, "tokens before which an answer does not end", low=0, high=2**31)
@@ -182,7 +182,7 @@ def params_of(given: Params, defaults: SamplingParams) -> SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and the parameters to continue it with. `id` returns on the output (None: the Generator makes one).
+    """A prompt and the parameters to continue it with. The output has the same `id` (None: the Generator makes one).
 
     params: SamplingParams; a dict of those that differ from `Generator.default_params`; None: these.
     resume: a completion of this prompt that ended by "length" or "abort", and is continued. With the same params, but
@@ -282,7 +282,7 @@ class Status(Enum):
 class Sequence:
     """The state of one sample of a request in the engine.
 
-    token_ids: the tokens that the host knows: the prompt and the output so far. pending: number of tokens that launched
+    index: number of the sample in its request. token_ids: the tokens that the host knows: the prompt and the output so far. pending: number of tokens that launched
     steps draw and the host has not read. computed: number of tokens whose KV is written by the steps launched so far,
     including steps in flight. limit: the value of `computed` at which it needs another page, or ends.
     pages: its page table. reserved: number of pages that it is expected to fill. indexed: number of its first pages
@@ -314,7 +314,7 @@ class Sequence:
     started: float | None = None  # time.monotonic() when it first took a lane
     cached_tokens: int = 0  # prompt tokens that needed no computation when it first took a lane
 
-    drawn: Drawn = field(init=False)  # of the output
+    drawn: Drawn = field(init=False)  # logprobs and masks of the output's tokens
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -353,7 +353,7 @@ class Sequence:
 
     @property
     def prefill_left(self) -> int:
-        """The number of known tokens that no scheduled step computes, while it holds a lane and does not decode."""
+        """The number of known tokens, in a prefill, that no step has been given yet."""
         return self.prefill_len - self.computed
 
     @property
@@ -443,8 +443,8 @@ class Batch:
 class StepResult(Drawn):
     """The result of a Batch: a token and its values for each lane of `Batch.sampling`, and the results of features.
 
-    lanes: the lane of each token: `Batch.sampling`, where a lane may stand several times if a feature found several of
-    its tokens. A token is -1 where none could be drawn: the mask allowed none, or a logit is not finite.
+    lanes: the lane of each token: `Batch.sampling`, where a lane occurs once for each of its tokens, if speculation
+    kept several. A token is -1 where none could be drawn: the mask allowed none, or a logit is not finite.
     """
 
     tokens: list[int] = field(default_factory=list)

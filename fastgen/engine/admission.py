@@ -36,7 +36,8 @@ class LengthEstimate:
 
 
 class PageReservations:
-    """The pages that each running sequence has reserved, and the decision which waiting sequence may run.
+    """The queue, and the pages that each running sequence has reserved. Decides whether the first waiting sequence
+    fits.
 
     A reservation is the predicted final length of a page table, shared pages included. The growth of the running
     sequences is the sum of their reservations less the current lengths of their tables. Another sequence fits if its

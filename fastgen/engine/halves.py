@@ -7,7 +7,7 @@ import numpy as np
 from fastgen.engine.step import StepSequences
 
 CUT_TOKENS = 2048
-"""A step of at least this number of tokens is cut in two."""
+"""A step of at least this number of tokens is cut in two, unless the second half would be too small; see `cut`."""
 
 CUT_MULTIPLE = 128
 """The number of tokens in the first half is a multiple of this."""
@@ -20,9 +20,10 @@ def largest_half(tokens: int) -> int:
 
 
 def cut(step: StepSequences, decodes: int) -> list[StepSequences]:
-    """Cut a step in two halves of about as many tokens, if it is large enough.
+    """Cut a step in two halves of about equally many tokens, if it is large enough.
 
-    All decodes are in the first half, and a sequence may have tokens in both. Forks are in neither.
+    All decodes are in the first half, and a sequence may have tokens in both. `forks` is empty in both halves, since
+    the runner takes them from the whole step.
     """
     total = int(step.query_lens.sum())
     at = max(-(-total // (2 * CUT_MULTIPLE)), -(-decodes // CUT_MULTIPLE)) * CUT_MULTIPLE

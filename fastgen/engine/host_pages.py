@@ -10,10 +10,10 @@ from fastgen.engine.pages import Node, PageAllocator, PageMoves
 class TieredPageAllocator(PageAllocator):
     """A PageAllocator with a host tier of `host_pages` pages.
 
-    Evicted pages are saved there, and loaded when they match again. A loaded page keeps its host page as long as others
-    are free. When the tier is full, the host page is reused whose last save, load or eviction was longest ago. Its node
-    is on the device too, or is a leaf, which is dropped. A step does not save to a host page that it loads from, since
-    saves come before loads.
+    Evicted pages are saved there, and loaded when they match again. A loaded page keeps its host page as long as the
+    tier has free pages. When the tier is full, the host page is reused whose last save, match or eviction was longest
+    ago. Its node stays if it is on the device too; else it is a leaf, and is dropped. A step does not save to a host
+    page that it loads from, since saves come before loads.
     """
 
     def __init__(self, num_pages: int, page_size: int, host_pages: int) -> None:

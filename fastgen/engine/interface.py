@@ -1,4 +1,4 @@
-"""What the loop of the engine calls: a Runner on one rank or the Leader of several ranks, and features' hooks."""
+"""What the loop of the engine calls (a Runner on one rank or the Leader of several), and the scheduler's hooks."""
 
 from __future__ import annotations
 
@@ -54,19 +54,24 @@ class StepRunner(Protocol):
 
 
 class PlanFeature:
-    """The hooks of a feature in the scheduler. See engine.step.StepFeature for those in the runner."""
+    """The hooks of a feature in the scheduler; see engine.step.StepFeature for the hooks in the runner.
+
+    `Scheduler.schedule` calls `chunk` for each prefill chunk, then `payload` once. `Scheduler.update` calls `update`
+    first, and then `finish` and `leave` for sequences that end.
+    """
 
     def chunk(self, chunk: Prefill, load: int) -> None:
         """Note a prefill chunk of the next batch. load: number of sequences that run or wait."""
 
     def payload(self, batch: Batch) -> object | None:
-        """Return what the feature does in a batch, which is complete but for the payloads, or None."""
+        """Return the feature's payload for a batch whose other fields are complete, or None; forget what `chunk`
+        noted."""
 
     def update(self, batch: Batch, result: StepResult) -> None:
         """Read the feature's results of a batch, before its tokens are appended to their sequences."""
 
     def leave(self, sequence: Sequence) -> None:
-        """Forget the lane of a sequence, which leaves it."""
+        """Forget the lane of a sequence, which leaves it. `sequence.lane` is still set."""
 
     def finish(self, sequence: Sequence) -> None:
-        """Learn from a sequence that has ended by itself, with at least one token."""
+        """Learn from a sequence that has ended with "stop" or "length", with at least one token."""

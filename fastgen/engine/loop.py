@@ -128,15 +128,15 @@ class Loop:
             sequence.error += self.weights.blame(self.runner.weights.find_not_finite)
         if active.first_token is None and sequence.output_len > sample.emitted[0]:
             active.first_token = time.perf_counter()
-        shown = sample.text is not None or sequence.status is Status.FINISHED
-        if shown and (stop := sample.update_text(self._inputs.tokenizer)) is not None:
+        text_needed = sample.text is not None or sequence.status is Status.FINISHED
+        if text_needed and (stop := sample.update_text(self._inputs.tokenizer)) is not None:
             self.scheduler.finish(sequence, "stop", stop)
             # If an id or the length ended it with the same token, the string is still the reason: it cuts the text.
             sequence.finish_reason, sequence.stop_reason = "stop", stop
         if active.queue is None:
             sample.emit(self.events, active)
         elif sample.text is None:
-            sequence.every_token = False  # only the time of its first token was wanted
+            sequence.every_token = False  # its text is made at the end; it was returned for the time of its first token
         if sequence.status is Status.FINISHED:
             del self.owners[sequence]
             if not any(other.sequence in self.owners for other in active.samples):
@@ -153,7 +153,7 @@ class Loop:
         if id in self.active:
             raise ValueError(f"a request with the id {id!r} is running; give another id")
         active = self._inputs.process(id, request, queue, score)
-        self._interrupt.check()  # the caller of `add` would not get the id
+        self._interrupt.check()  # raised later, a Ctrl-C would leave a request in the engine whose id nobody has
         self.active[id] = active
         if queue is not None:
             queue.running[id] = None

@@ -30,7 +30,8 @@ class MaskMaker:
         return Compiler(self._tokenizer, self._model.vocab_size, self._model.eos_ids)
 
     def mask_of(self, params: SamplingParams) -> TokenMask | None:
-        """Return the mask of parameters, which samples copy. Raises ValueError or TypeError for a wrong grammar."""
+        """Return the mask that parameters ask for, of which each sample gets a copy; None if they ask for none. Raises
+        ValueError or TypeError for a wrong grammar."""
         grammar = params_grammar(params)
         try:
             mask = params.mask if grammar is None else self._compiler.compile(grammar)
@@ -77,7 +78,8 @@ def fill_masks(sequences: SequenceOf[Sequence], vocab_size: int) -> np.ndarray:
 
 
 def accepts(sequence: Sequence, token: int) -> bool:
-    """Advance a sequence's mask by its next token. Return False, with the reason in `error`, if there can be none."""
+    """Advance a sequence's mask by its next token. Return False, with the reason in `error`, if the
+    sequence cannot continue with it."""
     if token < 0:
         reason = NOT_FINITE if sequence.mask is None else "the mask allowed no token"
         if sequence.mask is not None and sequence.output_len < sequence.params.min_tokens:

@@ -70,7 +70,7 @@ class ActiveSample:
         if (sequence.output_len, len(text)) == self.emitted and sequence.finish_reason is None:
             return
         last = sequence.finish_reason is not None
-        first = last and sequence.index == 0
+        with_prompt = last and self is active.samples[0]
         score = sequence.score if last else None
         event = Event(
             id=sequence.request_id,
@@ -86,8 +86,8 @@ class ActiveSample:
             cached_tokens=active.cached_tokens,
             started=None if any(self.emitted) else sequence.started,
             weight_versions=sequence.weight_versions if last else None,
-            prompt_token_ids=active.prompt_ids if first else None,
-            prompt=active.prompt if first else None,
+            prompt_token_ids=active.prompt_ids if with_prompt else None,
+            prompt=active.prompt if with_prompt else None,
         )
         self.emitted = (sequence.output_len, len(text))
         events.append(event)
@@ -139,7 +139,8 @@ class ActiveRequest:
             self.queue.running.pop(self.id, None)
 
     def finish(self, error: str = "") -> None:
-        """Leave, and give a call that waits for the output either this or an `error`, with `samples` in any state."""
+        """Leave, and put the output, or an output with `error`, into the queue. With `error` samples may be
+        unfinished."""
         self.leave()
         if self.queue is not None:
             self.queue.done.append(error_output(self.id, RuntimeError(error)) if error else self.output())
@@ -162,5 +163,5 @@ class ActiveRequest:
 
 
 def error_output(id: str | int, error: Exception) -> RequestOutput:
-    """Return the output of a request that could not begin."""
+    """Return the output of a request that could not begin or was cut off."""
     return RequestOutput(id, [], [Completion(0, [], "", "error", error=str(error))])

@@ -31,10 +31,13 @@ from fastgen.request import Batch, StepResult
 class Runner:
     """The model with its KV pool, and the lanes.
 
-    A step is a StepInput, which is made in one of two ways and then run in one way. A step of decodes takes its tokens,
-    positions and pages from the lanes on the device, so that the host sends only what changed, and a CUDA graph can
-    hold it. Any other step is uploaded as a whole and launched kernel by kernel; if it has few tokens, all but its
-    attention runs in CUDA graphs too (PrefillGraphs). The CPU has no graphs, and uploads decodes of one row as well.
+    A step is a StepInput, which is made in one of two ways and run in one way (`_run`). A step of decodes takes its
+    tokens, positions and pages from the lanes on the device, so that the host sends only what changed; a CUDA graph
+    holds all of it (`decode_body`), and is replayed. Any other step is uploaded as a whole and launched kernel by
+    kernel; if it has few tokens, all but its attention runs in CUDA graphs too (PrefillGraphs). The CPU has no graphs,
+    and uploads decodes of one row as well.
+
+    The start fills `features` (startup.make_runner), and `graphs` and `prefill_graphs` (warm_up.capture).
 
     features: the features that act in steps, by the type of their payloads in a Batch.
     """
@@ -122,6 +125,7 @@ class Runner:
             return result
         result.tokens = output.packed[0].numpy().tolist()
         result.logprobs, result.untruncated_logprobs, result.raw_logprobs = output.logprobs.numpy().tolist()
+        # The lanes still have these sequences' parameters: no lane is given away before its last tokens are read.
         params = [self.lanes.params[lane] for lane in launched.sampling]
         if output.top_ids is not None and output.top_logprobs is not None:
             rows = zip(params, output.top_ids.tolist(), output.top_logprobs.tolist(), strict=True)
@@ -174,7 +178,7 @@ class Runner:
         else:
             rows = source.fill(count, exact=True)
             self._run(self._decoding(rows))
-        step.lanes, step.positions = rows.lanes, rows.kv_lens
+        step.lanes, step.positions = rows.lanes, rows.kv_lens  # with n keys, the token at position n is drawn
         step.logits = self._logits[: len(rows.lanes)] if self.group.rank == 0 else None
 
     def _launch_uploaded(self, step: Launched, shared: bool) -> None:
@@ -225,9 +229,10 @@ class Runner:
             mapping = self.model.slot_mapping(self.pool, positions[here], slots[here], count)
             step_parts.append(StepPart(ids[here], mapping, plan, ends, launched.arrivals))
             start, row = start + count, row + len(part.rows)
-        # A fork draws from a copy of the row: copies of logits would take more memory than the largest step.
-        copied = None if ends_only and not len(step.forks) else drawn_from
-        return StepInput(step_parts, drawing, drawn_at.int(), copied, graphs=graphs)
+        # A fork needs a row of logits of its own, so its row is repeated before the head. Logits that are repeated after
+        # the head would take more memory than the largest step.
+        repeated = None if ends_only and not len(step.forks) else drawn_from
+        return StepInput(step_parts, drawing, drawn_at.int(), repeated, graphs=graphs)
 
     def _sample(self, step: Launched, masks: np.ndarray | None) -> None:
         """Draw tokens, and start copying the step's results to the host."""

@@ -1,7 +1,7 @@
 """The scheduler: which lanes decode, which chunks prefill, which sequences are admitted or preempted. No torch here.
 
 In a step of steady decode, the host's work is a few short loops over the lanes that decode. All other work follows
-changes: `_decoding` is updated as sequences come and go, and a sequence needs attention when its `computed` reaches its
+changes: `_decoding` is updated as sequences come and go, and a sequence is looked at when its `computed` reaches its
 `limit`.
 
 Within the token budget of a step, decodes go first, then prefill chunks, which `next_chunk` chooses. A step may be
@@ -76,8 +76,8 @@ class Scheduler:
         self.prefilling: list[Sequence] = []  # the running ones with known tokens to compute, in order of arrival
         self.lanes = LaneTable(config.max_seqs)
         self.in_flight = 0  # number of steps scheduled and not yet updated
-        # By lane, without sequences that have ended. A sequence whose last token is in flight leaves it at the next
-        # `schedule`.
+        # By lane, without sequences that have ended. A sequence whose last token is in flight leaves this dict at the
+        # next `schedule`.
         self._decoding: dict[int, Sequence] = {}
         self._decodes: tuple[int, ...] = ()  # lanes that decode in the last batch
         self._pause = 0  # number of steps without an attempt to admit
@@ -124,7 +124,7 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """Return the next step; None if there is none, or if the step in flight must be read first.
 
-        If `Batch.decodes` equals that of the previous step, it is the same object.
+        `Batch.decodes` stays the same object while the lanes are the same, which saves comparisons in the runner.
         """
         decodes = self._schedule_decodes()
         if decodes is None:
@@ -263,7 +263,7 @@ class Scheduler:
         while self.waiting and self.lanes.free:
             sequence, known = next(iter(self.waiting)), len(source.token_ids)
             if sequence.cacheable_len < known - 1 or sequence.max_len <= known:
-                break
+                break  # it must compute tokens of its prompt to score them, or draws nothing
             if sequence.token_ids != source.token_ids:
                 break
             copy = known + 1 < sequence.max_len and known % self.config.page_size != 0  # it will write to its last page

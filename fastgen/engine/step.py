@@ -31,8 +31,8 @@ class StepSequences:
 
     @classmethod
     def of(cls, batch: Batch, known: np.ndarray) -> StepSequences:
-        """Return the lengths of a batch, and add its tokens to `known`, the KV lengths of all lanes. A fork's length
-        becomes the end of its chunk."""
+        """Add the tokens of a batch to `known`, the host's KV lengths of all lanes, and return the batch's lengths. A
+        fork's length becomes the end of its chunk."""
         decodes = len(batch.decodes)
         lanes = np.array([*batch.decodes, *(chunk.lane for chunk in batch.prefills)], dtype=np.int64)
         query_lens = np.array([1] * decodes + [len(chunk.tokens) for chunk in batch.prefills], dtype=np.int64)
@@ -158,14 +158,14 @@ class Lanes:
         self.host_table.fill(self._spare)
 
     def forget_decodes(self) -> None:
-        """Send the lanes that decode anew in the next step."""
+        """Let the next step send the lanes that decode, even if they have not changed."""
         self._decodes = ()
 
 
 class RowSource(Protocol):
     """Makes the rows of a step of decodes from the lanes on the device: Lanes, or a feature that adds rows.
 
-    alone: see Attention.plan_decode. graphs: CUDA graphs of such steps, by the number of lanes.
+    alone: whether these rows keep the promise of `alone` in Attention.plan_decode. graphs: CUDA graphs of such steps, by the number of lanes.
     """
 
     @property
@@ -175,11 +175,11 @@ class RowSource(Protocol):
     def graphs(self) -> Graphs[int] | None: ...
 
     def fill(self, size: int, exact: bool = False) -> DecodeInput:
-        """Launch what makes the rows of the first `size` lanes of `Lanes.input`, and return them. A CUDA graph can hold
-        it, but with `exact`, which may leave padding out."""
+        """Launch the kernels that make the rows of the first `size` lanes of `Lanes.input`, and return the rows. A CUDA
+        graph can hold these launches, unless `exact` is set: that may leave padding out."""
 
     def filled(self, size: int, count: int) -> DecodeInput:
-        """Return the rows that tokens are drawn from, of a step of `size` lanes with padding, and `count` without."""
+        """Return the rows to draw from, after a graph of `size` lanes has run for the `count` lanes of a step."""
 
 
 @dataclass(frozen=True)
@@ -229,19 +229,26 @@ Payload = TypeVar("Payload")
 
 
 class StepFeature(Generic[Payload]):
-    """The hooks of a feature in the runner, called in each step whose Batch has a payload for it. See PlanFeature."""
+    """The hooks of a feature in the runner, called in each step whose Batch has a payload for it; see PlanFeature.
+
+    The hooks of a step's features run in the order of the payloads. `launch` calls `before`, then `after`, then `drawn`
+    unless the step is masked, in which case `sample` calls it. These run on all ranks. `collect` is called one step
+    later, on rank 0.
+    """
 
     def clear(self) -> None:
-        """Forget what the lanes hold."""
+        """Forget what the lanes hold, when all lanes are emptied after the warm-up."""
 
     def before(self, step: Launched, payload: Payload) -> None:
-        """Act before the step is built."""
+        """Act before the step is built, and before its starts and page updates are applied to the lanes."""
 
     def after(self, step: Launched, payload: Payload, x: Tensor) -> None:
-        """Act when the layers have been launched. x: their results, [T, hidden size]; not in a step of decodes."""
+        """Act when the layers of an uploaded step have been launched; not called for decodes made on the device. x: the
+        residual stream [T, hidden size], perhaps with padding, if `before` has set `step.all_rows`; else perhaps only
+        the rows that are drawn from."""
 
     def drawn(self, step: Launched, payload: Payload, tokens: Tensor) -> None:
-        """Act when the draws, int32 [R], have been launched."""
+        """Act when the draws, int32 [R], have been launched; not called if no lane draws."""
 
     def collect(self, step: Launched, payload: Payload, result: StepResult) -> None:
         """Act when the results are on the host: change step.sampled and step.sampling, or add to result.features."""

@@ -1,4 +1,4 @@
-"""The linear layer of weights as the model computes in them. Other kinds of weights have subclasses: `Fp8Linear`
+"""A linear layer whose weights have the dtype that the model computes in. Other kinds of weights have subclasses: `Fp8Linear`
 (quantized.py) and, on the CPU, `PackedLinear` (packed.py)."""
 
 from __future__ import annotations

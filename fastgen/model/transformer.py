@@ -46,7 +46,7 @@ class StepPart:
 
     @property
     def num_results(self) -> int:
-        """The number of rows after the last layer, without the padding that a product adds."""
+        """The number of rows after the last layer: R with `ends`, else T with its padding."""
         return len(self.token_ids if self.ends is None else self.ends[0])
 
     def wait(self, number: int) -> None:
@@ -116,7 +116,7 @@ class Transformer:
     def attend(self, part: StepPart, number: int, q: Tensor, attention: Attention) -> Tensor:
         """Return the attention of a layer's queries q [T, H, D], without padding: [real, H * D].
 
-        In the last layer, rows that are not wanted end here, in the residual stream too: [R, H * D].
+        In the last layer it drops the rows whose logits are not wanted, from q and from `part.residual`: [R, H * D].
         """
         plan = part.plan
         if part.ends is not None and number == len(self.layers) - 1:

@@ -78,7 +78,7 @@ class Drafting(StepFeature[DraftPlan]):
             step.held[DraftPlan] = to_host(followed)
 
     def collect(self, step: Launched, payload: DraftPlan, result: StepResult) -> None:
-        """Leave the rows that are kept."""
+        """Drop the rows whose draws are not kept."""
         followed = step.held.get(DraftPlan)
         if followed is None or step.sampled is None:
             return

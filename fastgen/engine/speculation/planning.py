@@ -10,7 +10,8 @@ repeats what followed the longest earlier match of the last tokens (fastgen.kern
 
 **The host plans with upper bounds.** It says how many rows each lane has at most, counts all of them as computed and
 pending, and corrects this when it reads how many were kept. Lengths and drafts stay on the device, so that speculative
-steps follow each other without a wait. Any other step after one waits until it is read.
+steps follow each other without a wait. A step of another kind is not scheduled before the speculative step ahead of it
+has been read.
 
 No torch here.
 """
@@ -33,8 +34,8 @@ from fastgen.request import Batch, Prefill, Sequence, StepResult
 HISTORY = 4096  # maximum number of tokens of earlier outputs in a lane's text
 LEAD = 16  # number of prompt tokens before each earlier output, so that its first tokens can be drafted
 LONGEST = 32768  # maximum length of a sequence that is sent as a lane's text
-BESIDES = 16  # fixed cost of a speculative step with CUDA graphs, in rows
-QUIET = 1 / 4  # factor for each result without a draft by which the next one is less likely
+GRAPH_COST = 16  # fixed cost of a speculative step with CUDA graphs, in rows
+QUIET = 1 / 4  # each result without a draft multiplies the expected chance of one by this
 LEARNING = 1 / 8  # weight of a drafted token in the share of tokens that were right
 
 
@@ -43,7 +44,7 @@ class DraftPlan:
     """The payload of a Batch.
 
     rows: in a speculative step, which has no prefills, the maximum number of rows of each decode (its last token and
-    drafted ones); else empty. lengths: (lane, KV length), which speculative steps advanced on the device. texts: (lane,
+    drafted ones); else empty. lengths: (lane, KV length), which the host's copy takes over, since speculative steps advanced only the device's. texts: (lane,
     start, int32 [n]) of lanes that draft from now on: tokens of earlier outputs, and from `start` on their own. drafts:
     the tokens that the step draws are appended to the texts, and the next ones are drafted.
     """
@@ -249,7 +250,7 @@ class Speculator(PlanFeature):
             if not 0 < drafted <= room:
                 break
             extra += sum(chance * rate ** (width - 1) for chance, rate in rates)
-            slower = 1 + cost * (BESIDES + room if self.padded else 1 + drafted) / (1 + cost * lanes)
+            slower = 1 + cost * (GRAPH_COST + room if self.padded else 1 + drafted) / (1 + cost * lanes)
             if (gain := (lanes + extra) / slower) > best:
                 best, best_width = gain, width
         if self.padded and best_width > 1:  # the device shares the rows out

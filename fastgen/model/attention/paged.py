@@ -23,15 +23,16 @@ PARTIALS = 8192  # number of partial results of a decode step; a step that would
 
 @dataclass(frozen=True)
 class PagedPlan:
-    """A plan. work: for each window, the lists of work tiles of a layer with that window, one launch for each list."""
+    """The tile lists of a step. work: for each window, the lists of work tiles of a layer with that window, one launch
+    per list."""
 
     page_table: Tensor
     work: dict[int, list[kernel.TileList]]
 
 
 class PagedAttention:
-    """Attention by fastgen's kernels (see Attention). A plan serves each layer once, and ends with the next plan that
-    has decodes.
+    """Attention by fastgen's kernels (see Attention). A plan can be used once per layer, since its lists hold a
+    counter for each, and is overwritten by the next plan that has decodes.
 
     num_heads: H; windows: of each layer, 0 for none; max_seqs: of a step, with padding; context: the largest kv_len.
     deterministic: a kernel that does not compile is an error, because the bits of its torch twin depend on the step.
