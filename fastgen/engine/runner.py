@@ -229,8 +229,8 @@ class Runner:
             mapping = self.model.slot_mapping(self.pool, positions[here], slots[here], count)
             step_parts.append(StepPart(ids[here], mapping, plan, ends, launched.arrivals))
             start, row = start + count, row + len(part.rows)
-        # A fork needs a row of logits of its own, so its row is repeated before the head. Logits repeated after it would
-        # take more memory than the largest step.
+        # A fork needs a row of logits of its own, so its row is repeated before the head. To repeat logits would take
+        # more memory than the largest step.
         repeated = None if ends_only and not len(step.forks) else drawn_from
         return StepInput(step_parts, drawing, drawn_at.int(), repeated, graphs=graphs)
 

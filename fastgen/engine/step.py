@@ -165,7 +165,8 @@ class Lanes:
 class RowSource(Protocol):
     """Makes the rows of a step of decodes from the lanes on the device: Lanes, or a feature that adds rows.
 
-    alone: whether these rows keep the promise of `alone` in Attention.plan_decode. graphs: CUDA graphs of such steps, by the number of lanes.
+    alone: whether these rows keep the promise of `alone` in Attention.plan_decode. graphs: CUDA graphs of such steps,
+    by the number of lanes.
     """
 
     @property

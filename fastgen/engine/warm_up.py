@@ -94,8 +94,8 @@ def products_of(model: Transformer, mapping: SlotMapping, pool: KVPool) -> list[
 
 
 def run_largest_steps(runner: Runner) -> None:
-    """Run the largest possible steps on made-up tokens, with every kind of sampling operation and with none, and steps of
-    few tokens with penalties and truncation."""
+    """Run the largest possible steps on made-up tokens, with every kind of sampling operation and with none, and steps
+    of few tokens with penalties and truncation."""
     plain = SamplingParams()
     everything = SamplingParams(
         temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, min_tokens=1,

@@ -44,9 +44,10 @@ class DraftPlan:
     """The payload of a Batch.
 
     rows: in a speculative step, which has no prefills, the maximum number of rows of each decode (its last token and
-    drafted ones); else empty. lengths: (lane, KV length), which the host's copy takes over, since speculative steps advanced only the device's. texts: (lane,
-    start, int32 [n]) of lanes that draft from now on: tokens of earlier outputs, and from `start` on their own. drafts:
-    the tokens that the step draws are appended to the texts, and the next ones are drafted.
+    drafted ones); else empty. lengths: (lane, KV length), which the host's copy takes over, since speculative steps
+    advanced only the device's. texts: (lane, start, int32 [n]) of lanes that draft from now on: tokens of earlier
+    outputs, and from `start` on their own. drafts: the tokens that the step draws are appended to the texts, and the
+    next ones are drafted.
     """
 
     rows: tuple[int, ...] = ()

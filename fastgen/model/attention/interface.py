@@ -22,8 +22,8 @@ class StepLayout:
     query_lens, kv_lens: int64 [S]; kv_lens count the query tokens too. decodes: the first sequences of the step, which
     have one query token each. lanes: int64 [S], the row of page_table of each sequence. page_table: int32 [all lanes,
     columns] on the device, the pages of positions 0 .. P - 1, P .. 2 P - 1, ...; entries after a sequence's last page
-    are any valid page. shared: `SharedPrefixes.update` was last called for the first sequences of this layout and returned True; the others
-    share nothing.
+    are any valid page. shared: `SharedPrefixes.update` was last called for the first sequences of this layout and
+    returned True; the others share nothing.
     """
 
     query_lens: NDArray[np.int64]
