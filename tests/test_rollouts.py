@@ -1,10 +1,8 @@
-"""What RL rollouts rest on: logprobs that a trainer can compute again, completions that go on where they ended, streams
-that keep the lanes full, and turns that begin with the very ids of those before."""
+"""What RL rollouts rest on: logprobs that a trainer can compute again, completions that go on where they ended, and
+turns that begin with the very ids of the turns before."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,11 +108,10 @@ def test_an_aborted_completion_goes_on_as_if_it_had_not_ended(gen: Generator, na
 
 
 def test_a_completion_at_its_length_goes_on_with_more_tokens(gen: Generator) -> None:
-    prompt = random_ids(33)
-    short, whole = completed(gen, *(Request(prompt, replace(PLAIN, max_tokens=most)) for most in (7, 20)))
-    middle = completed(gen, Request(prompt, replace(PLAIN, max_tokens=8), resume=short))[0]
-    assert (short.finish_reason, middle.finish_reason, len(middle.token_ids)) == ("length", "length", 8)
-    assert completed(gen, Request(prompt, PLAIN, resume=middle)) == [whole]
+    request = Request(random_ids(33), PLAIN)
+    short, whole = completed(gen, replace(request, params=replace(PLAIN, max_tokens=7)), request)
+    assert (short.finish_reason, len(short.token_ids)) == ("length", 7)
+    assert completed(gen, replace(request, resume=short)) == [whole]
 
 
 def test_an_aborted_group_goes_on_sample_by_sample(gen: Generator) -> None:
@@ -184,7 +181,6 @@ DONE = Completion(
 )  # fmt: skip
 UNFIT: dict[str, tuple[Any, dict[str, Any], str]] = {
     "stopped": (replace(DONE, finish_reason="stop"), {}, "ended with 'stop'; 'length' and 'abort' can be resumed"),
-    "failed": (replace(DONE, finish_reason="error"), {}, "ended with 'error'"),
     "many": (DONE, {"n": 2}, "n is 2; a request resumes one completion"),
     "no room": (DONE, {"max_tokens": 3}, "has 3 tokens already, and max_tokens is 3; raise it"),
     "no alternatives": (DONE, {"logprobs": 2}, "not one entry of top_logprobs for each token"),
@@ -216,13 +212,9 @@ def test_what_cannot_go_on(gen: Generator, name: str) -> None:
 
 def test_a_full_context_and_a_stop_string_cannot_go_on(gen: Generator) -> None:
     assert gen.tokenizer is not None
+    full: dict[str, Any] = {"max_tokens": None}
     for prompt, said, params, message in (
-        (
-            random_ids(152),
-            random_ids(12) * 30,
-            {"max_tokens": None},
-            "360 tokens already, and the context of 512",
-        ),
+        (random_ids(152), random_ids(12) * 30, full, "360 tokens already, and the context of 512"),
         ([5], gen.tokenizer.encode("hello"), {"stop": "ell"}, "has the stop string 'ell' already"),
     ):
         logprobs = dict.fromkeys(("logprobs", "untruncated_logprobs", "raw_logprobs"), [-1.0] * len(said))
@@ -230,22 +222,7 @@ def test_a_full_context_and_a_stop_string_cannot_go_on(gen: Generator) -> None:
             gen.add(prompt, replace(PLAIN, **params), resume=replace(DONE, token_ids=said, **logprobs))  # type: ignore[arg-type]
 
 
-# Streams and turns.
-
-
-def test_an_endless_stream_refills_each_lane_that_falls_free(gen: Generator) -> None:
-    busy: list[int] = []
-
-    def endless() -> Iterator[Request | None]:
-        rng = np.random.default_rng(0)
-        while True:
-            busy.append(gen.stats.running)
-            yield Request(random_ids(int(rng.integers(1, 30))), replace(PLAIN, max_tokens=int(rng.integers(1, 25))))
-
-    outputs = list(itertools.islice(gen.stream(endless()), 60))
-    assert {output.completions[0].finish_reason for output in outputs} == {"length"}
-    assert len(busy) > 60
-    assert np.mean(busy[10:]) > gen.config.max_seqs - 2
+# Turns.
 
 
 def test_a_turn_begins_with_the_ids_of_those_before(gen: Generator) -> None:
@@ -261,9 +238,8 @@ def test_a_turn_begins_with_the_ids_of_those_before(gen: Generator) -> None:
         assert output.prompt_token_ids == rollout
         assert output.cached_tokens >= (turns[-2][0] + 20) // 16 * 16 if turn else True
         rollout = [*rollout, *completion.token_ids, *tool]
-    first = turns[0][1]
-    assert first.token_ids[-1] == EOS
-    assert gen.tokenizer.encode(first.text)[1:] != first.token_ids[:-1]
+    assert turns[0][1].token_ids[-1] == EOS
+    assert gen.tokenizer.encode(turns[0][1].text)[1:] != turns[0][1].token_ids[:-1]
     with Generator(gen.folder, prefix_cache=False, max_seqs=2) as other:
         whole = other.score([rollout])[0]
         for (start, completion), seed in zip(turns[1:], (1, 2), strict=True):

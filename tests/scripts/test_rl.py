@@ -94,9 +94,7 @@ def test_the_program_runs_small(tmp_path: Path) -> None:
     assert report.keys() == json.loads((SCRIPTS / "results" / "rl-grpo-cpu.json").read_text()).keys()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "most", "mean"), [("float32", rl_agreement.LIMIT, 1e-5), ("bfloat16", 0.25, 0.01)]
-)
+@pytest.mark.parametrize(("dtype", "most", "mean"), [("float32", rl_agreement.LIMIT, 1e-5), ("bfloat16", 0.25, 0.01)])
 def test_logprobs_agree_with_a_trainers(dtype: str, most: float, mean: float) -> None:
     found = list(rl_agreement.measure(None, dtype, "cpu", questions=4, n=2, max_tokens=10))
     assert len(found) == 3 * len(rl_agreement.SAMPLING)
