@@ -115,19 +115,15 @@ def test_the_head_of_a_tied_model_may_be_given_or_not(checkpoint: Checkpoint, sa
 
 
 def test_a_trainers_model_as_it_is(llama: Path) -> None:
-    """The names and tensors of transformers' own state dict; bfloat16 tensors stay where CUDA graphs know them."""
+    """The names and tensors are those of transformers' own state dict and parameters."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(llama)
     options = OPTIONS | {"dtype": "bfloat16"}
     with Generator(llama, load="dummy", **options) as gen, Generator(llama, **options) as other:
-        targets = gen._runner.model.parameters.targets()
-        before = {name: part.view.data_ptr() for name, part in targets.items()}
-        gen.update_weights(model.state_dict().items())
-        assert answers(gen) == answers(other)
-        gen.update_weights(model.named_parameters())
-        assert answers(gen) == answers(other)
-        assert {name: part.view.data_ptr() for name, part in targets.items()} == before
+        for named in (model.state_dict().items(), model.named_parameters()):
+            gen.update_weights(named)
+            assert answers(gen) == answers(other)
 
 
 def test_what_is_not_given_of_a_part_stays(llama: Path, saved: Saved) -> None:
@@ -136,12 +132,10 @@ def test_what_is_not_given_of_a_part_stays(llama: Path, saved: Saved) -> None:
     with Generator(saved(llama, old_weights(llama) | some), **OPTIONS) as other:
         mixed = answers(other)
     with Generator(llama, **OPTIONS) as gen:
-        with pytest.raises(ValueError, match="missing"):
-            gen.update_weights(some)
         gen.update_weights(some, partial=True)
         assert answers(gen) == mixed
         gen.update_weights(((n, t) for n, t in weights.items() if n not in some), partial=True)
-        gen.update_weights(old_weights(llama))
+        gen.update_weights(old_weights(llama).items())
         gen.update_weights(some.items(), partial=True)
         assert answers(gen) == mixed
 
@@ -215,9 +209,6 @@ def test_what_is_wrong_with_tensors_as_they_come_needs_a_complete_update(llama: 
             refuses(gen)
             with pytest.raises(RuntimeError, match="torn"):
                 gen.update_weights(weights, partial=True)
-            with pytest.raises(ValueError, match="missing"):
-                gen.update_weights({})
-            refuses(gen)
             assert gen.update_weights(old_weights(llama)) == gen.weight_version
             assert answers(gen) == old
             gen.update_weights(weights)
@@ -226,21 +217,6 @@ def test_what_is_wrong_with_tensors_as_they_come_needs_a_complete_update(llama: 
 
 
 # Requests in flight.
-
-
-def test_requests_in_flight_refuse_an_update_and_go_on(llama: Path) -> None:
-    with Generator(llama, **OPTIONS) as gen:
-        alone = gen.generate(SYSTEM, LONG)[0].completions[0].token_ids
-        gen.add(SYSTEM, LONG)
-        events = [*gen.step(), *gen.step(), *gen.step()]
-        with pytest.raises(
-            ValueError, match="1 requests are in flight; finish or abort them, or pass in_flight='keep'"
-        ):
-            gen.update_weights(new_weights(llama))
-        events += drain(gen)
-        assert [token for event in events for token in event.token_ids] == alone
-        assert [event.weight_versions for event in events] == [None] * (len(events) - 1) + [[(0, 0, 24)]]
-        assert gen.update_weights(new_weights(llama)) == 1
 
 
 def test_keep_goes_on_without_a_prefill_and_is_never_reused(llama: Path) -> None:
@@ -350,20 +326,21 @@ def test_an_update_that_is_cut_short_keeps_its_requests(mode: str, llama: Path) 
 
 
 def test_requests_that_an_update_aborts_keep_their_tokens(llama: Path) -> None:
-    """Of `add` and of a stream that is read; a refused update aborts nothing."""
+    """A refused update aborts nothing."""
     with Generator(llama, **OPTIONS) as gen:
-        gen.add(SYSTEM, LONG, "added")
+        old = gen.generate(SYSTEM, LONG)[0].completions[0].token_ids
+        gen.add(SYSTEM, LONG)
         events = [event for _ in range(4) for event in gen.step()]
         with pytest.raises(ValueError, match="do not fit"):
             gen.update_weights({"x": torch.ones(1)}, in_flight="abort")
-        assert gen.unfinished == 1
-        gen.update_weights(new_weights(llama), in_flight="abort")
+        with pytest.raises(ValueError, match="1 requests are in flight; finish or abort them, or pass in_flight='kee"):
+            gen.update_weights(new_weights(llama))
+        events += gen.step()
+        assert gen.update_weights(new_weights(llama), in_flight="abort") == 1
         events += gen.step()
         assert (gen.unfinished, events[-1].finish_reason) == (0, "abort")
         drawn = [token for event in events for token in event.token_ids]
-        assert events[-1].weight_versions == [(0, 0, len(drawn))]
-        (expected,) = gen.generate(SYSTEM, replace(LONG, max_tokens=len(drawn)))
-        gen.update_weights(old_weights(llama))
-        (old,) = gen.generate(SYSTEM, replace(LONG, max_tokens=len(drawn)))
-        assert drawn == old.completions[0].token_ids != expected.completions[0].token_ids
+        assert [event.weight_versions for event in events] == [None] * (len(events) - 1) + [[(0, 0, len(drawn))]]
+        assert 3 < len(drawn) < 24
+        assert drawn == old[: len(drawn)]
         check_idle(gen)
