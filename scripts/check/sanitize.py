@@ -39,7 +39,7 @@ PARTS = {
     "shared prefixes": ("kernels/test_kernels_shared.py", "tree or lists or come_and_go or prefills", 3),
     "attention": ("kernels/test_kernels_attention.py", "decode_lists or planned", 2),
     "decodes on Hopper": ("gpu/test_gpu_deterministic.py", "decodes_in_gluon and 1-65", 4),
-    "draws": ("kernels/test_kernels_sampling.py", "draws or drawn or padding or edits or company or among_few", 2),
+    "draws": ("kernels/test_kernels_sampling.py", "draws or drawn or padding or company or among_few", 2),
     "scores": ("kernels/test_kernels_sampling.py", "score or alternatives or weights or keys_order or noise", 1),
     "drafts": ("kernels/test_kernels_drafts.py", "", 1),
     "products": ("kernels/test_kernels_batch_invariant.py", "twin or rope_fused or any_tile", 2),
