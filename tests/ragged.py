@@ -22,8 +22,8 @@ KNOWN = (0, 1, 63, 64, 65, 127, 128, 129, 500)
 class Ragged:
     """A step of some decodes followed by some prefill chunks, with shuffled pages and lanes.
 
-    query_lens: query length of each sequence, by default some of each kind. q: [T, H, D] of `dtype`, on the CPU, like
-    everything here unless a device is given.
+    query_lens, kv_lens: query length and KV length of each sequence, by default some of each kind. q: [T, H, D] of
+    `dtype`, on the CPU, like everything here unless a device is given.
     """
 
     def __init__(
@@ -34,13 +34,14 @@ class Ragged:
         dtype: torch.dtype,
         seed: int = 0,
         query_lens: Sequence[int] | None = None,
+        kv_lens: Sequence[int] | None = None,
     ) -> None:
         rng = np.random.default_rng((seed, head_size, group, page_size))
         random = torch.Generator().manual_seed(seed)
         if query_lens is None:
             query_lens = [1] * int(rng.integers(1, 6)) + rng.choice(QUERIES, rng.integers(2, 6)).tolist()
         self.query_lens = list(query_lens)
-        self.kv_lens = [length + int(rng.choice(KNOWN)) for length in self.query_lens]
+        self.kv_lens = list(kv_lens or [length + int(rng.choice(KNOWN)) for length in self.query_lens])
         self.dtype = dtype
         self.q = torch.randn(sum(self.query_lens), KV_HEADS * group, head_size, generator=random).to(dtype)
         slots = [-(-length // page_size) for length in self.kv_lens]

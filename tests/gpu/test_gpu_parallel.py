@@ -102,14 +102,6 @@ def test_greedy_answers_are_those_of_one_gpu(parallel: Generator, one_gpu: dict[
     check_scheduler(parallel._loop.scheduler)
 
 
-def test_scores_are_those_of_the_answers(parallel: Generator) -> None:
-    for output in parallel.generate(CHATS[:5], SEEDED):
-        ids, start = output.prompt_token_ids, len(output.prompt_token_ids)
-        scores = parallel.score([ids + completion.token_ids for completion in output.completions], start=start)
-        for score, completion in zip(scores, output.completions, strict=True):
-            assert score == pytest.approx(completion.raw_logprobs, abs=1e-3)
-
-
 def test_seeds_give_the_draws_that_they_give_on_one_gpu(
     parallel: Generator, one_gpu: dict[str, list[RequestOutput]]
 ) -> None:

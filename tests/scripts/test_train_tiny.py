@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "tiny"))
 
 import tiny_data  # noqa: E402
-import tiny_model  # noqa: E402
 import tiny_questions  # noqa: E402
 import tiny_talk  # noqa: E402
 import train_tiny  # noqa: E402
@@ -93,22 +92,6 @@ def test_the_shipped_model_is_as_good_as_the_readme_says() -> None:
     assert sum(judged) == found["sensible"] >= 90
 
 
-def test_a_reply_to_another_question_is_not_sensible() -> None:
-    questions = tiny_questions.FIRST_QUESTIONS
-    greeting = "Hello! How can I help you today? You can ask me for a sum, a capital, or what fastgen is."
-    assert sum(tiny_questions.is_sensible(question, [greeting]) for question in questions) < 15
-    for replies in ([""], [greeting + tiny_questions.UNFINISHED]):
-        assert not any(tiny_questions.is_sensible(question, replies) for question in questions)
-
-
-def test_newton_schulz_brings_all_singular_values_near_one() -> None:
-    for shape in ((2, 8, 32), (2, 32, 8)):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        values = torch.linalg.svdvals(tiny_model.orthogonalize(x))
-        assert values.max() < 1.4
-        assert values.median() > 0.6
-
-
 def test_the_corpus_is_that_of_the_shipped_model() -> None:
     """Training text, system prompts, held-out tasks and first questions are those that the model was made with.
 
@@ -129,7 +112,7 @@ def test_the_corpus_is_that_of_the_shipped_model() -> None:
     assert hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] == "adcc7f6b9a0d2c49"
 
 
-def test_rows_are_what_the_chat_template_writes_and_the_same_each_time() -> None:
+def test_rows_are_what_the_chat_template_writes() -> None:
     """A turn is trained in exactly the ids that the template gives, and only the reply is a target."""
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     drawn = tiny_data.draw(random.Random(3), tiny_data.SKILLS["follow_up_sum"][1])
@@ -145,11 +128,6 @@ def test_rows_are_what_the_chat_template_writes_and_the_same_each_time() -> None
     learned = following[0] != -100
     assert (following[0, :-1][learned[:-1]] == inputs[0, 1:][learned[:-1]]).all()
     assert tokenizer.decode(following[0][learned]) == "".join(f"{turn.reply}<|end|>" for turn in drawn.turns)
-    one, same, other = (
-        tiny_data.shard(tokenizer.backend_tokenizer, *seed, tokens=10_000) for seed in ((0, 1), (0, 1), (0, 2))
-    )
-    assert all((one[n] == same[n]).all() and one[n].shape[1] == n for n in tiny_data.BUCKETS)
-    assert any(one[n].shape != other[n].shape or (one[n] != other[n]).any() for n in tiny_data.BUCKETS)
 
 
 def test_replies_about_fastgen_name_what_exists() -> None:
