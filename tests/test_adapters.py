@@ -59,7 +59,7 @@ def test_adapters_follow_one_another_and_the_base_comes_back_to_the_bit(family: 
     ("name", "dtype"), [("", torch.float32), (".default", torch.bfloat16), (".default", torch.float16)]
 )
 def test_weights_are_rounded_once(name: str, dtype: torch.dtype, llama: Path) -> None:
-    """By ranks, alphas and scaling of each layer; the names are PEFT's on disk and in memory."""
+    """Each layer has its own rank, alpha and scaling. Names are PEFT's names on disk and in memory."""
     ranks = {"k_proj": 2, r"layers\.1\.mlp\.up_proj": 6}
     alphas = {"o_proj": 32, "model.layers.2.mlp.down_proj": 1}
 

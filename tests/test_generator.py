@@ -385,7 +385,7 @@ class ReadPrompt(list[int]):
 
 
 def test_a_list_is_read_little_by_little(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step does not wait until all prompts are tokens; soon AHEAD prompts are in the engine."""
+    """The first step does not wait until all prompts are tokenized; soon AHEAD prompts are in the engine."""
     monkeypatch.setattr(fastgen.generator, "AHEAD", 30)
     prompts = [ReadPrompt(random_ids(40, seed=i)) for i in range(70)]
     for prompt in prompts:

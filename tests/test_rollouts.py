@@ -25,14 +25,14 @@ CUTS: dict[str, dict[str, Any]] = {
 
 
 def completed(gen: Generator, *requests: Request) -> list[Completion]:
-    """The first completion of each request, in their order."""
+    """Return the first completion of each request, in the order of the requests."""
     outputs = {output.id: output for output in gen.stream(replace(r, id=i) for i, r in enumerate(requests))}
     assert [output.error for output in outputs.values()] == [None] * len(requests)
     return [outputs[place].completions[0] for place in range(len(requests))]
 
 
 def cut_short(gen: Generator, request: Request, steps: int) -> list[Completion]:
-    """The completions of a request that is aborted after so many steps."""
+    """Return the completions of a request that is aborted after this number of steps."""
     id = gen.add(request.prompt, request.params, resume=request.resume)
     for _ in range(steps):
         gen.step()
@@ -46,7 +46,8 @@ def cut_short(gen: Generator, request: Request, steps: int) -> list[Completion]:
 
 @pytest.mark.parametrize("name", CUTS)
 def test_a_trainer_finds_the_same_logprobs_with_and_without_the_mask(gen: Generator, name: str) -> None:
-    """Over the vocabulary they are the untruncated ones, and what `score` says; over the kept ids, the logprobs."""
+    """A softmax over the vocabulary gives the untruncated logprobs and the scores of `score`; over the kept ids, the
+    logprobs."""
     params = replace(PLAIN, **CUTS[name], return_sampling_mask=True)
     prompt = random_ids(20)
     (completion,) = completed(gen, Request(prompt, params))
@@ -115,7 +116,7 @@ def test_a_completion_at_its_length_goes_on_with_more_tokens(gen: Generator) -> 
 
 
 def test_an_aborted_group_goes_on_sample_by_sample(gen: Generator) -> None:
-    """Each after the pages that it left in the cache, with the logprobs of its prompt; one had not begun."""
+    """Samples find the pages that they left in the cache, and have logprobs of the prompt. One had not begun."""
     params = replace(PLAIN, n=5, temperature=1.2, prompt_logprobs=2)
     request = Request(random_ids(40), params)
     whole = gen.generate([request.prompt], params)[0]
@@ -162,7 +163,7 @@ def test_events_of_what_goes_on_tell_what_is_new(gen: Generator) -> None:
 
 
 def test_a_stop_string_may_begin_before_the_end_and_end_after_it(gen: Generator) -> None:
-    """What an abort tells of it is taken back: the text ends before the string, as it would have."""
+    """The part of the string that an abort has told is taken back: the text ends before the string."""
     assert gen.tokenizer is not None
     ids = gen.tokenizer.encode("hello world, how are you")[1:]
     params = SamplingParams(mask=Script(ids), max_tokens=len(ids), stop="world, how", ignore_eos=True)
@@ -226,7 +227,7 @@ def test_a_full_context_and_a_stop_string_cannot_go_on(gen: Generator) -> None:
 
 
 def test_a_turn_begins_with_the_ids_of_those_before(gen: Generator) -> None:
-    """Text would come back as other ids; the ids find their pages, and say what one whole sequence says."""
+    """Text would be tokenized to other ids. The ids find their pages, and have the logprobs of one whole sequence."""
     rollout, tool = random_ids(30), random_ids(11, seed=1)
     assert gen.tokenizer is not None
     params = replace(PLAIN, max_tokens=24, ignore_eos=False, mask=Script([*random_ids(20, seed=2), EOS]))

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class FakeGPU:
-    """Where tensors are torn to pieces while their memory is given back."""
+    """A fake GPU, whose memory is overwritten while it is given back."""
 
     def __init__(self) -> None:
         self.made: list[FakeDriver] = []
@@ -36,7 +36,7 @@ class FakeGPU:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
-    """A stand-in for the CPU's memory; in bfloat16 all weights are in it."""
+    """A fake GPU that replaces the CPU's memory; in bfloat16 it holds all weights."""
     made = FakeGPU()
     for module in ("kv_pool", "parameters"):
         monkeypatch.setattr(f"fastgen.model.{module}.memory_on", made.memory)
@@ -45,7 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
 
 
 def pools(gen: Generator) -> tuple[int, int]:
-    """Addresses of the KV pool and of a weight."""
+    """Return the addresses of the KV pool and of a weight."""
     return gen._runner.pool.whole.data_ptr(), gen._runner.model.parameters.embedding.data_ptr()
 
 

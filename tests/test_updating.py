@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {"page_size": 8, "max_seqs": 8, "max_step_tokens": 48,
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, dict[str, Tensor]], Path]:
-    """saved(folder, weights): a checkpoint with the configuration of another."""
+    """saved(folder, weights): writes these weights with the configuration of a checkpoint, and returns the folder."""
 
     def save(folder: Path, weights: dict[str, Tensor]) -> Path:
         made = tmp_path_factory.mktemp("saved")
@@ -52,7 +52,7 @@ def old_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def answers(gen: Generator, requests: list[tuple[list[int], SamplingParams]] = REQUESTS) -> list[Any]:
-    """All that the weights decide."""
+    """Return all that the weights decide in the answers to these requests."""
     outputs = gen.generate([prompt for prompt, _ in requests], [params for _, params in requests])
     check_idle(gen)
     for completion in (completion for output in outputs for completion in output.completions):
@@ -70,7 +70,7 @@ def drain(gen: Generator) -> list[Event]:
 
 
 def test_answers_are_those_of_a_generator_that_began_with_the_weights(family: Path, saved: Saved) -> None:
-    """From a warm prefix cache and a host tier, which answers of the old weights have filled; and back again."""
+    """Prefix cache and host tier are warm with pages of the old weights. Then the old weights come back."""
     weights = new_weights(family)
     with Generator(saved(family, weights), **OPTIONS) as other:
         new = answers(other)
@@ -115,7 +115,7 @@ def test_the_head_of_a_tied_model_may_be_given_or_not(checkpoint: Checkpoint, sa
 
 
 def test_a_trainers_model_as_it_is(llama: Path) -> None:
-    """The names and tensors are those of transformers' own state dict and parameters."""
+    """Names and tensors come from the state dict and the parameters of a model of transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(llama)
@@ -180,7 +180,7 @@ def refuses(gen: Generator, text: str = "call update_weights with all of them") 
 
 
 def breaking(items: Iterable[tuple[str, Tensor]], error: BaseException) -> Iterator[tuple[str, Tensor]]:
-    """A few of them; then it raises."""
+    """Yield five items, then raise the error."""
     for number, item in enumerate(items):
         if number == 5:
             raise error
@@ -236,7 +236,7 @@ def test_keep_goes_on_without_a_prefill_and_is_never_reused(llama: Path) -> None
 
 
 def told_by(events: Iterable[Event]) -> dict[Any, dict[int, Completion]]:
-    """The completions of each request that its events make up."""
+    """Return the completions of each request that its events add up to: {request id: {index: completion}}."""
     told: dict[Any, dict[int, Completion]] = {}
     for event in events:
         so_far = told.setdefault(event.id, {}).setdefault(event.index, Completion(event.index, [], "", ""))
@@ -247,7 +247,7 @@ def told_by(events: Iterable[Event]) -> dict[Any, dict[int, Completion]]:
 
 
 def test_recompute_goes_on_as_if_the_weights_had_always_been_new(llama: Path, saved: Saved) -> None:
-    """Over random schedules: each answer's rest is what the new weights say after what the old ones have said."""
+    """In random schedules, the rest of each answer is what the new weights say after the tokens of the old weights."""
     weights = [old_weights(llama), new_weights(llama)]
     folders = [llama, saved(llama, weights[1])]
     source = random.Random(0)
@@ -269,7 +269,10 @@ def test_recompute_goes_on_as_if_the_weights_had_always_been_new(llama: Path, sa
 
 
 def check_rests(new: Generator, params: SamplingParams, found: list[tuple[list[int], Completion, Completion]]) -> None:
-    """found: prompts, what only the old weights say, and what both have said."""
+    """Check that each answer goes on as the new weights continue its tokens of the old weights.
+
+    found: prompts, completions by only the old weights, and completions by both.
+    """
     known = [sum(end for version, _, end in got.weight_versions if version == 0) for _, _, got in found]
     rests = new.generate(
         [prompt + got.token_ids[:count] for (prompt, _, got), count in zip(found, known, strict=True)],
