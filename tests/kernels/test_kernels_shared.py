@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from test_kernels_attention import DEVICE, H200, HALF, KV_HEADS, close, launched, tiles_of
+from ragged import KV_HEADS
+from test_kernels_attention import DEVICE, H200, HALF, close, launched, tiles_of
 from torch import Tensor
 
 from fastgen.kernels import attention as kernel
