@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,13 +38,13 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
 def test_adapters_follow_one_another_and_the_base_comes_back_to_the_bit(family: Path, base: str) -> None:
     with Generator(family, adapter_base=base, **OPTIONS) as gen:
         old, weights = answers(gen), held(gen)
-        for state, layers in (
-            (adapter(family), ALL),
-            (adapter(family, ("q_proj", "v_proj"), seed=1), ("q_proj", "v_proj")),
-        ):
-            version = gen.update_adapter(state, CONFIG | {"target_modules": list(layers)})
+        for layers in (ALL, ("q_proj", "v_proj")):
+            state = adapter(family, layers)
+            parameters = {name: torch.nn.Parameter(value.clone()) for name, value in state.items()}
+            version = gen.update_adapter(parameters, CONFIG | {"target_modules": list(layers)})
             assert version == gen.weight_version
             assert equal(held(gen), merged(family, state), 1e-6)
+            assert all(torch.equal(parameters[name], state[name]) for name in state), "a trainer's stay as they are"
             with Generator(family, **OPTIONS) as other:
                 other.update_weights(held(gen), version=version)
                 assert answers(gen) == answers(other) != old
@@ -60,7 +59,7 @@ def test_adapters_follow_one_another_and_the_base_comes_back_to_the_bit(family: 
     ("name", "dtype"), [("", torch.float32), (".default", torch.bfloat16), (".default", torch.float16)]
 )
 def test_weights_are_rounded_once(name: str, dtype: torch.dtype, llama: Path) -> None:
-    """By ranks, alphas and scaling of each layer; the names are PEFT's on disk and in memory."""
+    """Each layer has its own rank, alpha and scaling. Names are PEFT's names on disk and in memory."""
     ranks = {"k_proj": 2, r"layers\.1\.mlp\.up_proj": 6}
     alphas = {"o_proj": 32, "model.layers.2.mlp.down_proj": 1}
 
@@ -85,22 +84,12 @@ def test_weights_are_rounded_once(name: str, dtype: torch.dtype, llama: Path) ->
             assert all(torch.allclose(found[key], value.to(dtype), rtol=2**-7) for key, value in expected.items())
 
 
-def test_a_trainers_parameters_stay_as_they_are(llama: Path) -> None:
-    state = {name: torch.nn.Parameter(value) for name, value in adapter(llama).items()}
-    before = {name: value.detach().clone() for name, value in state.items()}
-    with Generator(llama, **OPTIONS) as gen:
-        gen.update_adapter(state, {"r": 4, "lora_alpha": 6})  # the least that a config has
-        assert equal(held(gen), merged(llama, before), 1e-6)
-    assert all(torch.equal(value, before[name]) and value.requires_grad for name, value in state.items())
-
-
 def test_the_adapter_of_a_folder_is_there_from_the_start(llama: Path, tmp_path: Path) -> None:
     state, other = adapter(llama, ("q_proj", "down_proj")), adapter(llama, ("v_proj",), seed=1)
     path = save_adapter(tmp_path / "adapter", state, CONFIG | {"target_modules": ["q_proj", "down_proj"]})
     with Generator(llama, adapter=path, **OPTIONS) as gen:
         assert gen.weight_version == 0
         assert equal(held(gen), merged(llama, state), 1e-6)
-        assert gen._runner.model.parameters.bases._copies == {}, "memory for a base that nobody has asked for"
         with pytest.raises(ValueError, match=r"partial=True with an adapter .* update_adapter\(None\) first"):
             gen.update_weights({"model.norm.weight": torch.ones(64)}, partial=True)
         gen.update_adapter(other, CONFIG | {"target_modules": ["v_proj"]})
@@ -134,11 +123,8 @@ def test_a_whole_update_replaces_the_base_and_drops_the_adapter(llama: Path) -> 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dora": ({"use_dora": True}, ValueError, "the adapter's use_dora is True, which is not supported: only plain LoRA"),
     "bias": ({"bias": "lora_only"}, ValueError, "the adapter's bias is 'lora_only'"),
-    "saved": ({"modules_to_save": ["lm_head"]}, ValueError, r"the adapter's modules_to_save is \['lm_head'\]"),
     "pissa": ({"init_lora_weights": "pissa_niter_16"}, ValueError, "init_lora_weights is 'pissa_niter_16'"),
-    "loftq": ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, ValueError, "'loftq'|loftq_config"),
     "layers": ({"layer_replication": [[0, 2], [1, 3]]}, ValueError, "layer_replication is"),
-    "tokens": ({"alora_invocation_tokens": [3]}, ValueError, "alora_invocation_tokens is"),
     "kind": ({"peft_type": "IA3"}, ValueError, "peft_type is 'IA3'"),
     "head": ({"target_modules": ["q_proj", "lm_head"]}, ValueError, "target_modules has lm_head"),
     "embedding": ({"target_modules": [*ALL, "embed_tokens"]}, ValueError, "target_modules has model.embed_tokens"),
@@ -155,7 +141,6 @@ def test_what_is_wrong_leaves_the_weights(llama: Path) -> None:
         *((state, CONFIG | change, kind, text) for change, kind, text in WRONG.values()),
         (state, None, TypeError, "config must be PEFT's LoraConfig, or a dict"),
         ({}, {"r": 4, "lora_alpha": 6}, ValueError, "the adapter has no linear layer of this model"),
-        ([(), (["x"], 3)], {"r": 4, "lora_alpha": 6}, ValueError, "the adapter has no linear layer"),
         (state, CONFIG | {"target_modules": ["c_attn"]}, ValueError, "the adapter has no linear layer"),
         (5, CONFIG, TypeError, "must be a mapping, or an iterable of"),
         ({a: state[a]}, CONFIG, ValueError, r"missing 41 of 42 tensors: model\.layers\.0\.mlp\.down_proj\.lora_A"),
@@ -195,32 +180,27 @@ def test_some_layers_and_regular_expressions(llama: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 def test_an_update_in_flight_is_as_one_of_the_merged_weights(mode: str, llama: Path) -> None:
-    """In random schedules, over three updates."""
     states = [adapter(llama, seed=1), None, adapter(llama, ("q_proj", "up_proj"), seed=2)]
     configs = [CONFIG, None, CONFIG | {"target_modules": ["q_proj", "up_proj"]}]
     weights = []
     with Generator(llama, **OPTIONS) as gen:
-        for state, config in zip(states, configs, strict=True):
-            gen.update_adapter(state, config)
+        for adapted in zip(states, configs, strict=True):
+            gen.update_adapter(*adapted)
             weights.append(held(gen))
-    source = random.Random(1)
-    for trial in range(3):
-        options = OPTIONS | {"max_step_tokens": source.choice((8, 20, 60)), "num_pages": source.choice((18, 60))}
-        prompts = [SYSTEM[: source.randint(10, 40)] + random_ids(source.randint(1, 20), seed=i) for i in range(4)]
-        params = replace(SHORT, max_tokens=24, temperature=0.9, n=source.choice((1, 2)), seed=trial)
-        steps = [source.randint(1, 12) for _ in states]
-        found = []
-        for merges in (False, True):
-            with Generator(llama, **options) as gen:
-                events = [event for prompt in prompts if gen.add(prompt, params) for event in gen.step()]
-                for number, count in enumerate(steps):
-                    events += [event for _ in range(count) for event in gen.step()]
-                    if merges:
-                        gen.update_adapter(states[number], configs[number], in_flight=mode)
-                    else:
-                        gen.update_weights(weights[number], in_flight=mode)
-                found.append([replace(event, started=0) for event in events + drain(gen)])
-        assert found[0] == found[1]
+    prompts = [SYSTEM[: 10 * i] + random_ids(9 + i, seed=i) for i in range(4)]
+    params = replace(SHORT, max_tokens=24, temperature=0.9, n=2)
+    found = []
+    for merges in (False, True):
+        with Generator(llama, **OPTIONS | {"max_step_tokens": 20, "num_pages": 18}) as gen:
+            events = [event for prompt in prompts if gen.add(prompt, params) for event in gen.step()]
+            for number, steps in enumerate((1, 9, 5)):
+                events += [event for _ in range(steps) for event in gen.step()]
+                if merges:
+                    gen.update_adapter(states[number], configs[number], in_flight=mode)
+                else:
+                    gen.update_weights(weights[number], in_flight=mode)
+            found.append([replace(event, started=0) for event in events + drain(gen)])
+    assert found[0] == found[1]
 
 
 def test_base_and_adapter_sleep(llama: Path) -> None:

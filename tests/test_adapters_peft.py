@@ -42,11 +42,6 @@ def trained(folder: Path, dtype: torch.dtype, fields: dict[str, Any]) -> Any:
     return model
 
 
-def merged_by_peft(model: Any) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = model.merge_and_unload().state_dict()
-    return found
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_those_that_peft_merges(name: str, dtype: torch.dtype, llama: Path, tmp_path: Path) -> None:
@@ -69,13 +64,7 @@ def test_weights_are_those_that_peft_merges(name: str, dtype: torch.dtype, llama
         assert scores[1:] == pytest.approx(expected, abs=1e-4)  # of sums over three layers
     with Generator(llama, adapter=tmp_path, **options) as gen:
         assert equal(held(gen), found)
-    weights = merged_by_peft(model)
+    weights: dict[str, Tensor] = model.merge_and_unload().state_dict()
     for key, weight in found.items():
         tolerance = {"rtol": 0, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-9}
         assert torch.allclose(weight.float(), weights[key].float(), **tolerance), key
-
-
-def test_a_config_of_peft_that_is_not_plain(llama: Path) -> None:
-    model = trained(llama, torch.float32, {"target_modules": ["q_proj"], "use_dora": True})
-    with Generator(llama, **OPTIONS) as gen, pytest.raises(ValueError, match="the adapter's use_dora is True"):
-        gen.update_adapter(peft.get_peft_model_state_dict(model), model.peft_config["default"])

@@ -35,31 +35,29 @@ def python(code: str) -> str:
 # ------------------------------------------------------------------------------------------------ importing
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_is_there_and_an_unknown_one_is_an_attribute_error() -> None:
     for name in fastgen.__all__:
         assert getattr(fastgen, name).__name__ == name
-    assert isinstance(fastgen.__version__, str)
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'fastgen' has no attribute 'Generater'"):
         fastgen.Generater  # noqa: B018
     with pytest.raises(ImportError, match="LLM"):
         from fastgen import LLM  # noqa: F401
 
 
-def test_names_come_lazily_and_fast_after_torch_and_need_nothing_optional() -> None:
+def test_names_come_lazily_with_few_modules_after_torch_and_need_nothing_optional() -> None:
+    """The number of modules stands for the time of an import, which other programs change."""
     code = """
-import sys, time, fastgen
+import sys, fastgen
 assert set(fastgen.__all__) < set(dir(fastgen)), dir(fastgen)
 from fastgen import AsyncGenerator, Request, SamplingParams
 from fastgen.rl.remote import RemoteGenerator
 RemoteGenerator("http://localhost:1")
 assert not {"torch", "numpy", "transformers"} & set(sys.modules)
 import torch
-before = time.process_time()
+before = set(sys.modules)
 from fastgen import Generator
-print(time.process_time() - before)
+others = {name for name in set(sys.modules) - before if not name.startswith("fastgen.")}
+assert len(others) < 60, sorted(others)
 assert Generator.__module__ == "fastgen.generator"
 needless = {"transformers", "prompt_toolkit", "flash_attn", "ray"} & set(sys.modules)
 assert torch.version.cuda or "triton" not in sys.modules
@@ -69,12 +67,7 @@ assert "torch._dynamo" not in sys.modules, "a tokenizer needs none of torch's co
 gen.add("a")
 gen.step()  # the program ends in the middle of a request, without a close
 """
-    best = 10.0
-    for _ in range(3):  # the machine may be busy
-        best = min(best, float(python(code)))
-        if best < 1.5:
-            return
-    pytest.fail(f"importing fastgen takes {best:.2f} s after torch")
+    python(code)
 
 
 def test_fgserve_without_its_extra_is_one_line() -> None:

@@ -1,10 +1,8 @@
-"""What RL rollouts rest on: logprobs that a trainer can compute again, completions that go on where they ended, streams
-that keep the lanes full, and turns that begin with the very ids of those before."""
+"""What RL rollouts rest on: logprobs that a trainer can compute again, completions that go on where they ended, and
+turns that begin with the very ids of the turns before."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,14 +25,14 @@ CUTS: dict[str, dict[str, Any]] = {
 
 
 def completed(gen: Generator, *requests: Request) -> list[Completion]:
-    """The first completion of each request, in their order."""
+    """Return the first completion of each request, in the order of the requests."""
     outputs = {output.id: output for output in gen.stream(replace(r, id=i) for i, r in enumerate(requests))}
     assert [output.error for output in outputs.values()] == [None] * len(requests)
     return [outputs[place].completions[0] for place in range(len(requests))]
 
 
 def cut_short(gen: Generator, request: Request, steps: int) -> list[Completion]:
-    """The completions of a request that is aborted after so many steps."""
+    """Return the completions of a request that is aborted after this number of steps."""
     id = gen.add(request.prompt, request.params, resume=request.resume)
     for _ in range(steps):
         gen.step()
@@ -48,7 +46,8 @@ def cut_short(gen: Generator, request: Request, steps: int) -> list[Completion]:
 
 @pytest.mark.parametrize("name", CUTS)
 def test_a_trainer_finds_the_same_logprobs_with_and_without_the_mask(gen: Generator, name: str) -> None:
-    """Over the vocabulary they are the untruncated ones, and what `score` says; over the kept ids, the logprobs."""
+    """A softmax over the vocabulary gives the untruncated logprobs and the scores of `score`; over the kept ids, the
+    logprobs."""
     params = replace(PLAIN, **CUTS[name], return_sampling_mask=True)
     prompt = random_ids(20)
     (completion,) = completed(gen, Request(prompt, params))
@@ -110,15 +109,14 @@ def test_an_aborted_completion_goes_on_as_if_it_had_not_ended(gen: Generator, na
 
 
 def test_a_completion_at_its_length_goes_on_with_more_tokens(gen: Generator) -> None:
-    prompt = random_ids(33)
-    short, whole = completed(gen, *(Request(prompt, replace(PLAIN, max_tokens=most)) for most in (7, 20)))
-    middle = completed(gen, Request(prompt, replace(PLAIN, max_tokens=8), resume=short))[0]
-    assert (short.finish_reason, middle.finish_reason, len(middle.token_ids)) == ("length", "length", 8)
-    assert completed(gen, Request(prompt, PLAIN, resume=middle)) == [whole]
+    request = Request(random_ids(33), PLAIN)
+    short, whole = completed(gen, replace(request, params=replace(PLAIN, max_tokens=7)), request)
+    assert (short.finish_reason, len(short.token_ids)) == ("length", 7)
+    assert completed(gen, replace(request, resume=short)) == [whole]
 
 
 def test_an_aborted_group_goes_on_sample_by_sample(gen: Generator) -> None:
-    """Each after the pages that it left in the cache, with the logprobs of its prompt; one had not begun."""
+    """Samples find the pages that they left in the cache, and have logprobs of the prompt. One had not begun."""
     params = replace(PLAIN, n=5, temperature=1.2, prompt_logprobs=2)
     request = Request(random_ids(40), params)
     whole = gen.generate([request.prompt], params)[0]
@@ -165,7 +163,7 @@ def test_events_of_what_goes_on_tell_what_is_new(gen: Generator) -> None:
 
 
 def test_a_stop_string_may_begin_before_the_end_and_end_after_it(gen: Generator) -> None:
-    """What an abort tells of it is taken back: the text ends before the string, as it would have."""
+    """The part of the string that an abort has told is taken back: the text ends before the string."""
     assert gen.tokenizer is not None
     ids = gen.tokenizer.encode("hello world, how are you")[1:]
     params = SamplingParams(mask=Script(ids), max_tokens=len(ids), stop="world, how", ignore_eos=True)
@@ -184,7 +182,6 @@ DONE = Completion(
 )  # fmt: skip
 UNFIT: dict[str, tuple[Any, dict[str, Any], str]] = {
     "stopped": (replace(DONE, finish_reason="stop"), {}, "ended with 'stop'; 'length' and 'abort' can be resumed"),
-    "failed": (replace(DONE, finish_reason="error"), {}, "ended with 'error'"),
     "many": (DONE, {"n": 2}, "n is 2; a request resumes one completion"),
     "no room": (DONE, {"max_tokens": 3}, "has 3 tokens already, and max_tokens is 3; raise it"),
     "no alternatives": (DONE, {"logprobs": 2}, "not one entry of top_logprobs for each token"),
@@ -216,13 +213,9 @@ def test_what_cannot_go_on(gen: Generator, name: str) -> None:
 
 def test_a_full_context_and_a_stop_string_cannot_go_on(gen: Generator) -> None:
     assert gen.tokenizer is not None
+    full: dict[str, Any] = {"max_tokens": None}
     for prompt, said, params, message in (
-        (
-            random_ids(152),
-            random_ids(12) * 30,
-            {"max_tokens": None},
-            "360 tokens already, and the context of 512",
-        ),
+        (random_ids(152), random_ids(12) * 30, full, "360 tokens already, and the context of 512"),
         ([5], gen.tokenizer.encode("hello"), {"stop": "ell"}, "has the stop string 'ell' already"),
     ):
         logprobs = dict.fromkeys(("logprobs", "untruncated_logprobs", "raw_logprobs"), [-1.0] * len(said))
@@ -230,26 +223,11 @@ def test_a_full_context_and_a_stop_string_cannot_go_on(gen: Generator) -> None:
             gen.add(prompt, replace(PLAIN, **params), resume=replace(DONE, token_ids=said, **logprobs))  # type: ignore[arg-type]
 
 
-# Streams and turns.
-
-
-def test_an_endless_stream_refills_each_lane_that_falls_free(gen: Generator) -> None:
-    busy: list[int] = []
-
-    def endless() -> Iterator[Request | None]:
-        rng = np.random.default_rng(0)
-        while True:
-            busy.append(gen.stats.running)
-            yield Request(random_ids(int(rng.integers(1, 30))), replace(PLAIN, max_tokens=int(rng.integers(1, 25))))
-
-    outputs = list(itertools.islice(gen.stream(endless()), 60))
-    assert {output.completions[0].finish_reason for output in outputs} == {"length"}
-    assert len(busy) > 60
-    assert np.mean(busy[10:]) > gen.config.max_seqs - 2
+# Turns.
 
 
 def test_a_turn_begins_with_the_ids_of_those_before(gen: Generator) -> None:
-    """Text would come back as other ids; the ids find their pages, and say what one whole sequence says."""
+    """Text would be tokenized to other ids. The ids find their pages, and have the logprobs of one whole sequence."""
     rollout, tool = random_ids(30), random_ids(11, seed=1)
     assert gen.tokenizer is not None
     params = replace(PLAIN, max_tokens=24, ignore_eos=False, mask=Script([*random_ids(20, seed=2), EOS]))
@@ -261,9 +239,8 @@ def test_a_turn_begins_with_the_ids_of_those_before(gen: Generator) -> None:
         assert output.prompt_token_ids == rollout
         assert output.cached_tokens >= (turns[-2][0] + 20) // 16 * 16 if turn else True
         rollout = [*rollout, *completion.token_ids, *tool]
-    first = turns[0][1]
-    assert first.token_ids[-1] == EOS
-    assert gen.tokenizer.encode(first.text)[1:] != first.token_ids[:-1]
+    assert turns[0][1].token_ids[-1] == EOS
+    assert gen.tokenizer.encode(turns[0][1].text)[1:] != turns[0][1].token_ids[:-1]
     with Generator(gen.folder, prefix_cache=False, max_seqs=2) as other:
         whole = other.score([rollout])[0]
         for (start, completion), seed in zip(turns[1:], (1, 2), strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class FakeGPU:
-    """Where tensors are torn to pieces while their memory is given back."""
+    """A fake GPU, whose memory is overwritten while it is given back."""
 
     def __init__(self) -> None:
         self.made: list[FakeDriver] = []
@@ -37,7 +36,7 @@ class FakeGPU:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
-    """A stand-in for the CPU's memory; in bfloat16 all weights are in it."""
+    """A fake GPU that replaces the CPU's memory; in bfloat16 it holds all weights."""
     made = FakeGPU()
     for module in ("kv_pool", "parameters"):
         monkeypatch.setattr(f"fastgen.model.{module}.memory_on", made.memory)
@@ -46,7 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
 
 
 def pools(gen: Generator) -> tuple[int, int]:
-    """Addresses of the KV pool and of a weight."""
+    """Return the addresses of the KV pool and of a weight."""
     return gen._runner.pool.whole.data_ptr(), gen._runner.model.parameters.embedding.data_ptr()
 
 
@@ -77,24 +76,12 @@ def test_answers_are_the_same_where_all_memory_was_given_back(family: Path, gpu:
         gen.sleep("kv_cache")
 
 
-def test_weights_that_were_dropped_come_with_an_update(llama: Path, gpu: FakeGPU) -> None:
+def test_nothing_is_said_before_dropped_weights_come_with_an_update(llama: Path, gpu: FakeGPU) -> None:
+    new = new_weights(llama)
     with Generator(llama, dtype="bfloat16", **OPTIONS) as gen:
         before = answers(gen)
         gen.sleep(keep_weights=False)
         assert gpu.mapped == 0
-        gen.wake("weights")
-        assert gen.update_weights(old_weights(llama)) == 1
-        gen.wake("kv_cache")
-        assert answers(gen) == before
-        weak = weakref.ref(gen._runner.model)
-    assert weak() is None
-
-
-def test_nothing_is_said_before_dropped_weights_are_there_again(llama: Path) -> None:
-    new = new_weights(llama)
-    with Generator(llama, **OPTIONS) as gen:
-        before = answers(gen)
-        gen.sleep(keep_weights=False)
         with pytest.raises(RuntimeError, match="the weights are asleep; call wake first, of 'weights' at least"):
             gen.update_weights(new)
         refuses(gen, r"asleep: kv_cache, weights; call wake first")
@@ -110,31 +97,28 @@ def test_nothing_is_said_before_dropped_weights_are_there_again(llama: Path) -> 
         other = answers(gen)
         gen.sleep(keep_weights=False)
         gen.sleep(keep_weights=True)  # does not bring them back
-        gen.wake()
-        refuses(gen, "dropped")
+        gen.wake("weights")
         gen.update_weights(iter(old_weights(llama).items()))
+        gen.wake("kv_cache")
         assert answers(gen) == before != other
 
 
 def test_the_prefix_cache_and_the_host_tier_are_empty(llama: Path) -> None:
-    def cached(tags: Any = None, *, tier: bool, **options: Any) -> int:
-        with Generator(llama, host_cache_gb=2e-3 * tier, **OPTIONS | {"num_pages": 8}) as gen:
+    for tags, keep_weights, cached in (
+        ((), True, 32),
+        ("weights", True, 32),
+        ("kv_cache", True, 0),
+        ("weights", False, 0),
+    ):
+        with Generator(llama, host_cache_gb=2e-3, **OPTIONS | {"num_pages": 8}) as gen:
             for prompt in (SYSTEM, SYSTEM[::-1]):
                 gen.generate(prompt, SHORT)
-            if tags is not None:
-                gen.sleep(tags, **options)
-                gen.wake()
-            if not options.get("keep_weights", True):
+            gen.sleep(tags, keep_weights=keep_weights)
+            gen.wake()
+            if not keep_weights:
                 gen.update_weights(old_weights(llama))
-            found = gen.generate(SYSTEM, SHORT)[0]
+            assert gen.generate(SYSTEM, SHORT)[0].cached_tokens == cached
             check_scheduler(gen._loop.scheduler)
-            return found.cached_tokens
-
-    assert cached(tier=False) == 16
-    assert cached(tier=True) == 32
-    assert cached("weights", tier=True) == 32
-    assert cached("kv_cache", tier=True) == 0
-    assert cached(tier=True, tags=("weights", "kv_cache"), keep_weights=False) == 0
 
 
 def test_the_bytes_that_are_told_are_those_that_went(
@@ -157,15 +141,13 @@ def test_requests_in_flight_refuse_a_sleep_and_go_on(llama: Path) -> None:
     with Generator(llama, **OPTIONS) as gen:
         alone = gen.generate(SYSTEM, LONG)[0].completions[0].token_ids
         gen.add(SYSTEM, LONG)
-        said = [token for _ in range(3) for event in gen.step() for token in event.token_ids]
+        events = [event for _ in range(3) for event in gen.step()]
         with pytest.raises(ValueError, match="1 requests are in flight; finish or abort them before sleep"):
             gen.sleep()
-        gen.wake()
         while gen.unfinished:
-            said += [token for event in gen.step() for token in event.token_ids]
-        assert said == alone
+            events += gen.step()
+        assert [token for event in events for token in event.token_ids] == alone
         gen.sleep()  # a token too many may be on its way
-        assert gen.abort("nobody") == []
         gen.wake()
         assert gen.generate(SYSTEM, LONG)[0].completions[0].token_ids == alone
 

@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {"page_size": 8, "max_seqs": 8, "max_step_tokens": 48,
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, dict[str, Tensor]], Path]:
-    """saved(folder, weights): a checkpoint with the configuration of another."""
+    """saved(folder, weights): writes these weights with the configuration of a checkpoint, and returns the folder."""
 
     def save(folder: Path, weights: dict[str, Tensor]) -> Path:
         made = tmp_path_factory.mktemp("saved")
@@ -52,7 +52,7 @@ def old_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def answers(gen: Generator, requests: list[tuple[list[int], SamplingParams]] = REQUESTS) -> list[Any]:
-    """All that the weights decide."""
+    """Return all that the weights decide in the answers to these requests."""
     outputs = gen.generate([prompt for prompt, _ in requests], [params for _, params in requests])
     check_idle(gen)
     for completion in (completion for output in outputs for completion in output.completions):
@@ -70,7 +70,7 @@ def drain(gen: Generator) -> list[Event]:
 
 
 def test_answers_are_those_of_a_generator_that_began_with_the_weights(family: Path, saved: Saved) -> None:
-    """From a warm prefix cache and a host tier, which answers of the old weights have filled; and back again."""
+    """Prefix cache and host tier are warm with pages of the old weights. Then the old weights come back."""
     weights = new_weights(family)
     with Generator(saved(family, weights), **OPTIONS) as other:
         new = answers(other)
@@ -115,19 +115,15 @@ def test_the_head_of_a_tied_model_may_be_given_or_not(checkpoint: Checkpoint, sa
 
 
 def test_a_trainers_model_as_it_is(llama: Path) -> None:
-    """The names and tensors of transformers' own state dict; bfloat16 tensors stay where CUDA graphs know them."""
+    """Names and tensors come from the state dict and the parameters of a model of transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(llama)
     options = OPTIONS | {"dtype": "bfloat16"}
     with Generator(llama, load="dummy", **options) as gen, Generator(llama, **options) as other:
-        targets = gen._runner.model.parameters.targets()
-        before = {name: part.view.data_ptr() for name, part in targets.items()}
-        gen.update_weights(model.state_dict().items())
-        assert answers(gen) == answers(other)
-        gen.update_weights(model.named_parameters())
-        assert answers(gen) == answers(other)
-        assert {name: part.view.data_ptr() for name, part in targets.items()} == before
+        for named in (model.state_dict().items(), model.named_parameters()):
+            gen.update_weights(named)
+            assert answers(gen) == answers(other)
 
 
 def test_what_is_not_given_of_a_part_stays(llama: Path, saved: Saved) -> None:
@@ -136,12 +132,10 @@ def test_what_is_not_given_of_a_part_stays(llama: Path, saved: Saved) -> None:
     with Generator(saved(llama, old_weights(llama) | some), **OPTIONS) as other:
         mixed = answers(other)
     with Generator(llama, **OPTIONS) as gen:
-        with pytest.raises(ValueError, match="missing"):
-            gen.update_weights(some)
         gen.update_weights(some, partial=True)
         assert answers(gen) == mixed
         gen.update_weights(((n, t) for n, t in weights.items() if n not in some), partial=True)
-        gen.update_weights(old_weights(llama))
+        gen.update_weights(old_weights(llama).items())
         gen.update_weights(some.items(), partial=True)
         assert answers(gen) == mixed
 
@@ -151,9 +145,6 @@ def test_what_is_not_given_of_a_part_stays(llama: Path, saved: Saved) -> None:
 WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], Any], dict[str, Any], type[Exception], str]] = {
     "unknown": (lambda w: w | {"model.layers.9.x": torch.ones(1)}, {}, ValueError, "unexpected tensor 'model.layers.9"),
     "missing": (lambda w: dict(list(w.items())[2:]), {}, ValueError, "missing 2 of "),
-    "doubled": (lambda w: [*w.items(), *list(w.items())[:1]], {}, ValueError, "is given twice"),
-    "shape": (lambda w: {n: t[:-1] for n, t in w.items()}, {}, ValueError, "the model needs"),
-    "dtype": (lambda w: {n: t.int() for n, t in w.items()}, {}, ValueError, "is torch.int32; bfloat16"),
     "kind": (lambda w: 5, {}, TypeError, "must be a mapping, or an iterable of"),
     "a folder": (lambda w: "/weights", {}, TypeError, r"an iterable of \(name, tensor\), not str"),
     "no names": (lambda w: [*w.values()], {}, ValueError, r"no \(name, tensor\)$"),
@@ -189,7 +180,7 @@ def refuses(gen: Generator, text: str = "call update_weights with all of them") 
 
 
 def breaking(items: Iterable[tuple[str, Tensor]], error: BaseException) -> Iterator[tuple[str, Tensor]]:
-    """A few of them; then it raises."""
+    """Yield five items, then raise the error."""
     for number, item in enumerate(items):
         if number == 5:
             raise error
@@ -215,9 +206,6 @@ def test_what_is_wrong_with_tensors_as_they_come_needs_a_complete_update(llama: 
             refuses(gen)
             with pytest.raises(RuntimeError, match="torn"):
                 gen.update_weights(weights, partial=True)
-            with pytest.raises(ValueError, match="missing"):
-                gen.update_weights({})
-            refuses(gen)
             assert gen.update_weights(old_weights(llama)) == gen.weight_version
             assert answers(gen) == old
             gen.update_weights(weights)
@@ -226,21 +214,6 @@ def test_what_is_wrong_with_tensors_as_they_come_needs_a_complete_update(llama: 
 
 
 # Requests in flight.
-
-
-def test_requests_in_flight_refuse_an_update_and_go_on(llama: Path) -> None:
-    with Generator(llama, **OPTIONS) as gen:
-        alone = gen.generate(SYSTEM, LONG)[0].completions[0].token_ids
-        gen.add(SYSTEM, LONG)
-        events = [*gen.step(), *gen.step(), *gen.step()]
-        with pytest.raises(
-            ValueError, match="1 requests are in flight; finish or abort them, or pass in_flight='keep'"
-        ):
-            gen.update_weights(new_weights(llama))
-        events += drain(gen)
-        assert [token for event in events for token in event.token_ids] == alone
-        assert [event.weight_versions for event in events] == [None] * (len(events) - 1) + [[(0, 0, 24)]]
-        assert gen.update_weights(new_weights(llama)) == 1
 
 
 def test_keep_goes_on_without_a_prefill_and_is_never_reused(llama: Path) -> None:
@@ -263,7 +236,7 @@ def test_keep_goes_on_without_a_prefill_and_is_never_reused(llama: Path) -> None
 
 
 def told_by(events: Iterable[Event]) -> dict[Any, dict[int, Completion]]:
-    """The completions of each request that its events make up."""
+    """Return the completions of each request that its events add up to: {request id: {index: completion}}."""
     told: dict[Any, dict[int, Completion]] = {}
     for event in events:
         so_far = told.setdefault(event.id, {}).setdefault(event.index, Completion(event.index, [], "", ""))
@@ -274,7 +247,7 @@ def told_by(events: Iterable[Event]) -> dict[Any, dict[int, Completion]]:
 
 
 def test_recompute_goes_on_as_if_the_weights_had_always_been_new(llama: Path, saved: Saved) -> None:
-    """Over random schedules: each answer's rest is what the new weights say after what the old ones have said."""
+    """In random schedules, the rest of each answer is what the new weights say after the tokens of the old weights."""
     weights = [old_weights(llama), new_weights(llama)]
     folders = [llama, saved(llama, weights[1])]
     source = random.Random(0)
@@ -296,7 +269,10 @@ def test_recompute_goes_on_as_if_the_weights_had_always_been_new(llama: Path, sa
 
 
 def check_rests(new: Generator, params: SamplingParams, found: list[tuple[list[int], Completion, Completion]]) -> None:
-    """found: prompts, what only the old weights say, and what both have said."""
+    """Check that each answer goes on as the new weights continue its tokens of the old weights.
+
+    found: prompts, completions by only the old weights, and completions by both.
+    """
     known = [sum(end for version, _, end in got.weight_versions if version == 0) for _, _, got in found]
     rests = new.generate(
         [prompt + got.token_ids[:count] for (prompt, _, got), count in zip(found, known, strict=True)],
@@ -350,20 +326,21 @@ def test_an_update_that_is_cut_short_keeps_its_requests(mode: str, llama: Path) 
 
 
 def test_requests_that_an_update_aborts_keep_their_tokens(llama: Path) -> None:
-    """Of `add` and of a stream that is read; a refused update aborts nothing."""
+    """A refused update aborts nothing."""
     with Generator(llama, **OPTIONS) as gen:
-        gen.add(SYSTEM, LONG, "added")
+        old = gen.generate(SYSTEM, LONG)[0].completions[0].token_ids
+        gen.add(SYSTEM, LONG)
         events = [event for _ in range(4) for event in gen.step()]
         with pytest.raises(ValueError, match="do not fit"):
             gen.update_weights({"x": torch.ones(1)}, in_flight="abort")
-        assert gen.unfinished == 1
-        gen.update_weights(new_weights(llama), in_flight="abort")
+        with pytest.raises(ValueError, match="1 requests are in flight; finish or abort them, or pass in_flight='kee"):
+            gen.update_weights(new_weights(llama))
+        events += gen.step()
+        assert gen.update_weights(new_weights(llama), in_flight="abort") == 1
         events += gen.step()
         assert (gen.unfinished, events[-1].finish_reason) == (0, "abort")
         drawn = [token for event in events for token in event.token_ids]
-        assert events[-1].weight_versions == [(0, 0, len(drawn))]
-        (expected,) = gen.generate(SYSTEM, replace(LONG, max_tokens=len(drawn)))
-        gen.update_weights(old_weights(llama))
-        (old,) = gen.generate(SYSTEM, replace(LONG, max_tokens=len(drawn)))
-        assert drawn == old.completions[0].token_ids != expected.completions[0].token_ids
+        assert [event.weight_versions for event in events] == [None] * (len(events) - 1) + [[(0, 0, len(drawn))]]
+        assert 3 < len(drawn) < 24
+        assert drawn == old[: len(drawn)]
         check_idle(gen)

@@ -30,22 +30,22 @@ ROOT = Path(__file__).parents[2]
 TOOLS = ("memcheck", "racecheck", "initcheck")
 # A file of tests/; which of its tests, an expression of pytest's -k; the processes that share them.
 PARTS = {
-    "prefills on Hopper": ("gpu/test_gpu_prefill.py", "(lengths_are_right or triton) and (lens3 or lens4)", 4),
+    "prefills on Hopper": ("gpu/test_gpu_prefill.py", "lengths_are_right and (lens3 or lens4)", 4),
     "shapes of prefills on Hopper": ("gpu/test_gpu_prefill.py", "all_shapes", 6),
     "attention with prefills": (
-        "kernels/test_kernels_attention.py", "agree_with_the_reference or one_answer or a_position or in_fp8", 4,
+        "kernels/test_kernels_attention.py", "agree_with_the_reference or one_answer or in_fp8", 4,
     ),
-    "truncation": ("kernels/test_kernels_sampling.py", "kept or nothing_can or forbidden", 4),
-    "shared prefixes": ("kernels/test_kernels_shared.py", "tree or swapped or lists or come_and_go or prefills", 3),
-    "attention": ("kernels/test_kernels_attention.py", "decode_lists or with_the_twin or planned", 2),
-    "decodes on Hopper": ("gpu/test_gpu_deterministic.py", "decodes_in_gluon and (3-700 or 1-65)", 4),
-    "draws": ("kernels/test_kernels_sampling.py", "draws or drawn or padding or edits or company or among_few", 2),
+    "truncation": ("kernels/test_kernels_sampling.py", "kept or nothing_can", 4),
+    "shared prefixes": ("kernels/test_kernels_shared.py", "tree or lists or come_and_go or prefills", 3),
+    "attention": ("kernels/test_kernels_attention.py", "decode_lists or planned", 2),
+    "decodes on Hopper": ("gpu/test_gpu_deterministic.py", "decodes_in_gluon and 1-65", 4),
+    "draws": ("kernels/test_kernels_sampling.py", "draws or drawn or padding or company or among_few", 2),
     "scores": ("kernels/test_kernels_sampling.py", "score or alternatives or weights or keys_order or noise", 1),
     "drafts": ("kernels/test_kernels_drafts.py", "", 1),
-    "products": ("kernels/test_kernels_batch_invariant.py", "twin or rope_behind or any_tile", 2),
+    "products": ("kernels/test_kernels_batch_invariant.py", "twin or rope_fused or any_tile", 2),
     "products on Hopper": ("gpu/test_gpu_deterministic.py", "product_is_right", 1),
     "fp8": ("kernels/test_kernels_fp8.py", "quantize or norm or product_is", 1),
-    "pages": ("model/test_host_tier.py", "copied_between", 1),
+    "pages": ("model/test_kv_pool.py", "copied_between", 1),
     "norms, adapters": ("kernels/test_kernels.py", "rms_norm or over_ranks or swiglu or pool or advance or merged", 1),
 }  # fmt: skip
 SUMMARY = r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (.+)"

@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import Checkpoint, Turns, random_ids
-from invariants import check_scheduler
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 
 import bench_host
 
 from fastgen import Generator, SamplingParams
-from fastgen.device.profiling import span
 
 pytestmark = pytest.mark.timeout(120)
 PARTS = ("schedule", "launch", "collect", "update")
@@ -45,14 +43,9 @@ def test_a_trace_has_the_parts_of_so_many_steps(gen: Generator, tmp_path: Path, 
         assert gen.generate([random_ids(9)], PARAMS)[0].completions == alone
     found = spans(tmp_path / name)
     assert [found[part] for part in PARTS] == [5, 5, 4, 4]  # nothing was in flight before the first
-
-
-def test_a_trace_of_a_masked_step_shows_its_sampler_and_torchs_operations(gen: Generator, tmp_path: Path) -> None:
-    with gen.profile(str(tmp_path / "trace.json"), steps=3):
+    with gen.profile(tmp_path / name, steps=3):
         gen.generate([random_ids(9)], replace(PARAMS, mask=Turns()))
-    assert spans(tmp_path / "trace.json")["sample"] == 3
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {"aten::empty", "aten::embedding"} <= {event["name"] for event in events if event.get("cat") == "cpu_op"}
+    assert spans(tmp_path / name)["sample"] == 3
 
 
 def test_a_block_that_ends_early_writes_its_steps(gen: Generator, tmp_path: Path) -> None:
@@ -70,46 +63,21 @@ def test_a_block_that_ends_early_writes_its_steps(gen: Generator, tmp_path: Path
     gen.abort("a")
 
 
-@pytest.mark.parametrize(
-    ("path", "steps", "error", "message"),
-    [
+def test_what_cannot_be_traced(gen: Generator, tmp_path: Path) -> None:
+    kinds: list[tuple[str, Any, type[Exception], str]] = [
         ("trace.json", 0, ValueError, "steps"),
         ("trace.json", 1.5, TypeError, "steps"),
-        (".", 1, ValueError, "in a folder that exists"),
         ("nowhere/trace.json", 1, ValueError, "in a folder that exists"),
-    ],
-)
-def test_bad_arguments(
-    path: str, steps: Any, error: type[Exception], message: str, gen: Generator, tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=message), gen.profile(tmp_path / path, steps=steps):
-        pass
-
-
-def test_one_trace_at_a_time(gen: Generator, tmp_path: Path) -> None:
-    with (
-        gen.profile(tmp_path / "outer.json"),
-        pytest.raises(ValueError, match="a trace is being recorded"),
-        gen.profile(tmp_path / "inner.json"),
-    ):
-        pass
-    with (
-        torch.profiler.profile(),
-        pytest.raises(ValueError, match="a trace is being recorded"),
-        gen.profile(tmp_path / "inner.json"),
-    ):
-        pass
-    for name, steps in (("first.json", 1), ("second.json", 2)):
-        with gen.profile(tmp_path / name, steps=steps):
-            gen.generate([[5]], PARAMS)
-    assert [spans(tmp_path / name)["launch"] for name in ("first.json", "second.json")] == [1, 2]
-
-
-def test_spans_show_in_a_users_own_trace_and_cost_nothing_without(gen: Generator) -> None:
+    ]
+    for path, steps, error, message in kinds:
+        with pytest.raises(error, match=message), gen.profile(tmp_path / path, steps=steps):
+            pass
+    for outer in (gen.profile(tmp_path / "outer.json"), torch.profiler.profile()):
+        with outer, pytest.raises(ValueError, match="a trace is being recorded"), gen.profile(tmp_path / "inner.json"):
+            pass
     with torch.profiler.profile() as profiler:
         gen.generate([[5]], PARAMS)
-    assert {event.key for event in profiler.key_averages()} >= set(PARTS)
-    assert span("one") is span("other")
+    assert {event.key for event in profiler.key_averages()} >= set(PARTS), "spans show in a user's own trace"
 
 
 # The line in the log.
@@ -125,24 +93,9 @@ def test_a_line_in_the_log_tells_how_it_goes(
     gen.add(random_ids(9), PARAMS, "a")
     gen.step()
     gen.step()
-    first, second = (record.getMessage() for record in caplog.records)
-    assert "running 1, waiting 0, finished 0; 0 tokens in, 1 out, 0.0 tok/s in" in second
-    assert "pages 1/" in second
-    assert "preemptions 0" in second
-    assert "\n" not in first + second
+    _, second = (record.getMessage() for record in caplog.records)
+    assert "running 1, waiting 0, finished 0; 0 tokens in, 1 out, 0.0 tok/s in" in second, "of this interval"
     gen.abort("a")
-
-
-def test_rates_are_of_the_interval(gen: Generator) -> None:
-    gen.generate([random_ids(30)], PARAMS)
-    before = gen.stats
-    gen.generate([random_ids(11)], replace(PARAMS, max_tokens=3))
-    part = gen.stats.since(before)
-    assert (part.prefilled_tokens, part.generated_tokens, part.steps, part.finished) == (11, 3, 3, 1)
-    assert part.prefilled_per_second == pytest.approx(11 / part.step_seconds)
-    assert part.tokens_per_second == pytest.approx(3 / part.step_seconds)
-    assert part.pages == before.pages
-    assert f"{part.prefilled_per_second:.1f} tok/s in, {part.tokens_per_second:.1f} tok/s out" in str(part)
 
 
 # The cost of the loop. The bounds are wide, because the machine may be busy. scripts/bench/bench_host.py measures it.
@@ -165,12 +118,3 @@ def test_the_loop_costs_little_and_no_more_at_long_contexts(checkpoint: Checkpoi
                 break
         assert min(costs[0] for costs in found) < 3e-3
         assert found[-1][1] < 1.5 * found[-1][0], found
-
-
-def test_nothing_of_a_sequence_is_kept_when_it_has_ended() -> None:
-    with bench_host.decoding(8, 100, 300) as gen:
-        while gen.unfinished:
-            gen._loop.advance()
-        check_scheduler(gen._loop.scheduler)
-        assert not gen._loop.owners
-        assert gen.stats.pages_used == 0

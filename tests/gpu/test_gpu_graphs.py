@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,18 @@ LANES = 70
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 200, 700]
 
 
+def model_options(name: str | None, folder: Path, context: int = 2048) -> dict[str, Any]:
+    """Return the options for two layers of a model with random weights; None: the bundled model."""
+    if name is None:
+        return {}
+    (folder / "config.json").write_text(json.dumps({**KNOWN[name][0], "num_hidden_layers": 2}))
+    return {"model": str(folder), "load": "dummy", "max_model_len": context}
+
+
 @contextmanager
 def busy_generator(name: str | None, folder: Path, **options: Any) -> Iterator[Generator]:
     """Yield a Generator in which LANES sequences of different lengths are decoding."""
-    options |= {"device": "cuda", "max_seqs": LANES, "kv_cache_gb": 1.0, "seed": 0}
-    if name is not None:
-        (folder / "config.json").write_text(json.dumps({**KNOWN[name][0], "num_hidden_layers": 2}))
-        options |= {"model": folder, "load": "dummy", "max_model_len": 2048}
+    options |= {"device": "cuda", "max_seqs": LANES, "kv_cache_gb": 1.0, "seed": 0, **model_options(name, folder)}
     draw = np.random.default_rng(0)
     with Generator(**options) as gen:
         vocab = gen.model_config.vocab_size
@@ -57,34 +62,30 @@ def busy_generator(name: str | None, folder: Path, **options: Any) -> Iterator[G
         gen.abort(list(said))
 
 
-def held(runner: Runner) -> list[Tensor]:
-    """Return the tensors that a step writes and that outlive it."""
-    return [runner.lanes.kv_lens, runner.pool.keys, runner.pool.values]
-
-
 @torch.inference_mode()
-def check_size(runner: Runner, size: int, real: int) -> None:
-    """Compare a step of `size` rows with `real` lanes, replayed and launched from the same state."""
-    lanes = torch.full((size,), runner.config.max_seqs, dtype=torch.int64)
-    lanes[:real] = torch.randperm(LANES, generator=torch.Generator().manual_seed(size))[:real]
-    runner.lanes.input.lanes[:size] = lanes.cuda()
-    before = [tensor.clone() for tensor in held(runner)]
+def check_replay(runner: Runner, size: int, real: int, *others: Callable[[int], object], shared: bool = False) -> None:
+    """Compare a step of `size` rows with `real` lanes, replayed and launched from the same state, to the bit; and with
+    steps of `others`, whose logits need only be near."""
+    held = [runner.lanes.kv_lens, runner.pool.keys, runner.pool.values]
+    before = [tensor.clone() for tensor in held]
     results: list[list[Tensor]] = []
-    for run in (runner.graphs[False].run, runner.decode_body):
-        for tensor, saved in zip(held(runner), before, strict=True):
+    for run in (runner.graphs[shared].run, lambda size: runner.decode_body(size, shared), *others):
+        for tensor, saved in zip(held, before, strict=True):
             tensor.copy_(saved)
         runner._logits.fill_(torch.nan)
         run(size)
         # The spare page of padding is whatever its last writer left there.
-        pages = [tensor[:, : runner.pool.spare].clone() for tensor in held(runner)[1:]]
+        pages = [tensor[:, : runner.pool.spare].clone() for tensor in held[1:]]
         results.append([runner._logits[:real].clone(), runner.lanes.kv_lens.clone(), *pages])
-    for tensor, saved in zip(held(runner), before, strict=True):
+    for tensor, saved in zip(held, before, strict=True):
         tensor.copy_(saved)
-    replayed, launched = results
+    replayed, launched, *near = results
     assert replayed[0].isfinite().all()
     assert not torch.equal(replayed[1], before[0]), "the step counted its tokens"
     for name, one, other in zip(("logits", "KV lengths", "keys", "values"), replayed, launched, strict=True):
         assert torch.equal(one, other), f"{name} of {real} lanes in a step of {size}"
+    for logits, *_ in near:
+        torch.testing.assert_close(replayed[0], logits, atol=0.3, rtol=0.05)
 
 
 @pytest.mark.parametrize(("name", "dtype", "page_size"), MODES)
@@ -94,7 +95,10 @@ def test_a_replayed_step_is_the_launched_one(name: str | None, dtype: str, page_
         smaller = 0
         for size in runner.graphs[False].keys:
             for real in {size, smaller + 1}:  # full, and with as much padding as there can be
-                check_size(runner, size, real)
+                lanes = torch.full((size,), runner.config.max_seqs, dtype=torch.int64)
+                lanes[:real] = torch.randperm(LANES, generator=torch.Generator().manual_seed(size))[:real]
+                runner.lanes.input.lanes[:size] = lanes.cuda()
+                check_replay(runner, size, real)
             smaller = size
 
 
@@ -118,10 +122,7 @@ def test_steps_in_pieces_are_those_launched_kernel_by_kernel(
     """Replayed pieces have the same bits as launched ones. Without pieces, logprobs may differ by rounding, because
     fewer rows may use another matrix product."""
     options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "max_seqs": 16, "kv_cache_gb": 1.0, "seed": 0}
-    options |= {"page_size": page_size, "speculate": False}
-    if name is not None:
-        (tmp_path / "config.json").write_text(json.dumps({**KNOWN[name][0], "num_hidden_layers": 2}))
-        options |= {"model": tmp_path, "load": "dummy", "max_model_len": 2048}
+    options |= {"page_size": page_size, "speculate": False, **model_options(name, tmp_path)}
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=0, ignore_eos=True)
     draw = np.random.default_rng(0)
     with Generator(**options, prefix_cache=False) as gen:
@@ -240,11 +241,8 @@ def test_nothing_compiles_after_the_start(
     name: str | None, max_seqs: int, page_size: int, speculate: str, tmp_path: Path
 ) -> None:
     """This runs in a new process, in which no other Generator has compiled anything."""
-    options: dict[str, Any] = {"max_seqs": max_seqs, "dtype": "bfloat16", "page_size": page_size}
-    options |= {"speculate": speculate}
-    if name is not None:
-        (tmp_path / "config.json").write_text(json.dumps({**KNOWN[name][0], "num_hidden_layers": 2}))
-        options |= {"model": str(tmp_path), "load": "dummy", "max_model_len": 1024}
+    options = {"max_seqs": max_seqs, "dtype": "bfloat16", "page_size": page_size, "speculate": speculate}
+    options |= model_options(name, tmp_path, context=1024)
     command = [sys.executable, "-c", LATE, json.dumps(options)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stderr[-2000:]

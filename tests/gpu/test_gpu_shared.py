@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_gpu_graphs import check_replay
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine.cuda_graphs import smallest_size
-from fastgen.engine.runner import Runner
 from fastgen.model.attention import shared
 from fastgen.request import Completion
 
@@ -87,24 +87,5 @@ def test_a_replayed_step_is_the_launched_one() -> None:
         assert real == len(tree_prompts(4)) * PARAMS.n
         assert runner.prefixes is not None
         assert runner.prefixes.rows.ends.any(), "rows share keys"
-        with torch.inference_mode():
-            check_replay(runner, real)
-
-
-def check_replay(runner: Runner, real: int) -> None:
-    held = [runner.lanes.kv_lens, runner.pool.keys, runner.pool.values]
-    before = [tensor.clone() for tensor in held]
-    size = smallest_size(runner.graphs[True].keys, real)
-    results = []
-    for run in (runner.graphs[True].run, lambda size: runner.decode_body(size, True), runner.decode_body):
-        for tensor, saved in zip(held, before, strict=True):
-            tensor.copy_(saved)
-        runner._logits.fill_(torch.nan)
-        run(size)
-        results.append(
-            [runner._logits[:real].clone(), *(tensor[:, : runner.pool.spare].clone() for tensor in held[1:])]
-        )
-    for replayed, launched in zip(results[0], results[1], strict=True):
-        assert torch.equal(replayed, launched)
-    assert results[0][0].isfinite().all()
-    torch.testing.assert_close(results[0][0], results[2][0], atol=0.3, rtol=0.05)  # each row for itself
+        size = smallest_size(runner.graphs[True].keys, real)
+        check_replay(runner, size, real, runner.decode_body, shared=True)  # the last: each row for itself

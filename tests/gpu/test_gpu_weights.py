@@ -84,18 +84,9 @@ def test_one_tensor_of_extra_memory(old: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than 2 GPUs that torch can use")
-def test_tensors_of_another_gpu(old: dict[str, Tensor]) -> None:
-    with Generator(load="dummy", **OPTIONS) as gen, Generator(**OPTIONS) as other:
-        gen.update_weights({name: tensor.to("cuda:1") for name, tensor in old.items()})
-        assert answers(gen) == answers(other)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than 2 GPUs that torch can use")
-@pytest.mark.parametrize("where", ["cuda", "cpu"])
-def test_ranks_take_tensors_of_a_gpu(where: str, old: dict[str, Tensor]) -> None:
-    with (
-        Generator(load="dummy", tensor_parallel=2, **OPTIONS) as gen,
-        Generator(tensor_parallel=2, **OPTIONS) as other,
-    ):
+@pytest.mark.parametrize(("ranks", "where"), [(1, "cuda:1"), (2, "cuda"), (2, "cpu")])
+def test_tensors_of_another_gpu_and_ranks(ranks: int, where: str, old: dict[str, Tensor]) -> None:
+    options = OPTIONS | {"tensor_parallel": ranks}
+    with Generator(load="dummy", **options) as gen, Generator(**options) as other:
         gen.update_weights((name, tensor.to(where)) for name, tensor in old.items())
         assert answers(gen) == answers(other)

@@ -114,47 +114,28 @@ def test_after_an_exception_kernels_are_launched_again(triton: Triton) -> None:
     assert triton.launched.total() == 6
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_another_thread_or_an_unknown_triton_launches(
-    known: bool, triton: Triton, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def steps() -> None:
-        other = threading.Thread(target=triton.steps)
-        other.start()
-        other.join()
-
-    monkeypatch.setattr(ahead, "KNOWN", known)
-    compile_ahead(steps if known else triton.steps, CPU)
+def test_another_thread_or_an_unknown_triton_launches(triton: Triton, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = threading.Thread(target=triton.steps)
+    compile_ahead(lambda: (other.start(), other.join()), CPU)
     assert triton.launched.total() == 6
+    monkeypatch.setattr(ahead, "KNOWN", False)
+    compile_ahead(triton.steps, CPU)
+    assert triton.launched.total() == 12
 
 
 @pytest.mark.parametrize("show", [True, False])
 @pytest.mark.parametrize("patience", [0.0, 60.0])
 def test_a_bar_or_the_log_shows_what_takes_long(
-    patience: float,
-    show: bool,
-    triton: Triton,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    asked = threading.Event()
-    load, wait = ahead._load, ahead.wait
-
-    def waited(*args: Any) -> Any:
-        found = wait(*args)
-        asked.set()
-        return found
-
-    def loaded(*args: Any) -> None:
-        if not patience:
-            assert asked.wait(60)
-        load(*args)
-
+    patience: float, show: bool, triton: Triton, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    load, looked = ahead._load, threading.Event()
+    wait = ahead.wait
     monkeypatch.setattr(ahead, "PATIENCE", patience)
     monkeypatch.setattr(ahead, "LOG_SECONDS", 0.0)
-    monkeypatch.setattr(ahead, "wait", waited)
-    monkeypatch.setattr(ahead, "_load", loaded)
+    monkeypatch.setattr(ahead, "wait", lambda *args: (wait(*args), looked.set())[0])
+    # Kernels load only after the first look at what is ready, unless patience is long.
+    monkeypatch.setattr(ahead, "_load", lambda *args: (patience or looked.wait(60)) and load(*args))
     with caplog.at_level("INFO", logger=ahead.log.name):
         compile_ahead(triton.steps, CPU, show)
     error = capsys.readouterr().err

@@ -6,35 +6,28 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from compiling import compiled
+from ragged import KV_HEADS, LAYER, Ragged
 from torch import Tensor
 
 from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels import attention as kernel
-from fastgen.kernels import pages, work_tiles
+from fastgen.kernels import work_tiles
 from fastgen.kernels.launch import Kernel, triton
 from fastgen.kernels.work_tiles import BEGIN, END, FIELDS, FIRST, HEADER, PART, SPLIT, SPLITS, TOKENS
-from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention
 from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.kv_pool import KVPool
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter truncates to bfloat16
-KV_HEADS = 2
 H200 = Chip((9, 0), 132, 232_448)
-CHIPS = [
-    H200,
-    Chip((8, 0), 108, 166_912),
-    Chip((8, 6), 82, 101_376),
-    Chip((8, 9), 128, 101_376),
-    Chip((7, 5), 40, 65_536),
-]
+CHIPS = [H200, Chip((8, 0), 108, 166_912), Chip((8, 6), 82, 101_376), Chip((7, 5), 40, 65_536)]
 WHOLE, CHUNKED = [1, 1, 1], [1, 1, 17, 2, 33]
 
 
@@ -54,25 +47,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
-@dataclass
-class Case:
-    """Random sequences in shuffled pages. What no sequence has written is NaN in `pool`, and zero in `clean`."""
-
-    pool: KVPool
-    clean: KVPool
-    layout: StepLayout
-    q: Tensor
-    group: int
-
-    def paged(self, window: int) -> PagedAttention:
-        return PagedAttention(self.pool, KV_HEADS * self.group, (window,), len(self.layout.page_table), 4096)
-
-    def expected(self, window: int) -> Tensor:
-        """Return the answer of the reference in float32."""
-        attention = ReferenceAttention(self.clean, KV_HEADS * self.group)
-        return attention.attend(attention.plan(self.layout), 1, self.q.float(), window)
-
-
 def make(
     query_lens: list[int],
     kv_lens: list[int],
@@ -80,37 +54,24 @@ def make(
     group: int = 4,
     page_size: int = 64,
     dtype: torch.dtype = torch.float32,
-    seed: int = 0,
     fp8: bool = False,
-) -> Case:
-    rng, count = np.random.default_rng(seed), len(kv_lens)
-    random = torch.Generator().manual_seed(seed)
-    slots = [-(-length // page_size) for length in kv_lens]
-    sizes = 2, sum(slots) + 2, KV_HEADS, page_size, head_size
-    pool, clean = KVPool(*sizes, dtype, DEVICE, fp8), KVPool(*sizes, torch.float32, DEVICE)
-    pool.whole.fill_(255 if fp8 else torch.nan)  # 255 is NaN in E4M3, and the exponent of an infinite scale
-    table = torch.zeros(count + 2, max(slots), dtype=torch.int32)
-    lanes = torch.from_numpy(rng.permutation(count + 2)[:count])
-    order = torch.from_numpy(rng.permutation(sum(slots) + 2)[: sum(slots)])
-    for lane, own, length in zip(lanes.tolist(), torch.split(order, slots), kv_lens, strict=True):
-        table[lane, : len(own)] = own
-        for position in range(0, length, page_size):
-            page, here = int(own[position // page_size]), min(page_size, length - position)
-            rows = torch.arange(page * KV_HEADS, (page + 1) * KV_HEADS)[:, None] * page_size + torch.arange(here)
-            rows = rows.to(DEVICE)
-            for dirty, zero in ((pool.keys, clean.keys), (pool.values, clean.values)):
-                numbers = torch.randn(KV_HEADS, here, head_size, generator=random).to(DEVICE, dtype)
-                pages.put(dirty[1], rows, numbers)
-                zero[1, page, :, :here] = pages.read(dirty[1], rows.flatten(), 1).view(numbers.shape)
-    decodes = next((number for number, length in enumerate(query_lens) if length > 1), count)
-    layout = StepLayout(np.array(query_lens), np.array(kv_lens), decodes, lanes.numpy(), table.to(DEVICE))
-    q = torch.randn(sum(query_lens), KV_HEADS * group, head_size, generator=random).to(DEVICE, dtype)
-    return Case(pool, clean, layout, q, group)
+) -> Ragged:
+    return Ragged(head_size, group, page_size, dtype, 0, query_lens, kv_lens, fp8)
+
+
+def paged_of(case: Ragged, window: int) -> PagedAttention:
+    pool = case.pool(DEVICE.type, garbage=torch.nan)
+    return PagedAttention(pool, case.q.shape[1], (window,), len(case.table), 4096)
+
+
+def attend(paged: PagedAttention, case: Ragged, window: int) -> Tensor:
+    """Return the answer of a step by itself."""
+    return paged.attend(paged.plan(case.layout(DEVICE.type)), LAYER, case.q.to(DEVICE), window)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
     tolerance = 2e-6 if found.dtype == torch.float32 else 2 * torch.finfo(found.dtype).eps
-    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found.float(), expected.to(found.device), atol=tolerance, rtol=tolerance)
 
 
 def tiles_of(whole: Tensor) -> Tensor:
@@ -210,82 +171,79 @@ def test_decodes_and_prefills_agree_with_the_reference(head_size: int, group: in
         known = [0, 63, 300, 64, 130]
         kv_lens = [length + before for length, before in zip(query_lens, known, strict=False)]
         case = make(query_lens, kv_lens, head_size, group, page_size, dtype)
-        paged = case.paged(window)
-        out = paged.attend(paged.plan(case.layout), 1, case.q, window)
-        close(out, case.expected(window))
+        paged = paged_of(case, window)
+        close(attend(paged, case, window), case.expected(window)[0])
         assert not paged._partial_results.arrivals.any()
 
 
 @pytest.mark.parametrize(("head_size", "page_size"), [(64, 64), (80, 24)])
 def test_keys_in_fp8(head_size: int, page_size: int) -> None:
     case = make([1, 1, 17], [64, 130, 83], head_size, 2, page_size, HALF, fp8=True)
-    paged = case.paged(0)
-    plan = paged.plan(case.layout)
-    out, twin = paged.attend(plan, 1, case.q, 0), torch.empty_like(case.q)
-    close(out, case.expected(0))
+    paged, q, (expected, _) = paged_of(case, 0), case.q.to(DEVICE), case.expected(0)
+    pool, plan, twin = paged.pool, paged.plan(case.layout(DEVICE.type)), torch.empty_like(q)
+    close(paged.attend(plan, LAYER, q, 0), expected)
     for tiles in plan.work[0]:
-        arguments = case.pool.keys, case.pool.values, plan.page_table, tiles, paged._partial_results, 1, 0
-        kernel.attention.twin(case.q, twin, *arguments)
-    close(twin, case.expected(0))
-    reference = ReferenceAttention(case.pool, case.q.shape[1])
-    close(reference.attend(reference.plan(case.layout), 1, case.q, 0), case.expected(0))
+        arguments = pool.keys, pool.values, plan.page_table, tiles, paged._partial_results, LAYER, 0
+        kernel.attention.twin(q, twin, *arguments)
+    close(twin, expected)
+    reference = ReferenceAttention(pool, case.q.shape[1])
+    close(reference.attend(reference.plan(case.layout(DEVICE.type)), LAYER, q, 0), expected)
 
 
 def test_a_decode_step_is_planned_from_the_device() -> None:
     """One list serves all layers with the same window, each once. Lanes may occur twice, as padding does."""
     case = make([1] * 4, [700, 1, 260, 33])
-    paged = PagedAttention(case.pool, KV_HEADS * 4, (0, 48, 0), 8, 4096)
-    lanes, kv_lens = (torch.from_numpy(x).to(DEVICE) for x in (case.layout.lanes, case.layout.kv_lens.astype(np.int32)))
-    pick = torch.tensor([0, 1, 2, 3, 1, 1], device=DEVICE)
-    plan = paged.plan_decode(lanes[pick], kv_lens[pick], case.layout.page_table)
+    paged = PagedAttention(case.pool(DEVICE.type, garbage=torch.nan), KV_HEADS * 4, (0, 48, 0), 8, 4096)
+    pick = [0, 1, 2, 3, 1, 1]
+    kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32)[pick].to(DEVICE)
+    plan = paged.plan_decode(case.lanes[pick].to(DEVICE), kv_lens, case.table.to(DEVICE))
     for window in (48, 0):
-        out = paged.attend(plan, 1, case.q[pick], window)
-        close(out, case.expected(window)[pick])
+        out = paged.attend(plan, LAYER, case.q[pick].to(DEVICE), window)
+        close(out, case.expected(window)[0][pick])
 
 
 def test_programs_take_tasks_until_there_are_none() -> None:
     """With fewer programs than tasks, partial results arrive in any order, and the bits stay the same."""
     case = make([1] * 3 + [20], [300, 200, 5, 340], 32)
-    paged = case.paged(0)
+    paged, q = paged_of(case, 0), case.q.to(DEVICE)
     paged.chip = H200  # for which decodes are split
     for phase, config in paged.configs.items():
         paged.configs[phase] = replace(config, programs=1, combine_splits=1)
-    plan = paged.plan(case.layout)
-    whole = paged.attend(plan, 1, case.q, 0)
-    close(whole, case.expected(0))
+    plan = paged.plan(case.layout(DEVICE.type))
+    whole = paged.attend(plan, LAYER, q, 0)
+    close(whole, case.expected(0)[0])
     for tiles in plan.work[0]:
         tasks, asked = int(tiles.list[0]) * KV_HEADS, int(tiles.list[2])
         assert tasks > Chip.of(DEVICE).processors
         assert asked == tasks, "each program takes its first task by number, and asks once in vain"
     rng = np.random.default_rng(0)
     for _ in range(2):
-        plan = paged.plan(case.layout)
+        plan = paged.plan(case.layout(DEVICE.type))
         for tiles in plan.work[0]:
-            found = tiles.list[HEADER : HEADER + int(tiles.list[0]) * FIELDS].view(-1, FIELDS)
+            found = tiles_of(tiles.list)
             assert (int(found[:, SPLIT].max()) // SPLITS > 1) == (tiles is plan.work[0][0])
             found.copy_(found[torch.from_numpy(rng.permutation(len(found)))])
-        assert torch.equal(paged.attend(plan, 1, case.q, 0), whole)
+        assert torch.equal(paged.attend(plan, LAYER, q, 0), whole)
 
 
 @pytest.mark.parametrize(("window", "dtype", "fp8"), [(0, HALF, False), (300, torch.float32, False), (0, HALF, True)])
 def test_a_query_has_one_answer(window: int, dtype: torch.dtype, fp8: bool) -> None:
     """The bits are the same in a prefill, a chunk or a decode, with all keys in one work tile or in one per block."""
     case = make([12], [588], dtype=dtype, fp8=fp8)
-    whole = case.paged(window)
-    kept = whole.attend(whole.plan(case.layout), 1, case.q, window)
+    kept = attend(paged_of(case, window), case, window)
     for slots in (0, 1000):  # for partial results; 0: no keys are split
-        paged = case.paged(window)
+        paged = paged_of(case, window)
         paged.partials = slots
         for first, last in ((0, 1), (3, 10), (11, 12)):
             length = 576 + last
             lens = {"query_lens": np.array([last - first]), "kv_lens": np.array([length])}
-            layout = replace(case.layout, **lens, decodes=int(last - first == 1))
+            layout = replace(case.layout(DEVICE.type), **lens, decodes=int(last - first == 1))
             plan = paged.plan(layout)
             splits = tiles_of(plan.work[window][0].list)[:, SPLIT] // SPLITS
             assert (splits.max() > 1) == (slots > 0 and layout.decodes > 0)
-            chunk = paged.attend(plan, 1, case.q[first:last].contiguous(), window)
+            chunk = paged.attend(plan, LAYER, case.q[first:last].to(DEVICE), window)
             assert torch.equal(chunk, kept[first:last])
-    close(kept, case.expected(window))
+    close(kept, case.expected(window)[0])
 
 
 LAUNCHES = """

@@ -122,13 +122,9 @@ def test_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """If bits may depend on the schedule, these products are used for few tokens, and in Gluon for more."""
     monkeypatch.setattr(hopper_products, "GLUON", True)
     for chip, most in ((H200, 128), (A100, 32), (replace(H200, capability=(10, 0)), 32)):
-        assert pays(1, 4096, torch.bfloat16, chip)
-        assert pays(most, 4096, torch.float16, chip)
-        assert not pays(most + 1, 4096, torch.bfloat16, chip)
+        assert [pays(tokens, 4096, torch.bfloat16, chip) for tokens in (1, most, most + 1)] == [True, True, False]
         assert not pays(1, 4097, torch.bfloat16, chip), "rows that are not aligned"
         assert not pays(1, 4096, torch.float32, chip)
-    monkeypatch.setattr(hopper_products, "GLUON", False)
-    assert not pays(33, 4096, torch.bfloat16, H200)
 
 
 @pytest.mark.parametrize("chip", [H200, A100, RTX_3090])
@@ -141,9 +137,6 @@ def test_config(chip: Chip) -> None:
             assert tokens <= 64 or not found.swap
             assert not found.swap or tokens <= found.tokens < max(2 * tokens, 17)
             assert found.swap or found.tokens >= 64, "Hopper's instruction takes no fewer on the left"
-            assert config(tokens, outputs, 4096, torch.float32, chip) == ProductConfig(*batch_invariant.FLOAT32), (
-                "one for all"
-            )
     assert config(8192, 28672, 4096, torch.bfloat16, chip).rows == (128 if chip == RTX_3090 else 256)
     few = config(128, 4096, 4096, torch.bfloat16, chip)
     assert -(-128 // few.tokens) * 4096 // few.rows >= min(chip.processors / 2, 64)

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import gluon_on_cpu
 import pytest
 import torch
-from test_kernels_attention import Case, close, make
+from ragged import KV_HEADS, LAYER, Ragged
+from test_kernels_attention import close, make
 from test_kernels_batch_invariant import H200
 from torch import Tensor
 
@@ -26,13 +27,13 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
     gluon_on_cpu.put(monkeypatch, "_decode_kernel", hopper_decode, gluon, softmax, work_tiles, pages)
     monkeypatch.setattr(hopper_decode, "Chip", SimpleNamespace(of=lambda device: replace(H200, processors=3)))
 
-    def run(case: Case, window: int, shared: int = 0) -> Tensor:
+    def run(case: Ragged, window: int, shared: int = 0) -> Tensor:
         count, heads, head_size = case.q.shape
-        lanes, lens = torch.from_numpy(case.layout.lanes), torch.from_numpy(case.layout.kv_lens).int()
+        lens, pool = torch.tensor(case.kv_lens, dtype=torch.int32), case.pool(garbage=torch.nan)
         tiles = torch.zeros(1, work_tiles.HEADER + count * work_tiles.FIELDS, dtype=torch.int32)
         windows = torch.tensor([window], dtype=torch.int32)
-        work_tiles.plan_decode.twin(lanes, lens, windows, tiles, work_tiles.WHOLE, None)
-        partial = PartialResults.empty(count, heads, heads // case.group, head_size, torch.device("cpu"))
+        work_tiles.plan_decode.twin(case.lanes, lens, windows, tiles, work_tiles.WHOLE, None)
+        partial = PartialResults.empty(count, heads, KV_HEADS, head_size, torch.device("cpu"))
         if shared:
             put_partial_results(case, shared, partial)
             found = tiles[0, work_tiles.HEADER :].view(-1, work_tiles.FIELDS)
@@ -41,19 +42,19 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
         memory = partial.parts, partial.peaks, partial.totals, partial.arrivals
         out = torch.full_like(case.q, 7.0)
         hopper_decode.launch(
-            case.q, out, case.pool.keys, case.pool.values, case.layout.page_table, tiles[0], count, False, True,
-            shared > 0, memory, 1, window, head_size**-0.5 / math.log(2),
+            case.q, out, pool.keys, pool.values, case.table, tiles[0], count, False, True, shared > 0, memory, LAYER,
+            window, head_size**-0.5 / math.log(2),
         )  # fmt: skip
         return out
 
     return run
 
 
-def put_partial_results(case: Case, keys: int, partial: PartialResults) -> None:
+def put_partial_results(case: Ragged, keys: int, partial: PartialResults) -> None:
     """Write the softmax of each sequence over its first `keys` keys."""
-    for number, lane in enumerate(case.layout.lanes):
-        own = case.layout.page_table[lane].long()
-        k, v = (x[1][own].transpose(1, 2).flatten(0, 1)[:keys] for x in (case.clean.keys, case.clean.values))
+    for number, lane in enumerate(case.lanes):
+        own = case.table[lane].long()
+        k, v = (x[LAYER][own].transpose(1, 2).flatten(0, 1)[:keys] for x in (case.clean.keys, case.clean.values))
         q = case.q[number].float().unflatten(0, (k.shape[1], -1))  # [K, G, D]
         scores = torch.einsum("kgd,nkd->kgn", q, k) * q.shape[-1] ** -0.5 / math.log(2)
         peak = scores.amax(-1)
@@ -68,16 +69,16 @@ def put_partial_results(case: Case, keys: int, partial: PartialResults) -> None:
 def test_all_shapes(group: int, head_size: int, page_size: int, fp8: bool, window: int, attend: Attend) -> None:
     lens = [1, 16, 17, 63, 64, 65, 200, 384]
     case = make([1] * len(lens), lens, head_size, group, page_size, torch.bfloat16, fp8=fp8)
-    close(attend(case, window), case.expected(window))
+    close(attend(case, window), case.expected(window)[0])
 
 
 def test_queries_and_keys_of_all_magnitudes(attend: Attend) -> None:
     case = make([1] * 3, [64, 130, 83], 128, 4, 64, torch.bfloat16, fp8=True)
     case.q *= torch.tensor([1e-30, 1.0, 1e-3])[:, None, None]
-    close(attend(case, 0), case.expected(0))
+    close(attend(case, 0), case.expected(0)[0])
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_partial_results_of_shared_keys(fp8: bool, attend: Attend) -> None:
     case = make([1] * 3, [65, 130, 183], 96, 4, 64, torch.bfloat16, fp8=fp8)
-    close(attend(case, 0, shared=64), case.expected(0))
+    close(attend(case, 0, shared=64), case.expected(0)[0])

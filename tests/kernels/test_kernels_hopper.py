@@ -196,31 +196,20 @@ def test_they_run_only_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outputs", "inputs"), [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (50257, 512)]
+    ("outputs", "inputs"),
+    [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (50257, 512), (2048, 8192), (3072, 2048)],
 )
-def test_tiles_of_many_tokens(outputs: int, inputs: int) -> None:
-    """Tiles fit with enough stages, and beyond ALL tokens they are used only if all tiles run at the same time."""
-    for tokens in range(65, hopper_products.MOST + 1):
+def test_tiles_fit_the_chip(outputs: int, inputs: int) -> None:
+    """Beyond ALL tokens these products are used only if all tiles run at the same time."""
+    for tokens in range(1, hopper_products.MOST + 1):
         tile, rows, depth, warps, stages = hopper_products.tile_of(tokens, outputs, inputs, 2, H200)
-        tiles = -(-tokens // tile) * -(-outputs // rows)
-        programs = 1 if tiles <= H200.processors else 2
-        assert stages > 2
+        programs = 1 if -(-tokens // tile) * -(-outputs // rows) <= H200.processors else 2
+        assert stages > 1 + (tokens > 64)
         assert programs * (stages * (tile + rows) * depth * 2 + 2048) <= H200.shared_memory
         assert tile * rows <= 128 * 32 * warps, "sums fit into registers"
         few = tokens <= hopper_products.ALL
         assert hopper_products.takes(tokens, outputs, H200) == (few or programs == 1)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "inputs"),
-    [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (50257, 512), (2048, 8192), (3072, 2048)],
-)
-def test_tile_of(outputs: int, inputs: int) -> None:
-    for tokens in range(1, 65):
-        padded, rows, depth, _, stages = hopper_products.tile_of(tokens, outputs, inputs, 2, H200)
-        programs = 1 if outputs <= rows * H200.processors else 2
-        assert tokens <= padded <= max(2 * tokens, 8)
-        assert stages > 1
-        assert programs * (stages * (padded + rows) * depth * 2 + 2048) <= H200.shared_memory
-        halved = (outputs, inputs) in ((4096, 4096), (2048, 8192), (3072, 2048))
-        assert (rows < hopper_products.SIDE) == (HALVES and halved and tokens <= 32)
+        if tokens <= 64:
+            assert tokens <= tile <= max(2 * tokens, 8)
+            halved = (outputs, inputs) in ((4096, 4096), (2048, 8192), (3072, 2048))
+            assert (rows < hopper_products.SIDE) == (HALVES and halved and tokens <= 32)

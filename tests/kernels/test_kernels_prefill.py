@@ -19,22 +19,18 @@ from torch import Tensor
 from fastgen.kernels import gluon, hopper_prefill, softmax, work_tiles
 
 Attend = Callable[..., Tensor]
-PROCESSORS = 3
 EDGES = [31, 32, 33, 127, 130, 2]
 
 
 @pytest.fixture
 def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
     gluon_on_cpu.put(monkeypatch, "_prefill_kernel", hopper_prefill, gluon, softmax, work_tiles)
-    chip = replace(H200, processors=PROCESSORS)
-    monkeypatch.setattr(hopper_prefill, "Chip", SimpleNamespace(of=lambda device: chip))
+    monkeypatch.setattr(hopper_prefill, "Chip", SimpleNamespace(of=lambda device: replace(H200, processors=3)))
 
     def run(case: Ragged, window: int) -> Tensor:
         _, heads, head_size = case.q.shape
-        query_lens = np.array(case.query_lens)
-        chunks = work_tiles.Chunks(
-            query_lens.cumsum() - query_lens, query_lens, case.lanes.numpy(), np.array(case.kv_lens)
-        )
+        lens = np.array(case.query_lens)
+        chunks = work_tiles.Chunks(lens.cumsum() - lens, lens, case.lanes.numpy(), np.array(case.kv_lens))
         tokens = hopper_prefill.tokens_of(heads // KV_HEADS)
         tiles = work_tiles.prefill_tiles(chunks, window, tokens, hopper_prefill.KEYS)
         pool, out, scale = case.pool(garbage=torch.nan), torch.full_like(case.q, 7.0), head_size**-0.5 / math.log(2)

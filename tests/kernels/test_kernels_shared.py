@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from test_kernels_attention import DEVICE, H200, HALF, KV_HEADS, close, launched
+from ragged import KV_HEADS
+from test_kernels_attention import DEVICE, H200, HALF, close, launched, tiles_of
 from torch import Tensor
 
 from fastgen.kernels import attention as kernel
@@ -49,8 +50,7 @@ class Shared:
         return attention
 
     def share(self, paged: PagedAttention) -> bool:
-        full = self.kv_lens // self.pool.page_size
-        return paged.prefixes.find(self.lanes, full, self.table.cpu().numpy())
+        return paged.prefixes.find(self.lanes, self.kv_lens // self.pool.page_size, self.table.cpu().numpy())
 
     def plan(self, paged: PagedAttention, shared: bool = True) -> object:
         kv_lens = torch.from_numpy(self.kv_lens).int().to(DEVICE)
@@ -141,11 +141,7 @@ def test_a_tree_of_rows_has_the_bits_of_rows_that_do_not_share(page_size: int, d
         paged.partials = slots
         plan = case.plan(paged)
         assert [tiles.kind for tiles in plan.work[window]] == [kernel.SHARED, kernel.PRIVATE]  # type: ignore[attr-defined]
-        items = plan.work[window][1].list  # type: ignore[attr-defined]
-        splits = (
-            items[work_tiles.HEADER :].view(-1, work_tiles.FIELDS)[: int(items[0]), work_tiles.SPLIT]
-            // work_tiles.SPLITS
-        )
+        splits = tiles_of(plan.work[window][1].list)[:, work_tiles.SPLIT] // work_tiles.SPLITS  # type: ignore[attr-defined]
         assert (int(splits.max()) > 1) == (slots > 0 and page_size > 16)
         assert torch.equal(paged.attend(plan, 1, case.q, window), alone)
 
@@ -165,13 +161,14 @@ def test_the_lists_agree_with_the_twin() -> None:
         results.append((made, rows.bases.clone()))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
-    items = results[0][0][0, work_tiles.HEADER :].view(-1, work_tiles.FIELDS)[: int(results[0][0][0, 0])]
+    items = tiles_of(results[0][0][0])
     assert (items[:, work_tiles.SPLIT] // work_tiles.SPLITS > 1).any()
     assert (items[:, work_tiles.TOKENS] // work_tiles.SPLITS > 0).any()
 
 
 def test_rows_that_come_and_go() -> None:
-    """What rows share may change between steps with one plan, as between replays of a graph. Padding shares nothing."""
+    """What rows share may change between steps with one plan, as between replays of a graph. Padding shares nothing,
+    and rows that share nothing may be shorter than the keys that other rows shared before."""
     case = make(TREE)
     paged = case.paged(0)
     for seed in (0, 3):
@@ -184,18 +181,18 @@ def test_rows_that_come_and_go() -> None:
         q = torch.cat([part.q, part.q[:2]])
         found = paged.attend(padded.plan(paged), 1, q, 0)
         close(found[: len(keep)], part.expected(0))
+    nobody = np.zeros(0, dtype=np.int64)
+    assert not paged.prefixes.find(nobody, nobody, case.table.cpu().numpy())
+    short = replace(case, kv_lens=np.minimum(case.kv_lens, 20))
+    close(paged.attend(short.plan(paged), 1, case.q, 0), short.expected(0))
 
 
 def test_a_step_with_prefills_reads_shared_keys_once_too() -> None:
     case = make(TREE)
     paged = case.paged(0)
-    assert case.share(paged)
+    assert replace(case, lanes=case.lanes[:-1], kv_lens=case.kv_lens[:-1]).share(paged)
     ones = np.ones_like(case.lanes)
-    layout = StepLayout(ones, case.kv_lens, len(ones) - 1, case.lanes, case.table, shared=True)
-    case.share(paged)
-    rest = replace(case, lanes=case.lanes[:-1], kv_lens=case.kv_lens[:-1])
-    assert rest.share(paged)
-    plan = paged.plan(layout)
+    plan = paged.plan(StepLayout(ones, case.kv_lens, len(ones) - 1, case.lanes, case.table, shared=True))
     assert [items.kind for items in plan.work[0]] == [kernel.SHARED, kernel.PRIVATE, kernel.PLAIN]
     close(paged.attend(plan, 1, case.q, 0), case.expected(0))
 
@@ -209,17 +206,6 @@ def test_rows_share_only_if_that_saves_much_and_fills_the_chip(monkeypatch: pyte
         monkeypatch.setattr(shared, "SHARING_PAYS", pays)
         monkeypatch.setattr(shared, "FILLS", fills)
         assert case.share(case.paged(0)) == shares
-
-
-def test_what_was_shared_is_forgotten() -> None:
-    """Rows that share nothing may be shorter than the keys that other rows shared before."""
-    case = make(TREE)
-    paged = case.paged(0)
-    assert case.share(paged)
-    nobody = np.zeros(0, dtype=np.int64)
-    assert not paged.prefixes.find(nobody, nobody, case.table.cpu().numpy())
-    short = replace(case, kv_lens=np.minimum(case.kv_lens, 20))
-    close(paged.attend(short.plan(paged), 1, case.q, 0), short.expected(0))
 
 
 def test_if_sharing_does_not_compile_the_rest_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:

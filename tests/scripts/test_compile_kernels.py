@@ -16,27 +16,15 @@ from fastgen.kernels.launch import triton
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SCRIPT = SCRIPTS / "tune" / "compile_kernels.py"
 sys.path.insert(0, str(SCRIPTS / "tune"))
-KERNELS = {
-    "attention", "batch_invariant", "drafts", "epilogue", "norm", "rope", "sampling", "scoring", "state", "truncation",
-    "work_tiles",
-}  # fmt: skip
 
 
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_spills_are_those_that_are_accepted() -> None:
     import compile_kernels
 
-    most = {
-        (name, kernel): spilled for kernel, chips in compile_kernels.ACCEPTED.items() for name, spilled in chips.items()
-    }
-    found = dict.fromkeys(most, 0)
     for path in (SCRIPTS / "results").glob("kernels-compiled-*.json"):
         for name, chip in json.loads(path.read_text())["chips"].items():
             assert compile_kernels.faults(name, chip["kernels"]) == []
-            for row in chip["kernels"]:
-                key = (name, row["kernel"].removeprefix("fastgen.kernels."))
-                found[key] = max(found.get(key, 0), row["spilled"])
-    assert found.items() >= most.items(), "some are accepted that no result has"
     fine = {"kernel": "fastgen.kernels.norm._rms_norm_kernel", "shared": 16, "spilled": 8, "late": False}
     faults = [fine | {"spilled": 16}, fine | {"kernel": "new", "spilled": 8}, fine | {"shared": 1 << 18}]
     faults.append(fine | {"late": True})
@@ -53,5 +41,5 @@ def test_a_generator_is_compiled_for_ampere() -> None:
     found = re.match(r"RTX A5000: (\d+) kernels of (.*), at most (\d+) of 101376 bytes of shared memory\n", ran.stdout)
     assert found is not None, ran.stdout
     assert int(found[1]) > 15
-    assert set(found[2].split()) >= KERNELS
+    assert {"attention", "batch_invariant", "drafts", "norm", "rope", "sampling"} <= set(found[2].split())
     assert 16384 < int(found[3]) <= 101376
