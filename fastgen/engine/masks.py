@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
 from functools import cached_property, lru_cache
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from fastgen.model.config import ModelConfig
 from fastgen.request import SamplingParams, Sequence, Status, TokenMask
 from fastgen.text.grammar import Compiler, TokenRules, named_error, params_grammar, structure_name, token_row
 from fastgen.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # RemoteGenerator does not load NumPy
+    import numpy as np
 
 NOT_FINITE = "the logits are not finite"
 CACHED_RULES = 64  # number of pairs of allowed_token_ids and bad_words
@@ -66,6 +67,8 @@ def fill_masks(sequences: SequenceOf[Sequence], vocab_size: int) -> np.ndarray:
 
     If a mask raises, no token is allowed: the drawn token is then -1, which ends only this sequence.
     """
+    import numpy as np
+
     rows = np.full((len(sequences), -(-vocab_size // 32)), -1, dtype=np.int32)
     for row, sequence in zip(rows, sequences, strict=True):
         if sequence.mask is not None and sequence.status is Status.RUNNING:
