@@ -112,6 +112,8 @@ class Simulation:
         return self
 
     def add(self, sequence: Sequence) -> None:
+        if sequence not in self.expected:
+            self.expected[sequence] = expected(sequence, self.runner.version, sequence.output_len)
         self.order[sequence] = len(self.order)
         self.seen["resumed"] += sequence.output_len > 0
         self.open[sequence] = sequence.output_len
@@ -380,6 +382,14 @@ def request(config: EngineConfig, prompt_len: int, max_tokens: int | None, seed:
     return make_sequence(prompt, SamplingParams(max_tokens=max_tokens, **other), config, seed=seed, score=score)
 
 
+def begin(config: EngineConfig, *sequences: Sequence, **other: Any) -> Simulation:
+    """Return a simulation to which sequences are added, and which has not run."""
+    simulation = Simulation(config, [], **other)
+    for sequence in sequences:
+        simulation.add(sequence)
+    return simulation
+
+
 def run(config: EngineConfig, *sequences: Sequence, **other: Any) -> Simulation:
     """Run sequences that all arrive at the first turn, and check their outcomes."""
-    return Simulation(config, [(0, sequence) for sequence in sequences], **other).run()
+    return begin(config, *sequences, **other).run()
