@@ -65,7 +65,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("engine.weight_changes", "tests/test_updating.py tests/test_sleeping.py"): [
         ("WeightChanges.update", 'if in_flight == "recompute":', 'if in_flight == "keep":'),
-        ("WeightChanges.sleep", "new = check_tags(tags) - weights.asleep", "new = check_tags(tags)"),
+        ("WeightChanges.sleep", 'if "weights" in new and not keep_weights:', "if not keep_weights:"),
         ("WeightChanges.sleep", "self.wake(new)", "pass"),
     ],
     ("engine.loop", CALLS + " tests/test_robustness.py"): [
