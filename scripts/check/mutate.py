@@ -63,8 +63,10 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("OneCaller._take", "if self.forked:", "if False:"),
         ("OneCaller._take", "if not self._lock.acquire(blocking=False):", "if not self._lock.acquire():"),
     ],
-    ("engine.weight_changes", "tests/test_updating.py tests/test_sleeping.py"): [
+    ("engine.weight_changes", "tests/test_updating.py"): [
         ("WeightChanges.update", 'if in_flight == "recompute":', 'if in_flight == "keep":'),
+    ],
+    ("engine.weight_changes", "tests/test_sleeping.py"): [
         ("WeightChanges.sleep", 'if "weights" in new and not keep_weights:', "if not keep_weights:"),
         ("WeightChanges.sleep", "self.wake(new)", "pass"),
     ],
