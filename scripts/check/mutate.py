@@ -158,14 +158,13 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("engine.speculation.planning", SCHEDULES): [
         ("Speculator.update", "sequence.computed -= rows - kept", "sequence.computed -= rows - kept + 1"),
         ("Speculator.payload", "self._rows, self._texts = (), []", "self._rows = ()"),
-        ("Speculator.payload", "self._moved.clear()", "pass"),
-        ("Speculator.leave", "[text for text in self._texts if text[0] != sequence.lane]", "self._texts"),
+        ("Speculator.payload", "self._lanes[lane].computed - 1)", "self._lanes[lane].computed)"),
     ],
     ("engine.masks", SCHEDULES): [
         ("fill_masks", "and sequence.status is Status.RUNNING", ""),
         ("fill_masks", "row[:] = 0", "pass"),
     ],
-    ("engine.halves", "tests/engine/test_runner.py tests/parallel/test_residual.py"): [
+    ("engine.halves", "tests/engine/test_halves.py"): [
         ("cut", "np.where(left, 0, step.num_draws)", "step.num_draws"),
         ("cut", "-(-decodes // CUT_MULTIPLE)", "decodes // CUT_MULTIPLE"),
     ],

@@ -7,8 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from fastgen.engine.prompt_scorer import SCORE_ROWS
 from fastgen.engine.prompt_scores import Scored, ScoreRequest
 from fastgen.engine.warm_up import capture
 from fastgen.model.linear import ROW_TILE
-from fastgen.parallel.group import Group
 from fastgen.request import Batch, Prefill
 
 pytestmark = pytest.mark.timeout(60)  # a loop that waits for what never comes is what goes wrong here
@@ -57,16 +55,6 @@ def test_scores_are_those_of_transformers(family: Path, step: int) -> None:
                 assert close(found, wanted[start:])
         assert close(gen.score(PROMPTS[3:], start=7)[0], target_logprobs(family, PROMPTS[3])[7:])
         check_idle(gen)
-
-
-def test_a_score_is_what_generation_said(family: Path) -> None:
-    params = SamplingParams(max_tokens=20, temperature=0.7, top_p=0.9, frequency_penalty=0.5, seed=1, ignore_eos=True)
-    with Generator(family, max_seqs=4, max_step_tokens=32, page_size=16) as gen:
-        outputs = gen.generate(PROMPTS, params)
-        said = [output.completions[0] for output in outputs]
-        scored = gen.score([p + c.token_ids for p, c in zip(PROMPTS, said, strict=True)], list(map(len, PROMPTS)))
-    for completion, scores in zip(said, scored, strict=True):
-        assert close(scores, completion.raw_logprobs)
 
 
 def test_long_prompts_are_scored_piece_by_piece(llama: Path) -> None:
@@ -113,17 +101,6 @@ def test_what_can_not_be_scored(llama: Path, arguments: tuple[Any, ...], message
         assert len(gen.score([[5] * 512])[0]) == 512
 
 
-def test_scores_run_beside_added_requests(gen: Generator) -> None:
-    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-    expected = gen.generate(PROMPTS[2], params)[0].completions[0].token_ids
-    gen.add(PROMPTS[2], params)
-    events = gen.step()
-    assert len(gen.score(PROMPTS)[3]) == 90
-    while gen.unfinished:
-        events += gen.step()
-    assert [token for event in events for token in event.token_ids] == expected
-
-
 # Logprobs.
 
 
@@ -149,20 +126,6 @@ def test_raw_logprobs_and_alternatives_are_those_of_transformers(family: Path) -
             best = row.topk(len(top))
             assert close(list(top.values()), best.values.tolist())
             assert close(row[list(top)].tolist(), best.values.tolist())
-
-
-def test_logprobs_are_of_the_distribution_that_was_sampled_from(gen: Generator) -> None:
-    params = SamplingParams(max_tokens=30, temperature=0.7, top_k=5, seed=0, ignore_eos=True, return_sampling_mask=True)
-    completion = gen.generate([random_ids(20)], params)[0].completions[0]
-    ids = random_ids(20) + completion.token_ids
-    logits = hf_logits(gen.folder, ids)[19:-1] / 0.7
-    assert completion.sampling_mask is not None
-    for token, row, logprob, kept in zip(
-        completion.token_ids, logits, completion.logprobs, completion.sampling_mask, strict=True
-    ):
-        assert sorted(kept) == sorted(row.topk(5).indices.tolist())
-        assert logprob == pytest.approx((row[token] - row[kept].logsumexp(0)).item(), abs=1e-4)
-    assert any(logprob < -0.1 for logprob in completion.logprobs)
 
 
 def test_greedy_logprobs_are_0_and_lists_are_as_long_as_the_ids(gen: Generator) -> None:
@@ -257,33 +220,6 @@ def test_the_last_layer_computes_the_row_of_all_forks_once(llama: Path, monkeypa
     )
     siblings(runner, random_ids(20), forked=True, steps=0)
     assert ends[-1][0].tolist() == [0, 24, 25], "lane 3, all siblings, lane 5; of 26 rows"
-
-
-def test_of_a_step_in_two_parts_the_first_alone_has_the_decodes_that_share(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Attention knows them by their rows, from 0 on: rows of the second part are others."""
-    runner = make_runner(llama)
-    monkeypatch.setattr("fastgen.engine.halves.CUT_TOKENS", 32)
-    monkeypatch.setattr("fastgen.engine.halves.CUT_MULTIPLE", 16)
-    lanes = [Prefill(lane, 0, tuple(random_ids(20 + lane)), sample=True) for lane in range(4)]
-    starts = tuple(start(lane, SamplingParams(temperature=0), (), 20 + lane) for lane in range(4))
-    pages = tuple(entry for lane in range(4) for entry in table(lane, [4 + 3 * lane, 5 + 3 * lane]))
-    runner.collect(runner.launch(Batch(prefills=tuple(lanes[:2]), starts=starts, page_updates=pages)))
-    runner.group = Group(
-        cast(Any, SimpleNamespace(rank=lambda: 0, size=lambda: 2))
-    )  # a model's alone, but steps are cut
-    runner.group.exchange = cast(Any, object())
-    monkeypatch.setattr(runner.group, "broadcast", lambda x: None)
-    runner.prefixes = cast(Any, SimpleNamespace(update=lambda *_: True))
-    plan, seen = runner.attention.plan, []
-    monkeypatch.setattr(
-        runner.attention, "plan", lambda layout: seen.append((layout.lanes.tolist(), layout.shared)) or plan(layout)
-    )
-    runner.collect(runner.launch(Batch(decodes=(0, 1), prefills=tuple(lanes[2:]))))
-    parts, ends = seen[:2], seen[2:]
-    assert parts == [([0, 1, 2, 3], True), ([3], False)]
-    assert ends == [([0, 1, 2], True), ([3], False)]
 
 
 def test_only_fresh_pages_are_wiped(llama: Path) -> None:
