@@ -31,16 +31,12 @@ from fastgen.request import Batch, SamplingParams, Sequence, Status
 TURNS_TO_LEAVE = 6  # from the step that computes the last token of a sequence until its pages are free
 
 
-class WrongAnswerError(AssertionError):
-    """The outcome of a sequence differs from the oracle's."""
-
-
 class Simulation:
     """The loop of Generator over the hash model: schedule, launch, collect the step before, update.
 
     Every step asserts the invariants of any schedule; `seen` counts events. trouble: the probability of an exception at
     each place where one may be raised. aborts, updates, sleeps: the probabilities of these at each turn. waves: the
-    scheduler is told when all have arrived. check: also check every batch, and the scheduler after every operation.
+    scheduler is told when all have arrived.
 
     **Waiting.** The oldest open sequence is never preempted, so that the steps to its end are bounded by its own tokens
     (`_check_progress`). So each sequence waits no longer than all before it take one after the other. And the first
@@ -59,7 +55,6 @@ class Simulation:
         sleeps: float = 0.0,
         waves: bool = False,
         scheduler: Scheduler | None = None,
-        check: bool = True,
     ) -> None:
         self.config = config
         self.scheduler = scheduler or Scheduler(config)
@@ -67,7 +62,7 @@ class Simulation:
         self.arrivals = deque(sorted(arrivals, key=lambda pair: pair[0]))
         self.rng = rng or random.Random(0)
         self.aborts, self.trouble, self.updates, self.sleeps = aborts, trouble, updates, sleeps
-        self.waves, self.checks = waves, check
+        self.waves = waves
         self.expected = {sequence: expected(sequence) for _, sequence in arrivals}
         self.order: dict[Sequence, int] = {}  # of arrival
         self.open: dict[Sequence, int] = {}  # unfinished sequences -> number of tokens processed
@@ -201,9 +196,8 @@ class Simulation:
             return None
         self._check_queue(batch)
         self._check_oldest(batch, before)
-        if self.checks:
-            kept = [s for s in before if s not in preempted]
-            self._check_batch(batch, kept, [s for s in kept if s in ready])
+        kept = [s for s in before if s not in preempted]
+        self._check_batch(batch, kept, [s for s in kept if s in ready])
         self.batches.append(batch)
         self.seen["steps"] += 1
         self.seen["masked"] += batch.masked
@@ -327,8 +321,7 @@ class Simulation:
             self._close(sequence)
         elif sequence not in self.mixed:
             known, right = len(sequence.token_ids), self.expected[sequence].token_ids
-            if sequence.token_ids != right[:known]:
-                raise WrongAnswerError(f"request {self.order[sequence]}: {sequence.token_ids} instead of {right}")
+            assert sequence.token_ids == right[:known], f"request {self.order[sequence]} has wrong tokens"
 
     def _close(self, sequence: Sequence) -> None:
         del self.open[sequence]
@@ -345,8 +338,7 @@ class Simulation:
             length, known = len(got.token_ids), len(got.token_ids) - sequence.prompt_len
             right = Outcome(right.token_ids[:length], drawn_first(right.drawn, known), finish_reason="abort")
             got.prompt_logprobs = []
-        if got != right:
-            raise WrongAnswerError(f"request {self.order[sequence]}: {got} instead of {right}")
+        assert got == right, f"request {self.order[sequence]} has a wrong outcome"
 
     def _trip(self) -> None:
         if self.trouble and self.rng.random() < self.trouble:
@@ -364,10 +356,9 @@ class Simulation:
                 self._update_output(sequence)
 
     def _check(self) -> None:
-        if self.checks:
-            check_scheduler(self.scheduler)
-            line = [self.order[s] for s in (*self.scheduler.running, *self.scheduler.waiting)]
-            assert line == sorted(line), "the order of arrival is lost"
+        check_scheduler(self.scheduler)
+        line = [self.order[s] for s in (*self.scheduler.running, *self.scheduler.waiting)]
+        assert line == sorted(line), "the order of arrival is lost"
 
 
 def _can_decode(sequence: Sequence) -> bool:

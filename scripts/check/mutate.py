@@ -188,6 +188,10 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
          "self._start(sequence, expected, known)"),
         ("Scheduler._schedule_prefills", "budget -= count", "budget -= 1"),
         ("Scheduler.drop_prefixes", "while self.prefilling:", "if self.prefilling:"),
+        ("Scheduler.preempt_all", "self._preempt(sequence)", "pass"),
+        ("Scheduler.update", "if sequence.status is not alive:", "if False:"),
+        ("Scheduler._admit", "cached = len(nodes) * self.config.page_size",
+         "cached = min(len(nodes) + sequence.preemptions, len(sequence.pages)) * self.config.page_size"),
     ],
     ("engine.pages", SCHEDULES): [
         ("PageAllocator.adopt", "self._refs[node.page] += 1", "self._refs[node.page] = 1"),
@@ -209,6 +213,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("TieredPageAllocator.drop_index", "self._saves.clear()", "pass"),
         ("TieredPageAllocator.take_moves", "() if moves is None else moves.fresh", "()"),
         ("TieredPageAllocator.take_moves", "self._loads.clear()", "pass"),
+        ("TieredPageAllocator.take_moves", "tuple((page, host_page) for host_page, page in self._saves.items())", "()"),
     ],
     ("engine.admission", SCHEDULES): [
         ("PageReservations.expected", "self.estimate.predict(sequence)), now + 1)",
@@ -221,6 +226,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("PageReservations.growth", "return self.reserved_pages - self.pages.references", "return self.reserved_pages"),
         ("LaneTable.take", "counted = tuple(sequence.token_ids) if",
          "counted = tuple(sequence.token_ids[: sequence.prompt_len]) if"),
+        ("LaneTable.take", "self._starts.append(start)", "sequence.preemptions or self._starts.append(start)"),
+        ("LaneTable.send_pages", "tuple(sequence.pages[first:])", "tuple(sequence.pages)"),
         ("LaneTable.leave", "self.masked.discard(lane)", "pass"),
         ("LaneTable.leave", "self._page_updates = [update for update in self._page_updates if update[0] != lane]",
          "pass"),

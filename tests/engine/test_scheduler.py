@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -186,29 +185,6 @@ def test_an_exception_between_the_last_token_and_the_end_ends_the_sequence() -> 
     check_scheduler(scheduler)
     assert (first.status, first.finish_reason) == (Status.FINISHED, "length")
     assert not scheduler.busy
-
-
-# ---------------------------------------------------------------------------------------------------- the rest
-
-
-def test_check_notices_what_is_wrong() -> None:
-    config = make_config()
-    faults: list[Callable[[Scheduler, Sequence], object]] = [
-        lambda scheduler, sequence: sequence.pages.pop(),
-        lambda scheduler, sequence: scheduler.running.clear(),
-        lambda scheduler, sequence: setattr(sequence, "lane", 3),
-        lambda scheduler, sequence: scheduler.waiting.update({sequence: None}),
-        lambda scheduler, sequence: setattr(sequence, "computed", 99),
-        lambda scheduler, sequence: sequence.token_ids.extend(range(99)),
-    ]
-    for fault in faults:
-        scheduler, sequence = Scheduler(config), request(config, 3, 4)
-        scheduler.add(sequence)
-        scheduler.schedule()
-        check_scheduler(scheduler)
-        fault(scheduler, sequence)
-        with pytest.raises(AssertionError):
-            check_scheduler(scheduler)
 
 
 def test_the_modules_under_the_scheduler_do_not_import_torch() -> None:
