@@ -9,7 +9,7 @@ from hash_model import VOCAB, HashMask, InexactEstimate, hopeful, make_config
 from simulation import Simulation, begin, request, run
 from test_scheduler import stopping
 
-from fastgen.engine.admission import LengthEstimate
+from fastgen.engine.admission import LaneTable, LengthEstimate
 from fastgen.engine.scheduler import Scheduler
 from fastgen.request import Sequence
 
@@ -160,3 +160,18 @@ def test_who_runs_to_its_length_is_never_preempted(first: int) -> None:
             assert random_certain(seed).run().scheduler.stats.preemptions == 0
         except Exception as error:
             raise AssertionError(f"random_certain({seed}).run(): {error}") from error
+
+
+def test_the_lowest_free_lane_is_taken_and_changes_are_sent_once() -> None:
+    config, lanes = make_config(), LaneTable(3)
+    sequences = [request(config, 3, 4, seed=seed) for seed in range(3)]
+    for sequence in sequences:
+        lanes.take(sequence)
+    for at in (2, 0, 1):
+        lanes.leave(sequences[at])
+    lanes.take(sequences[1])
+    sequences[1].pages += [5, 6]
+    lanes.send_pages(sequences[1], 0)
+    starts, updates = lanes.take_changes()
+    assert (starts[-1].lane, starts[-1].seed, updates) == (0, 1, ((0, 0, (5, 6)),))
+    assert lanes.take_changes() == ((), ())

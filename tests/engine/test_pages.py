@@ -120,7 +120,7 @@ def run_pool(seed: int) -> Counter[str]:
         elif kind < 0.9 and pool.allocator.available and pool.tables:
             source: list[int] = rng.choice(pool.tables)
             fork: list[int] = []
-            copy = bool(source) and pool.allocator._nodes[source[-1]] is None
+            copy = bool(source) and rng.random() < 0.5
             pool.allocator.fork(fork, source, copy)
             pool.tables.append(fork)
             check_pages(pool.allocator, pool.tables)

@@ -102,21 +102,6 @@ def test_any_schedule_says_in_pieces_what_it_says_without(
         assert any(not batch.sampling for batch in few), "parts of prompts alone: the last layer ends with their keys"
 
 
-def test_padding_writes_to_the_spare_page_alone(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = make_runner(llama)
-    ran = in_pieces(runner, monkeypatch)
-    runner.pool.whole.fill_(7)
-    first = Prefill(0, 0, tuple(random_ids(5)), sample=True)
-    begun = (start(0, SamplingParams(temperature=0), (), 5),)
-    run(runner, Batch(prefills=(first,), starts=begun, page_updates=table(0, [4])))
-    assert ran == [(16, layer) for layer in range(LAYERS)]
-    for pool in (runner.pool.keys, runner.pool.values):
-        untouched = pool == 7
-        assert not untouched[:, 4, :, :5].any()
-        untouched[:, 4, :, :5] = True
-        assert untouched[:, : runner.pool.spare].all()
-
-
 def test_what_is_padding_has_no_slot(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU it is written nowhere at all; a longer step has left slots behind a shorter one's rows."""
     runner = make_runner(llama)

@@ -146,16 +146,13 @@ def test_greedy_logprobs_are_0_and_lists_are_as_long_as_the_ids(gen: Generator) 
     assert completion.sampling_mask == [[token] for token in completion.token_ids]
 
 
-def test_what_is_not_asked_for_is_none(gen: Generator) -> None:
-    output = gen.generate([random_ids(8)], SamplingParams(max_tokens=2))[0]
-    assert output.prompt_logprobs is None
-    assert output.prompt_top_logprobs is None
-    assert output.completions[0].top_logprobs is None
-    assert output.completions[0].sampling_mask is None
-
-
-def test_a_prompt_alone_can_be_scored(gen: Generator) -> None:
-    output = gen.generate([random_ids(8)], SamplingParams(max_tokens=0, prompt_logprobs=1))[0]
+def test_a_request_may_only_score_its_prompt_and_lists_not_asked_for_are_none(gen: Generator) -> None:
+    prompts = [random_ids(8)] * 2
+    plain, output = gen.generate(
+        prompts, [SamplingParams(max_tokens=2), SamplingParams(max_tokens=0, prompt_logprobs=1)]
+    )
+    assert plain.prompt_logprobs is plain.prompt_top_logprobs is None
+    assert plain.completions[0].top_logprobs is plain.completions[0].sampling_mask is None
     completion = output.completions[0]
     assert (completion.token_ids, completion.text, completion.finish_reason) == ([], "", "length")
     assert output.prompt_logprobs is not None
