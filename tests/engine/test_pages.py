@@ -6,44 +6,25 @@ import random
 import sys
 from collections import Counter
 
-import pytest
 from invariants import check_pages
 
 from fastgen.engine.host_pages import make_allocator
 from fastgen.engine.pages import NOT_INDEXED, Node, PageAllocator, PageMoves
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_every_page_has_one_owner_after_any_operations(seed: int) -> None:
-    rng = random.Random(seed)
-    num_pages, page_size = rng.randint(1, 30), rng.choice((1, 2, 3, 7, 16))
-    allocator = PageAllocator(num_pages, page_size)
-    tables: list[list[int]] = [[] for _ in range(rng.randint(1, 6))]
-    owner: dict[int, int] = {}  # page -> its table
-    for _ in range(200):
-        index = rng.randrange(len(tables))
-        table, before = tables[index], list(tables[index])
-        if rng.random() < 0.3:
-            allocator.release(table)
-            assert table == []
-            owner = {page: other for page, other in owner.items() if other != index}
-        else:
-            num_tokens = rng.randint(0, 12 * page_size)
-            wanted = next(count for count in range(13) if (len(table) + count) * page_size >= num_tokens)
-            enough = wanted <= num_pages - len(owner)
-            assert allocator.grow(table, num_tokens) is enough
-            assert table[: len(before)] == before, "a page that is held never moves"
-            new = table[len(before) :]
-            assert len(new) == (wanted if enough else 0)
-            assert not owner.keys() & set(new), f"seed {seed}: a page has two owners"
-            assert new == sorted(set(range(num_pages)) - owner.keys())[: len(new)], "the lowest free pages go first"
-            owner |= dict.fromkeys(new, index)
-        check_pages(allocator, tables)
-        assert allocator.available == num_pages - len(owner)
-    for table in tables:
-        allocator.release(table)
-    check_pages(allocator, [])
-    assert allocator.available == num_pages
+def test_a_table_grows_by_the_lowest_free_pages_or_not_at_all() -> None:
+    allocator = PageAllocator(5, 3)
+    first, second = list[int](), list[int]()
+    for num_tokens, pages in ((0, []), (1, [0]), (3, [0]), (4, [0, 1]), (2, [0, 1])):
+        assert allocator.grow(first, num_tokens)
+        assert first == pages
+    assert allocator.grow(second, 3)
+    allocator.release(first)
+    assert not allocator.grow(second, 16)
+    assert (first, second, allocator.available) == ([], [2], 4)
+    assert allocator.grow(second, 15)
+    assert second == [2, 0, 1, 3, 4]
+    check_pages(allocator, [second])
 
 
 # ------------------------------------------------------------------------------------------ the prefix cache

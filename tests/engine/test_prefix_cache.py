@@ -231,27 +231,22 @@ def drive(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> int:
     return most
 
 
-def large(num_pages: int) -> EngineConfig:
-    return make_config(max_model_len=4096, max_seqs=1024, max_step_tokens=8192, page_size=64, num_pages=num_pages)
-
-
-def test_64_groups_of_16_samples_run_in_one_wave() -> None:
-    """1024 -> 512 tokens: 9216 pages with sharing, and 24576 without."""
-    config = large(13000)
-    groups = [samples(config, [group, *range(1, 1024)], 16, 512) for group in range(64)]
+@pytest.mark.parametrize(
+    ("num_pages", "prompts", "n", "prefilled"),
+    [
+        (13000, [[group, *range(1, 1024)] for group in range(64)], 16, 64 * 1024),  # 24576 pages without sharing
+        (6000, [[*range(2048), at, *range(99)] for at in range(512)], 1, 2048 + 512 * 100),
+    ],
+    ids=["samples", "a common prefix"],
+)
+def test_what_shares_its_prompt_runs_in_one_wave(
+    num_pages: int, prompts: list[list[int]], n: int, prefilled: int
+) -> None:
+    config = make_config(max_model_len=4096, max_seqs=1024, max_step_tokens=8192, page_size=64, num_pages=num_pages)
     scheduler = Scheduler(config)
-    assert drive(scheduler, [sequence for group in groups for sequence in group], 12) == 1024
-    assert scheduler.stats.preemptions == 0
-    assert scheduler.stats.prefilled_tokens == 64 * 1024
-
-
-def test_512_requests_behind_a_common_prefix_run_in_one_wave() -> None:
-    config = large(6000)
-    scheduler = Scheduler(config)
-    sequences = [ask(config, [*range(2048), at, *range(99)], 512) for at in range(512)]
-    assert drive(scheduler, sequences, 12) == 512
-    assert scheduler.stats.preemptions == 0
-    assert scheduler.stats.prefilled_tokens == 2048 + 512 * 100
+    sequences = [sequence for prompt in prompts for sequence in samples(config, prompt, n, 512)]
+    assert drive(scheduler, sequences, 12) == len(sequences)
+    assert (scheduler.stats.preemptions, scheduler.stats.prefilled_tokens) == (0, prefilled)
 
 
 def test_what_is_shared_is_reserved_once_and_who_runs_can_still_grow() -> None:

@@ -55,19 +55,6 @@ def test_no_more_than_eight_prompts_are_in_the_middle_of_their_prefill() -> None
     assert [len(batch.starts) for batch in simulation.batches[:4]] == [MAX_PREFILLS, 1, 0, 1]
 
 
-@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 2), (1, 9), (4, 2), (4, 5), (16, 3)])
-def test_a_lone_sequence_fills_the_whole_context_of_the_pool(page_size: int, num_pages: int) -> None:
-    config = make_config(page_size=page_size, num_pages=num_pages, max_model_len=1000, max_step_tokens=4)
-    context = config.max_model_len
-    assert context == (num_pages - 1) * page_size
-    if context > 1:
-        answered = request(config, 1, None)
-        assert run(config, answered).scheduler.stats.preemptions == 0
-        assert len(answered.token_ids) == context
-    scored = request(config, context, 0, prompt_logprobs=0)
-    run(config, scored, request(config, max(1, context - 1), 1, seed=1))
-
-
 @pytest.mark.parametrize("limit", [{"max_seqs": 2}, {"num_pages": 8}])
 def test_wants_more_while_lanes_and_pages_are_free_for_those_who_wait(limit: dict[str, int]) -> None:
     config = make_config(**{"max_seqs": 9, "page_size": 4} | limit)
