@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120  # time limit of a test; a bug may let it hang
-ENGINE = "scheduler random_schedules admission pages prefix_cache"
+ENGINE = "scheduler admission pages host_pages prefix_cache random_schedules"
 SCHEDULES = " ".join(f"tests/engine/test_{name}.py" for name in ENGINE.split())
 CALLS = "tests/test_generator.py tests/engine/test_outputs.py tests/engine/test_interrupts.py"
 LOADING = "tests/model/test_loader.py tests/model/test_loader_slices.py"
