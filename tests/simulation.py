@@ -32,7 +32,7 @@ TURNS_TO_LEAVE = 6  # from the step that computes the last token of a sequence u
 
 
 class Simulation:
-    """The loop of Generator over the hash model: schedule, launch, collect the step before, update.
+    """The loop of Generator over the hash model: schedule, launch, collect the previous step, update.
 
     Every step asserts the invariants of any schedule; `seen` counts events. trouble: the probability of an exception at
     each place where one may be raised. aborts, updates, sleeps: the probabilities of these at each turn. waves: the
@@ -40,7 +40,7 @@ class Simulation:
 
     **Waiting.** The oldest open sequence is never preempted, so that the steps to its end are bounded by its own tokens
     (`_check_progress`). So each sequence waits no longer than all before it take one after the other. And the first
-    in the queue waits for no more than an attempt to admit it while all that run fit beside it at their longest.
+    in the queue waits only for the next attempt to admit it if it and all running sequences fit at their max_len.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Simulation:
         assert sorted(start.lane for start in batch.starts) == sorted(s.lane for s in on.values() if s not in kept)
 
     def _check_queue(self, batch: Batch) -> None:
-        """Check that the first in the queue does not wait where there is room for it until all that run have ended."""
+        """Check that the first in the queue does not wait if it and all running sequences fit at their max_len."""
         scheduler, config = self.scheduler, self.config
         prefills = num_tokens(batch) - len(batch.decodes)
         full = (
@@ -253,7 +253,7 @@ class Simulation:
         assert self.passed <= RETRY_STEPS, "a sequence waits though there is room for it"
 
     def _check_oldest(self, batch: Batch, before: list[Sequence]) -> None:
-        """Check that the oldest sequence in its prefill gets half of a step's prefill tokens, if it lacks so many."""
+        """Check that the oldest sequence in its prefill gets half of a step's prefill tokens, or all that it lacks."""
         counts = {chunk.lane: len(chunk.tokens) for chunk in batch.prefills}
         oldest = next((s for s in before if s.lane >= 0 and (s.lane in counts or s.prefill_left > 0)), None)
         if oldest is not None:
@@ -267,7 +267,7 @@ class Simulation:
             self.oldest = oldest
             if oldest is not None:
                 known = len(oldest.token_ids)
-                # At least half of what the decodes of all other lanes leave of a step.
+                # It gets at least half of what the decodes of all other lanes leave of a step.
                 prefills = -(-2 * known // self.config.prefill_tokens(self.config.max_seqs - 1))
                 decodes = 2 * (oldest.max_len - known)  # twice, since each may wait for a page
                 self.turns_left = RETRY_STEPS + prefills + decodes + TURNS_TO_LEAVE
@@ -290,14 +290,14 @@ class Simulation:
     def _collect(self) -> None:
         if self.in_flight is None:
             return
-        self._trip()  # lost on the way
+        self._trip()  # the result is lost
         launched, self.in_flight = self.in_flight, None
         lanes = [self.scheduler.lanes[lane] for lane in launched.result.lanes]
         self.seen["dropped"] += sum(s.status is Status.FINISHED for s in lanes)
         changed = self.scheduler.update(launched.batch, launched.result)
         assert len({id(sequence) for sequence in changed}) == len(changed)
         self._check()
-        self._trip()  # before what was read is seen
+        self._trip()  # after the tokens were read, before they are processed
         for sequence in changed:
             self._update_output(sequence)
 
@@ -367,7 +367,7 @@ def _can_decode(sequence: Sequence) -> bool:
 
 
 def request(config: EngineConfig, prompt_len: int, max_tokens: int | None, seed: int = 0, **other: Any) -> Sequence:
-    """Return a sequence whose prompt depends on the seed. other: of SamplingParams."""
+    """Return a sequence whose prompt depends on the seed. other: fields of SamplingParams."""
     prompt = [(7 * seed + 3 * at) % VOCAB for at in range(prompt_len)]
     score = (0, 1.0) if other.get("prompt_logprobs") is not None else None
     return make_sequence(prompt, SamplingParams(max_tokens=max_tokens, **other), config, seed=seed, score=score)

@@ -1,4 +1,4 @@
-"""SamplingParams: every bad value is one error that names its parameter; and what the small records say."""
+"""SamplingParams, whose bad values are errors that name the parameter, and the other records of requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAN, INF = math.nan, math.inf
 
 BAD_VALUES: dict[str, list[Any]] = {
     "n": [0, -3],
-    "max_tokens": [-1, 0],  # 0 without prompt_logprobs: nothing to compute
+    "max_tokens": [-1, 0],  # with 0 and without prompt_logprobs, there is nothing to compute
     "min_tokens": [-1],
     "temperature": [-0.1, NAN, INF, 10**400],
     "top_p": [0, 0.0, -0.5, 1.01, NAN],
@@ -106,7 +106,7 @@ def test_values_that_do_not_go_together(given: dict[str, Any], message: str) -> 
         {"max_tokens": 1},
         {"max_tokens": 0, "prompt_logprobs": 0},
         {"max_tokens": 4, "min_tokens": 4},
-        {"min_tokens": 10**6},  # the context ends the answer first
+        {"min_tokens": 10**6},  # the context ends the output first
         {"temperature": 0},
         {"temperature": 1e-6},
         {"temperature": 100},

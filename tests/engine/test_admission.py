@@ -1,4 +1,4 @@
-"""Who is admitted: reservations for the answers that are expected, and preemption where they get longer."""
+"""Admission: page reservations for predicted outputs, and preemption when outputs get longer."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def most_running(simulation: Simulation) -> int:
 
 @pytest.mark.parametrize(("page_size", "num_pages"), [(4, 133), (4, 130), (1, 528), (16, 34)])
 def test_sequences_that_run_to_their_length_are_never_preempted(page_size: int, num_pages: int) -> None:
-    """512 sequences of 1024 -> 1024 tokens over pages for 425 of them, a sixteenth as many and as long."""
+    """A model of 512 sequences of 1024 -> 1024 tokens with pages for 425, scaled down by 16 in number and length."""
     config = make_config(max_model_len=128, max_seqs=32, max_step_tokens=40, page_size=page_size, num_pages=num_pages)
     sequences = [request(config, 16, 16, seed=seed) for seed in range(32)]
     simulation = run(config, *sequences)
-    pages_each = -(-31 // page_size)  # the last token needs no place
+    pages_each = -(-31 // page_size)  # the last token needs no KV
     assert simulation.scheduler.stats.preemptions == 0
     assert num_pages // pages_each <= most_running(simulation) <= num_pages // pages_each + 1 < 32
     assert simulation.scheduler.stats.prefilled_tokens == 32 * 16
 
 
-def test_a_reservation_leaves_room_for_who_runs_to_grow() -> None:
+def test_a_reservation_leaves_room_for_running_sequences_to_grow() -> None:
     config = make_config(num_pages=9, page_size=4, max_step_tokens=64)
     for answer, starts in ((6, 3), (7, 2)):  # the 13th token needs a fourth page
         olds = [request(config, 3, 7, seed=seed) for seed in range(2)]  # a page now, three at the end
@@ -39,7 +39,7 @@ def test_a_reservation_leaves_room_for_who_runs_to_grow() -> None:
         assert simulation.scheduler.stats.preemptions == 0
 
 
-def test_who_has_come_further_than_expected_reserves_a_page_more_than_it_holds() -> None:
+def test_a_sequence_longer_than_predicted_reserves_one_page_more_than_it_holds() -> None:
     config = make_config(num_pages=9, page_size=2, max_model_len=16)
     scheduler = hopeful(config)
     sequence = request(config, 3, None)
@@ -51,14 +51,14 @@ def test_who_has_come_further_than_expected_reserves_a_page_more_than_it_holds()
     assert scheduler.reservations.reserved_pages == 0
 
 
-def test_a_prompt_that_is_only_scored_reserves_its_own_pages() -> None:
+def test_a_prompt_that_is_only_scored_reserves_only_its_own_pages() -> None:
     config = make_config(num_pages=8, page_size=4, max_step_tokens=64)
     scores = [request(config, 8, 0, seed=seed, prompt_logprobs=0) for seed in range(4)]
     assert len(run(config, *scores).batches) == 1
 
 
-def test_answers_that_end_early_let_more_run_at_a_time() -> None:
-    """They may run to the context, and say a stop id long before."""
+def test_outputs_that_end_early_let_more_sequences_run_at_a_time() -> None:
+    """The outputs may fill the context, but end with a stop id long before."""
     config = make_config(max_model_len=4000, max_seqs=64, max_step_tokens=64, page_size=16, num_pages=600)
     sequences = [request(config, 4, None, seed=seed) for seed in range(150)]
     for sequence in sequences:
@@ -70,15 +70,15 @@ def test_answers_that_end_early_let_more_run_at_a_time() -> None:
     assert simulation.scheduler.estimate.average < 20
 
 
-def test_answers_that_outgrow_the_expectation_are_preempted_and_end_well() -> None:
+def test_outputs_longer_than_predicted_are_preempted_and_complete() -> None:
     config = make_config(max_model_len=120, max_seqs=8, max_step_tokens=16, page_size=4, num_pages=60)
     scheduler = Scheduler(config, InexactEstimate(average=4))
     run(config, *(request(config, 5, 60, seed=seed) for seed in range(12)), scheduler=scheduler)
     assert 0 < scheduler.stats.preemptions < 40
-    assert scheduler.estimate.average > 25  # the later ones were expected to get long
+    assert scheduler.estimate.average > 25  # the later ones were predicted to get long
 
 
-def test_only_whole_answers_are_learnt_from() -> None:
+def test_the_estimate_learns_only_from_complete_outputs() -> None:
     config = make_config(max_seqs=1)
     stopped, scored = stopping(config, at=3), request(config, 9, 0, seed=1, prompt_logprobs=0)
     failed, aborted = request(config, 3, 9, seed=2, mask=HashMask(0, forbids=2)), request(config, 3, 9, seed=3)
@@ -91,8 +91,8 @@ def test_only_whole_answers_are_learnt_from() -> None:
     assert simulation.scheduler.estimate.average == 1024 + (4 - 1024) / 16, "the average of the one that stopped"
 
 
-def test_an_end_that_is_certain_is_expected_whatever_others_did() -> None:
-    """A maximum of tokens with a stop id, or a string or a mask, is only a maximum."""
+def test_a_certain_length_is_predicted_whatever_other_outputs_were() -> None:
+    """With a stop id, a stop string or a mask, max_tokens is only an upper bound."""
     config = make_config(max_model_len=400, max_seqs=8, page_size=4, num_pages=101)
     scheduler = Scheduler(config, LengthEstimate(average=8))
     certain = request(config, 4, 300)
@@ -105,7 +105,7 @@ def test_an_end_that_is_certain_is_expected_whatever_others_did() -> None:
 
 @pytest.mark.parametrize(("count", "at_a_time"), [(5, 5), (6, 3), (10, 5), (11, 4), (13, 5)])
 def test_what_does_not_fit_at_once_goes_in_equal_waves(count: int, at_a_time: int) -> None:
-    """Pages for five sequences, and nothing else to come."""
+    """The pool has pages for five sequences, and no more requests will come if `closed`."""
     config = make_config(max_model_len=16, max_seqs=16, max_step_tokens=64, page_size=4, num_pages=20)
     for closed, most in ((True, at_a_time), (False, 5)):
         scheduler = Scheduler(config)
@@ -130,7 +130,7 @@ def test_a_wave_begins_before_the_previous_one_has_ended() -> None:
 
 
 def random_certain(seed: int) -> Simulation:
-    """Sequences that come at any time, in samples too, and run to their length over few pages."""
+    """Return a simulation whose sequences and samples arrive at any time and run to max_len, with few pages."""
     rng = random.Random(seed)
     page_size, lanes, longest = rng.choice((1, 2, 4, 8, 16)), rng.choice((3, 6, 12, 24)), rng.choice((12, 24, 48))
     config = make_config(
@@ -153,8 +153,8 @@ def random_certain(seed: int) -> Simulation:
 
 
 @pytest.mark.parametrize("first", [*range(0, 40, 10), 3660])
-def test_who_runs_to_its_length_is_never_preempted(first: int) -> None:
-    """(3661: a page is being copied whose sequence was aborted.)"""
+def test_random_sequences_that_run_to_their_length_are_never_preempted(first: int) -> None:
+    """In 3661, a sequence is aborted while its page is copied."""
     for seed in range(first, first + 10):
         try:
             assert random_certain(seed).run().scheduler.stats.preemptions == 0

@@ -43,10 +43,10 @@ def tokens_of(parts: list[StepSequences]) -> list[tuple[int, int]]:
     ]
 
 
-def test_of_a_step_in_two_parts_the_first_alone_has_the_decodes_that_share(
+def test_only_the_first_half_of_a_step_has_the_decodes_that_share_prefixes(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attention knows them by their rows, from 0 on: rows of the second part are others."""
+    """Attention identifies them by their rows, from 0; the rows of the second half belong to other sequences."""
     runner = make_runner(llama)
     monkeypatch.setattr("fastgen.engine.halves.CUT_TOKENS", 32)
     monkeypatch.setattr("fastgen.engine.halves.CUT_MULTIPLE", 16)
@@ -54,9 +54,8 @@ def test_of_a_step_in_two_parts_the_first_alone_has_the_decodes_that_share(
     starts = tuple(start(lane, SamplingParams(temperature=0), (), 20 + lane) for lane in range(4))
     pages = tuple(entry for lane in range(4) for entry in table(lane, [4 + 3 * lane, 5 + 3 * lane]))
     runner.collect(runner.launch(Batch(prefills=tuple(lanes[:2]), starts=starts, page_updates=pages)))
-    runner.group = Group(
-        cast(Any, SimpleNamespace(rank=lambda: 0, size=lambda: 2))
-    )  # a model's alone, but steps are cut
+    # The model stays that of one rank, but steps are cut.
+    runner.group = Group(cast(Any, SimpleNamespace(rank=lambda: 0, size=lambda: 2)))
     runner.group.exchange = cast(Any, object())
     monkeypatch.setattr(runner.group, "broadcast", lambda x: None)
     runner.prefixes = cast(Any, SimpleNamespace(update=lambda *_: True))

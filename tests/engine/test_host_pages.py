@@ -17,7 +17,7 @@ def test_the_host_tier_keeps_what_is_evicted_and_drops_its_oldest() -> None:
         pool.release(pool.take(tokens))
     assert pool.seen["saves"] == 2  # of the first one's pages, 3 and 2; 1 is still on the device
     assert [pool.cached(first), pool.cached(second)] == [3, 3]
-    pool.release(pool.take([7, 8, 9]))  # 1, 6 and 5 go to the host, and 3, the oldest there, is dropped
+    pool.release(pool.take([7, 8, 9]))  # 1, 6 and 5 are saved, and 3, the oldest on the host, is dropped
     assert [pool.cached(first), pool.cached(second)] == [1, 3]
     assert pool.seen["saves"] == 5
     table = pool.take(second)
@@ -25,32 +25,32 @@ def test_the_host_tier_keeps_what_is_evicted_and_drops_its_oldest() -> None:
     assert [pool.memory[page] for page in table] == [(4,), (4, 5), (4, 5, 6)]
 
 
-def test_a_slot_is_taken_from_what_is_on_the_device_too() -> None:
+def test_host_pages_are_taken_from_nodes_on_the_device_too() -> None:
     pool = Pool(4, 1, host_pages=2)
-    for tokens in ([1, 2], [3, 4, 5, 6], [1, 2]):  # 1 and 2 are loaded, and keep their slots
+    for tokens in ([1, 2], [3, 4, 5, 6], [1, 2]):  # 1 and 2 are loaded, and keep their host pages
         pool.release(pool.take(tokens))
     pool.release(pool.take([7]))  # 4 takes one of them
     assert [pool.cached([1, 2]), pool.cached([3, 4])] == [2, 2]
 
 
-def test_a_parent_is_not_dropped_before_what_is_behind_it() -> None:
-    """Though it was saved before: it was needed when they were computed."""
+def test_a_parent_is_not_dropped_before_its_children() -> None:
+    """The parent was saved earlier, but was used when its children were computed."""
     pool = Pool(2, 1, host_pages=3)
     pool.release(pool.take([1]))
     pool.release(pool.take([8, 9]))
     pool.release(pool.take([1, 2]))  # loads 1
-    pool.release(pool.take([5, 6]))  # saves 2, and 1 has kept its slot
+    pool.release(pool.take([5, 6]))  # saves 2, and 1 has kept its host page
     assert pool.cached([1, 2]) == 2
     pool.release(pool.take([7]))
     assert pool.cached([1, 2]) in (1, 2)
     check_pages(pool.allocator, [])
 
 
-def test_conversations_go_by_their_last_turn() -> None:
-    """However long the first pages of some have had a slot: they were used in its last turn too."""
+def test_conversations_are_dropped_by_the_age_of_their_last_turn() -> None:
+    """The first pages of a conversation were saved long ago, but its last turn used them too."""
     rng = random.Random(0)
     pool = Pool(8, 1, host_pages=24)
-    conversations: dict[int, list[int]] = {}  # by their first token, the last used last
+    conversations: dict[int, list[int]] = {}  # by first token, in order of their last turn
     for turn in range(600):
         going = [name for name, tokens in conversations.items() if len(tokens) < 6 and pool.cached(tokens)]
         name = rng.choice(going[-4:]) if going and rng.random() < 0.8 else 1000 + turn
@@ -64,13 +64,13 @@ def test_conversations_go_by_their_last_turn() -> None:
     assert pool.seen["loads"] > 100
 
 
-def test_a_slot_that_is_loaded_from_is_not_saved_to_in_the_same_step() -> None:
+def test_a_host_page_that_is_loaded_from_is_not_saved_to_in_the_same_step() -> None:
     pool = Pool(2, 1, host_pages=2)
     pool.release(pool.take([1, 2]))
     pool.release(pool.take([3, 4]))
     assert [pool.cached([1, 2]), pool.cached([3, 4])] == [2, 2]
     table: list[int] = []
-    pool.allocator.adopt(table, pool.allocator.match([1, 2], 2))  # both slots are loaded from: there is no place
+    pool.allocator.adopt(table, pool.allocator.match([1, 2], 2))  # no host page is left for 3 and 4
     check_pages(pool.allocator, [table])
     pool.tables.append(table)
     changes = pool.step()
@@ -89,12 +89,12 @@ def test_a_page_that_is_saved_may_be_loaded_in_the_same_step() -> None:
     pool.allocator.adopt(table, pool.allocator.match([1, 2, 3], 3))
     pool.tables.append(table)
     changes = pool.step()
-    assert {slot for _, slot in changes.saves} == {slot for slot, _ in changes.loads}
+    assert {host_page for _, host_page in changes.saves} == {host_page for host_page, _ in changes.loads}
     assert not changes.fresh
     assert [pool.memory[page] for page in table] == [(1,), (1, 2), (1, 2, 3)]
 
 
-def test_what_was_to_be_saved_is_forgotten_too() -> None:
+def test_pending_saves_are_forgotten_too() -> None:
     """A schedule may evict pages and then wait for the step in flight, without a batch."""
     allocator, table = make_allocator(2, 1, host_pages=2), list[int]()
     assert allocator.grow(table, 2)

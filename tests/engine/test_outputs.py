@@ -86,7 +86,7 @@ def test_events_never_show_a_broken_character(gen: Generator, text: str) -> None
     said = told(gen, [[1, 290]], [params])[0][0]
     assert said.text.strip() == text
     assert all(BROKEN not in piece for piece in said.texts)
-    assert len([piece for piece in said.texts if piece]) > len(text) // 3  # it came as it grew
+    assert len([piece for piece in said.texts if piece]) > len(text) // 3  # it was shown as it grew
     (output,) = gen.generate([[1, 290]], params)
     assert output.text == said.text
     assert output.completions[0].token_ids[-1] == EOS, "which is no text"
@@ -117,8 +117,8 @@ def test_a_stop_string_ends_the_text_and_not_the_ids(talker: Path, stop: str, ma
         check_idle(gen)
 
 
-def test_what_may_become_a_stop_string_is_not_told(gen: Generator) -> None:
-    """One character an id, so that the events show what is held back."""
+def test_text_that_may_become_a_stop_string_is_held_back(gen: Generator) -> None:
+    """Each id is one character, so that the events show what is held back."""
     letters = "abcabd"
     vocabulary = {tokenizer_of(gen).decode([5, token])[1:]: token for token in range(3, 259)}
     ids = [vocabulary[letter] for letter in letters]
@@ -144,8 +144,8 @@ def test_held_back_text_comes_with_an_abort(gen: Generator) -> None:
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_stop_string_counts_from_the_token_behind_min_tokens_on(gen: Generator, at_once: bool) -> None:
-    """Also where several ids are read at once, as after an exception out of a step."""
+def test_a_stop_string_counts_only_after_min_tokens(gen: Generator, at_once: bool) -> None:
+    """at_once: several ids are read at once, as after an exception in a step."""
     ids = tokenizer_of(gen).encode("hello hello hello")[1:]
     each = len(ids) // 3  # the tokens of a "hello"
     for min_tokens, kept in ((each - 1, ""), (each, "hello "), (2 * each, "hello hello ")):
@@ -172,7 +172,7 @@ def test_a_string_at_the_last_token_is_the_reason(gen: Generator) -> None:
 
 
 def test_stops_in_sampled_text_as_without_masks(gen: Generator) -> None:
-    """Stop strings lag a step; each answer is the beginning of the one without stops."""
+    """A stop string is found one step late; each output is the beginning of the one without stop strings."""
     prompts = [random_ids(10, seed=i) for i in range(8)]
     whole = gen.generate(prompts, PARAMS)
     stops = [output.text[len(output.text) // 2 :][:3] for output in whole]
@@ -235,7 +235,7 @@ def test_timings_are_in_order(gen: Generator) -> None:
 
 
 def test_the_first_event_of_a_sample_says_when_it_began_to_run(gen: Generator) -> None:
-    """8 lanes: the last two of ten samples wait for others to end."""
+    """With 8 lanes, the last two of ten samples wait for others to end."""
     before = time.monotonic()
     gen.add(random_ids(9), SamplingParams(n=10, max_tokens=6, ignore_eos=True))
     told: dict[int, list[float | None]] = defaultdict(list)

@@ -83,7 +83,7 @@ class Pool:
         check_pages(self.allocator, self.tables)
 
     def cached(self, tokens: list[int]) -> int:
-        """How many pages of these tokens match."""
+        """Return how many pages of these tokens match."""
         return len(self.allocator.match(tokens, len(tokens)))
 
 
@@ -143,7 +143,7 @@ def test_a_match_is_the_longest_cached_prefix_of_full_pages_within_the_limit() -
 
 
 class Colliding(int):
-    """A token whose hash is that of all the others."""
+    """A token whose hash equals the hash of all others."""
 
     def __hash__(self) -> int:
         return 7
@@ -163,7 +163,7 @@ def test_pages_with_equal_hashes_are_not_taken_for_each_other() -> None:
     assert [pool.cached(list(prompt)) for prompt in prompts] == [2, 2, 2]
 
 
-def test_the_least_recently_used_goes_first_and_leaves_before_their_parents() -> None:
+def test_the_least_recently_used_pages_are_evicted_first_and_children_before_parents() -> None:
     pool = Pool(6, 1)
     old, new = [1, 2, 3], [1, 2, 4, 5]
     for tokens in (old, new):
@@ -206,7 +206,7 @@ def test_forgotten_pages_are_free_and_held_ones_are_never_indexed_again() -> Non
     assert [pool.cached([1]), pool.cached([4]), pool.allocator.available] == [0, 0, 8]
 
 
-def test_a_page_whose_tokens_are_indexed_already_is_not_indexed_nor_are_those_behind_it() -> None:
+def test_a_page_whose_tokens_are_indexed_already_is_not_indexed_nor_are_later_pages() -> None:
     allocator = PageAllocator(8, 1)
     tables: list[list[int]] = [[], []]
     indexed = []

@@ -1,4 +1,4 @@
-"""What sequences share: prefixes in the cache, forks of one prefill, and what that does to who is admitted."""
+"""Shared pages: cached prefixes, forks of one prefill, and how sharing changes admission."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def samples(config: EngineConfig, prompt: list[int], n: int, max_tokens: int) ->
 
 
 def then(simulation: Simulation, *sequences: Sequence) -> None:
-    """Run all to their end, and these after them."""
+    """Run all sequences to their end, and then these."""
     while simulation.scheduler.busy:
         simulation.advance()
     for sequence in sequences:
@@ -65,7 +65,7 @@ def test_the_last_known_token_is_always_computed(length: int, cached: int) -> No
 
 
 @pytest.mark.parametrize(("start", "cached"), [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (10, 8)])
-def test_what_a_prompt_logprob_comes_from_is_computed(start: int, cached: int) -> None:
+def test_the_row_before_a_scored_position_is_computed(start: int, cached: int) -> None:
     """The logprob at position `start` comes from the row before it."""
     config = make_config()
     simulation = begin(config, ask(config, PROMPT, 1))
@@ -197,7 +197,7 @@ def test_a_chunked_prompt_is_forked_when_its_last_chunk_is_scheduled() -> None:
 # -------------------------------------------------------------------------------------------- new weights
 
 
-def test_nothing_of_old_weights_is_given_to_who_comes_after_an_update() -> None:
+def test_no_kv_of_old_weights_is_given_to_sequences_after_an_update() -> None:
     config = make_config(max_step_tokens=4, max_seqs=2)
     old = ask(config, PROMPT, 12)
     simulation = begin(config, old)
@@ -215,7 +215,7 @@ def test_nothing_of_old_weights_is_given_to_who_comes_after_an_update() -> None:
 
 
 def drive(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> int:
-    """Run so many steps whose tokens are all 1; returns how many sequences ran at a time at most."""
+    """Run `steps` steps whose tokens are all 1, and return the maximum number of sequences that ran at a time."""
     for sequence in sequences:
         scheduler.add(sequence)
     scheduler.closed = True
@@ -249,8 +249,8 @@ def test_what_shares_its_prompt_runs_in_one_wave(
     assert (scheduler.stats.preemptions, scheduler.stats.prefilled_tokens) == (0, prefilled)
 
 
-def test_what_is_shared_is_reserved_once_and_who_runs_can_still_grow() -> None:
-    """A prompt of four pages, and two more for each answer: 4 + 2 n."""
+def test_shared_pages_are_reserved_once_and_running_sequences_can_still_grow() -> None:
+    """The prompt has four pages, and each of n outputs has two more: 4 + 2 n."""
     for num_pages, at_once in ((11, 3), (12, 4), (13, 4), (14, 5)):
         config = make_config(max_seqs=8, max_step_tokens=64, num_pages=num_pages)
         simulation = run(config, *samples(config, [*PROMPT, *PROMPT[:6]], 5, 9))
@@ -258,7 +258,7 @@ def test_what_is_shared_is_reserved_once_and_who_runs_can_still_grow() -> None:
         assert simulation.scheduler.stats.preemptions == 0
 
 
-def test_cached_pages_that_nobody_holds_are_as_good_as_free() -> None:
+def test_cached_pages_without_references_count_as_free() -> None:
     config = make_config(num_pages=6, max_model_len=20, max_step_tokens=32)
     simulation = begin(config, ask(config, [*PROMPT, *PROMPT], 1))
     then(simulation)
@@ -270,7 +270,7 @@ def test_cached_pages_that_nobody_holds_are_as_good_as_free() -> None:
     simulation.run()
 
 
-def test_pages_that_match_and_that_nobody_holds_are_needed_all_the_same() -> None:
+def test_matching_pages_without_references_count_as_needed() -> None:
     config = make_config(num_pages=6, max_model_len=20, max_step_tokens=32)
     simulation = begin(config, ask(config, [*PROMPT, *PROMPT[:7]], 1))
     then(simulation)

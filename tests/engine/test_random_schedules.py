@@ -64,7 +64,7 @@ def random_mask(rng: random.Random) -> HashMask | None:
 
 
 def random_prompt(rng: random.Random, room: int, before: list[Sequence]) -> list[int]:
-    """Tokens of its own, or first those of a request before it, or those and its answer: all or a part of them."""
+    """Return random tokens, which may follow all or a part of an earlier prompt, with or without its output."""
     prompt = [rng.randrange(VOCAB) for _ in range(min(rng.randint(1, room), rng.randint(1, room)))]
     if rng.random() < 0.02:
         prompt[rng.randrange(len(prompt))] = POISON
@@ -103,7 +103,7 @@ def random_request(rng: random.Random, config: EngineConfig, before: list[Sequen
 
 
 def resume(sequence: Sequence, rng: random.Random) -> None:
-    """Let a sequence begin with a part of its answer, as one that was aborted."""
+    """Let a sequence begin with a part of its output, as after an abort."""
     right = expected(sequence)
     count = rng.randrange(max(len(right.drawn.logprobs), 1))
     sequence.token_ids = right.token_ids[: sequence.prompt_len + count]
@@ -114,7 +114,7 @@ def resume(sequence: Sequence, rng: random.Random) -> None:
 
 
 def random_estimate(rng: random.Random, crowd: bool) -> LengthEstimate:
-    """One that is above all answers, or one that may be below some or all of them."""
+    """Return an estimate that is above all output lengths, or one that may be below some or all of them."""
     if crowd and rng.random() < 0.5:
         return InexactEstimate(0, 0)
     if rng.random() < 0.3:
@@ -124,7 +124,7 @@ def random_estimate(rng: random.Random, crowd: bool) -> LengthEstimate:
 
 
 def random_simulation(seed: int) -> Simulation:
-    """Some of them are crowds: many requests that share a lot, few pages, a small host tier."""
+    """Return a simulation; some are crowds: many requests that share prefixes, few pages, and a small host tier."""
     rng = random.Random(seed)
     crowd = rng.random() < 0.4
     config = random_config(rng, crowd)
@@ -154,10 +154,10 @@ def run_seeds(seeds: range) -> Counter[str]:
         try:
             simulation = random_simulation(seed).run()
             scheduler = simulation.scheduler
-            longer = scheduler.estimate.average > 28  # than all answers
+            longer = scheduler.estimate.average > 28  # than all outputs
             if longer and not simulation.config.speculate and not simulation.seen["reset"]:
                 asked = simulation.seen["computed again"]
-                assert scheduler.stats.preemptions == asked, "preempted where no answer got longer than expected"
+                assert scheduler.stats.preemptions == asked, "preempted although no output got longer than predicted"
         except Exception as error:
             raise AssertionError(f"random_simulation({seed}).run(): {error}") from error
         seen += simulation.seen
@@ -165,13 +165,13 @@ def run_seeds(seeds: range) -> Counter[str]:
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_A_TEST))
-def test_any_schedule_gives_the_answers_of_no_schedule(first: int) -> None:
+def test_any_schedule_gives_the_outputs_of_the_oracle(first: int) -> None:
     run_seeds(range(first, first + SEEDS_A_TEST))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(SEEDS, LONG_SEEDS, LONG_SEEDS // 200))
-def test_any_of_many_schedules_gives_the_answers_of_no_schedule(first: int) -> None:
+def test_any_of_many_schedules_gives_the_outputs_of_the_oracle(first: int) -> None:
     run_seeds(range(first, first + LONG_SEEDS // 200))
 
 

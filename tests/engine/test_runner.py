@@ -1,5 +1,4 @@
-"""runner.py through the engine: scores and logprobs are transformers', and a step that breaks off loses nothing; and
-by batches made by hand: a fork says what a lane that prefilled says."""
+"""The Runner: scores and logprobs equal the ones of transformers, and forks draw what lanes with a prefill draw."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ from fastgen.engine.warm_up import capture
 from fastgen.model.linear import ROW_TILE
 from fastgen.request import Batch, Prefill
 
-pytestmark = pytest.mark.timeout(60)  # a loop that waits for what never comes is what goes wrong here
+pytestmark = pytest.mark.timeout(60)  # the usual fault here is a loop that waits forever
 PROMPTS = [random_ids(length) for length in (1, 2, 40, 90)]
 
 
 def target_logprobs(folder: Path, ids: list[int], temperature: float = 1.0) -> list[float]:
-    """transformers' logprobs of ids, NaN at position 0."""
+    """Return the logprobs of ids as transformers computes them, NaN at position 0."""
     logprobs = (hf_logits(folder, ids) / temperature).log_softmax(-1)
     return [math.nan, *logprobs[range(len(ids) - 1), ids[1:]].tolist()]
 
@@ -92,7 +91,7 @@ def limited(logits: Callable[[torch.Tensor], torch.Tensor], rows: int) -> Callab
         (([[5, 6], "hello"],), "no tokenizer files"),
     ],
 )
-def test_what_can_not_be_scored(llama: Path, arguments: tuple[Any, ...], message: str) -> None:
+def test_sequences_that_cannot_be_scored(llama: Path, arguments: tuple[Any, ...], message: str) -> None:
     with Generator(llama) as gen:
         with pytest.raises((ValueError, TypeError), match=message):
             gen.score(*arguments)
@@ -165,7 +164,7 @@ def test_a_request_may_only_score_its_prompt_and_lists_not_asked_for_are_none(ge
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 45])
-def test_a_fork_says_what_a_lane_that_prefilled_says(family: Path, length: int) -> None:
+def test_a_fork_draws_what_a_lane_with_a_prefill_draws(family: Path, length: int) -> None:
     runner, prompt = make_runner(family), random_ids(length)
     expected, _ = siblings(runner, prompt, forked=False)
     runner.clear_lanes()

@@ -1,4 +1,4 @@
-"""The scheduler over the hash model, without torch: each promise by itself."""
+"""The scheduler over the hash model, without torch."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_wants_more_while_lanes_and_pages_are_free_for_those_who_wait(limit: dic
 
 
 def stopping(config: EngineConfig, at: int, **other: Any) -> Sequence:
-    """A sequence that says its stop id as its token number `at`, and not before."""
+    """Return a sequence whose output has its stop id at position `at`, and not before."""
     for seed in range(100):
         tokens = expected(request(config, 5, at + 1, seed=seed, **other)).token_ids[5:]
         if tokens[at] not in tokens[:at]:
@@ -114,7 +114,7 @@ def test_a_waiting_sequence_is_aborted_without_a_trace() -> None:
 
 
 class Torn(list[Any]):
-    """Raises at the first append."""
+    """A list that raises at the first append."""
 
     whole = False
 
