@@ -144,9 +144,8 @@ def test_the_same_lanes_may_come_back_in_a_step_of_another_size(llama: Path, mon
         for count in (8, 5):
             gen.generate([random_ids(20)] * count, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
         shares[0] = True
-        gen.generate(
-            [random_ids(9)], SamplingParams(max_tokens=1, ignore_eos=True)
-        )  # a step without decodes, after which shared prefixes are looked for again
+        # After a step without decodes, shared prefixes are looked for again.
+        gen.generate([random_ids(9)], SamplingParams(max_tokens=1, ignore_eos=True))
         seen = []
         monkeypatch.setattr(shared, "_step", lambda size: seen.append(runner.lanes.input.lanes[:size].tolist()))
         gen.generate([random_ids(20)] * 5, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))

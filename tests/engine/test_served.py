@@ -99,7 +99,10 @@ class Served:
 
 
 def served(limit: int, rate: float, prompts: list[int], answer: int, cost: Cost) -> Served:
-    """Serve prompts of these lengths, which arrive as a Poisson process with `rate` per second. limit: max_prefill_tokens."""
+    """Serve prompts that arrive as a Poisson process.
+
+    limit: max_prefill_tokens. rate: arrivals per second. prompts: their lengths. answer: the length of each output.
+    """
     config, rng, now = make_config(**H200, max_prefill_tokens=limit), random.Random(0), 0.0
     arrivals = deque[tuple[float, Sequence]]()
     for number, length in enumerate(prompts):
