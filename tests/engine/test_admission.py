@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hash_model import VOCAB, HashMask, InexactEstimate, hopeful, make_config
 from simulation import Simulation, begin, request, run
@@ -11,7 +9,6 @@ from test_scheduler import stopping
 
 from fastgen.engine.admission import LaneTable, LengthEstimate
 from fastgen.engine.scheduler import Scheduler
-from fastgen.request import Sequence
 
 
 def most_running(simulation: Simulation) -> int:
@@ -127,39 +124,6 @@ def test_a_wave_begins_before_the_previous_one_has_ended() -> None:
         assert scheduler.stats.prefilled_tokens == 64 * 16
         assert (most_running(simulation) == 16) == together
         assert least <= len(simulation.batches) <= most
-
-
-def random_certain(seed: int) -> Simulation:
-    """Return a simulation whose sequences and samples arrive at any time and run to max_len, with few pages."""
-    rng = random.Random(seed)
-    page_size, lanes, longest = rng.choice((1, 2, 4, 8, 16)), rng.choice((3, 6, 12, 24)), rng.choice((12, 24, 48))
-    config = make_config(
-        max_model_len=longest,
-        max_seqs=lanes,
-        max_step_tokens=lanes + rng.choice((0, 1, 5, 40)),
-        page_size=page_size,
-        num_pages=rng.randint(-(-longest // page_size) + 1, lanes * (longest // page_size + 1)),
-        prefix_cache=rng.random() < 0.7,
-    )
-    arrivals: list[tuple[int, Sequence]] = []
-    for number in range(rng.randint(2, 40)):
-        length = rng.randint(1, config.max_model_len - 1)
-        answer, when = rng.randint(1, config.max_model_len - length), rng.choice((0, 0, rng.randint(0, 40)))
-        several = rng.choice((1, 1, 2, 4))
-        arrivals += [(when, request(config, length, answer, seed=number)) for _ in range(several)]
-    scheduler = Scheduler(config)
-    scheduler.closed = rng.random() < 0.5
-    return Simulation(config, arrivals, rng=rng, aborts=rng.choice((0.0, 0.0, 0.05)), scheduler=scheduler)
-
-
-@pytest.mark.parametrize("first", [*range(0, 40, 10), 3660])
-def test_random_sequences_that_run_to_their_length_are_never_preempted(first: int) -> None:
-    """In 3661, a sequence is aborted while its page is copied."""
-    for seed in range(first, first + 10):
-        try:
-            assert random_certain(seed).run().scheduler.stats.preemptions == 0
-        except Exception as error:
-            raise AssertionError(f"random_certain({seed}).run(): {error}") from error
 
 
 def test_the_lowest_free_lane_is_taken_and_changes_are_sent_once() -> None:

@@ -76,12 +76,12 @@ def test_wants_more_while_lanes_and_pages_are_free_for_those_who_wait(limit: dic
 # --------------------------------------------------------------------------------------------------- the end
 
 
-def stopping(config: EngineConfig, at: int, **other: Any) -> Sequence:
+def stopping(config: EngineConfig, at: int) -> Sequence:
     """Return a sequence whose output has its stop id at position `at`, and not before."""
     for seed in range(100):
-        tokens = expected(request(config, 5, at + 1, seed=seed, **other)).token_ids[5:]
+        tokens = expected(request(config, 5, at + 1, seed=seed)).token_ids[5:]
         if tokens[at] not in tokens[:at]:
-            sequence = request(config, 5, other.pop("max_tokens", 20), seed=seed, **other)
+            sequence = request(config, 5, 20, seed=seed)
             sequence.stop_ids = frozenset({tokens[at]})
             return sequence
     raise AssertionError
