@@ -27,7 +27,7 @@ from fastgen.engine.scheduler import Scheduler
 from fastgen.engine.speculation.planning import Drafted, DraftPlan
 from fastgen.request import Batch, Drawn, LaneStart, PromptScore, SamplingParams, Sequence, StepResult
 
-VOCAB = 40  # two words of mask
+VOCAB = 40  # a mask has two words
 POISON = VOCAB  # a token whose KV is not finite; it is never drawn
 POISONED = -2
 JUNK = -1  # the contents of memory before anything is written
@@ -184,7 +184,7 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
 
 
 def num_tokens(batch: Batch) -> int:
-    """Return the tokens that a step computes, without drafted ones."""
+    """Return the number of tokens that a step computes, without drafted ones."""
     return len(batch.decodes) + sum(len(chunk.tokens) for chunk in batch.prefills)
 
 
@@ -205,7 +205,7 @@ class Launched:
 
 
 class HashRunner:
-    """A runner that keeps the state of lanes as the real runner does, and knows nothing but Batches.
+    """A runner that keeps the state of lanes as the real runner does, and knows only Batches.
 
     Its drafts are right, wrong, or right up to some token, at random.
     """
@@ -271,7 +271,7 @@ class HashRunner:
         return launched
 
     def forget(self) -> None:
-        """Lose all contents of the pool and of the host tier."""
+        """Drop all contents of the pool and of the host tier."""
         self.memory = [JUNK] * len(self.memory)
         self.host = [[JUNK] * self.config.page_size for _ in self.host]
 
@@ -352,8 +352,8 @@ class HashRunner:
         return [self.memory[self._row(lane, position)] for position in range(length)]
 
     def _state(self, lane: int, row_of: int, end: int = 0) -> int:
-        """Return the state that a lane draws from: of its own row, or of the lane that it is a fork of. end: tokens
-        behind the row, as a number below 0."""
+        """Return the state that a lane draws from: of its own row, or of the lane that it is a fork of. end: minus
+        the number of tokens after the row."""
         start = self.started[lane]
         assert start is not None
         counted = self.counted[lane] if start.params.penalized else ()
@@ -391,14 +391,14 @@ def make_config(**changed: Any) -> EngineConfig:
 
 
 class InexactEstimate(LengthEstimate):
-    """An estimate that predicts sequences which only max_len ends like all others, so that pages may run out."""
+    """An estimate that predicts the average for sequences that run to max_len too, so that pages may run out."""
 
     def predict(self, sequence: Sequence) -> int:
         return round(self.average)
 
 
 def hopeful(config: EngineConfig) -> Scheduler:
-    """Return a scheduler that predicts outputs of no length, so that pages run out."""
+    """Return a scheduler that predicts empty outputs, so that pages run out."""
     return Scheduler(config, InexactEstimate(average=0, weight=0))
 
 

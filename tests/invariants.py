@@ -1,4 +1,4 @@
-"""The invariants of scheduler and page allocator, which hold between any two calls of their methods."""
+"""Invariants of the scheduler and the page allocator, which hold between any two calls of their methods."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def _check_derived(scheduler: Scheduler) -> None:
-    """The state which is updated from step to step equals what follows from the sequences."""
+    """Check that the state which is updated step by step equals what follows from the sequences."""
     running, pages = scheduler.running, scheduler.pages
     alive = [s for s in running if s.status is Status.RUNNING]
     assert scheduler.prefilling == [s for s in running if s.computed < s.prefill_len]
@@ -53,7 +53,7 @@ def _check_derived(scheduler: Scheduler) -> None:
 
 
 def check_pages(pages: PageAllocator, tables: Iterable[list[int]]) -> None:
-    """tables: all page tables."""
+    """Check a page allocator. tables: all page tables."""
     tables = list(tables)
     held = Counter(page for table in tables for page in table)
     assert pages.references == sum(held.values())

@@ -1,4 +1,4 @@
-"""SamplingParams: every bad value is one error that names its parameter; and what the small records say."""
+"""SamplingParams, whose bad values are errors that name the parameter, and the other records of requests."""
 
 from __future__ import annotations
 
@@ -14,117 +14,76 @@ from fastgen.request import (
     Batch,
     Completion,
     Prefill,
-    Request,
     RequestOutput,
     SamplingParams,
-    Sequence,
 )
 
 VOCAB = 300
 NAN, INF = math.nan, math.inf
 
 
+BAD_VALUES: dict[str, list[Any]] = {
+    "n": [0, -3],
+    "max_tokens": [-1, 0],  # with 0 and without prompt_logprobs, there is nothing to compute
+    "min_tokens": [-1],
+    "temperature": [-0.1, NAN, INF, 10**400],
+    "top_p": [0, 0.0, -0.5, 1.01, NAN],
+    "top_k": [-2],
+    "min_p": [-0.1, 1.5],
+    "repetition_penalty": [0, -1.0, INF],
+    "presence_penalty": [NAN, -INF],
+    "frequency_penalty": [INF],
+    "logit_bias": [{VOCAB: 1.0}, {-1: 1.0}, {5: NAN}, {5: -INF}],
+    "choice": [[]],
+    "allowed_token_ids": [[]],
+    "seed": [2**64, -(2**63) - 1],
+    "stop": ["", ["fine", ""]],
+    "stop_token_ids": [[VOCAB], [-1]],
+    "logprobs": [-1, MAX_LOGPROBS + 1],
+    "prompt_logprobs": [-1, MAX_LOGPROBS + 1],
+}
+BAD_TYPES: dict[str, list[Any]] = {
+    "n": [1.0, True, None],
+    "max_tokens": ["16", 16.0],
+    "min_tokens": [None],
+    "temperature": ["hot", None, True],
+    "top_p": [[0.5]],
+    "top_k": [1.5, None],
+    "min_p": [None],
+    "repetition_penalty": ["1"],
+    "presence_penalty": [None],
+    "frequency_penalty": [False],
+    "logit_bias": [{"a": 1.0}, {5: "1"}, [(5, 1.0)]],
+    "seed": [1.0],
+    "stop": [3, [5], [None], b"a", np.array(["a", "b"]), {"a": 1}, iter(["a"])],  # iter: empty when it is used
+    "stop_token_ids": [iter([3]), ["</s>"], [True]],
+    "allowed_token_ids": [3],
+    "bad_words": ["no"],
+    "choice": ["no"],
+    "regex": [3],
+    "grammar": [["start"]],
+    "mask": [3],
+    "ignore_eos": ["yes", None],
+    "include_stop_str_in_output": [1],
+    "return_sampling_mask": ["no"],
+    "logprobs": [2.0, True],
+    "prompt_logprobs": ["all"],
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("kind", "name", "value"),
     [
-        ("n", 0),
-        ("n", -3),
-        ("max_tokens", -1),
-        ("max_tokens", 0),  # nothing to compute without prompt_logprobs
-        ("min_tokens", -1),
-        ("temperature", -0.1),
-        ("temperature", NAN),
-        ("temperature", INF),
-        ("top_p", 0),
-        ("top_p", 0.0),
-        ("top_p", -0.5),
-        ("top_p", 1.01),
-        ("top_p", NAN),
-        ("top_k", -2),
-        ("min_p", -0.1),
-        ("min_p", 1.5),
-        ("repetition_penalty", 0),
-        ("repetition_penalty", -1.0),
-        ("repetition_penalty", INF),
-        ("presence_penalty", NAN),
-        ("presence_penalty", -INF),
-        ("frequency_penalty", INF),
-        ("logit_bias", {VOCAB: 1.0}),
-        ("logit_bias", {-1: 1.0}),
-        ("logit_bias", {5: NAN}),
-        ("temperature", 10**400),  # beyond all floats
-        ("choice", []),
-        ("allowed_token_ids", []),
-        ("logit_bias", {5: -INF}),
-        ("seed", 2**64),
-        ("seed", -(2**63) - 1),
-        ("stop", ""),
-        ("stop", ["fine", ""]),
-        ("stop_token_ids", [VOCAB]),
-        ("stop_token_ids", [-1]),
-        ("logprobs", -1),
-        ("logprobs", MAX_LOGPROBS + 1),
-        ("prompt_logprobs", -1),
-        ("prompt_logprobs", MAX_LOGPROBS + 1),
+        (kind, name, value)
+        for kind, table in ((ValueError, BAD_VALUES), (TypeError, BAD_TYPES))
+        for name, values in table.items()
+        for value in values
     ],
 )
-def test_a_bad_value_is_a_value_error_that_names_its_parameter(name: str, value: Any) -> None:
+def test_a_bad_value_is_an_error_that_names_its_parameter(kind: type[Exception], name: str, value: Any) -> None:
     params = SamplingParams(**{name: value})  # not an error yet: parameters are checked on entry
-    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+    with pytest.raises(kind, match=rf"\b{name}\b"):
         params.validate(VOCAB)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("n", 1.0),
-        ("n", True),
-        ("n", None),
-        ("max_tokens", "16"),
-        ("max_tokens", 16.0),
-        ("min_tokens", None),
-        ("temperature", "hot"),
-        ("temperature", None),
-        ("temperature", True),
-        ("top_p", [0.5]),
-        ("top_k", 1.5),
-        ("top_k", None),
-        ("min_p", None),
-        ("repetition_penalty", "1"),
-        ("presence_penalty", None),
-        ("frequency_penalty", False),
-        ("logit_bias", {"a": 1.0}),
-        ("logit_bias", {5: "1"}),
-        ("seed", 1.0),
-        ("logit_bias", [(5, 1.0)]),
-        ("stop", 3),
-        ("stop", [5]),
-        ("stop", [None]),
-        ("stop", b"a"),
-        ("stop", np.array(["a", "b"])),
-        ("stop", {"a": 1}),
-        ("stop", iter(["a"])),  # would be empty when it is used
-        ("stop_token_ids", iter([3])),
-        ("allowed_token_ids", 3),
-        ("bad_words", "no"),
-        ("choice", "no"),
-        ("regex", 3),
-        ("grammar", ["start"]),
-        ("mask", 3),
-        ("ignore_eos", "yes"),
-        ("ignore_eos", None),
-        ("include_stop_str_in_output", 1),
-        ("return_sampling_mask", "no"),
-        ("stop_token_ids", ["</s>"]),
-        ("stop_token_ids", [True]),
-        ("logprobs", 2.0),
-        ("logprobs", True),
-        ("prompt_logprobs", "all"),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_a_type_error_that_names_its_parameter(name: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=rf"\b{name}\b"):
-        SamplingParams(**{name: value}).validate(VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +106,7 @@ def test_values_that_do_not_go_together(given: dict[str, Any], message: str) -> 
         {"max_tokens": 1},
         {"max_tokens": 0, "prompt_logprobs": 0},
         {"max_tokens": 4, "min_tokens": 4},
-        {"min_tokens": 10**6},  # the context ends the answer first
+        {"min_tokens": 10**6},  # the context ends the output first
         {"temperature": 0},
         {"temperature": 1e-6},
         {"temperature": 100},
@@ -216,36 +175,9 @@ def test_the_lanes_that_draw_are_the_decodes_then_the_prompts_that_end() -> None
     assert batch.sampling == (3, 2, 4, 1)
 
 
-def make_sequence() -> Sequence:
-    return Sequence("r0", 0, SamplingParams(), [1, 2, 3], prompt_len=2, max_len=9, seed=0)
-
-
-def test_a_sequence_counts_what_is_read_and_what_is_in_flight() -> None:
-    sequence = make_sequence()
-    sequence.pending = 2
-    assert sequence.length == 5
-    assert sequence.output_ids == [3]
-    assert sequence.output_len == 1
-
-
-def test_sequences_are_told_apart_by_identity_and_share_nothing() -> None:
-    one, other = make_sequence(), make_sequence()
-    assert one != other
-    assert len({one, other}) == 2
-    one.pages.append(1)
-    one.drawn.logprobs.append(0.0)
-    assert other.pages == other.drawn.logprobs == []
-    with pytest.raises(AttributeError):
-        one.pagse = []  # type: ignore[attr-defined]
-
-
 def test_an_output_shows_its_first_text_and_error() -> None:
     fine = Completion(0, [5], "five", "stop", stop_reason=5)
     failed = Completion(1, [], "", "error", error="too long")
     output = RequestOutput("r0", [1], [fine, failed])
     assert (output.text, output.error) == ("five", "too long")
     assert RequestOutput("r0", [1], [fine]).error is None
-
-
-def test_a_request_needs_only_a_prompt() -> None:
-    assert Request("hello") == Request("hello", None, None)

@@ -1,4 +1,4 @@
-"""What once went wrong between the modules: exceptions in odd places, values of odd types, a request that poisons."""
+"""Faults that once crossed modules: exceptions in odd places, values of odd types, logits that are not finite."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(60)
 SHORT = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
-def test_not_finite_logits_fail_by_themselves_and_leave_nothing_behind(llama: Path) -> None:
+def test_logits_that_are_not_finite_fail_only_their_request(llama: Path) -> None:
     with Generator(llama, page_size=16, num_pages=12, max_seqs=4) as gen:
         right = gen.generate([random_ids(40)], SHORT)
         gen._runner.model.parameters.embedding[7] = torch.nan
@@ -94,7 +94,7 @@ def test_params_that_have_changed_are_checked_again(gen: Generator) -> None:
 
 
 def test_too_many_biases_are_refused(gen: Generator) -> None:
-    """A lane has room for MAX_BIASES; stop ids and eos take some of it while min_tokens forbids them."""
+    """A lane has room for MAX_BIASES; stop ids and eos take some of this room while min_tokens forbids them."""
     intake = InputProcessor(replace(gen.model_config, vocab_size=3 * MAX_BIASES, eos_ids=(1, 2)), None, 100, 0, SHORT)
     stops = SamplingParams(stop_token_ids=range(MAX_BIASES - 2), min_tokens=1)
     most = SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASES), 1.0))
@@ -202,7 +202,7 @@ def test_a_stream_reads_no_further_than_pages_are_free(llama: Path) -> None:
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_the_schedule_never_shows_on_any_number_of_threads(threads: int) -> None:
-    """Threads share a tensor out without regard to vectors, and the rest of a vector may be rounded otherwise."""
+    """Threads divide a tensor without regard to vectors, and a partial vector may be rounded differently."""
     torch.set_num_threads(threads)
     try:
         prompts = [random_ids(length, seed=length) for length in range(20, 140, 9)]

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120  # time limit of a test; a bug may let it hang
-ENGINE = "scheduler random_schedules admission pages prefix_cache"
+ENGINE = "scheduler admission pages host_pages prefix_cache random_schedules"
 SCHEDULES = " ".join(f"tests/engine/test_{name}.py" for name in ENGINE.split())
 CALLS = "tests/test_generator.py tests/engine/test_outputs.py tests/engine/test_interrupts.py"
 LOADING = "tests/model/test_loader.py tests/model/test_loader_slices.py"
@@ -63,8 +63,12 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("OneCaller._take", "if self.forked:", "if False:"),
         ("OneCaller._take", "if not self._lock.acquire(blocking=False):", "if not self._lock.acquire():"),
     ],
-    ("generator", "tests/test_updating.py"): [
-        ("Generator._update_weights", 'if in_flight == "recompute":', 'if in_flight == "keep":'),
+    ("engine.weight_changes", "tests/test_updating.py"): [
+        ("WeightChanges.update", 'if in_flight == "recompute":', 'if in_flight == "keep":'),
+    ],
+    ("engine.weight_changes", "tests/test_sleeping.py"): [
+        ("WeightChanges.sleep", 'if "weights" in new and not keep_weights:', "if not keep_weights:"),
+        ("WeightChanges.sleep", "self.wake(new)", "pass"),
     ],
     ("engine.loop", CALLS + " tests/test_robustness.py"): [
         ("Loop.abort", "self.events = [event for event in self.events if event.id != active.id]", "pass"),
@@ -74,7 +78,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("Loop.advance", "self.abort(late)", "pass"),
         ("Loop.check_open", "if self.stepping: raise", "if False: raise"),
         ("Loop.begin", "self._interrupt.check()", "pass"),
-        ("Loop.update_output", "self.weights.blame(self._runner.weights.find_not_finite)", '""'),
+        ("Loop.update_output", "self.weights.blame(self.runner.weights.find_not_finite)", '""'),
     ],
     ("text.tokenizer", "tests/text/test_tokenizer.py"): [
         ("_overlap", "range(min(len(text), len(stop) - 1), 0, -1)", "range(1, min(len(text), len(stop) - 1) + 1)"),
@@ -103,7 +107,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("model.loader", LOADING): [
         ("_find_pieces", "(file.get_tensor(name))",
-         "((t := file.get_tensor(name)).half() if t.dtype == torch.bfloat16 else t)"),
+         "(t.half() if (t := file.get_tensor(name)).dtype == torch.bfloat16 else t)"),
     ],
     ("model.weights", "tests/model/test_weights.py tests/test_updating.py tests/test_adapters.py " + LOADING): [
         ("Shard.slice", "tensor.narrow(self.dim, self.start,", "tensor.narrow(self.dim, 0,"),
@@ -142,11 +146,29 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("SamplingParams.validate", "self.min_tokens > self.max_tokens:", "self.min_tokens >= self.max_tokens:"),
         ("Sequence.begin_version", "self.versions[-1][0] != version:", "self.versions[-1][0] == version:"),
     ],
-    ("engine.prompt_scores", SCHEDULES): [
-        ("chunk_score", "first = max(start, sequence.score_start - 1)", "first = max(start, sequence.score_start)"),
+    ("request", SCHEDULES): [
+        ("Sequence.rewind", "self.drawn.cut(self.output_len)", "pass"),
+        ("Sequence.cacheable_len", "self.score.start) - 1)", "self.score.start))"),
+    ],
+    ("engine.prompt_scores", SCHEDULES + " tests/test_schedules.py"): [
+        ("PromptScores.chunk", "max(chunk.start, score.start - 1)", "max(chunk.start, score.start)"),
+        ("PromptScores.update", "end = scored.start + len(scored.logprobs)", "end = len(scored.logprobs)"),
+        ("PromptScores.update", "score.top_logprobs[scored.start : end]", "score.top_logprobs[: len(scored.logprobs)]"),
+    ],
+    ("engine.speculation.planning", SCHEDULES): [
+        ("Speculator.update", "sequence.computed -= rows - kept", "sequence.computed -= rows - kept + 1"),
+        ("Speculator.payload", "self._rows, self._texts = (), []", "self._rows = ()"),
+        ("Speculator.payload", "self._lanes[lane].computed - 1)", "self._lanes[lane].computed)"),
+    ],
+    ("engine.masks", SCHEDULES): [
+        ("fill_masks", "and sequence.status is Status.RUNNING", ""),
+        ("fill_masks", "row[:] = 0", "pass"),
+    ],
+    ("engine.halves", "tests/engine/test_halves.py"): [
+        ("cut", "np.where(left, 0, step.num_draws)", "step.num_draws"),
+        ("cut", "-(-decodes // CUT_MULTIPLE)", "decodes // CUT_MULTIPLE"),
     ],
     ("engine.scheduler", SCHEDULES): [
-        ("Scheduler._learn", "sequence.computed -= rows - kept", "sequence.computed -= rows - kept + 1"),
         ("Scheduler._chunk", "sequence.pending += sample", "sequence.pending += 1"),
         ("Scheduler._set_limit", "self.config.page_size, sequence.max_len - 1)",
          "self.config.page_size, sequence.max_len)"),
@@ -156,26 +178,20 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
          "sequence.output_len >= sequence.params.min_tokens:"),
         ("Scheduler._chunk", "sequence.prefill_len == end < sequence.max_len", "sequence.prefill_len == end"),
         ("Scheduler.finish", "self._leave(sequence)", "pass"),
-        ("Scheduler._leave", "min(len(sequence.token_ids), sequence.computed))", "sequence.computed)"),
-        ("Scheduler._requeue", "sequence.drawn.cut(sequence.output_len)", "pass"),
         ("Scheduler._admit_forks", "copy = known + 1 < sequence.max_len and", "copy = False and"),
-        ("Scheduler._leave", "self._page_updates = [update for update in self._page_updates if update[0] != lane]",
-         "pass"),
-        ("cacheable", "sequence.score_start) - 1)", "sequence.score_start))"),
-        ("Scheduler.drop_prefixes", "sequence.tip = None", "pass"),
+        ("Scheduler.drop_prefixes", "sequence.indexed = NOT_INDEXED", "pass"),
         ("Scheduler._admit", "self._pause = RETRY_STEPS", "self._pause = 30"),
-        ("Scheduler._leave", "self._masked.discard(lane)", "pass"),
-        ("Scheduler._start", "counted = tuple(sequence.token_ids) if",
-         "counted = tuple(sequence.token_ids[: sequence.prompt_len]) if"),
-        ("Scheduler._admit_forks", "sequence.score_start is not None or sequence.max_len <= known or",
-         "sequence.max_len <= known or"),
+        ("Scheduler._admit_forks", "sequence.cacheable_len < known - 1 or", ""),
         ("Scheduler.finish", 'if reason in ("stop", "length") and sequence.output_len:', "if sequence.output_len:"),
         ("Scheduler.update", "if (masked or token < 0) and not accepts", "if masked and not accepts"),
-        ("Scheduler._admit_forks", "self._count_cached(sequence, known - 1)", "self._count_cached(sequence, known)"),
+        ("Scheduler._admit_forks", "self._start(sequence, expected, known - 1)",
+         "self._start(sequence, expected, known)"),
         ("Scheduler._schedule_prefills", "budget -= count", "budget -= 1"),
         ("Scheduler.drop_prefixes", "while self.prefilling:", "if self.prefilling:"),
-        ("next_chunk", "spare = budget - min(oldest.prefill_left, reserve)", "spare = budget"),
-        ("begins_like", "return tokens[at:end] == others[at:end] and", "return False and"),
+        ("Scheduler.preempt_all", "self._preempt(sequence)", "pass"),
+        ("Scheduler.update", "if sequence.status is not alive:", "if False:"),
+        ("Scheduler._admit", "cached = len(nodes) * self.config.page_size",
+         "cached = min(len(nodes) + sequence.preemptions, len(sequence.pages)) * self.config.page_size"),
     ],
     ("engine.pages", SCHEDULES): [
         ("PageAllocator.adopt", "self._refs[node.page] += 1", "self._refs[node.page] = 1"),
@@ -183,14 +199,21 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("PageAllocator.grow", "if count > self.available:", "if count > self.available + 1:"),
         ("PageAllocator.release", "for page in reversed(pages):", "for page in pages:"),
         ("PageAllocator._drop_reference", "self._fresh.pop(page, None)", "pass"),
-        ("PageAllocator._take_host_page", "(node for node in self._host if node.host_page not in self._loads)",
-         "iter(self._host)"),
-        ("PageAllocator._evict", "self._host.move_to_end(node)", "pass"),
         ("PageAllocator.drop_index", "self.root = Node()", "pass"),
-        ("PageAllocator.drop_index", "self._saves.clear()", "pass"),
         ("PageAllocator.match", "range(size, limit + 1, size)", "range(size, limit, size)"),
-        ("PageAllocator.index", "return None", "return tip"),
+        ("PageAllocator.index", "min(num_tokens, len(tokens))", "num_tokens"),
+        ("PageAllocator.index", "if key in node.children: return NOT_INDEXED",
+         "if key in node.children: node = node.children[key]; continue"),
         ("PageAllocator.fork", "self._copies.append((source[-1], page))", "self._copies.append((source[0], page))"),
+    ],
+    ("engine.host_pages", SCHEDULES): [
+        ("TieredPageAllocator._take_host_page", "(node for node in self._host if node.host_page not in self._loads)",
+         "iter(self._host)"),
+        ("TieredPageAllocator._drop", "self._host.move_to_end(node)", "pass"),
+        ("TieredPageAllocator.drop_index", "self._saves.clear()", "pass"),
+        ("TieredPageAllocator.take_moves", "() if moves is None else moves.fresh", "()"),
+        ("TieredPageAllocator.take_moves", "self._loads.clear()", "pass"),
+        ("TieredPageAllocator.take_moves", "tuple((page, host_page) for host_page, page in self._saves.items())", "()"),
     ],
     ("engine.admission", SCHEDULES): [
         ("PageReservations.expected", "self.estimate.predict(sequence)), now + 1)",
@@ -201,6 +224,18 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("LengthEstimate.learn", "self.weight * (tokens - self.average)", "self.weight * tokens"),
         ("LEAVING_STEPS", "LEAVING_STEPS = 4", "LEAVING_STEPS = 0"),
         ("PageReservations.growth", "return self.reserved_pages - self.pages.references", "return self.reserved_pages"),
+        ("LaneTable.take", "counted = tuple(sequence.token_ids) if",
+         "counted = tuple(sequence.token_ids[: sequence.prompt_len]) if"),
+        ("LaneTable.take", "self._starts.append(start)", "sequence.preemptions or self._starts.append(start)"),
+        ("LaneTable.send_pages", "tuple(sequence.pages[first:])", "tuple(sequence.pages)"),
+        ("LaneTable.leave", "self.masked.discard(lane)", "pass"),
+        ("LaneTable.leave", "self._page_updates = [update for update in self._page_updates if update[0] != lane]",
+         "pass"),
+        ("LaneTable.leave", "heapq.heappush(self.free, lane)", "self.free.append(lane)"),
+        ("LaneTable.take_changes", "self._starts, self._page_updates = [], []", "self._page_updates = []"),
+        ("LaneTable.take_changes", "self._starts, self._page_updates = [], []", "self._starts = []"),
+        ("next_chunk", "spare = budget - min(oldest.prefill_left, reserve)", "spare = budget"),
+        ("begins_like", "return tokens[at:end] == others[at:end] and", "return False and"),
     ],
 }  # fmt: skip
 

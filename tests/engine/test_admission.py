@@ -1,18 +1,14 @@
-"""Who is admitted: reservations for the answers that are expected, and preemption where they get longer."""
+"""Admission: page reservations for predicted outputs, and preemption when outputs get longer."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from hash_model import VOCAB, HashMask, InexactEstimate, expected, hopeful, make_config
-from simulation import Simulation, request, run
+from hash_model import VOCAB, HashMask, InexactEstimate, hopeful, make_config
+from simulation import Simulation, begin, request, run
 from test_scheduler import stopping
 
-from fastgen.engine.admission import LengthEstimate
-from fastgen.engine.options import EngineConfig
+from fastgen.engine.admission import LaneTable, LengthEstimate
 from fastgen.engine.scheduler import Scheduler
-from fastgen.request import Sequence
 
 
 def most_running(simulation: Simulation) -> int:
@@ -21,32 +17,30 @@ def most_running(simulation: Simulation) -> int:
 
 @pytest.mark.parametrize(("page_size", "num_pages"), [(4, 133), (4, 130), (1, 528), (16, 34)])
 def test_sequences_that_run_to_their_length_are_never_preempted(page_size: int, num_pages: int) -> None:
-    """512 sequences of 1024 -> 1024 tokens over pages for 425 of them, a sixteenth as many and as long."""
+    """A model of 512 sequences of 1024 -> 1024 tokens with pages for 425, scaled down by 16 in number and length."""
     config = make_config(max_model_len=128, max_seqs=32, max_step_tokens=40, page_size=page_size, num_pages=num_pages)
     sequences = [request(config, 16, 16, seed=seed) for seed in range(32)]
     simulation = run(config, *sequences)
-    pages_each = -(-31 // page_size)  # the last token needs no place
+    pages_each = -(-31 // page_size)  # the last token needs no KV
     assert simulation.scheduler.stats.preemptions == 0
     assert num_pages // pages_each <= most_running(simulation) <= num_pages // pages_each + 1 < 32
     assert simulation.scheduler.stats.prefilled_tokens == 32 * 16
 
 
-def test_a_reservation_leaves_room_for_who_runs_to_grow() -> None:
+def test_a_reservation_leaves_room_for_running_sequences_to_grow() -> None:
     config = make_config(num_pages=9, page_size=4, max_step_tokens=64)
-    olds = [request(config, 3, 7, seed=seed) for seed in range(2)]  # a page now, three at the end
-    assert len(run(config, *olds, request(config, 7, 6, seed=2)).batches[0].starts) == 3  # three at the end
-    olds = [request(config, 3, 7, seed=seed) for seed in range(2)]
-    simulation = run(config, *olds, request(config, 7, 7, seed=2))  # its 13th token needs a fourth
-    assert len(simulation.batches[0].starts) == 2
-    assert simulation.scheduler.stats.preemptions == 0
+    for answer, starts in ((6, 3), (7, 2)):  # the 13th token needs a fourth page
+        olds = [request(config, 3, 7, seed=seed) for seed in range(2)]  # a page now, three at the end
+        simulation = run(config, *olds, request(config, 7, answer, seed=2))
+        assert len(simulation.batches[0].starts) == starts
+        assert simulation.scheduler.stats.preemptions == 0
 
 
-def test_who_has_come_further_than_expected_reserves_a_page_more_than_it_holds() -> None:
+def test_a_sequence_longer_than_predicted_reserves_one_page_more_than_it_holds() -> None:
     config = make_config(num_pages=9, page_size=2, max_model_len=16)
     scheduler = hopeful(config)
     sequence = request(config, 3, None)
-    simulation = Simulation(config, [(0, sequence)], scheduler=scheduler)
-    simulation.add(simulation.arrivals.popleft()[1])
+    simulation = begin(config, sequence, scheduler=scheduler)
     while scheduler.busy:
         simulation.advance()
         if scheduler.running:
@@ -54,60 +48,48 @@ def test_who_has_come_further_than_expected_reserves_a_page_more_than_it_holds()
     assert scheduler.reservations.reserved_pages == 0
 
 
-def test_a_prompt_that_is_only_scored_reserves_its_own_pages() -> None:
+def test_a_prompt_that_is_only_scored_reserves_only_its_own_pages() -> None:
     config = make_config(num_pages=8, page_size=4, max_step_tokens=64)
     scores = [request(config, 8, 0, seed=seed, prompt_logprobs=0) for seed in range(4)]
     assert len(run(config, *scores).batches) == 1
 
 
-def test_answers_that_end_early_let_more_run_at_a_time() -> None:
-    """They may run to the context, and say a stop id long before."""
+def test_outputs_that_end_early_let_more_sequences_run_at_a_time() -> None:
+    """The outputs may fill the context, but end with a stop id long before."""
     config = make_config(max_model_len=4000, max_seqs=64, max_step_tokens=64, page_size=16, num_pages=600)
-    arrivals = []
-    for seed in range(150):
-        sequence = request(config, 4, None, seed=seed)
+    sequences = [request(config, 4, None, seed=seed) for seed in range(150)]
+    for sequence in sequences:
         sequence.stop_ids = frozenset(range(0, VOCAB, 4))
-        arrivals.append((0, sequence))
-    simulation = Simulation(config, arrivals).run()
+    simulation = run(config, *sequences)
     assert simulation.scheduler.stats.preemptions == 0
     assert max(len(batch.decodes) + len(batch.prefills) for batch in simulation.batches[:5]) == 600 // 65
     assert most_running(simulation) > 20
     assert simulation.scheduler.estimate.average < 20
 
 
-def test_answers_that_outgrow_the_expectation_are_preempted_and_end_well() -> None:
+def test_outputs_longer_than_predicted_are_preempted_and_complete() -> None:
     config = make_config(max_model_len=120, max_seqs=8, max_step_tokens=16, page_size=4, num_pages=60)
     scheduler = Scheduler(config, InexactEstimate(average=4))
     run(config, *(request(config, 5, 60, seed=seed) for seed in range(12)), scheduler=scheduler)
     assert 0 < scheduler.stats.preemptions < 40
-    assert scheduler.estimate.average > 25  # the later ones were expected to get long
+    assert scheduler.estimate.average > 25  # the later ones were predicted to get long
 
 
-def test_the_expectation_is_the_average_of_what_has_finished() -> None:
-    estimate, sequence = LengthEstimate(), stopping(make_config(), at=3)
-    assert estimate.predict(sequence) == 1024
-    for _ in range(200):
-        estimate.learn(700)
-    assert estimate.predict(sequence) == pytest.approx(700, rel=0.01)
-
-
-def test_only_whole_answers_are_learnt_from() -> None:
+def test_the_estimate_learns_only_from_complete_outputs() -> None:
     config = make_config(max_seqs=1)
     stopped, scored = stopping(config, at=3), request(config, 9, 0, seed=1, prompt_logprobs=0)
     failed, aborted = request(config, 3, 9, seed=2, mask=HashMask(0, forbids=2)), request(config, 3, 9, seed=3)
-    simulation = Simulation(config, [(0, sequence) for sequence in (stopped, scored, failed)]).run()
-    assert simulation.scheduler.estimate.average == 1024 + (4 - 1024) / 16
-    simulation.expected[aborted] = expected(aborted)
+    simulation = run(config, stopped, scored, failed)
     simulation.add(aborted)
     for _ in range(4):
         simulation.advance()
     simulation.abort(aborted)
     assert aborted.output_len
-    assert simulation.scheduler.estimate.average == 1024 + (4 - 1024) / 16
+    assert simulation.scheduler.estimate.average == 1024 + (4 - 1024) / 16, "the average of the one that stopped"
 
 
-def test_an_end_that_is_certain_is_expected_whatever_others_did() -> None:
-    """A maximum of tokens with a stop id, or a string or a mask, is only a maximum."""
+def test_a_certain_length_is_predicted_whatever_other_outputs_were() -> None:
+    """With a stop id, a stop string or a mask, max_tokens is only an upper bound."""
     config = make_config(max_model_len=400, max_seqs=8, page_size=4, num_pages=101)
     scheduler = Scheduler(config, LengthEstimate(average=8))
     certain = request(config, 4, 300)
@@ -120,7 +102,7 @@ def test_an_end_that_is_certain_is_expected_whatever_others_did() -> None:
 
 @pytest.mark.parametrize(("count", "at_a_time"), [(5, 5), (6, 3), (10, 5), (11, 4), (13, 5)])
 def test_what_does_not_fit_at_once_goes_in_equal_waves(count: int, at_a_time: int) -> None:
-    """Pages for five sequences, and nothing else to come."""
+    """The pool has pages for five sequences, and no more requests will come if `closed`."""
     config = make_config(max_model_len=16, max_seqs=16, max_step_tokens=64, page_size=4, num_pages=20)
     for closed, most in ((True, at_a_time), (False, 5)):
         scheduler = Scheduler(config)
@@ -130,53 +112,30 @@ def test_what_does_not_fit_at_once_goes_in_equal_waves(count: int, at_a_time: in
         assert simulation.scheduler.stats.preemptions == 0
 
 
-def steps_of(config: EngineConfig, count: int, closed: bool, together: bool = False) -> int:
-    """Of so many sequences of 64 -> 64 tokens; together: all are to be in one step."""
-    scheduler = Scheduler(config)
-    scheduler.closed = closed
-    simulation = run(config, *(request(config, 64, 64, seed=seed) for seed in range(count)), scheduler=scheduler)
-    assert scheduler.stats.preemptions == 0
-    assert scheduler.stats.prefilled_tokens == 64 * count
-    assert (most_running(simulation) == count) == together
-    return len(simulation.batches)
-
-
-def test_a_wave_begins_before_the_one_ahead_has_ended() -> None:
-    """Two of 8 sequences of 128 tokens at the end, of which 14 have room. The second does not wait for 64 steps: 32
-    behind the first it has room when that ends, and a little is kept for what is not known to the step."""
+def test_a_wave_begins_before_the_previous_one_has_ended() -> None:
+    """Two waves of 8 sequences of 64 -> 64 tokens over pages for 14. The second wave begins 32 steps after the first,
+    with room for all of it when the first one ends, and a little later, since the scheduler keeps a margin."""
     config = make_config(max_model_len=128, max_seqs=16, max_step_tokens=1024, page_size=4, num_pages=14 * 32)
-    assert 64 + 32 <= steps_of(config, 16, closed=True, together=True) <= 64 + 32 + 12
-    assert steps_of(config, 16, closed=False) >= 64 + 64, "two have no room until the others end"
+    for closed, together, least, most in ((True, True, 64 + 32, 64 + 32 + 12), (False, False, 64 + 64, 999)):
+        scheduler = Scheduler(config)
+        scheduler.closed = closed  # else 14 run at once, and two wait until they have ended
+        simulation = run(config, *(request(config, 64, 64, seed=seed) for seed in range(16)), scheduler=scheduler)
+        assert scheduler.stats.preemptions == 0
+        assert scheduler.stats.prefilled_tokens == 64 * 16
+        assert (most_running(simulation) == 16) == together
+        assert least <= len(simulation.batches) <= most
 
 
-def random_certain(seed: int) -> Simulation:
-    """Sequences that come at any time, in samples too, and run to their length over few pages."""
-    rng = random.Random(seed)
-    page_size, lanes, longest = rng.choice((1, 2, 4, 8, 16)), rng.choice((3, 6, 12, 24)), rng.choice((12, 24, 48))
-    config = make_config(
-        max_model_len=longest,
-        max_seqs=lanes,
-        max_step_tokens=lanes + rng.choice((0, 1, 5, 40)),
-        page_size=page_size,
-        num_pages=rng.randint(-(-longest // page_size) + 1, lanes * (longest // page_size + 1)),
-        prefix_cache=rng.random() < 0.7,
-    )
-    arrivals: list[tuple[int, Sequence]] = []
-    for number in range(rng.randint(2, 40)):
-        length = rng.randint(1, config.max_model_len - 1)
-        answer, when = rng.randint(1, config.max_model_len - length), rng.choice((0, 0, rng.randint(0, 40)))
-        several = rng.choice((1, 1, 2, 4))
-        arrivals += [(when, request(config, length, answer, seed=number)) for _ in range(several)]
-    scheduler = Scheduler(config)
-    scheduler.closed = rng.random() < 0.5
-    return Simulation(config, arrivals, rng=rng, aborts=rng.choice((0.0, 0.0, 0.05)), scheduler=scheduler)
-
-
-@pytest.mark.parametrize("first", [*range(0, 40, 10), 3660])
-def test_who_runs_to_its_length_is_never_preempted(first: int) -> None:
-    """(3661: a page is being copied whose sequence was aborted.)"""
-    for seed in range(first, first + 10):
-        try:
-            assert random_certain(seed).run().scheduler.stats.preemptions == 0
-        except Exception as error:
-            raise AssertionError(f"random_certain({seed}).run(): {error}") from error
+def test_the_lowest_free_lane_is_taken_and_changes_are_sent_once() -> None:
+    config, lanes = make_config(), LaneTable(3)
+    sequences = [request(config, 3, 4, seed=seed) for seed in range(3)]
+    for sequence in sequences:
+        lanes.take(sequence)
+    for at in (2, 0, 1):
+        lanes.leave(sequences[at])
+    lanes.take(sequences[1])
+    sequences[1].pages += [5, 6]
+    lanes.send_pages(sequences[1], 0)
+    starts, updates = lanes.take_changes()
+    assert (starts[-1].lane, starts[-1].seed, updates) == (0, 1, ((0, 0, (5, 6)),))
+    assert lanes.take_changes() == ((), ())

@@ -1,5 +1,7 @@
-"""engine/cuda_graphs.py and the runner's way of decoding from the lanes: without a GPU the step is called where a
-graph would be replayed, so that all but the capture itself is the real thing."""
+"""CUDA graphs, and decoding from the state of the lanes.
+
+Without a GPU, the step is called where a graph would be replayed. Everything except the capture is real.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,6 @@ from fastgen.engine.speculation.drafting import Drafting
 from fastgen.engine.speculation.options import Speculation
 from fastgen.engine.speculation.planning import DraftPlan
 from fastgen.engine.warm_up import capture
-from fastgen.kernels.state import DecodeInput
 from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.linear import ROW_TILE
 from fastgen.model.packed import PACKED_ROW_TILE
@@ -43,10 +44,10 @@ def test_batch_sizes_rise_to_the_largest_and_lie_close(most: int) -> None:
 
 
 def with_graphs(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Go through `Called` from now on; returns the sizes of decodes that ran."""
+    """Decode with `Called` graphs from now on, and return the list to which the size of each decode is appended."""
     runner = gen._runner
     capturable(monkeypatch)
-    # A multiple of ROW_TILE rows, as without graphs, or the products of the CPU would round otherwise.
+    # A multiple of ROW_TILE rows, as without graphs: other sizes would round differently on the CPU.
     capture(runner, [ROW_TILE, 2 * ROW_TILE])
     graphs = runner.graphs[False]
     assert isinstance(graphs, Called)
@@ -77,7 +78,7 @@ def test_decoding_from_the_lanes_gives_the_same_bits(
 def test_speculative_steps_from_graphs_give_the_same_bits(
     lanes: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In sizes above the lanes, and in rows above the drafted ones, there is padding."""
+    """Sizes above the number of lanes and rows without a draft are padding."""
     prompts, params = PROMPTS[:lanes], SamplingParams(max_tokens=30, seed=5, ignore_eos=True, logprobs=1)
     with Generator(llama, page_size=16, speculate=False) as gen:
         outputs = gen.generate(prompts, params)
@@ -112,7 +113,7 @@ def test_a_mask_is_asked_between_the_forward_and_the_sampler(llama: Path, monkey
     assert len(ran) >= 8
 
 
-def test_padding_lanes_write_to_the_spare_page_alone(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_lanes_write_only_to_the_spare_page(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Generator(llama, max_seqs=ROW_TILE, page_size=16, num_pages=6) as gen:
         with_graphs(gen, monkeypatch)
         runner = gen._runner
@@ -126,8 +127,10 @@ def test_padding_lanes_write_to_the_spare_page_alone(llama: Path, monkeypatch: p
 
 
 def test_the_same_lanes_may_come_back_in_a_step_of_another_size(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five lanes that share nothing run in a step of 5, and later, sharing keys, in one of 8, whose other rows must be
-    padding: lanes that ended long ago would write into pages that others have."""
+    """Five lanes without shared keys run in a step of size 5, and later, with shared keys, in a step of size 8.
+
+    The other three rows of that step must be padding: lanes that ended long ago would write to pages of others.
+    """
     shares = [False]
     capturable(monkeypatch)
     monkeypatch.setattr(SharedPrefixes, "find", lambda *_: shares[0])
@@ -141,7 +144,8 @@ def test_the_same_lanes_may_come_back_in_a_step_of_another_size(llama: Path, mon
         for count in (8, 5):
             gen.generate([random_ids(20)] * count, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
         shares[0] = True
-        gen.generate([random_ids(9)], SamplingParams(max_tokens=1, ignore_eos=True))  # no decodes: looked into anew
+        # After a step without decodes, shared prefixes are looked for again.
+        gen.generate([random_ids(9)], SamplingParams(max_tokens=1, ignore_eos=True))
         seen = []
         monkeypatch.setattr(shared, "_step", lambda size: seen.append(runner.lanes.input.lanes[:size].tolist()))
         gen.generate([random_ids(20)] * 5, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
@@ -151,7 +155,7 @@ def test_the_same_lanes_may_come_back_in_a_step_of_another_size(llama: Path, mon
 
 
 def test_lanes_are_sent_when_they_change(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A steady decode sends nothing of them."""
+    """A steady decode sends nothing about lanes."""
     with Generator(llama, max_seqs=ROW_TILE, page_size=64, speculate=False) as gen:
         with_graphs(gen, monkeypatch)
         sent: list[np.ndarray] = []
@@ -160,11 +164,3 @@ def test_lanes_are_sent_when_they_change(llama: Path, monkeypatch: pytest.Monkey
         )
         gen.generate(PROMPTS[:2], SamplingParams(max_tokens=30, ignore_eos=True, temperature=0))
         assert len(sent) <= 6, [len(array) for array in sent]
-
-
-def test_a_decode_input_is_a_view() -> None:
-    whole = DecodeInput.empty(8, torch.device("cpu"))
-    part = whole.first(3)
-    part.lanes.fill_(5)
-    assert whole.lanes.tolist() == [5, 5, 5, 0, 0, 0, 0, 0]
-    assert part.kv_lens.data_ptr() == whole.kv_lens.data_ptr()

@@ -182,7 +182,7 @@ print(next(json.stream).id)
 
 
 def test_an_open_stream_at_the_exit_of_the_interpreter_is_no_error() -> None:
-    """It ends after the globals of this package are gone."""
+    """The stream is closed after the globals of this package are gone."""
     done = subprocess.run([sys.executable, "-c", OPEN_STREAM], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("r0\n", "")
 
@@ -191,8 +191,10 @@ def test_an_open_stream_at_the_exit_of_the_interpreter_is_no_error() -> None:
 
 
 def at(event: int, action: Callable[[], object], call: Callable[[], T], within: Callable[[str], object] = bool) -> T:
-    """Return what the call returns. `action` runs at one of the points in fastgen where Python may handle a signal.
-    within: the points for whose file it is true are counted."""
+    """Return what the call returns, and run `action` at one of the points in fastgen where Python may handle a signal.
+
+    event: the number of this point. within: only points in files for which it is true are counted.
+    """
     home, count = str(Path(fastgen.__file__).parent), itertools.count()
 
     def profile(frame: FrameType, kind: str, argument: object) -> None:
@@ -214,7 +216,7 @@ def raise_own() -> None:
 
 
 def test_after_an_exception_in_a_step_requests_go_on_or_can_be_aborted(gen: Generator) -> None:
-    """At each point of the loop; those of the modules below come in Fuzz."""
+    """The exception is raised at each point of the loop; Fuzz raises it in other modules too."""
     expected = gen.generate(["hello"], SHORT)[0].completions[0]
     modules, raised = ("generator.py", "loop.py", "contextlib.py"), 0
     for event, aborts in itertools.product(range(60), (False, True)):
@@ -302,7 +304,7 @@ class Fuzz:
     def add(self) -> None:
         request, before = self.pick(), self.gen.unfinished
         self.hit(partial(self.gen.add, request.prompt, request.params, request.id))
-        if self.gen.unfinished > before:  # perhaps after an interrupt, too
+        if self.gen.unfinished > before:  # which may be true after an interrupt too
             self.open[str(request.id)] = []
 
     def step(self) -> None:
@@ -327,7 +329,7 @@ class Fuzz:
     def abort(self) -> None:
         id = self.rng.choice([*self.open, "nobody"])
         outputs = self.hit(partial(self.gen.abort, id)) or []
-        outputs += self.gen.abort(id)  # in case that the first was interrupted
+        outputs += self.gen.abort(id)  # in case the first call was interrupted
         self.tell(self.gen.take_events())  # it may have ended in the step that `abort` waited for
         self.open.pop(id, None)
         for output in outputs:

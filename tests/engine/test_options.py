@@ -1,4 +1,4 @@
-"""Generator's options and EngineConfig: values for options left open, and one clear error for impossible ones."""
+"""GeneratorOptions and EngineConfig: values for options that are left open, and a clear error for impossible ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LARGE = replace(
     MODEL, num_layers=32, windows=(0,) * 32, num_kv_heads=8, num_heads=32, head_size=128, hidden_size=4096,
     intermediate_size=14336, vocab_size=32768, max_position=32768,
 )  # fmt: skip
-ODD = replace(MODEL, intermediate_size=100)  # no multiple of 8
+ODD = replace(MODEL, intermediate_size=100)  # not a multiple of 8
 
 
 def make(model: ModelConfig = MODEL, memory: float = 0, kernels: str = "torch", **given: Any) -> EngineConfig:
@@ -58,7 +58,7 @@ def test_the_defaults() -> None:
         max_step_tokens=512,
         max_prefill_tokens=512,
         page_size=64,
-        num_pages=256 * 16 + 1,  # what every lane could ever use, and one more; far below the default size
+        num_pages=256 * 16 + 1,  # what all lanes can use, and one spare page; far below the default size
         attention="cpu",
         memory_fraction=0.9,
         prefix_cache=True,
@@ -71,7 +71,7 @@ def test_the_defaults() -> None:
     )
 
 
-def test_prefill_tokens_are_limited_only_beside_decodes_and_these_count_where_256_remain() -> None:
+def test_prefill_tokens_are_limited_only_in_steps_with_decodes_and_these_count_if_256_remain() -> None:
     assert make(max_step_tokens=2048).prefill_tokens(200) == 2048 - 200
     limited = make(max_step_tokens=2048, max_prefill_tokens=1024)
     assert [limited.prefill_tokens(decodes) for decodes in (0, 24, 768, 1000, 1900)] == [2048, 1000, 256, 256, 148]
@@ -161,7 +161,7 @@ def test_equal_bits_where_they_cost_little() -> None:
 
 
 def test_where_bits_are_always_equal_all_kernels_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decode kernel and the products in Gluon take every shape."""
+    """The Gluon kernels for decode attention and products must take every shape."""
     monkeypatch.setattr(hopper_products, "GLUON", True)
     chip = Chip((9, 0), 132, 232_448)
     on = set()

@@ -1,5 +1,7 @@
-"""PrefillGraphs: steps of few tokens say in pieces what they say kernel by kernel. Without a GPU a piece is
-called where its graph would be replayed."""
+"""PrefillGraphs: steps of few tokens give the same bits in pieces as kernel by kernel.
+
+Without a GPU, a piece is called where its graph would be replayed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ LAYERS = 3
 
 
 def in_pieces(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on; the numbers of the pieces that run."""
+    """Run steps in pieces from now on, and return the list to which (size, layer) of each piece is appended."""
     capturable(monkeypatch)
     capture(runner, [ROW_TILE])
     assert runner.prefill_graphs is not None
@@ -52,11 +54,9 @@ def test_sizes_rise_and_fill_tiles() -> None:
 @pytest.mark.parametrize(
     ("family", "budget"), [("llama", 32), ("mistral", 50), ("qwen2", 32), ("qwen3", 32)], indirect=["family"]
 )
-def test_any_schedule_says_in_pieces_what_it_says_without(
-    budget: int, family: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests come at random, to few pages and a small host tier; steps of more than 32 tokens have no pieces."""
-    draw, plain = random.Random(budget), each_apart(family)  # which is said kernel by kernel
+def test_pieces_change_no_bit_in_any_schedule(budget: int, family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests arrive at random, with few pages and a small host tier; steps of more than 32 tokens have no pieces."""
+    draw, plain = random.Random(budget), each_apart(family)  # computed kernel by kernel
     options = {"page_size": 8, "num_pages": 24, "max_seqs": ROW_TILE, "max_step_tokens": budget}
     with Generator(family, **options, host_cache_gb=host_gb(family, 40, 8)) as gen:  # type: ignore[arg-type]
         gen._loop.scheduler = hopeful(gen.config)
@@ -99,26 +99,11 @@ def test_any_schedule_says_in_pieces_what_it_says_without(
     assert any(batch.find(ScorePlan) for batch in few)
     assert any(chunk.forks for batch in few for chunk in batch.prefills)
     if budget == 32:
-        assert any(not batch.sampling for batch in few), "parts of prompts alone: the last layer ends with their keys"
+        assert any(not batch.sampling for batch in few), "with parts of prompts, the last layer ends with their keys"
 
 
-def test_padding_writes_to_the_spare_page_alone(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = make_runner(llama)
-    ran = in_pieces(runner, monkeypatch)
-    runner.pool.whole.fill_(7)
-    first = Prefill(0, 0, tuple(random_ids(5)), sample=True)
-    begun = (start(0, SamplingParams(temperature=0), (), 5),)
-    run(runner, Batch(prefills=(first,), starts=begun, page_updates=table(0, [4])))
-    assert ran == [(16, layer) for layer in range(LAYERS)]
-    for pool in (runner.pool.keys, runner.pool.values):
-        untouched = pool == 7
-        assert not untouched[:, 4, :, :5].any()
-        untouched[:, 4, :, :5] = True
-        assert untouched[:, : runner.pool.spare].all()
-
-
-def test_what_is_padding_has_no_slot(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU it is written nowhere at all; a longer step has left slots behind a shorter one's rows."""
+def test_padding_has_no_slot(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So padding is written nowhere. The slots of a longer step must not remain after the rows of a shorter one."""
     runner = make_runner(llama)
     in_pieces(runner, monkeypatch)
     mapping, seen = runner.model.slot_mapping, []
@@ -218,8 +203,8 @@ assert len(runners[0].prefill_graphs.graphs.ran) > 3, "some have pieces"
 
 
 @pytest.mark.long
-def test_ranks_say_in_pieces_what_they_say_without(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Steps that are cut in two have none."""
+def test_pieces_change_no_bit_with_two_ranks(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Steps that are cut in two have no pieces."""
     folder = checkpoint("Llama", attention_bias=True, mlp_bias=True)
     path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent.parent)])
     processes = [

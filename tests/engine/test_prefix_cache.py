@@ -1,4 +1,4 @@
-"""What sequences share: prefixes in the cache, forks of one prefill, and what that does to who is admitted."""
+"""Shared pages: cached prefixes, forks of one prefill, and how sharing changes admission."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from hash_model import HashMask, expected, hopeful, make_config, make_sequence, page_moves
 from invariants import check_scheduler
-from simulation import Simulation, run
+from simulation import Simulation, begin, run
 
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.scheduler import Scheduler
-from fastgen.request import SamplingParams, Sequence, Status, StepResult
+from fastgen.request import SamplingParams, Sequence, StepResult
 
 
 def ask(config: EngineConfig, prompt: list[int], max_tokens: int | None, index: int = 0, **other: Any) -> Sequence:
@@ -24,29 +24,14 @@ def samples(config: EngineConfig, prompt: list[int], n: int, max_tokens: int) ->
     return [ask(config, prompt, max_tokens, index) for index in range(n)]
 
 
-def simulate(config: EngineConfig, *sequences: Sequence, **other: Any) -> Simulation:
-    """All of them are added, and nothing has run."""
-    simulation = Simulation(config, [(0, sequence) for sequence in sequences], **other)
-    for _, sequence in simulation.arrivals:
-        simulation.add(sequence)
-    simulation.arrivals.clear()
-    return simulation
-
-
 def then(simulation: Simulation, *sequences: Sequence) -> None:
-    """Run all to their end, and these after them."""
+    """Run all sequences to their end, and then these."""
     while simulation.scheduler.busy:
         simulation.advance()
     for sequence in sequences:
-        simulation.expected[sequence] = expected(sequence)
         simulation.add(sequence)
     while simulation.scheduler.busy:
         simulation.advance()
-
-
-def chunks(simulation: Simulation) -> list[list[tuple[int, int, int]]]:
-    """(lane, start, tokens) of the prefill chunks of each step."""
-    return [[(c.lane, c.start, len(c.tokens)) for c in batch.prefills] for batch in simulation.batches]
 
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
@@ -58,9 +43,10 @@ PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 def test_a_prefix_is_shared_in_the_very_step_that_computes_it() -> None:
     config = make_config(max_step_tokens=64)
     first, second = ask(config, [*PROMPT, 1], 4), ask(config, [*PROMPT, 2, 3], 4)
-    simulation = simulate(config, first, second)
+    simulation = begin(config, first, second)
     simulation.advance()
-    assert chunks(simulation) == [[(0, 0, 11), (1, 8, 4)]]
+    [batch] = simulation.batches
+    assert [(chunk.lane, chunk.start, len(chunk.tokens)) for chunk in batch.prefills] == [(0, 0, 11), (1, 8, 4)]
     assert first.pages[:2] == second.pages[:2]
     assert first.pages[2] != second.pages[2]
     assert (first.cached_tokens, second.cached_tokens, simulation.scheduler.stats.cached_tokens) == (0, 8, 8)
@@ -70,7 +56,7 @@ def test_a_prefix_is_shared_in_the_very_step_that_computes_it() -> None:
 @pytest.mark.parametrize(("length", "cached"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (10, 8)])
 def test_the_last_known_token_is_always_computed(length: int, cached: int) -> None:
     config = make_config()
-    simulation = simulate(config, ask(config, PROMPT, 1))
+    simulation = begin(config, ask(config, PROMPT, 1))
     again = ask(config, PROMPT[:length], 1)
     then(simulation, again)
     assert again.cached_tokens == cached
@@ -79,10 +65,10 @@ def test_the_last_known_token_is_always_computed(length: int, cached: int) -> No
 
 
 @pytest.mark.parametrize(("start", "cached"), [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (10, 8)])
-def test_what_a_prompt_logprob_comes_from_is_computed(start: int, cached: int) -> None:
+def test_the_row_before_a_scored_position_is_computed(start: int, cached: int) -> None:
     """The logprob at position `start` comes from the row before it."""
     config = make_config()
-    simulation = simulate(config, ask(config, PROMPT, 1))
+    simulation = begin(config, ask(config, PROMPT, 1))
     scored = ask(config, PROMPT, 0, prompt_logprobs=0, score=(start, 1.0))
     then(simulation, scored)
     assert scored.cached_tokens == cached
@@ -92,7 +78,7 @@ def test_what_a_prompt_logprob_comes_from_is_computed(start: int, cached: int) -
 def test_an_answer_is_found_again_with_its_prompt() -> None:
     config = make_config(page_size=2)
     first = ask(config, PROMPT[:5], 8)
-    simulation = simulate(config, first)
+    simulation = begin(config, first)
     then(simulation)
     assert len(first.token_ids) == 13
     follow_up = ask(config, [*first.token_ids, 1, 2], 3)
@@ -105,8 +91,7 @@ def test_the_token_too_many_after_a_stop_is_not_in_the_cache() -> None:
     config = make_config(page_size=1)
     first = ask(config, PROMPT[:5], 8)
     first.stop_ids = frozenset({expected(ask(config, PROMPT[:5], 8)).token_ids[8]})
-    simulation = simulate(config, first)
-    simulation.expected[first] = expected(first)
+    simulation = begin(config, first)
     then(simulation)
     assert simulation.seen["dropped"] == 1
     known = len(first.token_ids)
@@ -117,35 +102,26 @@ def test_the_token_too_many_after_a_stop_is_not_in_the_cache() -> None:
     simulation.run()
 
 
-def test_a_preempted_sequence_finds_its_pages_again() -> None:
-    config = make_config(num_pages=9, page_size=2, max_step_tokens=64)
-    sequences = [ask(config, [seed, *PROMPT[:3]], 12) for seed in range(3)]
-    simulation = run(config, *sequences, scheduler=hopeful(config))
-    scheduler = simulation.scheduler
-    assert scheduler.stats.preemptions > 0
-    assert scheduler.stats.cached_tokens > 0
-    off = make_config(num_pages=9, page_size=2, max_step_tokens=64, prefix_cache=False)
-    sequences = [ask(off, [seed, *PROMPT[:3]], 12) for seed in range(3)]
-    assert (
-        run(off, *sequences, scheduler=hopeful(off)).scheduler.stats.prefilled_tokens > scheduler.stats.prefilled_tokens
-    )
-    assert all(sequence.cached_tokens == 0 for sequence in sequences), "only what is found at first counts"
-
-
-def test_without_a_prefix_cache_nothing_is_indexed() -> None:
-    config = make_config(prefix_cache=False)
-    simulation = simulate(config, ask(config, PROMPT, 6))
-    again = ask(config, PROMPT, 6)
-    then(simulation, again)
-    assert again.cached_tokens == simulation.scheduler.stats.cached_tokens == 0
-    assert len(simulation.scheduler.pages._free) == config.num_pages
-    simulation.run()
+def test_a_preempted_sequence_finds_its_pages_again_with_a_prefix_cache() -> None:
+    prefilled = []
+    for prefix_cache in (False, True):
+        config = make_config(num_pages=9, page_size=2, max_step_tokens=64, prefix_cache=prefix_cache)
+        sequences = [ask(config, [seed, *PROMPT[:3]], 12) for seed in range(3)]
+        simulation = begin(config, *sequences, scheduler=hopeful(config))
+        then(simulation)
+        stats = simulation.scheduler.stats
+        prefilled.append(stats.prefilled_tokens)
+        assert stats.preemptions > 0
+        assert (stats.cached_tokens > 0) == prefix_cache
+        assert all(sequence.cached_tokens == 0 for sequence in sequences), "only what is found at first counts"
+        assert any(simulation.scheduler.pages.match(each.token_ids, 16) for each in sequences) == prefix_cache
+    assert prefilled[0] > prefilled[1]
 
 
 def test_evicted_pages_come_back_from_the_host_tier() -> None:
     config = make_config(num_pages=6, host_pages=8, max_model_len=20, max_step_tokens=32)
     first = ask(config, [*PROMPT, *PROMPT[:3]], 2)
-    simulation = simulate(config, first)
+    simulation = begin(config, first)
     other = ask(config, [1] * 18, 2)
     then(simulation, other)
     scheduler = simulation.scheduler
@@ -218,43 +194,19 @@ def test_a_chunked_prompt_is_forked_when_its_last_chunk_is_scheduled() -> None:
     assert simulation.scheduler.stats.prefilled_tokens == 10
 
 
-def test_a_source_that_ends_at_once_holds_its_page_until_it_is_copied() -> None:
-    config = make_config(num_pages=8, max_step_tokens=64)
-    source, fork, filler = ask(config, PROMPT, 1), ask(config, PROMPT, 9, index=1), ask(config, [5] * 20, 1)
-    simulation = simulate(config, source, fork, filler)
-    simulation.advance()
-    page = source.pages[-1]
-    simulation.advance()
-    assert [source for source, _ in simulation.batches[0].copies] == [page]
-    assert source.status is Status.FINISHED
-    assert page not in page_moves(simulation.batches[1]).fresh
-    simulation.run()
-
-
-def test_a_fork_that_is_aborted_after_its_copy_leaves_the_others_alone() -> None:
-    config = make_config(max_step_tokens=64)
-    sequences = samples(config, PROMPT, 3, 5)
-    simulation = simulate(config, *sequences)
-    simulation.advance()
-    simulation.abort(sequences[1])
-    simulation.run()
-    assert simulation.seen["copies"] == 2
-
-
 # -------------------------------------------------------------------------------------------- new weights
 
 
-def test_nothing_of_old_weights_is_given_to_who_comes_after_an_update() -> None:
+def test_no_kv_of_old_weights_is_given_to_sequences_after_an_update() -> None:
     config = make_config(max_step_tokens=4, max_seqs=2)
     old = ask(config, PROMPT, 12)
-    simulation = simulate(config, old)
+    simulation = begin(config, old)
     simulation.advance()
     simulation.update_weights()  # its first page is computed, and the rest is not
     sibling, later = ask(config, PROMPT, 4, index=1), ask(config, PROMPT, 4, index=2)
     for sequence in (sibling, later):
-        simulation.expected[sequence] = expected(sequence, version=1)
         simulation.add(sequence)
-    simulation.run()  # the answers are those of the new weights alone
+    simulation.run()  # their answers come from the new weights only
     assert old.preemptions == 1, "its prefill began again"
     assert (sibling.cached_tokens, later.cached_tokens) == (9, 8), "of the new weights"
 
@@ -263,7 +215,7 @@ def test_nothing_of_old_weights_is_given_to_who_comes_after_an_update() -> None:
 
 
 def drive(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> int:
-    """Run so many steps whose tokens are all 1; returns how many sequences ran at a time at most."""
+    """Run `steps` steps whose tokens are all 1, and return the maximum number of sequences that ran at a time."""
     for sequence in sequences:
         scheduler.add(sequence)
     scheduler.closed = True
@@ -279,31 +231,26 @@ def drive(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> int:
     return most
 
 
-def large(num_pages: int) -> EngineConfig:
-    return make_config(max_model_len=4096, max_seqs=1024, max_step_tokens=8192, page_size=64, num_pages=num_pages)
-
-
-def test_64_groups_of_16_samples_run_in_one_wave() -> None:
-    """1024 -> 512 tokens: 9216 pages with sharing, and 24576 without."""
-    config = large(13000)
-    groups = [samples(config, [group, *range(1, 1024)], 16, 512) for group in range(64)]
+@pytest.mark.parametrize(
+    ("num_pages", "prompts", "n", "prefilled"),
+    [
+        (13000, [[group, *range(1, 1024)] for group in range(64)], 16, 64 * 1024),  # 24576 pages without sharing
+        (6000, [[*range(2048), at, *range(99)] for at in range(512)], 1, 2048 + 512 * 100),
+    ],
+    ids=["samples", "a common prefix"],
+)
+def test_what_shares_its_prompt_runs_in_one_wave(
+    num_pages: int, prompts: list[list[int]], n: int, prefilled: int
+) -> None:
+    config = make_config(max_model_len=4096, max_seqs=1024, max_step_tokens=8192, page_size=64, num_pages=num_pages)
     scheduler = Scheduler(config)
-    assert drive(scheduler, [sequence for group in groups for sequence in group], 12) == 1024
-    assert scheduler.stats.preemptions == 0
-    assert scheduler.stats.prefilled_tokens == 64 * 1024
+    sequences = [sequence for prompt in prompts for sequence in samples(config, prompt, n, 512)]
+    assert drive(scheduler, sequences, 12) == len(sequences)
+    assert (scheduler.stats.preemptions, scheduler.stats.prefilled_tokens) == (0, prefilled)
 
 
-def test_512_requests_behind_a_common_prefix_run_in_one_wave() -> None:
-    config = large(6000)
-    scheduler = Scheduler(config)
-    sequences = [ask(config, [*range(2048), at, *range(99)], 512) for at in range(512)]
-    assert drive(scheduler, sequences, 12) == 512
-    assert scheduler.stats.preemptions == 0
-    assert scheduler.stats.prefilled_tokens == 2048 + 512 * 100
-
-
-def test_what_is_shared_is_reserved_once_and_who_runs_can_still_grow() -> None:
-    """A prompt of four pages, and two more for each answer: 4 + 2 n."""
+def test_shared_pages_are_reserved_once_and_running_sequences_can_still_grow() -> None:
+    """The prompt has four pages, and each of n outputs has two more: 4 + 2 n."""
     for num_pages, at_once in ((11, 3), (12, 4), (13, 4), (14, 5)):
         config = make_config(max_seqs=8, max_step_tokens=64, num_pages=num_pages)
         simulation = run(config, *samples(config, [*PROMPT, *PROMPT[:6]], 5, 9))
@@ -311,9 +258,9 @@ def test_what_is_shared_is_reserved_once_and_who_runs_can_still_grow() -> None:
         assert simulation.scheduler.stats.preemptions == 0
 
 
-def test_cached_pages_that_nobody_holds_are_as_good_as_free() -> None:
+def test_cached_pages_without_references_count_as_free() -> None:
     config = make_config(num_pages=6, max_model_len=20, max_step_tokens=32)
-    simulation = simulate(config, ask(config, [*PROMPT, *PROMPT], 1))
+    simulation = begin(config, ask(config, [*PROMPT, *PROMPT], 1))
     then(simulation)
     assert simulation.scheduler.pages.available == 6
     assert simulation.scheduler.wants_more
@@ -323,9 +270,9 @@ def test_cached_pages_that_nobody_holds_are_as_good_as_free() -> None:
     simulation.run()
 
 
-def test_pages_that_match_and_that_nobody_holds_are_needed_all_the_same() -> None:
+def test_matching_pages_without_references_count_as_needed() -> None:
     config = make_config(num_pages=6, max_model_len=20, max_step_tokens=32)
-    simulation = simulate(config, ask(config, [*PROMPT, *PROMPT[:7]], 1))
+    simulation = begin(config, ask(config, [*PROMPT, *PROMPT[:7]], 1))
     then(simulation)
     runs, waits = ask(config, [1] * 9, 4), ask(config, [*PROMPT, *PROMPT[:7]], 1)  # three pages; four of them cached
     then(simulation, runs, waits)
@@ -335,22 +282,10 @@ def test_pages_that_match_and_that_nobody_holds_are_needed_all_the_same() -> Non
     simulation.run()
 
 
-def test_a_cached_prompt_that_has_to_wait_is_looked_up_once() -> None:
+def test_a_prompt_that_has_to_wait_is_not_looked_up_again_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(num_pages=6, max_model_len=20, max_step_tokens=32)
-    simulation = simulate(config, ask(config, [*PROMPT, *PROMPT[:7]], 1))
+    simulation = begin(config, ask(config, [1] * 9, 11), ask(config, [*PROMPT, *PROMPT[:7]], 1))
+    match, lookups = simulation.scheduler.pages.match, []
+    monkeypatch.setattr(simulation.scheduler.pages, "match", lambda *given: lookups.append(given) or match(*given))
     then(simulation)
-    before = simulation.seen["match"]
-    runs, waits = ask(config, [1] * 9, 11), ask(config, [*PROMPT, *PROMPT[:7]], 1)
-    then(simulation, runs, waits)
-    assert simulation.seen["match"] - before <= 8, "once a page that the other takes, not once a token"
-    simulation.run()
-
-
-def test_one_that_can_not_fit_is_not_looked_up_again_each_step() -> None:
-    config = make_config(num_pages=6, max_model_len=20, max_step_tokens=32)
-    simulation = simulate(config, ask(config, [1] * 9, 10), ask(config, [2] * 9, 10))
-    while simulation.scheduler.busy:
-        simulation.advance()
-    assert simulation.scheduler.stats.preemptions == 0
-    assert simulation.seen["match"] <= 4
-    simulation.run()
+    assert len(lookups) <= 5, "once a page that the other takes, not once a token"

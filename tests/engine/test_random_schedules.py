@@ -1,12 +1,9 @@
-"""The scheduler and its allocator over the hash model: random schedules, and broken ones that they notice."""
+"""The scheduler and its allocator over the hash model, in random schedules. scripts/check/mutate.py breaks them."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 from hash_model import (
@@ -14,21 +11,18 @@ from hash_model import (
     VOCAB,
     HashMask,
     InexactEstimate,
-    draft_plan,
     drawn_first,
     expected,
     make_config,
     make_sequence,
 )
-from simulation import Simulation, WrongAnswerError
+from simulation import Simulation
 
-from fastgen.engine.admission import LaneTable, LengthEstimate
-from fastgen.engine.host_pages import TieredPageAllocator
+from fastgen.engine.admission import LengthEstimate
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.pages import PageMoves
 from fastgen.engine.scheduler import Scheduler
 from fastgen.engine.speculation.options import Speculation
-from fastgen.request import Batch, SamplingParams, Sequence, Status, StepResult
+from fastgen.request import SamplingParams, Sequence
 
 SEEDS_A_TEST = 100
 SEEDS = 2000
@@ -70,7 +64,7 @@ def random_mask(rng: random.Random) -> HashMask | None:
 
 
 def random_prompt(rng: random.Random, room: int, before: list[Sequence]) -> list[int]:
-    """Tokens of its own, or first those of a request before it, or those and its answer: all or a part of them."""
+    """Return random tokens, which may follow all or a part of an earlier prompt, with or without its output."""
     prompt = [rng.randrange(VOCAB) for _ in range(min(rng.randint(1, room), rng.randint(1, room)))]
     if rng.random() < 0.02:
         prompt[rng.randrange(len(prompt))] = POISON
@@ -109,7 +103,7 @@ def random_request(rng: random.Random, config: EngineConfig, before: list[Sequen
 
 
 def resume(sequence: Sequence, rng: random.Random) -> None:
-    """Let a sequence begin with a part of its answer, as one that was aborted."""
+    """Let a sequence begin with a part of its output, as after an abort."""
     right = expected(sequence)
     count = rng.randrange(max(len(right.drawn.logprobs), 1))
     sequence.token_ids = right.token_ids[: sequence.prompt_len + count]
@@ -120,7 +114,7 @@ def resume(sequence: Sequence, rng: random.Random) -> None:
 
 
 def random_estimate(rng: random.Random, crowd: bool) -> LengthEstimate:
-    """One that is above all answers, or one that may be below some or all of them."""
+    """Return an estimate that is above all output lengths, or one that may be below some or all of them."""
     if crowd and rng.random() < 0.5:
         return InexactEstimate(0, 0)
     if rng.random() < 0.3:
@@ -129,11 +123,8 @@ def random_estimate(rng: random.Random, crowd: bool) -> LengthEstimate:
     return kind(rng.choice((0, 0, 2, 3, 10)), rng.choice((0, 1 / 16, 1)))
 
 
-MakeScheduler = Callable[[EngineConfig, LengthEstimate], Scheduler]
-
-
-def random_simulation(seed: int, make_scheduler: MakeScheduler = Scheduler, check: bool = True) -> Simulation:
-    """Some of them are crowds: many requests that share a lot, few pages, a small host tier."""
+def random_simulation(seed: int) -> Simulation:
+    """Return a simulation; some are crowds: many requests that share prefixes, few pages, and a small host tier."""
     rng = random.Random(seed)
     crowd = rng.random() < 0.4
     config = random_config(rng, crowd)
@@ -152,8 +143,7 @@ def random_simulation(seed: int, make_scheduler: MakeScheduler = Scheduler, chec
         updates=rng.choice((0.0, 0.0, 0.0, 0.05)),
         sleeps=rng.choice((0.0, 0.1)),
         waves=rng.random() < 0.5,
-        scheduler=make_scheduler(config, random_estimate(rng, crowd)),
-        check=check,
+        scheduler=Scheduler(config, random_estimate(rng, crowd)),
     )
 
 
@@ -164,10 +154,10 @@ def run_seeds(seeds: range) -> Counter[str]:
         try:
             simulation = random_simulation(seed).run()
             scheduler = simulation.scheduler
-            longer = scheduler.estimate.average > 28  # than all answers
+            longer = scheduler.estimate.average > 28  # than all outputs
             if longer and not simulation.config.speculate and not simulation.seen["reset"]:
                 asked = simulation.seen["computed again"]
-                assert scheduler.stats.preemptions == asked, "preempted where no answer got longer than expected"
+                assert scheduler.stats.preemptions == asked, "preempted although no output got longer than predicted"
         except Exception as error:
             raise AssertionError(f"random_simulation({seed}).run(): {error}") from error
         seen += simulation.seen
@@ -175,13 +165,13 @@ def run_seeds(seeds: range) -> Counter[str]:
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_A_TEST))
-def test_any_schedule_gives_the_answers_of_no_schedule(first: int) -> None:
+def test_any_schedule_gives_the_outputs_of_the_oracle(first: int) -> None:
     run_seeds(range(first, first + SEEDS_A_TEST))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(SEEDS, LONG_SEEDS, LONG_SEEDS // 200))
-def test_any_of_many_schedules_gives_the_answers_of_no_schedule(first: int) -> None:
+def test_any_of_many_schedules_gives_the_outputs_of_the_oracle(first: int) -> None:
     run_seeds(range(first, first + LONG_SEEDS // 200))
 
 
@@ -194,120 +184,3 @@ def test_the_random_schedules_reach_every_corner() -> None:
     errors = ("the logits are not finite", "the mask allowed no token", "'no rows today')", "'not that token')")
     assert not [corner for corner in corners + reasons + errors if seen[corner] < 10], seen
     assert seen["cut"], "no stop string came before other tokens of its step"
-
-
-class DoubledPages(TieredPageAllocator):
-    """Now and then takes a page for free that it has just handed out."""
-
-    def grow(self, pages: list[int], num_tokens: int) -> bool:
-        grown = super().grow(pages, num_tokens)
-        if grown and pages and pages[-1] % 5 == 0:
-            self.release([pages[-1]])
-        return grown
-
-
-def with_pages(kind: type[TieredPageAllocator]) -> MakeScheduler:
-    def make(config: EngineConfig, estimate: LengthEstimate) -> Scheduler:
-        scheduler = Scheduler(config, estimate)
-        scheduler.pages = scheduler.reservations.pages = kind(config.num_pages, config.page_size, config.host_pages)
-        return scheduler
-
-    return make
-
-
-def with_lanes(kind: type[LaneTable]) -> MakeScheduler:
-    def make(config: EngineConfig, estimate: LengthEstimate) -> Scheduler:
-        scheduler = Scheduler(config, estimate)
-        scheduler.lanes.__class__ = kind
-        return scheduler
-
-    return make
-
-
-class DropsPageUpdate(LaneTable):
-    def send_pages(self, sequence: Sequence, first: int) -> None:
-        if len(sequence.pages) != 3:
-            super().send_pages(sequence, first)
-
-
-class BeginsTooLate(Scheduler):
-    def _admit(self) -> bool:
-        admitted = super()._admit()
-        if admitted and self.running[-1].preemptions:
-            sequence = self.running[-1]
-            sequence.computed = min(sequence.computed + self.config.page_size, len(sequence.token_ids) - 1)
-        return admitted
-
-
-class ForgetsCopies(TieredPageAllocator):
-    def fork(self, pages: list[int], source: list[int], copy: bool) -> None:
-        super().fork(pages, source, copy=False)
-
-
-class ForgetsSaves(TieredPageAllocator):
-    def take_moves(self) -> PageMoves | None:
-        moves = super().take_moves()
-        return moves and replace(moves, saves=())
-
-
-class RemembersOldWeights(TieredPageAllocator):
-    def drop_index(self) -> None:
-        """Forgets to."""
-
-
-class KeepsOldKV(Scheduler):
-    def preempt_all(self) -> None:
-        """Does not."""
-
-
-class IndexesOldKV(Scheduler):
-    def drop_prefixes(self) -> None:
-        super().drop_prefixes()
-        for sequence in self.running:
-            sequence.indexed = 0
-
-
-class ForgetsLaneStart(LaneTable):
-    def take_changes(self) -> tuple[Any, Any]:
-        starts, updates = super().take_changes()
-        return tuple(start for start in starts if not self[start.lane].preemptions), updates
-
-
-class KeepsTokenTooMany(Scheduler):
-    def _end_at(self, sequence: Sequence, token: int) -> None:
-        super()._end_at(sequence, token)
-        if sequence.status is Status.FINISHED and sequence.pending:
-            sequence.token_ids.append(token)
-
-
-class CountsARowTooMany(Scheduler):
-    wrong = 1
-
-    def update(self, batch: Batch, result: StepResult) -> list[Sequence]:
-        for lane in batch.decodes if draft_plan(batch).rows else ():
-            self.lanes[lane].computed += self.wrong
-        return super().update(batch, result)
-
-
-class CountsARowTooFew(CountsARowTooMany):
-    wrong = -1
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        *(CountsARowTooMany, CountsARowTooFew),
-        *(BeginsTooLate, KeepsTokenTooMany, KeepsOldKV, IndexesOldKV),
-        *map(with_lanes, (DropsPageUpdate, ForgetsLaneStart)),
-        *map(with_pages, (DoubledPages, ForgetsCopies, ForgetsSaves, RemembersOldWeights)),
-    ],
-)
-def test_the_simulation_notices_a_broken_scheduler_by_its_answers(broken: MakeScheduler) -> None:
-    for seed in range(120):
-        try:
-            random_simulation(seed, broken, check=False).run()
-        except WrongAnswerError:
-            return
-        except (AssertionError, LookupError, ValueError):
-            pass  # noticed as well, but not by the answer
-    pytest.fail("no answer is wrong")

@@ -1,5 +1,4 @@
-"""runner.py through the engine: scores and logprobs are transformers', and a step that breaks off loses nothing; and
-by batches made by hand: a fork says what a lane that prefilled says."""
+"""The Runner: scores and logprobs equal the ones of transformers, and forks draw what lanes with a prefill draw."""
 
 from __future__ import annotations
 
@@ -7,8 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,15 +22,14 @@ from fastgen.engine.prompt_scorer import SCORE_ROWS
 from fastgen.engine.prompt_scores import Scored, ScoreRequest
 from fastgen.engine.warm_up import capture
 from fastgen.model.linear import ROW_TILE
-from fastgen.parallel.group import Group
 from fastgen.request import Batch, Prefill
 
-pytestmark = pytest.mark.timeout(60)  # a loop that waits for what never comes is what goes wrong here
+pytestmark = pytest.mark.timeout(60)  # the usual fault here is a loop that waits forever
 PROMPTS = [random_ids(length) for length in (1, 2, 40, 90)]
 
 
 def target_logprobs(folder: Path, ids: list[int], temperature: float = 1.0) -> list[float]:
-    """transformers' logprobs of ids, NaN at position 0."""
+    """Return the logprobs of ids as transformers computes them, NaN at position 0."""
     logprobs = (hf_logits(folder, ids) / temperature).log_softmax(-1)
     return [math.nan, *logprobs[range(len(ids) - 1), ids[1:]].tolist()]
 
@@ -57,16 +54,6 @@ def test_scores_are_those_of_transformers(family: Path, step: int) -> None:
                 assert close(found, wanted[start:])
         assert close(gen.score(PROMPTS[3:], start=7)[0], target_logprobs(family, PROMPTS[3])[7:])
         check_idle(gen)
-
-
-def test_a_score_is_what_generation_said(family: Path) -> None:
-    params = SamplingParams(max_tokens=20, temperature=0.7, top_p=0.9, frequency_penalty=0.5, seed=1, ignore_eos=True)
-    with Generator(family, max_seqs=4, max_step_tokens=32, page_size=16) as gen:
-        outputs = gen.generate(PROMPTS, params)
-        said = [output.completions[0] for output in outputs]
-        scored = gen.score([p + c.token_ids for p, c in zip(PROMPTS, said, strict=True)], list(map(len, PROMPTS)))
-    for completion, scores in zip(said, scored, strict=True):
-        assert close(scores, completion.raw_logprobs)
 
 
 def test_long_prompts_are_scored_piece_by_piece(llama: Path) -> None:
@@ -104,24 +91,13 @@ def limited(logits: Callable[[torch.Tensor], torch.Tensor], rows: int) -> Callab
         (([[5, 6], "hello"],), "no tokenizer files"),
     ],
 )
-def test_what_can_not_be_scored(llama: Path, arguments: tuple[Any, ...], message: str) -> None:
+def test_sequences_that_cannot_be_scored(llama: Path, arguments: tuple[Any, ...], message: str) -> None:
     with Generator(llama) as gen:
         with pytest.raises((ValueError, TypeError), match=message):
             gen.score(*arguments)
         assert gen.unfinished == 0
         check_idle(gen)
         assert len(gen.score([[5] * 512])[0]) == 512
-
-
-def test_scores_run_beside_added_requests(gen: Generator) -> None:
-    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-    expected = gen.generate(PROMPTS[2], params)[0].completions[0].token_ids
-    gen.add(PROMPTS[2], params)
-    events = gen.step()
-    assert len(gen.score(PROMPTS)[3]) == 90
-    while gen.unfinished:
-        events += gen.step()
-    assert [token for event in events for token in event.token_ids] == expected
 
 
 # Logprobs.
@@ -151,20 +127,6 @@ def test_raw_logprobs_and_alternatives_are_those_of_transformers(family: Path) -
             assert close(row[list(top)].tolist(), best.values.tolist())
 
 
-def test_logprobs_are_of_the_distribution_that_was_sampled_from(gen: Generator) -> None:
-    params = SamplingParams(max_tokens=30, temperature=0.7, top_k=5, seed=0, ignore_eos=True, return_sampling_mask=True)
-    completion = gen.generate([random_ids(20)], params)[0].completions[0]
-    ids = random_ids(20) + completion.token_ids
-    logits = hf_logits(gen.folder, ids)[19:-1] / 0.7
-    assert completion.sampling_mask is not None
-    for token, row, logprob, kept in zip(
-        completion.token_ids, logits, completion.logprobs, completion.sampling_mask, strict=True
-    ):
-        assert sorted(kept) == sorted(row.topk(5).indices.tolist())
-        assert logprob == pytest.approx((row[token] - row[kept].logsumexp(0)).item(), abs=1e-4)
-    assert any(logprob < -0.1 for logprob in completion.logprobs)
-
-
 def test_greedy_logprobs_are_0_and_lists_are_as_long_as_the_ids(gen: Generator) -> None:
     greedy = SamplingParams(max_tokens=15, temperature=0, ignore_eos=True)
     ids = gen.generate([random_ids(8)], greedy)[0].completions[0].token_ids
@@ -183,16 +145,13 @@ def test_greedy_logprobs_are_0_and_lists_are_as_long_as_the_ids(gen: Generator) 
     assert completion.sampling_mask == [[token] for token in completion.token_ids]
 
 
-def test_what_is_not_asked_for_is_none(gen: Generator) -> None:
-    output = gen.generate([random_ids(8)], SamplingParams(max_tokens=2))[0]
-    assert output.prompt_logprobs is None
-    assert output.prompt_top_logprobs is None
-    assert output.completions[0].top_logprobs is None
-    assert output.completions[0].sampling_mask is None
-
-
-def test_a_prompt_alone_can_be_scored(gen: Generator) -> None:
-    output = gen.generate([random_ids(8)], SamplingParams(max_tokens=0, prompt_logprobs=1))[0]
+def test_a_request_may_only_score_its_prompt_and_lists_not_asked_for_are_none(gen: Generator) -> None:
+    prompts = [random_ids(8)] * 2
+    plain, output = gen.generate(
+        prompts, [SamplingParams(max_tokens=2), SamplingParams(max_tokens=0, prompt_logprobs=1)]
+    )
+    assert plain.prompt_logprobs is plain.prompt_top_logprobs is None
+    assert plain.completions[0].top_logprobs is plain.completions[0].sampling_mask is None
     completion = output.completions[0]
     assert (completion.token_ids, completion.text, completion.finish_reason) == ([], "", "length")
     assert output.prompt_logprobs is not None
@@ -205,7 +164,7 @@ def test_a_prompt_alone_can_be_scored(gen: Generator) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 45])
-def test_a_fork_says_what_a_lane_that_prefilled_says(family: Path, length: int) -> None:
+def test_a_fork_draws_what_a_lane_with_a_prefill_draws(family: Path, length: int) -> None:
     runner, prompt = make_runner(family), random_ids(length)
     expected, _ = siblings(runner, prompt, forked=False)
     runner.clear_lanes()
@@ -257,33 +216,6 @@ def test_the_last_layer_computes_the_row_of_all_forks_once(llama: Path, monkeypa
     )
     siblings(runner, random_ids(20), forked=True, steps=0)
     assert ends[-1][0].tolist() == [0, 24, 25], "lane 3, all siblings, lane 5; of 26 rows"
-
-
-def test_of_a_step_in_two_parts_the_first_alone_has_the_decodes_that_share(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Attention knows them by their rows, from 0 on: rows of the second part are others."""
-    runner = make_runner(llama)
-    monkeypatch.setattr("fastgen.engine.halves.CUT_TOKENS", 32)
-    monkeypatch.setattr("fastgen.engine.halves.CUT_MULTIPLE", 16)
-    lanes = [Prefill(lane, 0, tuple(random_ids(20 + lane)), sample=True) for lane in range(4)]
-    starts = tuple(start(lane, SamplingParams(temperature=0), (), 20 + lane) for lane in range(4))
-    pages = tuple(entry for lane in range(4) for entry in table(lane, [4 + 3 * lane, 5 + 3 * lane]))
-    runner.collect(runner.launch(Batch(prefills=tuple(lanes[:2]), starts=starts, page_updates=pages)))
-    runner.group = Group(
-        cast(Any, SimpleNamespace(rank=lambda: 0, size=lambda: 2))
-    )  # a model's alone, but steps are cut
-    runner.group.exchange = cast(Any, object())
-    monkeypatch.setattr(runner.group, "broadcast", lambda x: None)
-    runner.prefixes = cast(Any, SimpleNamespace(update=lambda *_: True))
-    plan, seen = runner.attention.plan, []
-    monkeypatch.setattr(
-        runner.attention, "plan", lambda layout: seen.append((layout.lanes.tolist(), layout.shared)) or plan(layout)
-    )
-    runner.collect(runner.launch(Batch(decodes=(0, 1), prefills=tuple(lanes[2:]))))
-    parts, ends = seen[:2], seen[2:]
-    assert parts == [([0, 1, 2, 3], True), ([3], False)]
-    assert ends == [([0, 1, 2], True), ([3], False)]
 
 
 def test_only_fresh_pages_are_wiped(llama: Path) -> None:

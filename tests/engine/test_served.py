@@ -18,12 +18,12 @@ from fastgen.engine.warm_up import STEP_SECONDS, even_tokens
 from fastgen.request import Batch, SamplingParams, Sequence, StepResult
 
 Cost = Callable[[list[int], list[tuple[int, int]]], float]
-"""The seconds of a step, by the contexts of its decodes, and the starts and lengths of its chunks."""
+"""A function that returns the seconds of a step, given the contexts of its decodes and its chunks (start, length)."""
 
 
 def mistral(contexts: list[int], chunks: list[tuple[int, int]]) -> float:
     """Return the seconds of a step of Mistral 7B on an H200 (docs/performance.md): 14.2 GB of weights at 4.3 TB/s or
-    14.2 GFLOP a token, in tiles of 128 tokens by 256 outputs on 132 processors; attention; 1 ms for all else."""
+    14.2 GFLOP per token, in tiles of 128 tokens by 256 outputs on 132 processors; attention; 1 ms for all else."""
     tokens = len(contexts) + sum(count for _, count in chunks)
     products = 0.0
     for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)) if tokens > 64 else ():
@@ -49,7 +49,7 @@ H200: dict[str, Any] = {
 
 @dataclass
 class Served:
-    """Requests that a device with the times of `cost` serves, with the loop of Generator, which runs one step ahead.
+    """A server whose device takes the times of `cost`, with the loop of Generator, which runs one step ahead.
 
     arrivals: times and sequences, in order. times: of the tokens of each sequence.
     """
@@ -99,7 +99,10 @@ class Served:
 
 
 def served(limit: int, rate: float, prompts: list[int], answer: int, cost: Cost) -> Served:
-    """Serve prompts of these lengths, which arrive as a Poisson process of `rate` a second. limit: prefill tokens."""
+    """Serve prompts that arrive as a Poisson process.
+
+    limit: max_prefill_tokens. rate: arrivals per second. prompts: their lengths. answer: the length of each output.
+    """
     config, rng, now = make_config(**H200, max_prefill_tokens=limit), random.Random(0), 0.0
     arrivals = deque[tuple[float, Sequence]]()
     for number, length in enumerate(prompts):
@@ -110,12 +113,12 @@ def served(limit: int, rate: float, prompts: list[int], answer: int, cost: Cost)
 
 
 def measured(cost: Cost) -> int:
-    """Return the limit that the start of a server finds by the time of its largest step."""
+    """Return the limit that a server computes at its start from the time of its largest step."""
     most = H200["max_step_tokens"]
     return even_tokens(STEP_SECONDS * most / cost([], [(0, most)]))
 
 
-def test_mistral_prefills_2048_tokens_at_a_time_beside_decodes() -> None:
+def test_mistral_prefills_2048_tokens_in_a_step_with_decodes() -> None:
     assert measured(mistral) == 2048
 
 
@@ -129,7 +132,7 @@ def test_mistral_prefills_2048_tokens_at_a_time_beside_decodes() -> None:
     ],
     ids=["long prompts", "saturation", "many", "a slow device"],
 )
-def test_answers_flow_beside_prompts_at_little_cost(cost: Cost, rate: float, prompts: list[int], answer: int) -> None:
+def test_prompts_hardly_delay_decodes_at_little_cost(cost: Cost, rate: float, prompts: list[int], answer: int) -> None:
     free, limited = (served(limit, rate, prompts, answer, cost) for limit in (8192, measured(cost)))
     assert free.p999 > 100
     assert limited.p999 < 70

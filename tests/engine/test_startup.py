@@ -1,4 +1,4 @@
-"""startup.py and warm_up.py: how a GPU's memory is shared out, and the steps before the first request, on the CPU."""
+"""The start of a Generator: the division of a GPU's memory, and the steps before the first request, on the CPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_largest_steps_fill_lanes_and_budget(llama: Path, lanes: int, budget
 
 
 def test_the_largest_steps_move_pages_in_all_ways(llama: Path) -> None:
-    """So that all kernels are compiled, and what they take is known."""
+    """So all kernels are compiled, and their memory is measured."""
     config = make(llama, max_seqs=4, num_pages=9, host_cache_gb=1)
     prefill, decode, *_ = largest_batches(config, SamplingParams())
     assert prefill.find(PageMoves) == PageMoves((9,), ((9, 0),), ((0, 9),)), "only the spare page"
@@ -121,7 +121,7 @@ def test_products_of_layers_in_fp8_and_not_are_launched_at_the_start(llama: Path
 def test_the_start_measures_the_prefill_tokens_of_a_step_and_ranks_take_the_least(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slower of two steps of 64 tokens in 2 ms takes 1 ms longer, and another rank is slower still."""
+    """Two steps of 64 tokens take 3 and 2 ms, and another rank is slower still."""
     clock = iter((0.0, 0.003, 1.0, 1.002))
     monkeypatch.setattr(warm_up, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     found: list[int] = []
@@ -136,7 +136,8 @@ def test_prefill_tokens_of_a_step_are_whole_tiles() -> None:
 
 
 def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, free: list[float], **options: Any) -> EngineConfig:
-    """measure_pages on a made-up GPU, whose free memory is `free` after the weights and after the rehearsal."""
+    """Return the config after measure_pages on a GPU whose free memory is `free`: at first, after the weights, and
+    after the largest steps."""
     readings = iter(free[1:])
     monkeypatch.setattr(startup, "device_memory", lambda device: int(next(readings)))
     monkeypatch.setattr(startup, "release_memory", lambda device: None)
