@@ -107,8 +107,9 @@ class Generator:
             {"prompt_token_ids": ids}, or {"messages": messages} with arguments of `chat`. A list that begins with an
             int or a message is one prompt. A prompt that cannot be served gives an output with an `error`, and the log
             counts these.
-        params: the parameters of all prompts, or a list with those of each: SamplingParams; a dict of those that differ
-            from `default_params`; or None, which stands for these. progress: show a bar of requests and tokens/s.
+        params: the parameters of all prompts, or a list with one entry per prompt: SamplingParams; a dict of parameters
+            that differ from `default_params`; or None, which stands for these. progress: show a bar of requests and
+            tokens/s.
 
         Raises ValueError or TypeError for what is wrong for all prompts, before anything runs: parameters that all
         share, a tokenizer or chat template that the model does not have.
@@ -158,8 +159,8 @@ class Generator:
         """Return the message of an answer: {"role": "assistant", "content": ..., "tool_calls": [...]}, where
         "tool_calls" is there if the text has any. It fits into the messages of the next `chat`.
 
-        tools: those of the `chat`. The "arguments" of a call are a dict; of a call that was cut off, a string. Raises
-        ValueError if the model's chat template has no known form of calls.
+        tools: the tools that were given to `chat`. The "arguments" of a call are a dict; of a call that was cut off, a
+        string. Raises ValueError if the model's chat template has no known form of calls.
         """
         return parse_message(text, self.tokenizer, tools)
 

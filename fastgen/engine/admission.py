@@ -41,8 +41,8 @@ class PageReservations:
 
     A reservation is the predicted final length of a page table, shared pages included. The growth of the running
     sequences is the sum of their reservations less the current lengths of their tables. Another sequence fits if its
-    own need, which is its reservation less the pages that others hold already, fits into the available pages beside
-    that growth; or if it will fit at any later time, because running sequences reach their max_len and leave. So as
+    own need, which is its reservation minus the pages that others hold already, and that growth fit into the
+    available pages; or if it will fit at any later time, because running sequences reach their max_len and leave. So as
     long as outputs end as predicted, or at a max_tokens below that, nothing is preempted.
 
     **Waves.** If nothing else will come and not all sequences fit at once, the number of running sequences is limited

@@ -79,7 +79,7 @@ class StepSequences:
 class Lanes:
     """The rows of device state that running sequences hold: page table, KV length, sampling state.
 
-    The last lane, `padding`, is for rows that a CUDA graph has beyond those of a step; they run on the page `spare`.
+    The last lane, `padding`, is for rows that a CUDA graph has and a step does not need; they run on the page `spare`.
     host_table and host_kv_lens are copies on the host. input: the rows of a decode step, one per lane, at fixed
     addresses. samples: this rank draws the tokens.
     """

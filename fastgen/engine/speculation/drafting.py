@@ -1,6 +1,6 @@
 """The device's side of speculation: the rows of a speculative step, what is kept of its draws, and the next drafts.
 
-To attention each row of a lane is a decode, so that its bits are those of a plain step.
+To attention each row of a lane is a decode, so a row has the same bits as in a plain step.
 """
 
 from __future__ import annotations
