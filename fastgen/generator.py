@@ -199,13 +199,13 @@ class Generator:
                     if len(queue.running) >= ahead and not self._loop.scheduler.wants_more:
                         break
                     more = self._read_request(source, queue)
-                self._loop.scheduler.closed = not more
+                self._loop.scheduler.complete = not more
                 if not queue.done:
                     self._loop.advance()
                 while queue.done:
                     yield queue.done.popleft()
         finally:
-            self._loop.scheduler.closed = False
+            self._loop.scheduler.complete = False
             self._loop.abort(list(queue.running))
 
     def _read_request(self, source: Iterator[Request | None], queue: OutputQueue) -> bool:
@@ -355,18 +355,18 @@ class Generator:
         change = functools.partial(self._changes.update, update, version, in_flight)
         with self._interrupt:
             following: int = change() if self._team is None else self._team.call(name, change, update)
-            self._loop.weights.version = following  # of ranks above 0, too
+            self._loop.weight_state.version = following  # of ranks above 0, too
         return following
 
     @property
     def torn(self) -> bool:
         """True while nothing can be generated: an update of the weights has failed midway, or `sleep` dropped them."""
-        return bool(self._loop.weights.torn)
+        return bool(self._loop.weight_state.torn)
 
     @property
     def weight_version(self) -> int:
         """The version of the weights, as `update_weights` returned it; 0 before the first."""
-        return self._loop.weights.version
+        return self._loop.weight_state.version
 
     @on_all_ranks
     def sleep(self, tags: str | Iterable[str] = TAGS, keep_weights: bool = True) -> int:

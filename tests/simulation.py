@@ -81,7 +81,7 @@ class Simulation:
             while self.arrivals and self.arrivals[0][0] <= turn:
                 self.add(self.arrivals.popleft()[1])
             if self.waves:
-                self.scheduler.closed = not self.arrivals
+                self.scheduler.complete = not self.arrivals
             if self.open and self.rng.random() < self.aborts:
                 self.abort(self.rng.choice(list(self.open)))
             if self.rng.random() < self.updates:
@@ -244,7 +244,7 @@ class Simulation:
         full = (
             not scheduler.waiting or not scheduler.lanes.free or prefills == config.prefill_tokens(len(batch.decodes))
         )
-        if full or len(scheduler.prefilling) == MAX_PREFILLS or scheduler.closed:
+        if full or len(scheduler.prefilling) == MAX_PREFILLS or scheduler.complete:
             self.passed = 0
             return
         every = (next(iter(scheduler.waiting)), *scheduler.running)

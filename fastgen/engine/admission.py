@@ -104,16 +104,16 @@ class PageReservations:
         everything = self.reserved_pages + self.waiting_pages
         return -(-everything * distinct // reserved) if reserved else everything
 
-    def fits(self, sequence: Sequence, expected: int, need: int, running: list[Sequence], closed: bool) -> bool:
+    def fits(self, sequence: Sequence, expected: int, need: int, running: list[Sequence], complete: bool) -> bool:
         """Return True if a waiting sequence may run.
 
-        expected: the number of pages of its reservation. need: how many of them no other sequence holds. closed:
+        expected: the number of pages of its reservation. need: how many of them no other sequence holds. complete:
         nothing will be added before all current sequences have ended.
         """
         if not running:
             return True
         count, waiting = 1, len(self.waiting)  # count: number of sequences to admit at once
-        if closed and sequence.ends_at_length:
+        if complete and sequence.ends_at_length:
             waves = -(-self._total(self.distinct_pages + need, self.reserved_pages + expected) // self.pages.num_pages)
             wave = -(-(len(running) + waiting) // waves)  # maximum number of sequences that run at a time
             if len(running) >= wave:

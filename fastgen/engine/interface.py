@@ -60,8 +60,8 @@ class PlanFeature:
     first, and then `finish` and `leave` for sequences that end.
     """
 
-    def chunk(self, chunk: Prefill, load: int) -> None:
-        """Note a prefill chunk of the next batch. load: number of sequences that run or wait."""
+    def chunk(self, chunk: Prefill, num_sequences: int) -> None:
+        """Note a prefill chunk of the next batch. num_sequences: how many run or wait."""
 
     def payload(self, batch: Batch) -> object | None:
         """Return the feature's payload for a batch whose other fields are complete, or None; forget what `chunk`

@@ -33,7 +33,7 @@ class Loop:
 
     def __init__(self, runner: StepRunner, inputs: InputProcessor, weights: WeightState, interrupt: OneCaller) -> None:
         self.runner, self._inputs, self._interrupt = runner, inputs, interrupt
-        self.weights, self.scheduler, self.tracer = weights, Scheduler(runner.config), Tracer()
+        self.weight_state, self.scheduler, self.tracer = weights, Scheduler(runner.config), Tracer()
         self.in_flight: Launched | None = None  # the last launched step, until it is collected
         self.stepping = self.closed = False  # stepping: within a step
         self.active: dict[str | int, ActiveRequest] = {}
@@ -46,7 +46,7 @@ class Loop:
     def advance(self) -> None:
         """Run a turn, and then what had to wait for its end: aborts, statistics and their line in the log, Ctrl-C."""
         self.check_open()
-        self.weights.check()
+        self.weight_state.check()
         start = time.perf_counter()
         ran = self._within_step(self._turn)
         late, self._late_aborts = self._late_aborts, []
@@ -125,7 +125,7 @@ class Loop:
         """Update the text and the events of a sequence, and close its request if all its samples have finished."""
         active, sample = self.owners[sequence]
         if sequence.error == NOT_FINITE:
-            sequence.error += self.weights.blame(self.runner.weights.find_not_finite)
+            sequence.error += self.weight_state.blame(self.runner.weights.find_not_finite)
         if active.first_token is None and sequence.output_len > sample.emitted[0]:
             active.first_token = time.perf_counter()
         text_needed = sample.text is not None or sequence.status is Status.FINISHED
@@ -146,7 +146,7 @@ class Loop:
     def begin(self, request: Request, queue: OutputQueue | None, score: tuple[int, float] | None = None) -> str | int:
         """Hand a request's sequences to the scheduler and return its id. score: (first position, temperature)."""
         self.check_open()
-        self.weights.check()
+        self.weight_state.check()
         id = self.new_id() if request.id is None else request.id
         if not isinstance(id, str | int):
             raise TypeError(f"id must be a string or an integer, not {id!r}")
@@ -159,7 +159,7 @@ class Loop:
             queue.running[id] = None
         for sample in active.samples:
             self.owners[sample.sequence] = (active, sample)
-            sample.sequence.begin_version(self.weights.version)
+            sample.sequence.begin_version(self.weight_state.version)
             self.scheduler.add(sample.sequence)
         self.scheduler.stats.requests += 1
         self.scheduler.stats.prompt_tokens += len(active.prompt_ids)

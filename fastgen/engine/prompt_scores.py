@@ -57,7 +57,7 @@ class PromptScores(PlanFeature):
         self._lanes = lanes
         self._requests: list[ScoreRequest] = []
 
-    def chunk(self, chunk: Prefill, load: int) -> None:
+    def chunk(self, chunk: Prefill, num_sequences: int) -> None:
         """Request the prompt logprobs that the rows of a chunk predict, one position later than the rows."""
         sequence = self._lanes[chunk.lane]
         if (score := sequence.score) is None:

@@ -91,7 +91,7 @@ class Runner:
                 batch.decodes, self.lanes.host_kv_lens, self.lanes.host_table
             )
             if step.source is not None:
-                self._launch_decodes(step, step.source, step.source.graphs)
+                self._launch_decodes(step, step.source, step.graphs)
             elif self.graphs and not batch.prefills:
                 self.lanes.set_decodes(batch.decodes)
                 self.lanes.count_decodes()

@@ -57,7 +57,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, estimate: LengthEstimate | None = None) -> None:
         self.config = config
         self.estimate = estimate or LengthEstimate()
-        self.closed = False  # True: nothing will be added before all current sequences have ended
+        self.complete = False  # True: nothing will be added before all current sequences have ended
         self.stats = Stats(pages=config.num_pages)
         self.history = History(config.speculate.history_tokens if config.speculate else 0)
         self.reset()
@@ -244,7 +244,7 @@ class Scheduler:
         nodes = self.pages.match(sequence.token_ids, sequence.cacheable_len if self.config.prefix_cache else 0)
         expected = self.reservations.expected(sequence)
         need = expected - self.pages.held(nodes)
-        if not self.reservations.fits(sequence, expected, need, self.running, self.closed):
+        if not self.reservations.fits(sequence, expected, need, self.running, self.complete):
             self._pause = RETRY_STEPS
             return False
         self.pages.adopt(sequence.pages, nodes)
@@ -269,7 +269,7 @@ class Scheduler:
             copy = known + 1 < sequence.max_len and known % self.config.page_size != 0  # it will write to its last page
             expected = self.reservations.expected(sequence)
             need = expected - len(source.pages) + copy
-            if not self.reservations.fits(sequence, expected, need, self.running, self.closed):
+            if not self.reservations.fits(sequence, expected, need, self.running, self.complete):
                 break
             self.pages.fork(sequence.pages, source.pages, copy)
             sequence.indexed, sequence.computed, sequence.pending = source.indexed, known, 1

@@ -98,7 +98,6 @@ class Lanes:
         self.host_kv_lens = np.zeros(count, dtype=np.int64)
         self.params = [SamplingParams()] * count
         self.input = DecodeInput.empty(config.max_seqs, device)
-        self.graphs: Graphs[int] | None = None
         self._plans = np.zeros((len(SamplePlan._fields), count), dtype=np.int64)  # by lane
         self._decodes: tuple[int, ...] = ()  # the lanes in `input`
         self._decode_lanes = np.zeros(0, dtype=np.int64)
@@ -165,15 +164,11 @@ class Lanes:
 class RowSource(Protocol):
     """Makes the rows of a step of decodes from the lanes on the device: Lanes, or a feature that adds rows.
 
-    alone: whether these rows keep the promise of `alone` in Attention.plan_decode. graphs: CUDA graphs of such steps,
-    by the number of lanes.
+    alone: whether these rows keep the promise of `alone` in Attention.plan_decode.
     """
 
     @property
     def alone(self) -> bool: ...
-
-    @property
-    def graphs(self) -> Graphs[int] | None: ...
 
     def fill(self, size: int, exact: bool = False) -> DecodeInput:
         """Launch the kernels that make the rows of the first `size` lanes of `Lanes.input`, and return the rows. A CUDA
@@ -207,7 +202,8 @@ class Launched:
 
     sampling: the lane of each result. lanes, positions: see StepInput. logits: float32 [R, V], until tokens are drawn.
 
-    For features: source: makes the rows of a step of decodes, instead of the Runner's Lanes. all_rows: the layers
+    For features: source: makes the rows of a step of decodes, instead of the Runner's Lanes. graphs: the CUDA graphs of
+    such steps, by number of lanes. all_rows: the layers
     compute the results of all tokens, not only of those that are drawn from. arrivals: the events of HostTier.load, by
     layer. held: what a feature keeps until `collect`, by the type of its payload.
     """
@@ -221,6 +217,7 @@ class Launched:
     expired: Tensor | None = None  # see Group
     arrived: torch.cuda.Event | None = None
     source: RowSource | None = None
+    graphs: Graphs[int] | None = None
     all_rows: bool = False
     arrivals: dict[int, torch.cuda.Event] = field(default_factory=dict)
     held: dict[type, Any] = field(default_factory=dict)

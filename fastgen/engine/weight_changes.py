@@ -19,7 +19,7 @@ class WeightChanges:
 
     def update(self, update: Update, version: int | None, in_flight: str) -> int:
         """Update the weights, and return their version; see `Generator.update_weights`."""
-        loop, weights = self._loop, self._loop.weights
+        loop, weights = self._loop, self._loop.weight_state
         loop.check_open()
         following = weights.check_update(update, version, in_flight)
         loop.drain()
@@ -49,7 +49,7 @@ class WeightChanges:
 
     def sleep(self, tags: str | Iterable[str], keep_weights: bool) -> int:
         """Give memory back, and return the number of bytes; see `Generator.sleep`."""
-        loop, weights = self._loop, self._loop.weights
+        loop, weights = self._loop, self._loop.weight_state
         loop.check_open()
         new = check_tags(tags) - weights.asleep
         loop.drain()
@@ -69,7 +69,7 @@ class WeightChanges:
 
     def wake(self, tags: str | Iterable[str]) -> None:
         """Take back memory that sleeps; see `Generator.wake`."""
-        loop, weights = self._loop, self._loop.weights
+        loop, weights = self._loop, self._loop.weight_state
         loop.check_open()
         wanted = check_tags(tags) & weights.asleep
         if not wanted:

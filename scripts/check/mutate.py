@@ -78,7 +78,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("Loop.advance", "self.abort(late)", "pass"),
         ("Loop.check_open", "if self.stepping: raise", "if False: raise"),
         ("Loop.begin", "self._interrupt.check()", "pass"),
-        ("Loop.update_output", "self.weights.blame(self.runner.weights.find_not_finite)", '""'),
+        ("Loop.update_output", "self.weight_state.blame(self.runner.weights.find_not_finite)", '""'),
     ],
     ("text.tokenizer", "tests/text/test_tokenizer.py"): [
         ("_overlap", "range(min(len(text), len(stop) - 1), 0, -1)", "range(1, min(len(text), len(stop) - 1) + 1)"),

@@ -106,7 +106,7 @@ def test_what_does_not_fit_at_once_goes_in_equal_waves(count: int, at_a_time: in
     config = make_config(max_model_len=16, max_seqs=16, max_step_tokens=64, page_size=4, num_pages=20)
     for closed, most in ((True, at_a_time), (False, 5)):
         scheduler = Scheduler(config)
-        scheduler.closed = closed
+        scheduler.complete = closed
         simulation = run(config, *(request(config, 1, 15, seed=seed) for seed in range(count)), scheduler=scheduler)
         assert max(len(batch.decodes) for batch in simulation.batches[:8]) == min(most, count)
         assert simulation.scheduler.stats.preemptions == 0
@@ -118,7 +118,7 @@ def test_a_wave_begins_before_the_previous_one_has_ended() -> None:
     config = make_config(max_model_len=128, max_seqs=16, max_step_tokens=1024, page_size=4, num_pages=14 * 32)
     for closed, together, least, most in ((True, True, 64 + 32, 64 + 32 + 12), (False, False, 64 + 64, 999)):
         scheduler = Scheduler(config)
-        scheduler.closed = closed  # else 14 run at once, and two wait until they have ended
+        scheduler.complete = closed  # else 14 run at once, and two wait until they have ended
         simulation = run(config, *(request(config, 64, 64, seed=seed) for seed in range(16)), scheduler=scheduler)
         assert scheduler.stats.preemptions == 0
         assert scheduler.stats.prefilled_tokens == 64 * 16

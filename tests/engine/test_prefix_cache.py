@@ -218,7 +218,7 @@ def drive(scheduler: Scheduler, sequences: list[Sequence], steps: int) -> int:
     """Run `steps` steps whose tokens are all 1, and return the maximum number of sequences that ran at a time."""
     for sequence in sequences:
         scheduler.add(sequence)
-    scheduler.closed = True
+    scheduler.complete = True
     before, most = None, 0
     for _ in range(steps):
         batch = scheduler.schedule()

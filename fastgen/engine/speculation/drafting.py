@@ -53,12 +53,12 @@ class Drafting(StepFeature[DraftPlan]):
             self._lanes.set_decodes(step.batch.decodes)
             lanes, most = self._lanes.input.lanes[: len(payload.rows)], np.array(payload.rows, dtype=np.int32)
             self._drafts.most[lanes] = upload(most, self._device)
-            step.source = self
+            step.source, step.graphs = self, self.graphs
 
     def fill(self, size: int, exact: bool = False) -> DecodeInput:
         """Return last and drafted tokens of the first `size` lanes that decode, and padding. exact: without padding on
         the CPU, where each row takes time."""
-        drafts, lanes, count = self._drafts, self._lanes.input.lanes[:size], self.options.rows(size)
+        drafts, lanes, count = self._drafts, self._lanes.input.lanes[:size], self.options.row_limit(size)
         if exact and self._device.type == "cpu":
             wanted = torch.minimum(drafts.most, drafts.counts + 1)[lanes]
             count = min(int(wanted.sum()), self.options.max_rows)
@@ -67,7 +67,7 @@ class Drafting(StepFeature[DraftPlan]):
         return rows
 
     def filled(self, size: int, count: int) -> DecodeInput:
-        return self._rows.first(self.options.rows(size))
+        return self._rows.first(self.options.row_limit(size))
 
     def drawn(self, step: Launched, payload: DraftPlan, tokens: torch.Tensor) -> None:
         """Keep the draws, int32 [R], and draft the next tokens."""

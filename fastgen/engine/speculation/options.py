@@ -39,6 +39,6 @@ class Speculation(Options):
         """The maximum number of lanes of a speculative step."""
         return self.max_rows // 2
 
-    def rows(self, lanes: int) -> int:
+    def row_limit(self, lanes: int) -> int:
         """Return the maximum number of rows of a step of so many lanes."""
         return min(self.max_rows, lanes * (self.max_draft + 1))

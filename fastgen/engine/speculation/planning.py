@@ -171,15 +171,15 @@ class Speculator(PlanFeature):
             if lacking and in_flight:
                 return None
             self._send(lacking)
-            rows = tuple(room(*each) for each in zip(decoding, self.rows(decoding), strict=True))
+            rows = tuple(room(*each) for each in zip(decoding, self.best_rows(decoding), strict=True))
             if max(rows, default=1) > 1:
                 self._rows = rows
                 return rows
         return None if self.in_flight else ()
 
-    def chunk(self, chunk: Prefill, load: int) -> None:
+    def chunk(self, chunk: Prefill, num_sequences: int) -> None:
         """Send the texts of the lanes that begin to decode, if steps are likely to be speculative."""
-        if chunk.sample and load <= self.options.most_lanes:
+        if chunk.sample and num_sequences <= self.options.most_lanes:
             self._send(self._lanes[lane] for lane in (chunk.lane, *chunk.forks))
 
     def payload(self, batch: Batch) -> DraftPlan | None:
@@ -238,14 +238,14 @@ class Speculator(PlanFeature):
                 self._drafting.add(sequence.lane)
                 self._learned[sequence.lane] = _Learned(self.rate)
 
-    def rows(self, sequences: Collection[Sequence]) -> list[int]:
+    def best_rows(self, sequences: Collection[Sequence]) -> list[int]:
         """Return the maximum number of rows of each sequence, chosen to maximize expected tokens per unit of time."""
         known = [self._learned[s.lane] for s in sequences if s.lane in self._drafting]
         rates = [(QUIET**each.quiet, each.rate) for each in known]
         drafting = sum(chance for chance, _ in rates)
         lanes, cost, most = len(sequences), self.options.row_cost or 0.0, self.options.max_draft + 1
         best, best_width, extra = float(lanes), 1, 0.0
-        room = self.options.rows(lanes) - lanes
+        room = self.options.row_limit(lanes) - lanes
         for width in range(2, most + 1):
             drafted = (width - 1) * drafting
             if not 0 < drafted <= room:
@@ -255,7 +255,7 @@ class Speculator(PlanFeature):
             if (gain := (lanes + extra) / slower) > best:
                 best, best_width = gain, width
         if self.padded and best_width > 1:  # the device shares the rows out
-            best_width = min(most, 2 * self.options.rows(lanes) // lanes)
+            best_width = min(most, 2 * self.options.row_limit(lanes) // lanes)
         return [best_width if s.lane in self._drafting else 1 for s in sequences]
 
     def learn(self, lane: int, drawn: list[int], verified: int, guess: int) -> None:
