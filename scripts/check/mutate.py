@@ -191,7 +191,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("Scheduler.preempt_all", "self._preempt(sequence)", "pass"),
         ("Scheduler.update", "if sequence.status is not alive:", "if False:"),
         ("Scheduler._admit", "cached = len(nodes) * self.config.page_size",
-         "cached = min(len(nodes) + sequence.preemptions, len(sequence.pages)) * self.config.page_size"),
+         "cached = (len(nodes) + bool(sequence.preemptions)) * self.config.page_size"),
     ],
     ("engine.pages", SCHEDULES): [
         ("PageAllocator.adopt", "self._refs[node.page] += 1", "self._refs[node.page] = 1"),

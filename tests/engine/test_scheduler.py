@@ -55,6 +55,19 @@ def test_no_more_than_eight_prompts_are_in_the_middle_of_their_prefill() -> None
     assert [len(batch.starts) for batch in simulation.batches[:4]] == [MAX_PREFILLS, 1, 0, 1]
 
 
+def test_new_weights_begin_incomplete_prefills_again_and_keep_the_order_of_arrival() -> None:
+    config = make_config(max_seqs=4, max_step_tokens=10)
+    sequences = old, long, short = [request(config, length, 20, seed=length) for length in (3, 40, 4)]
+    simulation = begin(config, *sequences)
+    simulation.advance()
+    simulation.advance()
+    simulation.drain()
+    assert [sequence.prefill_left > 0 for sequence in sequences] == [False, True, False]
+    simulation.scheduler.drop_prefixes()
+    check_scheduler(simulation.scheduler)
+    assert (simulation.scheduler.running, [*simulation.scheduler.waiting]) == ([old], [long, short])
+
+
 @pytest.mark.parametrize("limit", [{"max_seqs": 2}, {"num_pages": 8}])
 def test_wants_more_while_lanes_and_pages_are_free_for_those_who_wait(limit: dict[str, int]) -> None:
     config = make_config(**{"max_seqs": 9, "page_size": 4} | limit)
