@@ -223,7 +223,6 @@ class Speculator(PlanFeature):
         self._drafting.discard(sequence.lane)
         self._learned.pop(sequence.lane, None)
         self._moved.discard(sequence.lane)
-        self._texts = [text for text in self._texts if text[0] != sequence.lane]
 
     def finish(self, sequence: Sequence) -> None:
         self.history.add(sequence.token_ids[: sequence.prompt_len], sequence.output_ids)
