@@ -114,24 +114,6 @@ def test_decodes_do_not_go_through_the_package(package: Package) -> None:
     assert not package.calls
 
 
-@pytest.mark.parametrize(
-    ("windows", "max_seqs", "expected"),
-    [
-        ((0, 0), 256, [(1, None), (256, None)]),
-        ((0, 0), 257, [(1, None), (256, None), (257, None)]),
-        ((4096, 4096), 8, [(1, 0), (256, 0)]),
-        ((0, 100, 200), 8, [(1, None), (256, None), (1, 0), (256, 0)]),
-    ],
-)
-def test_each_variant_runs_once_at_the_start(
-    windows: tuple[int, ...], max_seqs: int, expected: list[tuple[int, int | None]], package: Package
-) -> None:
-    """expected: (number of tokens, left side of the window) of each call."""
-    make(Ragged(64, 4, 16, torch.bfloat16), windows, max_seqs)
-    assert [(len(call["q"]), call["window"][0]) for call in package.calls] == expected
-    assert {len(call["starts"]) - 1 for call in package.calls} == ({1, 257} if max_seqs > 256 else {1})
-
-
 def test_a_package_that_does_not_run_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*tensors: Tensor, **arguments: Any) -> None:
         raise AssertionError("paged KV not supported on SM 8.0")

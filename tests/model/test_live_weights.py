@@ -10,7 +10,7 @@ from conftest import new_weights
 from handmade import make_runner
 
 from fastgen.model.parameters import checkpoint_shards
-from fastgen.model.weights import TAGS, Update
+from fastgen.model.weights import Update
 
 
 def test_a_checked_update_overwrites_the_weights_in_place(family: Path) -> None:
@@ -26,22 +26,3 @@ def test_a_checked_update_overwrites_the_weights_in_place(family: Path) -> None:
     found = targets()
     assert {name: shard.view.data_ptr() for name, shard in found.items()} == before
     assert all(torch.equal(shard.view, weights[name].bfloat16()) for name, shard in found.items())
-
-
-def test_weights_that_are_not_finite_are_found_by_name(llama: Path) -> None:
-    live = make_runner(llama).weights
-    assert live.find_not_finite() == []
-    name = "model.layers.1.mlp.down_proj.weight"
-    weight = new_weights(llama)[name]
-    weight[3, 5] = torch.inf
-    live.write([(name, weight)])
-    assert live.find_not_finite() == [name]
-
-
-def test_weights_are_the_same_after_a_sleep(llama: Path) -> None:
-    runner = make_runner(llama, dtype="bfloat16")
-    before = {name: shard.view.clone() for name, shard in runner.model.parameters.targets().items()}
-    assert runner.weights.sleep(TAGS, keep_weights=True) >= 0
-    runner.weights.wake(TAGS)
-    after = runner.model.parameters.targets()
-    assert all(torch.equal(shard.view, before[name]) for name, shard in after.items())

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -122,34 +121,3 @@ def test_no_tensor_is_kept_while_the_next_is_made() -> None:
     finally:
         gc.enable()
     assert len(alive) == 3
-
-
-def test_an_error_of_a_write_is_raised_after_all_tensors_are_read() -> None:
-    """Other ranks may make the tensors together with this one."""
-    read = []
-
-    def given() -> Iterable[tuple[str, Tensor]]:
-        for name, tensor in state().items():
-            read.append(name)
-            yield name, tensor
-
-    def full(tensor: Tensor) -> None:
-        raise MemoryError("full")
-
-    views: dict[str, Any] = {name: Shard.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    views["a.weight"] = SimpleNamespace(write=full)
-    with pytest.raises(MemoryError, match="full"):
-        write(views, given())
-    assert read == [*SHAPES]
-    assert torch.equal(views["c.weight"].view, torch.ones(2, 2))
-
-
-def test_iterables_run_with_gradients_enabled() -> None:
-    def given() -> Iterable[tuple[str, Tensor]]:
-        for name, tensor in state().items():
-            assert torch.is_grad_enabled()
-            yield name, tensor.requires_grad_()
-
-    views = {name: Shard.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    write(views, given())
-    assert not any(part.view.requires_grad for part in views.values())

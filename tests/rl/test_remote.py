@@ -201,22 +201,6 @@ def test_requests_in_flight(gen: RemoteGenerator, server: Server, weights: Weigh
         assert (completion.finish_reason, [span[0] for span in spans]) == ("length", [version, version + 1])
 
 
-def test_requests_that_end_in_a_pause_tell_it(gen: RemoteGenerator, server: Server, weights: Weights) -> None:
-    asked: dict[str, Any] = {"prompt": [5], "max_tokens": 400, "extra_body": {"ignore_eos": True}}
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(gen.generate, [random_ids(5)], LONG)
-        leaving = server.client(KEY).completions.create(model="any", stream=True, **asked)
-        until(lambda: server.stats()["running"] == 2)
-        gen.pause()
-        leaving.close()
-        until(lambda: server.stats()["running"] == 1)
-        gen.update_weights(weights, in_flight="abort")
-        (output,) = running.result(10)
-        until(server.idle)
-        gen.resume()
-    assert output.completions[0].finish_reason == "abort"
-
-
 def test_sleep_and_wake(gen: RemoteGenerator, weights: Weights) -> None:
     assert gen.sleep(keep_weights=False) == 0  # on the CPU
     assert "asleep: kv_cache, weights" in refusal(lambda: gen.generate("a", SHORT))
@@ -373,8 +357,3 @@ def test_a_client_of_one_model_of_several(talker: Path, tmp_path: Path) -> None:
         assert second.update_weights(talker) == 1
         assert (first.weight_version, second.weight_version) == (0, 1)
         assert second.generate([5], SHORT)[0].completions[0].weight_versions == [(1, 0, 8)]
-
-
-def test_the_routes_are_in_the_schema(server: Server) -> None:
-    paths = json.loads(server.get("/openapi.json").text)["paths"]
-    assert {"/v1/update_weights", "/v1/generate", "/v1/weight_version"} <= paths.keys()

@@ -20,7 +20,6 @@ from grammars import MARKS, accepts, allowed, byte_level, rule_of, walk
 
 import fastgen
 from fastgen import Generator, SamplingParams
-from fastgen.cli.serve.replies import Vocabulary as Words
 from fastgen.text import grammar as grammars
 from fastgen.text.grammar import Compiler, choice_rule, json_rule, regex_rule
 from fastgen.text.tokenizer import Tokenizer
@@ -119,22 +118,6 @@ def test_a_right_value_is_allowed_and_ends_when_it_is_complete(
         assert allowed(mask, size) == sorted(ends), "with ignore_eos the answer goes on"
     for wrong in ("[1]", '{"city": "Rome', '{"days"', '{"city": "Paris", "days": 31', "{  ", "{\n\n", "{\n" + " " * 21):
         assert not accepts(compiler.compile(grammar(SCHEMA)), encoded(tokenizer, wrong), size)
-
-
-def test_a_model_that_prefers_blanks_reaches_an_end(vocabulary: Vocabulary, compiler: Compiler) -> None:
-    """The walk takes white space wherever it is allowed."""
-    tokenizer, size, ends = vocabulary
-    words = Words(tokenizer)
-    blanks = {token for token in range(size) if words.raw(token).isspace()}
-    rng, mask, ids = random.Random(0), compiler.compile(grammar(SCHEMA)), list[int]()
-    while not ids or ids[-1] not in ends:
-        now = allowed(mask, size)
-        ids.append(rng.choice(sorted(blanks & set(now)) or now))
-        mask.accept(ids[-1])
-        assert len(ids) < 1000
-    text = tokenizer.decode(ids[:-1])
-    check(json.loads(text))
-    assert re.search(r"\n\s", text)
 
 
 def test_a_token_that_was_not_allowed_is_an_error(vocabulary: Vocabulary, compiler: Compiler) -> None:
