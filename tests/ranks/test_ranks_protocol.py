@@ -11,7 +11,6 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hash_model import make_config
@@ -27,9 +26,9 @@ from fastgen.request import Batch, LaneStart, SamplingParams, StepResult
 pytestmark = pytest.mark.timeout(60)
 
 
-def batch(step: int, masked: bool = False) -> Batch:
+def batch(step: int) -> Batch:
     params = SamplingParams(mask=lambda: None)  # type: ignore[arg-type]  # does not pickle
-    return Batch(decodes=(step,), starts=(LaneStart(0, params, 0, 0, 1, frozenset(), ()),), masked=masked)
+    return Batch(decodes=(step,), starts=(LaneStart(0, params, 0, 0, 1, frozenset(), ()),))
 
 
 class FakeRunner:
@@ -48,10 +47,6 @@ class FakeRunner:
         if batch.decodes[0] == 99:
             raise LookupError("no such lane")
         return SimpleNamespace(step=batch.decodes[0])
-
-    def sample(self, launched: Any, masks: np.ndarray | None) -> None:
-        self.log.append(("sample", launched.step))
-        launched.step += 0 if masks is None else int(masks[0, 0])
 
     def collect(self, launched: Any) -> StepResult:
         return StepResult(tokens=[launched.step])
@@ -168,7 +163,6 @@ WEIGHTS = {
     "cut": torch.arange(12.0).view(3, 4).bfloat16()[:, 1:3],
 }
 PARTS = {name: Shard.whole(torch.empty(tensor.shape, device="meta")) for name, tensor in WEIGHTS.items()}
-ARRIVED: list[tuple[str, Any]] = [(name, (tensor.dtype, tensor.tolist())) for name, tensor in WEIGHTS.items()]
 
 
 class Odd(Exception):  # noqa: N818
