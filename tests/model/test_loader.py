@@ -152,10 +152,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder / INDEX).write_text('{"metadata": {}}'),
         f"{INDEX} is not an index",
     ),
-    "a deep index": (
-        lambda folder: (folder / INDEX).write_text("[" * 100_000),
-        f"{INDEX} is not an index .* recursion",
-    ),
 }
 
 
@@ -380,9 +376,6 @@ def test_random_weights_follow_from_names_and_starts() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     equal = {name: torch.equal(part.view, first[name].view) for name, part in second.items()}
     assert equal == {name: name != "cut.weight" for name in second}
-    values = first["big.weight"].view
-    assert not torch.equal(values, first["other.weight"].view)
+    assert not torch.equal(first["big.weight"].view, first["other.weight"].view)
     assert first["model.norm.weight"].view.eq(1).all()
-    assert first["self_attn.q_proj.bias"].view.ne(0).all()
-    assert values.std().item() == pytest.approx(0.02, rel=0.02)
-    assert values.mean().item() == pytest.approx(0.0, abs=3e-4)
+    assert first["big.weight"].view.std().item() == pytest.approx(0.02, rel=0.02)

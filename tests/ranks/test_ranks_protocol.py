@@ -157,14 +157,6 @@ class Program:
 # ------------------------------------------------------------------------------------------- spawned followers
 
 
-WEIGHTS = {
-    "small": torch.arange(3.0),
-    "large": torch.arange(5000.0).view(50, 100).double(),
-    "cut": torch.arange(12.0).view(3, 4).bfloat16()[:, 1:3],
-}
-PARTS = {name: Shard.whole(torch.empty(tensor.shape, device="meta")) for name, tensor in WEIGHTS.items()}
-
-
 class Odd(Exception):  # noqa: N818
     """An error that cannot be unpickled."""
 
@@ -199,10 +191,11 @@ def test_all_ranks_sleep_and_wake_and_an_error_of_one_is_raised_here_but_ends_no
 
 
 def test_an_error_of_a_spawned_follower_in_an_update_ends_all_and_is_raised_here() -> None:
-    program = Program()
+    program, weights = Program(), {"small": torch.arange(3.0), "large": torch.arange(5000.0).view(50, 100).double()}
+    shards = {name: Shard.whole(torch.empty(tensor.shape, device="meta")) for name, tensor in weights.items()}
     program.runners[1].fails = ("large", MemoryError("too little"))
     with pytest.raises(MemoryError, match="too little") as raised:
-        program.leader.weights.update(Update(WEIGHTS, PARTS), lambda: None)
+        program.leader.weights.update(Update(weights, shards), lambda: None)
     assert "on rank 1:" in raised.value.__notes__[0]
     assert "Traceback" in raised.value.__notes__[0]
     program.leader.synchronize()  # does nothing
@@ -250,8 +243,6 @@ def given(tensors: str) -> Iterator[tuple[str, Tensor]]:
 @pytest.mark.parametrize(
     ("first", "second", "partial", "kind", "text"),
     [
-        ("ab", "ba once", False, None, ""),
-        ("b once", "b", True, None, ""),
         ("ab", "b", False, ValueError, "missing 1 of 2 tensors: a"),
         ("a", "b", True, ValueError, "rank 1 gives other tensors than rank 0: a, b"),
         ("ab", "b once", False, ValueError, "missing 1 of 2 tensors: a"),
@@ -260,8 +251,8 @@ def given(tensors: str) -> Iterator[tuple[str, Tensor]]:
         ("ab", "ab! once", False, LookupError, "lost"),
     ],
 )
-def test_each_rank_checks_and_writes_the_tensors_of_its_program(
-    first: str, second: str, partial: bool, kind: type[Exception] | None, text: str
+def test_each_rank_checks_the_tensors_of_its_program(
+    first: str, second: str, partial: bool, kind: type[Exception], text: str
 ) -> None:
     """Errors are found before anything is written, except in tensors that come once, from an iterator."""
 
@@ -276,15 +267,10 @@ def test_each_rank_checks_and_writes_the_tensors_of_its_program(
     def work() -> None:
         program.leader.weights.update(update, lambda: begun.append(True))
 
-    if kind is None:
+    with pytest.raises(kind, match=text):
         program.leader.call("update", work)
-        assert sorted(program.runners[0].log) == sorted(program.runners[1].log)
-        assert program.join() == [None]
-    else:
-        with pytest.raises(kind, match=text):
-            program.leader.call("update", work)
-        assert text in str(program.join()[0])
-        assert bool(begun) == second.endswith(" once")
+    assert text in str(program.join()[0])
+    assert bool(begun) == second.endswith(" once")
     assert bool(begun) == any(("written", 0) in runner.log for runner in program.runners)
 
 
