@@ -13,6 +13,7 @@ from conftest import EOS, Script, Turns, check_idle, hf_logits, random_ids
 from hash_model import hopeful
 
 from fastgen import Completion, Generator, Request, SamplingParams
+from fastgen.async_engine.client import joined
 
 pytestmark = pytest.mark.timeout(60)
 PLAIN = SamplingParams(max_tokens=20, ignore_eos=True, seed=5, speculate=False)
@@ -128,6 +129,20 @@ def test_an_aborted_group_goes_on_sample_by_sample(gen: Generator) -> None:
         assert (output.prompt_logprobs or [])[1:] == (whole.prompt_logprobs or [])[1:]
         assert output.prompt_top_logprobs == whole.prompt_top_logprobs
     assert [part.index for part in parts] == [0, 1, 2, 3, 4]
+
+
+def test_a_resumed_sample_of_any_index_ends_with_its_prompt(gen: Generator) -> None:
+    """A client that joins the events of `step` finds there what a new request has in the event of its first sample."""
+    params = replace(PLAIN, n=3)
+    part = cut_short(gen, Request(random_ids(21), params), steps=6)[2]
+    id = gen.add({"prompt_token_ids": random_ids(21), "prompt": "as told"}, replace(params, n=1), resume=part)
+    events = []
+    while gen.unfinished:
+        events += gen.step()
+    assert [event.index for event in events] == [2] * len(events)
+    assert [event.prompt_token_ids for event in events[:-1]] == [None] * (len(events) - 1)
+    (whole,) = joined(events)
+    assert (whole.id, whole.prompt_token_ids, whole.prompt) == (id, random_ids(21), "as told")
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])

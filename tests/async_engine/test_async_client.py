@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import serve_stub
-from safetensors.torch import load_file
 from serving import children
 
 import fastgen
@@ -341,25 +340,6 @@ def test_a_request_is_aborted(client: Client, way: Any) -> None:
     assert done.aborted == (done.requests == 2), "closed at once, it may never be added"
 
 
-def test_an_update_that_fails_midway_stops_requests_until_a_whole_one(client: Client) -> None:
-    weights = load_file(Path(fastgen.__file__).parent / "tiny" / "model.safetensors")
-
-    async def main() -> None:
-        gen = client.engine
-        with gen.submit([ids(9)], replace(LONG, max_tokens=200, seed=0)) as stream:
-            await anext(stream)
-            with pytest.raises(ValueError, match="missing"):
-                await gen.call("update_weights", iter([*weights.items()][:1]), in_flight="keep")
-            with pytest.raises(RuntimeError, match="call update_weights"):
-                await gen.generate(ids(4))
-            for version in (1, 0):
-                await gen.call("update_weights", weights, version, in_flight="keep")
-            last = [event async for events in stream for event in events][-1]
-        assert last.finish_reason == "length"
-
-    client.run(main())
-
-
 def test_a_wrong_request_fails_alone(client: Client) -> None:
     async def refused(kind: type[Exception], match: str, prompt: Any, params: SamplingParams) -> None:
         with pytest.raises(kind, match=match):
@@ -385,15 +365,6 @@ def test_a_wrong_request_fails_alone(client: Client) -> None:
     client.run(main())
 
 
-def test_an_answer_follows_its_grammar(client: Client) -> None:
-    async def main(params: SamplingParams) -> list[Event]:
-        return await collect(client.engine.submit([ids(4), ids(5)], params))
-
-    params = SamplingParams(n=2, max_tokens=9)
-    assert [event.text for event in client.run(main(replace(params, grammar='start: "the mask"')))] == ["the mask"] * 4
-    assert [event.text for event in client.run(main(replace(params, choice=["the mask"])))] == ["the mask"] * 4
-
-
 # ------------------------------------------------------------------------------------------------ processes
 
 
@@ -401,17 +372,6 @@ def test_an_answer_follows_its_grammar(client: Client) -> None:
 def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that start from now on have a Generator that computes nothing."""
     monkeypatch.setattr(processes, "spawn", serve_stub.spawn)
-
-
-@pytest.mark.usefixtures("stubs")
-def test_a_result_that_the_client_cannot_read_fails_alone() -> None:
-    async def main() -> None:
-        async with AsyncGenerator() as engine:
-            with pytest.raises(ValueError, match="the other process cannot read this"):
-                await engine.call("__getattribute__", "__class__")  # of the stub's main module
-            assert engine.ready
-
-    asyncio.run(main())
 
 
 async def stall(engine: AsyncGenerator, pid: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import pickle
 import platform
 import resource
 import time
@@ -16,8 +14,7 @@ from typing import Any
 import pytest
 
 from fastgen.async_engine import loop as loop_module
-from fastgen.async_engine.client import joined
-from fastgen.async_engine.loop import INTAKE_SECONDS, Abort, EngineLoop, StepEnded, Submit
+from fastgen.async_engine.loop import INTAKE_SECONDS, Abort, EngineLoop, Submit
 from fastgen.engine.stats import Stats
 from fastgen.request import Event, SamplingParams
 
@@ -76,24 +73,6 @@ def test_arrivals_delay_a_step_for_a_limited_time_and_aborts_do_not() -> None:
     assert steps[0] <= most + 1
 
 
-def test_an_engine_without_work_gives_memory_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    gen, trims = FakeGenerator(), list[int]()
-    incoming: SimpleQueue[Any] = SimpleQueue()
-    loop = EngineLoop(gen, incoming, lambda message: None)  # type: ignore[arg-type]
-    monkeypatch.setattr(loop_module, "trim_heap", lambda: trims.append(len(gen.calls)))
-    for number in range(2):
-        incoming.put(Submit(number, [1], SamplingParams()))
-        loop.turn()
-        while not loop.idle:
-            loop.turn()
-        assert len(trims) == number
-        loop.turn()
-        assert len(trims) == number + 1
-        incoming.put(Abort(range(9, 10)))  # without one, this turn would not end
-        loop.turn()
-        assert len(trims) == number + 1
-
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_holes_in_the_heap_are_given_back() -> None:
     def resident() -> int:
@@ -106,26 +85,3 @@ def test_holes_in_the_heap_are_given_back() -> None:
     loop_module.trim_heap()
     assert before - resident() > 40_000_000
     assert last[0] == ord("x")
-
-
-def test_events_survive_serialization() -> None:
-    plain = Event(3, 0, [1], "a\udc80b", logprobs=[-0.5], raw_logprobs=[-0.25])
-    drawn = {"logprobs": [-0.5, 0.0], "raw_logprobs": [-0.25, -math.inf], "top_logprobs": [{3: -1.0}]}
-    scores = [math.inf, -2.0], [{}, {5: -0.5}]
-    full = Event(4, 1, [1, 2], "é", "stop", "x", None, *scores, 64, sampling_mask=[[1, 2]], **drawn)
-    failed = Event(5, 0, [], "", "error", 17, "the mask raised")
-    events = [plain, full, failed]
-    assert pickle.loads(pickle.dumps(StepEnded(events, 0.5, None))) == StepEnded(events, 0.5, None)
-
-
-def test_events_of_a_sample_are_merged_in_the_order_of_prompts_and_samples() -> None:
-    events = [
-        Event(1, 0, [5], "b", started=3.0, logprobs=[-1.0], raw_logprobs=[-2.0]),
-        Event(0, 1, [6], "c", "stop"),
-        Event(0, 0, [8], "d"),
-        Event(1, 0, [7], "e", "length", cached_tokens=2, logprobs=[-3.0], raw_logprobs=[-4.0]),
-    ]
-    merged = joined(events)
-    assert [(event.id, event.index) for event in merged] == [(0, 0), (0, 1), (1, 0)]
-    drawn = {"logprobs": [-1.0, -3.0], "raw_logprobs": [-2.0, -4.0]}
-    assert merged[2] == Event(1, 0, [5, 7], "be", "length", cached_tokens=2, started=3.0, **drawn)

@@ -49,14 +49,6 @@ def test_it_agrees_with_the_reference(head_size: int, group: int, page_size: int
         torch.testing.assert_close(out, case.expected(window)[0], atol=2e-6, rtol=2e-5)
 
 
-def test_half_precision_is_rounded_once() -> None:
-    case = Ragged(64, 4, 16, torch.bfloat16)
-    attention = CpuAttention(case.pool(), case.q.shape[1])
-    out = attention.attend(attention.plan(case.layout()), LAYER, case.q, 0)
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), case.expected(0)[0], atol=1e-5, rtol=2**-8)
-
-
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_it_reads_keys_in_fp8(page_size: int) -> None:
     case = Ragged(64, 4, page_size, torch.bfloat16)

@@ -65,21 +65,6 @@ def test_too_little_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -
 # In steps.
 
 
-@pytest.mark.parametrize("staging", [64, 1, 2])
-def test_generation_continues_from_pages_of_the_host(
-    family: Path, staging: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_tier, "STAGING_PAGES", staging)
-    prompt = random_ids(75)
-    runner = make_runner(family, max_model_len=200)
-    expected = continued(runner, prompt, 12, moved=False)
-    tier = mover(runner).tier = HostTier(runner.pool, 8)
-    assert continued(runner, prompt, 12, moved=True) == expected
-    tier.pages.zero_()
-    tier.save = lambda pairs: None  # type: ignore[method-assign]
-    assert continued(runner, prompt, 12, moved=True) != expected, "the pages matter"
-
-
 class Late:
     """The event of a layer's loads, which are done when it is waited for."""
 

@@ -16,15 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as some
-from properties import EXAMPLES, holds_for
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
 from fastgen.model import loader
 from fastgen.model.loader import fill_random, load, resolve
-from fastgen.model.weights import Shard, TensorMatcher
+from fastgen.model.weights import Shard
 
 INDEX = "model.safetensors.index.json"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -96,12 +94,6 @@ def test_tensors_that_models_do_not_need_are_skipped(tmp_path: Path) -> None:
         load(untied, tmp_path)
 
 
-def test_missing_tensors_are_listed_up_to_a_number() -> None:
-    many = {f"model.layers.{layer}.w": Shard.whole(torch.zeros(1)) for layer in range(9)}
-    with pytest.raises(ValueError, match=r"missing 9 of 9 tensors: model\.layers\.0\.w, .* and 4 more"):
-        TensorMatcher(many).check_complete()
-
-
 def change_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the entry of the embedding in the header of its file."""
     path = folder / SHARDS[0]
@@ -160,10 +152,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder / INDEX).write_text('{"metadata": {}}'),
         f"{INDEX} is not an index",
     ),
-    "a deep index": (
-        lambda folder: (folder / INDEX).write_text("[" * 100_000),
-        f"{INDEX} is not an index .* recursion",
-    ),
 }
 
 
@@ -174,38 +162,6 @@ def test_a_damaged_folder_is_named(damage: str, tmp_path: Path) -> None:
     change(tmp_path)
     with pytest.raises(ValueError, match=message):
         load(empty_targets(), tmp_path)
-
-
-@EXAMPLES
-def test_a_file_that_was_cut_or_changed_is_an_error_or_has_the_right_shapes(examples: int, tmp_path: Path) -> None:
-    """A changed byte of a value cannot be noticed, but it changes only that value."""
-    tensors = small_tensors()
-    path = tmp_path / "model.safetensors"
-    save_file(tensors, path)
-    content = path.read_bytes()
-    start = 8 + struct.unpack("<Q", content[:8])[0]
-    anywhere = some.one_of(*(some.integers(low, high) for low, high in ((0, 7), (8, start - 1), (start, len(content)))))
-
-    @holds_for(2 * examples, anywhere, some.none() | some.integers(1, 255))
-    def holds(at: int, change: int | None) -> None:
-        """Cut the file at a byte, or change the byte by xor."""
-        damaged = bytearray(content)
-        if change is None:
-            del damaged[at:]
-        elif at < len(content):
-            damaged[at] ^= change
-        path.write_bytes(damaged)
-        targets, message = empty_targets(), None
-        try:
-            load(targets, tmp_path)
-        except ValueError as error:
-            message = str(error)
-        if message is not None:
-            assert str(tmp_path) in message
-            assert bytes(damaged) != content
-            return
-        differ = [name for name in tensors if not torch.equal(targets[name].view, tensors[name])]
-        assert len(differ) == 0 if at < start or at == len(content) else len(differ) <= 1, differ
 
 
 def test_resolve_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,16 +337,6 @@ def test_a_full_cache_is_named_and_the_next_start_goes_on(serve: Any, cache: Pat
     assert (resolve("org/model") / "model.safetensors").read_bytes() == files["model.safetensors"]
 
 
-def test_hub_without_safetensors(serve: Any) -> None:
-    serve({"config.json": b"{}", "pytorch_model.bin": b"x", "consolidated.safetensors": b"x"})
-    folder = resolve("org/model")
-    assert folder.name == COMMIT
-    with pytest.raises(
-        ValueError, match=r"model\.safetensors is missing, .*fastgen reads safetensors only, so convert"
-    ):
-        load(empty_targets(), folder)
-
-
 def test_a_cache_suffices_offline(cache: Path, talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the layout that huggingface_hub documents: refs/main holds the commit, snapshots/<commit> the files."""
     repo = cache / "models--org--model"
@@ -430,9 +376,6 @@ def test_random_weights_follow_from_names_and_starts() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     equal = {name: torch.equal(part.view, first[name].view) for name, part in second.items()}
     assert equal == {name: name != "cut.weight" for name in second}
-    values = first["big.weight"].view
-    assert not torch.equal(values, first["other.weight"].view)
+    assert not torch.equal(first["big.weight"].view, first["other.weight"].view)
     assert first["model.norm.weight"].view.eq(1).all()
-    assert first["self_attn.q_proj.bias"].view.ne(0).all()
-    assert values.std().item() == pytest.approx(0.02, rel=0.02)
-    assert values.mean().item() == pytest.approx(0.0, abs=3e-4)
+    assert first["big.weight"].view.std().item() == pytest.approx(0.02, rel=0.02)

@@ -71,16 +71,3 @@ def test_tables_equal_transformers_at_far_positions(rope: dict[str, Any]) -> Non
         their_cos, their_sin = theirs(torch.zeros(1), torch.arange(start, stop)[None])
         assert torch.equal(cos[start:stop].repeat(1, 2), their_cos[0])
         assert torch.equal(sin[start:stop].repeat(1, 2), their_sin[0])
-
-
-def test_a_table_does_not_depend_on_its_length_nor_on_the_defaults_of_torch() -> None:
-    config = parsed(YARN, 1000000.0, 96)
-    cos, sin = rope_tables(config, 5000)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            short_cos, short_sin = rope_tables(config, 1237)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(short_cos, cos[:1237])
-    assert torch.equal(short_sin, sin[:1237])

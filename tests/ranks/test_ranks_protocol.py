@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hash_model import make_config
@@ -29,9 +26,9 @@ from fastgen.request import Batch, LaneStart, SamplingParams, StepResult
 pytestmark = pytest.mark.timeout(60)
 
 
-def batch(step: int, masked: bool = False) -> Batch:
+def batch(step: int) -> Batch:
     params = SamplingParams(mask=lambda: None)  # type: ignore[arg-type]  # does not pickle
-    return Batch(decodes=(step,), starts=(LaneStart(0, params, 0, 0, 1, frozenset(), ()),), masked=masked)
+    return Batch(decodes=(step,), starts=(LaneStart(0, params, 0, 0, 1, frozenset(), ()),))
 
 
 class FakeRunner:
@@ -50,10 +47,6 @@ class FakeRunner:
         if batch.decodes[0] == 99:
             raise LookupError("no such lane")
         return SimpleNamespace(step=batch.decodes[0])
-
-    def sample(self, launched: Any, masks: np.ndarray | None) -> None:
-        self.log.append(("sample", launched.step))
-        launched.step += 0 if masks is None else int(masks[0, 0])
 
     def collect(self, launched: Any) -> StepResult:
         return StepResult(tokens=[launched.step])
@@ -164,74 +157,6 @@ class Program:
 # ------------------------------------------------------------------------------------------- spawned followers
 
 
-def test_spawned_followers_replay_each_step() -> None:
-    program = Program()
-    steps = []
-    for step in range(6):
-        launched = program.leader.launch(batch(step, masked=step % 3 == 0))
-        steps.append(("launch", step))
-        if step % 3 == 0:
-            program.leader.sample(launched, np.full((1, 1), 100, dtype=np.int32))
-            steps.append(("sample", step))
-        assert program.leader.collect(launched).tokens == [step + 100 * (step % 3 == 0)]
-    program.leader.launch(batch(6, masked=True))  # as after an exception, it is never sampled
-    assert program.logs() == [*steps, ("launch", 6)]
-    program.leader.launch(batch(7))
-    program.leader.close()
-    assert program.memory.file == -1
-    for call in (lambda: program.leader.launch(batch(1)), lambda: program.leader.weights.sleep([], keep_weights=True)):
-        with pytest.raises(RuntimeError, match="closed"):
-            call()
-    program.leader.synchronize()
-    assert [str(outcome) for outcome in program.join()] == ["rank 0 is gone; make a new Generator"] * 2
-
-
-WEIGHTS = {
-    "small": torch.arange(3.0),
-    "large": torch.arange(5000.0).view(50, 100).double(),
-    "cut": torch.arange(12.0).view(3, 4).bfloat16()[:, 1:3],
-}
-PARTS = {name: Shard.whole(torch.empty(tensor.shape, device="meta")) for name, tensor in WEIGHTS.items()}
-ARRIVED: list[tuple[str, Any]] = [(name, (tensor.dtype, tensor.tolist())) for name, tensor in WEIGHTS.items()]
-
-
-def test_spawned_followers_get_weights_and_steps_go_on() -> None:
-    program, begun = Program(), []
-    for _ in range(2):
-        program.leader.weights.update(Update(WEIGHTS, PARTS), lambda: begun.append(True))
-        assert os.fstat(program.memory.file).st_size == 0, "the memory is freed"
-        program.leader.collect(program.leader.launch(batch(1)))
-        assert program.logs() == [*ARRIVED, ("written", 0), ("launch", 1)]
-    with pytest.raises(ValueError, match="missing 1 of 3 tensors: small"):
-        program.leader.weights.update(Update(dict(list(WEIGHTS.items())[1:]), PARTS), lambda: begun.append(False))
-    assert begun == [True, True]
-    assert program.logs() == []
-    program.leader.close()
-    program.spawned.memory.close()  # again
-    with pytest.raises(RuntimeError, match="unable to open file"):
-        program.spawned.memory.hold(WEIGHTS["small"])
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), LookupError("lost")])
-def test_an_update_that_is_cut_short_leaves_the_ranks_in_step(error: BaseException) -> None:
-    def cut() -> Iterator[tuple[str, Tensor]]:
-        yield from list(WEIGHTS.items())[:2]
-        raise error
-
-    program = Program()
-    with pytest.raises(type(error)):
-        program.leader.weights.update(Update(cut(), PARTS), lambda: None)
-    program.leader.synchronize()
-    program.leader.weights.update(Update(iter(WEIGHTS.items()), PARTS), lambda: None)
-    assert program.leader.collect(program.leader.launch(batch(3))).tokens == [3]
-    program.leader.synchronize()
-    first, synchronized = ARRIVED[:2], ("synchronize", 0)
-    for runner in program.runners:
-        cut_short = [*first, synchronized] if runner.rank == 0 else [*first, ("written", 0), synchronized]
-        assert runner.log == [*cut_short, *ARRIVED, ("written", 0), ("launch", 3), synchronized]
-    program.leader.close()
-
-
 class Odd(Exception):  # noqa: N818
     """An error that cannot be unpickled."""
 
@@ -266,10 +191,11 @@ def test_all_ranks_sleep_and_wake_and_an_error_of_one_is_raised_here_but_ends_no
 
 
 def test_an_error_of_a_spawned_follower_in_an_update_ends_all_and_is_raised_here() -> None:
-    program = Program()
+    program, weights = Program(), {"small": torch.arange(3.0), "large": torch.arange(5000.0).view(50, 100).double()}
+    shards = {name: Shard.whole(torch.empty(tensor.shape, device="meta")) for name, tensor in weights.items()}
     program.runners[1].fails = ("large", MemoryError("too little"))
     with pytest.raises(MemoryError, match="too little") as raised:
-        program.leader.weights.update(Update(WEIGHTS, PARTS), lambda: None)
+        program.leader.weights.update(Update(weights, shards), lambda: None)
     assert "on rank 1:" in raised.value.__notes__[0]
     assert "Traceback" in raised.value.__notes__[0]
     program.leader.synchronize()  # does nothing
@@ -278,33 +204,6 @@ def test_an_error_of_a_spawned_follower_in_an_update_ends_all_and_is_raised_here
     first, second = program.join()
     assert isinstance(first, MemoryError)
     assert isinstance(second, MemoryError | RuntimeError)  # this thread may already have closed the memory
-
-
-def test_a_spawned_follower_that_dies_is_noticed_by_the_next_launch_and_no_runner_stays_alive() -> None:
-    program = Program()
-    kept = weakref.ref(program.leader)
-    program.followers[2]._peers.close()
-    while not program.leader._peers.failures:
-        time.sleep(0.005)
-    with pytest.raises(RuntimeError, match="rank 2 was killed; make a new Generator"):
-        program.leader.launch(batch(1))
-    gc.disable()  # an exception that the leader kept would make a cycle with its frames
-    try:
-        program.leader.close()
-        del program.leader
-        assert kept() is None
-    finally:
-        gc.enable()
-
-
-def test_a_rank_that_is_gone_before_the_build_ends_the_start() -> None:
-    (ours, its), peers = socket.socketpair(), Peers()
-    peers.add(1, ours)
-    its.close()
-    while not peers.failures:
-        time.sleep(0.005)
-    with pytest.raises(RuntimeError, match="rank 1 is gone"):
-        Leader(lambda: pytest.fail("it waits for rank 1"), peers, FakeGroup(0, 2))  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------- ranks of a program
@@ -344,8 +243,6 @@ def given(tensors: str) -> Iterator[tuple[str, Tensor]]:
 @pytest.mark.parametrize(
     ("first", "second", "partial", "kind", "text"),
     [
-        ("ab", "ba once", False, None, ""),
-        ("b once", "b", True, None, ""),
         ("ab", "b", False, ValueError, "missing 1 of 2 tensors: a"),
         ("a", "b", True, ValueError, "rank 1 gives other tensors than rank 0: a, b"),
         ("ab", "b once", False, ValueError, "missing 1 of 2 tensors: a"),
@@ -354,8 +251,8 @@ def given(tensors: str) -> Iterator[tuple[str, Tensor]]:
         ("ab", "ab! once", False, LookupError, "lost"),
     ],
 )
-def test_each_rank_checks_and_writes_the_tensors_of_its_program(
-    first: str, second: str, partial: bool, kind: type[Exception] | None, text: str
+def test_each_rank_checks_the_tensors_of_its_program(
+    first: str, second: str, partial: bool, kind: type[Exception], text: str
 ) -> None:
     """Errors are found before anything is written, except in tensors that come once, from an iterator."""
 
@@ -370,58 +267,11 @@ def test_each_rank_checks_and_writes_the_tensors_of_its_program(
     def work() -> None:
         program.leader.weights.update(update, lambda: begun.append(True))
 
-    if kind is None:
+    with pytest.raises(kind, match=text):
         program.leader.call("update", work)
-        assert sorted(program.runners[0].log) == sorted(program.runners[1].log)
-        assert program.join() == [None]
-    else:
-        with pytest.raises(kind, match=text):
-            program.leader.call("update", work)
-        assert text in str(program.join()[0])
-        assert bool(begun) == second.endswith(" once")
+    assert text in str(program.join()[0])
+    assert bool(begun) == second.endswith(" once")
     assert bool(begun) == any(("written", 0) in runner.log for runner in program.runners)
-
-
-def test_what_a_follower_raises_in_a_step_is_raised_on_all() -> None:
-    program = Program(lambda follower: follower.call("generate"))
-    program.runners[0].launch = program.runners[2].launch = lambda batch: None  # type: ignore[method-assign]
-
-    def collect(launched: Any) -> StepResult:
-        """Wait as in a collective that rank 1 has left."""
-        assert program.groups[0].interrupted.wait(10)
-        return StepResult()
-
-    program.runners[0].collect = collect  # type: ignore[method-assign]
-
-    def work() -> StepResult:
-        return program.leader.collect(program.leader.launch(batch(99)))
-
-    with pytest.raises(LookupError, match="no such lane") as raised:
-        program.leader.call("generate", work)
-    assert "on rank 1" in raised.value.__notes__[0]
-    outcomes = program.join()
-    assert [type(outcome) for outcome in outcomes] == [LookupError, LookupError]
-    for call in (lambda: program.leader.call("stats", lambda: 1), lambda: program.followers[1].call("stats")):
-        with pytest.raises(RuntimeError, match=r"no longer agree.*no such lane"):
-            call()
-
-
-def test_a_rank_that_is_gone_is_noticed() -> None:
-    program = Program(lambda follower: follower.close() if follower._group.rank == 2 else follower.call("stats"))
-    with pytest.raises(RuntimeError, match="rank 2 is gone"):
-        program.leader.call("stats", lambda: 1)
-    assert "rank 2 is gone" in str(program.join()[0])
-    for call in (lambda: program.leader.call("stats", lambda: 1), lambda: program.followers[1].call("stats")):
-        with pytest.raises(RuntimeError, match=r"no longer agree.*rank 2 is gone"):
-            call()
-
-
-def test_a_leader_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "CLOSING_SECONDS", 0.2)
-    program, start = Program(lambda follower: follower.call("stats")), time.monotonic()
-    program.leader.close()
-    assert time.monotonic() - start > 0.2, "it has waited for the others"
-    assert [str(outcome) for outcome in program.join()] == ["rank 0 is gone; make a new Generator"] * 2
 
 
 def test_who_does_not_know_the_key_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:

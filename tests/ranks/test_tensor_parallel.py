@@ -129,6 +129,11 @@ def test_two_generators_of_ranks_one_of_which_is_interrupted_traced_and_loses_a_
         assert split.generate([5, 6, 7], SHORT)[0].completions[0].token_ids == said[0]
 
 
+def cut_short(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from list(weights.items())[:2]
+    raise LookupError("lost")
+
+
 def test_ranks_take_new_weights_and_sleep(split: Generator, whole: Generator, folder: Path) -> None:
     """Weights come from a mapping or from an iterator; the prefix cache and the host tier hold KV of the old ones."""
     old, new = load_file(folder / "model.safetensors"), new_weights(folder)
@@ -140,6 +145,8 @@ def test_ranks_take_new_weights_and_sleep(split: Generator, whole: Generator, fo
 
     with pytest.raises(ValueError, match="missing 1 of"):
         split.update_weights(dict(list(new.items())[1:]))
+    with pytest.raises(LookupError, match="lost"):
+        split.update_weights(cut_short(new))
     for gen in (split, whole):
         assert gen.update_weights(new.items()) == 1
     check_close(answers(split, SOME), answers(whole, SOME))

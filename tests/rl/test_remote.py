@@ -100,22 +100,6 @@ def test_a_request_fails_alone_and_wrong_params_before_all(gen: RemoteGenerator)
     assert "resumed" in (resumed.error or "")
 
 
-@pytest.mark.parametrize(
-    ("params", "said"),
-    [
-        ({"logit_bias": 3}, "logit_bias must be"),
-        ({"logit_bias": {"a": 1}}, "logit_bias must hold token ids"),
-        ({"temperature": "hot"}, "temperature must be"),
-        ({"best": 3}, "best"),
-        ({"mask": {}}, "mask"),
-    ],
-)
-def test_wrong_params_of_other_clients_are_a_400(server: Server, params: dict[str, Any], said: str) -> None:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    answer = server.post("/generate", {"prompt": [5, 6], "params": params}, headers=headers)
-    assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), answer.text
-
-
 def test_a_stream_takes_requests_and_none_and_ends_them_when_it_is_closed(gen: RemoteGenerator, server: Server) -> None:
     outputs = list(gen.stream([None, Request([5, 6], SHORT), None, Request([7], SHORT), None]))
     assert [output.error for output in outputs] == [None, None]
@@ -123,9 +107,10 @@ def test_a_stream_takes_requests_and_none_and_ends_them_when_it_is_closed(gen: R
         next(gen.stream(["hello"]))  # type: ignore[list-item]
     stream = gen.stream(Request([5, 6, number], SHORT if number == 10 else LONG) for number in range(10, 16))
     assert len(next(stream).completions) == 2
+    until(lambda: server.stats()["running"])  # the others are sent while this one is read
     stream.close()
     until(server.idle)
-    assert server.stats()["aborted_total"] >= 1, "others may not have been sent yet"
+    assert server.stats()["aborted_total"] >= 1
 
 
 def test_agents_see_which_weights_drew_their_tokens(server: Server, gen: RemoteGenerator, weights: Weights) -> None:
@@ -199,22 +184,6 @@ def test_requests_in_flight(gen: RemoteGenerator, server: Server, weights: Weigh
         assert (completion.finish_reason, len(spans)) == ("abort", 1)
     else:
         assert (completion.finish_reason, [span[0] for span in spans]) == ("length", [version, version + 1])
-
-
-def test_requests_that_end_in_a_pause_tell_it(gen: RemoteGenerator, server: Server, weights: Weights) -> None:
-    asked: dict[str, Any] = {"prompt": [5], "max_tokens": 400, "extra_body": {"ignore_eos": True}}
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(gen.generate, [random_ids(5)], LONG)
-        leaving = server.client(KEY).completions.create(model="any", stream=True, **asked)
-        until(lambda: server.stats()["running"] == 2)
-        gen.pause()
-        leaving.close()
-        until(lambda: server.stats()["running"] == 1)
-        gen.update_weights(weights, in_flight="abort")
-        (output,) = running.result(10)
-        until(server.idle)
-        gen.resume()
-    assert output.completions[0].finish_reason == "abort"
 
 
 def test_sleep_and_wake(gen: RemoteGenerator, weights: Weights) -> None:
@@ -373,8 +342,3 @@ def test_a_client_of_one_model_of_several(talker: Path, tmp_path: Path) -> None:
         assert second.update_weights(talker) == 1
         assert (first.weight_version, second.weight_version) == (0, 1)
         assert second.generate([5], SHORT)[0].completions[0].weight_versions == [(1, 0, 8)]
-
-
-def test_the_routes_are_in_the_schema(server: Server) -> None:
-    paths = json.loads(server.get("/openapi.json").text)["paths"]
-    assert {"/v1/update_weights", "/v1/generate", "/v1/weight_version"} <= paths.keys()
