@@ -127,18 +127,6 @@ def test_text_typed_ahead_is_the_next_message_and_not_in_the_answer(start):
     assert child.exitstatus == 0
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(start):
-    child = start()
-    at_prompt(child, 1)
-    child.sendline("count")
-    child.expect("5 6 7 ")  # it never ends, so this much was streamed
-    child.sendintr()
-    child.expect(STATS)
-    at_prompt(child, 2)
-    assert re.search(r"user:count;assistant:1 2 3 4 5 6 7 [\d ]*;user:go on;", ask(child, "go on", 3))
-    assert leave(child) == 0
-
-
 def test_ctrl_c_at_the_prompt_clears_the_line(start):
     child = start()
     at_prompt(child, 1)
@@ -259,31 +247,6 @@ def test_ctrl_c_in_a_pipe_ends_it_after_the_step(monkeypatch, capsys):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-class Typist(chat.Console):
-    """An interactive console without a terminal."""
-
-    def __init__(self) -> None:
-        self.interactive, self.screen = True, sys.stderr
-
-
-def test_further_ctrl_cs_do_nothing(monkeypatch, capsys):
-    gen = interrupting(at=3, times=2)
-    abort = gen.abort
-    monkeypatch.setattr(gen, "abort", lambda ids: signal.raise_signal(signal.SIGINT) or abort(ids))
-    conversation = chat.Chat(LocalBackend(gen, SamplingParams()), Typist())
-    conversation.ask("count")
-    assert conversation.rounds == [("count", "1 2 3 ")]
-    assert capsys.readouterr().out == "1 2 3 \n"
-    gen.on_step = lambda: None
-    conversation.ask("next")
-    assert [message["content"] for message in gen.prompts[-1]] == ["count", "1 2 3 ", "next"]
-    add, rounds = gen.add, list(conversation.rounds)
-    monkeypatch.setattr(gen, "add", lambda *given: signal.raise_signal(signal.SIGINT) or add(*given))
-    conversation.ask("count")
-    assert conversation.rounds == rounds, "before the first word, the round is taken back"
-    assert re.findall(STATS, capsys.readouterr().err)[-1][0] == "0"
-
-
 def test_a_closed_pipe_and_an_engine_error_are_quiet_ends():
     command = f"{sys.executable} {PROGRAM}"
     shell = {"shell": True, "capture_output": True, "text": True, "timeout": 30, "executable": "/bin/bash"}
@@ -339,28 +302,6 @@ def test_options_go_over_the_models_defaults(monkeypatch, capsys):
     assert (gen.model, gen.options) == ("a/model", expected)
     assert gen.closed
     assert capsys.readouterr().err.endswith("some statistics\n")
-
-
-def test_the_bundled_model_in_a_terminal(start):
-    child = start("-m", "fastgen.cli.chat", "--temperature", "0")
-    shown = at_prompt(child, 1)
-    assert "100%" in shown
-    assert shown.endswith(f"\n{BANNER}")
-    child.sendline("hello")
-    child.expect(STATS)
-    first = said(child).split("\n", 1)[1]
-    assert first.strip()
-    at_prompt(child, 2)
-    pasted = f"\x1b[200~{'far too long ' * 1000}\x1b[201~"
-    refused = ask(child, pasted, 2)
-    assert re.search(r"\nthe prompt has \d+ tokens.*; /r N goes back before round N\n", refused)
-    ask(child, "and what is 2 + 2?", 3)
-    ask(child, "/r 1", 1)
-    child.sendline("hello")
-    child.expect(STATS)
-    assert said(child).split("\n", 1)[1] == first  # nothing was left of the other conversation
-    at_prompt(child, 2)
-    assert leave(child) == 0
 
 
 # Several ranks

@@ -267,26 +267,6 @@ def test_options_are_checked_before_anything_is_read(capsys: pytest.CaptureFixtu
     assert f"fggen {fastgen.__version__}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("arguments", "stream"), [(("-", "-o", "out.jsonl"), "stdin"), (("x", "-o", "-"), "stdout")])
-def test_a_closed_stream_is_told(
-    fggen: Fggen, arguments: tuple[str, ...], stream: str, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, stream, None)
-        assert fggen(*arguments) == 2
-    assert capsys.readouterr().err == f"fggen: error: - is {stream}, which is closed; give a file\n"
-
-
-def test_without_stderr_stdout_gets_lines_and_nothing_else(
-    fggen: Fggen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    assert fggen(write("in.jsonl", *PROMPTS), "-o", "-", *SHORT) == 0
-    sys.stderr.close()
-    assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 5
-
-
 def test_options_reach_the_generator(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

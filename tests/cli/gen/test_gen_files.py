@@ -162,23 +162,6 @@ def test_an_input_that_has_changed_is_named(
         assert f"error: {name} has changed since fggen counted its rows" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["in.jsonl", "in.csv.gz", "in.parquet"])
-def test_an_input_may_be_replaced_but_not_rewritten_while_it_is_read(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    source = Source([write_prompts(str(path), *"abc")], tmp_path / "out.jsonl")
-    rows = source.rows(bytearray(3))
-    first = next(rows)
-    path.rename(tmp_path / f"old-{name}")
-    write_prompts(str(path), *"xyz")
-    assert [row.columns["prompt"] for row in (first, *rows)] == ["a", "b", "c"]
-    source = Source([str(path)], tmp_path / "out.jsonl")
-    rows = source.rows(bytearray(3))
-    next(rows)
-    write_prompts(str(path), *"xya")
-    with pytest.raises(ValueError, match="has changed since"):
-        list(rows)
-
-
 def test_an_input_without_rows(fggen: Fggen, capsys: pytest.CaptureFixture[str]) -> None:
     assert fggen(write("in.jsonl"), "-o", "out.jsonl") == 0
     assert "fggen: the input has no rows" in capsys.readouterr().err
@@ -207,32 +190,6 @@ def test_parquet_keeps_types_and_is_written_in_parts(fggen: Fggen, monkeypatch: 
         assert line["token_ids"] == row["token_ids"]
         assert line["logprobs"] == row["logprobs"]
         assert (line["when"], line["raw"]) == (str(row["when"]), "/w==")
-
-
-def test_values_that_python_does_not_have_are_rows_with_errors(fggen: Fggen) -> None:
-    ends = pa.array([0, 1, 2, 3], pa.int32()).buffers()[1]
-    torn = pa.Array.from_buffers(pa.string(), 3, [None, ends, pa.py_buffer(b"x\xffz")])
-    late = pa.array([0, 0, 10**7], pa.date32())
-    pq.write_table(pa.table({"prompt": ["hello"] * 3, "text": torn, "when": late}), "in.parquet")
-    for name in ("out.jsonl", "out.parquet"):
-        assert fggen("in.parquet", "-o", name, *SHORT) == 0
-    found = pq.read_table("out.parquet").sort_by("row").to_pylist()
-    for first, second, third in (by_row("out.jsonl"), found):
-        assert (first["error"], first["text"]) == (None, "x")
-        assert "a row of in.parquet cannot be read: 'utf-8' codec can't decode" in second["error"]
-        assert "a row of in.parquet cannot be read: " in third["error"]
-
-
-def test_parts_are_counted_as_numbers(tmp_path: Path) -> None:
-    schema = pa.schema([("row", pa.int64()), ("error", pa.string())])
-    for number, row in ((99999, 1), (100000, 0)):
-        pq.write_table(pa.table({"row": [row], "error": [None]}, schema), tmp_path / f"part-{number}.parquet")
-    output = outputs.Parts(tmp_path, schema, ("row", "error"))
-    with output.opened():
-        assert output.begun()
-        assert list(output.recover(retry=False)) == [(1, False), (0, False)]
-        output.write({"row": 2})
-    assert pq.read_table(tmp_path / "part-100001.parquet").to_pylist() == [{"row": 2, "error": None}]
 
 
 def test_json_becomes_parquet_with_the_types_of_all_of_it(fggen: Fggen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,21 +350,6 @@ def test_a_torn_file_stays_where_a_symlink_says_with_its_mode(fggen: Fggen, begu
     assert target.stat().st_mode & 0o777 == 0o600
     assert all(path.read_text() == "mine" for path in mine)
     assert len(list(target.parent.iterdir())) == 2
-
-
-@pytest.mark.parametrize(
-    ("again", "kept", "options"), [("in.jsonl", [1, 3], SHORT[:2]), ("-", [1, 3], SHORT), ("-", [], SHORT)]
-)
-def test_the_rows_that_are_left_are_done_in_order_with_their_seeds(
-    fggen: Fggen, again: str, kept: list[int], options: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert fggen(write("in.jsonl", *PROMPTS), "-o", "out.jsonl", "--ordered", *options) == 0
-    whole, lines = by_row("out.jsonl"), Path("out.jsonl").read_bytes().splitlines(keepends=True)
-    Path("out.jsonl").write_bytes(b"".join(lines[row] for row in kept))
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path("in.jsonl").read_bytes())))
-    assert fggen(again, "-o", "out.jsonl", "--ordered", *options) == 0
-    assert [record["row"] for record in read("out.jsonl")] == [*kept, *sorted({*range(5)} - {*kept})]
-    assert by_row("out.jsonl") == whole
 
 
 def rewritten(name: str, content: bytes) -> tuple[Any, ...]:

@@ -194,23 +194,6 @@ def test_text_and_calls_are_blocks_in_their_order() -> None:
     assert reply_of(tools=[ADD]).whole([Event(0, 0, [1], broken, "stop")])["content"][0]["input"] == {}
 
 
-def test_turns_become_what_templates_accept() -> None:
-    turns = [
-        {"role": "user", "content": "b"},
-        {"role": "system", "content": "c"},
-        {"role": "assistant", "content": [{"type": "text", "text": "d"}]},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"x": "é"}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}, {"type": "text", "text": "e"}]},
-    ]
-    body = json.dumps({"messages": turns, "system": "a", "max_tokens": 9}).encode()
-    messages = read_request(MessageRequest, body).chat().messages
-    said = [(message.role, message.text) for message in messages]
-    assert said == [("system", "a"), ("user", "b\n\nc"), ("assistant", "d"), ("tool", ""), ("user", "e")]
-    assert [call.function.arguments for call in messages[2].tool_calls or ()] == ['{"x":"é"}']
-    body = json.dumps({"messages": turns[:-1], "max_tokens": 9}).encode()
-    assert not read_request(MessageRequest, body).chat().continue_final_message, "a call is not continued"
-
-
 def test_a_request_of_claude_code() -> None:
     """Its fields as version 2.1 sends them, with short texts and few tools."""
     cached = {"cache_control": {"type": "ephemeral"}}

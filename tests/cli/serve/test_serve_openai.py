@@ -128,18 +128,6 @@ def test_a_field_does_what_it_does_for_a_generator(sampled: Sampled, gen: Genera
     assert (output.completions == plain.completions) == (case in idle)
 
 
-@ENDPOINTS
-def test_null_is_the_default(asker: Asker, gen: Generator, endpoint: str) -> None:
-    kind = ChatRequest if endpoint == "chat" else CompletionRequest
-    prompt = PROMPTS[endpoint]
-    kept = {"messages", "prompt", "model", "seed", "max_tokens", "stream", "stream_options", "return_token_ids"}
-    nulls = dict.fromkeys(kind.model_fields.keys() - kept)
-    answer = asker.ask(**to(prompt), seed=11, max_tokens=12, extra_body={**nulls, "return_token_ids": True})
-    check(answer, [expected(gen, prompt, seed=11, max_tokens=12)])
-    create = endpoint_of(asker.client, prompt).create
-    assert create(model="hermes", **to(prompt), temperature=None, seed=None, max_tokens=1, stream=None).choices
-
-
 # ------------------------------------------------------------------------------------------------ prompts
 
 

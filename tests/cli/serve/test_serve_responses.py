@@ -219,27 +219,6 @@ def test_an_error_ends_the_stream_for_every_client() -> None:
     assert events[0]["error"]["message"] == events[1]["response"]["error"]["message"] == "too late"
 
 
-def test_messages_become_what_templates_accept() -> None:
-    items = [
-        {"role": "developer", "content": "b"},
-        {"type": "message", "role": "user", "id": "x", "content": [{"type": "input_text", "text": "c"}]},
-        {"role": "user", "content": "d"},
-        {"role": "developer", "content": "e"},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "f", "annotations": []}]},
-        {"type": "function_call", "call_id": "1", "name": "g", "arguments": "{}", "status": "completed"},
-        {"type": "function_call", "call_id": "2", "name": "h", "namespace": "n", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "1", "output": "i"},
-        {"type": "function_call_output", "call_id": "2", "output": "j"},
-    ]
-    request = read_request(ResponseRequest, json.dumps({"instructions": "a", "input": items}).encode())
-    messages = request.chat().messages
-    said = [(message.role, message.text) for message in messages]
-    assert said[:3] == [("system", "a\n\nb"), ("user", "c\n\nd\n\ne"), ("assistant", "f")]
-    assert said[3:] == [("tool", "i"), ("tool", "j")]
-    assert [call.function.name for call in messages[2].tool_calls or ()] == ["g", "n__h"]
-    assert merged([]) == []
-
-
 def test_a_request_of_codex() -> None:
     """Its fields as version 0.169 sends them, with short texts and few tools."""
     run = {"type": "function", "name": "exec_command", "description": "a", "strict": False, "parameters": SCHEMA}

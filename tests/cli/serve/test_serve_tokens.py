@@ -124,36 +124,3 @@ def test_special_tokens_in_texts_stay_text_in_every_dialect(chatty: Tokenizer) -
     assert [encode_chat(chat, chatty, Calling(chatty, [])) for chat in chats] == [ids] * 3
     assert (ids.count(1), ids.count(2)) == (1, 1)
     assert count_tokens(CountRequest(messages=said), facts(chatty)) == {"input_tokens": len(ids)}
-
-
-@pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "add_generation_prompt"])
-def test_variables_that_a_template_cannot_have(chatty: Tokenizer, name: str) -> None:
-    request = ChatRequest(messages=HELLO, chat_template_kwargs={name: "x"})  # type: ignore[arg-type]
-    with pytest.raises(ApiError, match=name) as raised:
-        encode_chat(request, chatty, Calling(chatty, []))
-    assert raised.value.param == "chat_template_kwargs"
-
-
-def test_wrong_messages_are_named_though_there_are_variables(
-    chatty: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chatty.hf, "chat_template", "{{ raise_exception('no ' + messages[0].content) }}")
-    request = ChatRequest(messages=HELLO, chat_template_kwargs={"mood": "glad"})  # type: ignore[arg-type]
-    with pytest.raises(ApiError, match="no hello") as raised:
-        encode_chat(request, chatty, Calling(chatty, []))
-    assert raised.value.param == "messages"
-
-
-def test_a_tokenizer_is_described(tokenizer: Tokenizer) -> None:
-    info = tokenizer_info(tokenizer)
-    assert info["eos_token"] == tokenizer.hf.eos_token
-    assert info["chat_template"] == tokenizer.hf.chat_template
-    assert info["vocab_size"] == len(tokenizer.hf)
-    assert {"bos_token", "pad_token", "tokenizer_class"} < set(info)
-    without = TokenizeRequest(messages=HELLO)  # type: ignore[arg-type]
-    if tokenizer.hf.chat_template is None:
-        with pytest.raises(ApiError, match="no chat template") as raised:
-            tokenize(without, facts(tokenizer))
-        assert raised.value.param == "messages"
-    else:
-        assert tokenize(without, facts(tokenizer))["tokens"] == tokenizer.encode_chat(HELLO)

@@ -232,49 +232,6 @@ def test_the_template_reveals_the_syntax(model: Model, talker: Path) -> None:
     assert find_syntax(Tokenizer(talker)) is None
 
 
-def test_messages_as_templates_know_them(model: Model) -> None:
-    function = {"name": "f", "arguments": '{"a": 1}'}
-    call = {"id": "call_0123", "type": "function", "function": function}
-    read_by_clients = {**call, "index": 0, "function": {**function, "parsed_arguments": {}}}
-    messages = [
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
-        {"role": "assistant", "content": None, "refusal": None, "parsed": {}, "tool_calls": [read_by_clients]},
-        {"role": "tool", "content": "5", "tool_call_id": "call_0123"},
-        {"role": "tool", "content": "6", "tool_call_id": "call_0123", "name": "g"},
-        {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None},
-    ]
-    told = Calling(model[1], []).template_messages(read(messages))
-    id = told[3]["tool_call_id"]
-    assert len(id) == 9
-    assert told == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "one\ntwo"},
-        {"role": "assistant", "content": "", "tool_calls": [
-            {"type": "function", "id": id, "function": {"name": "f", "arguments": {"a": 1}}}]},
-        {"role": "tool", "content": "5", "tool_call_id": id, "name": "f"},
-        {"role": "tool", "content": "6", "tool_call_id": id, "name": "g"},
-        {"role": "assistant", "content": "x"},
-    ]  # fmt: skip
-
-
-def test_templates_get_tools_calls_and_results(model: Model) -> None:
-    name, tokenizer, _, _ = model
-    text = rendered(tokenizer, calling_of(tokenizer, TOOLS), CONVERSATION)
-    assert "It rains." in text
-    assert "strict" not in text
-    assert "null" not in text
-    assert "Yes." in text
-    said = call_text(name, RIGHT)
-    assert (said.removesuffix("}]") if name == "mistral" else said) in text
-    if name == "mistral":
-        (given,) = {word[:9] for word in text.split("@")[1:]}
-        assert f'"id": "{given}"' in text, "both have got the same id"
-    calling = calling_of(tokenizer, TOOLS, choice="none")
-    assert calling.template_tools is calling.parser() is None
-    assert "It rains." not in rendered(tokenizer, calling, CONVERSATION)
-
-
 @pytest.mark.parametrize("arguments", ['{"city": "Par', "[1]", "[" * 100_000])
 def test_arguments_that_are_no_object_come_back_as_text(model: Model, arguments: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "get", "arguments": arguments}}
