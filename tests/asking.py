@@ -102,7 +102,10 @@ def add_up(replies: Sequence[BaseModel]) -> Answer:
     """Merge one complete answer, or all chunks of a stream."""
     choices: dict[int, Choice] = {}
     usage, prompts = None, []
-    for reply in (reply.model_dump() for reply in replies):
+    for answer in replies:
+        reply = answer.model_dump()
+        if reply["object"] != "text_completion":  # its chunks have no reason at first, which the package's type forbids
+            type(answer).model_validate(answer.to_dict(), strict=True)
         usage = reply.get("usage") or usage
         for choice in reply["choices"]:
             own = choices.setdefault(choice["index"], Choice())
