@@ -63,12 +63,18 @@ TEMPLATE = (
 )
 
 
+def template(syntax: str) -> str:
+    """Return a chat template that writes tools and calls in this syntax."""
+    _, tools, calls = CALLS[syntax]
+    return TEMPLATE.replace("%s", tools, 1).replace("%s", calls)
+
+
 def save_caller(syntax: str, folder: Path) -> Path:
     """Save the bundled model's tokenizer with a template for tools. The marks of calls replace its last entries."""
     folder.mkdir()
-    marks, tools, calls = CALLS[syntax]
+    marks, _, _ = CALLS[syntax]
     shutil.copy(TINY / "tokenizer_config.json", folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("%s", tools, 1).replace("%s", calls))
+    (folder / "chat_template.jinja").write_text(template(syntax))
     tokenizer = json.loads((TINY / "tokenizer.json").read_text())
     vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
     for mark, word in zip(marks, list(vocabulary)[-len(marks) :], strict=True):

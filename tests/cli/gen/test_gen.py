@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tracemalloc
 from collections.abc import Iterable, Iterator
 from pathlib import Path

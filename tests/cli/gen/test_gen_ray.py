@@ -11,21 +11,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from generating import by_row, read, write
 from serving import ROOT, is_called, until
 
-from fastgen import Generator, SamplingParams
-from fastgen.cli.gen import main, outputs
+from fastgen.cli.gen import main
 from fastgen.cli.gen.ray_backend import Worker
 from fastgen.cli.gen.rows import Row
-from fastgen.cli.gen.work import RowJob
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -1,4 +1,4 @@
-"""replies.py with events that a small model rarely produces; test_serve_openai.py holds ordinary replies to real ones."""
+"""replies.py with events that a small model rarely produces; test_serve_openai.py has those that it does."""
 
 from __future__ import annotations
 

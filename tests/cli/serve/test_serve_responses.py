@@ -14,7 +14,6 @@ from pydantic import BaseModel, TypeAdapter
 from serving import Server
 
 from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
-from fastgen.cli.serve.compat.translation import merged
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, read_request
 from fastgen.cli.serve.replies import PromptTokens
 from fastgen.request import Event

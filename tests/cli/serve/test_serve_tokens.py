@@ -11,7 +11,7 @@ import pytest
 
 from fastgen.cli.serve.compat.messages import CountRequest, MessageRequest, count_tokens
 from fastgen.cli.serve.compat.responses import ResponseRequest
-from fastgen.cli.serve.prompts import ModelFacts, detokenize, encode_chat, encode_text, tokenize, tokenizer_info
+from fastgen.cli.serve.prompts import ModelFacts, detokenize, encode_chat, encode_text, tokenize
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, DetokenizeRequest, TokenizeRequest
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.cli.serve.tools import Calling
