@@ -10,7 +10,6 @@ import anthropic
 import pytest
 from anthropic import Anthropic
 from anthropic.types import Message, RawMessageStreamEvent
-from asking import named_events
 from pydantic import BaseModel, TypeAdapter
 from serving import Server
 
@@ -58,23 +57,6 @@ def test_an_answer_is_that_of_a_chat(caller: Server, client: Anthropic) -> None:
     read = (reply.usage.input_tokens, reply.usage.cache_read_input_tokens or 0)
     assert counted.input_tokens == sum(read) == chat.usage.prompt_tokens
     Message.model_validate(post(caller).json())
-
-
-def test_a_stream_tells_each_part_of_the_message(caller: Server) -> None:
-    events = named_events(EVENT, post(caller, stream=True).text)
-    start, opened, *deltas, closed, delta, end = events
-    assert (start["type"], opened["type"], closed["type"]) == (
-        "message_start", "content_block_start", "content_block_stop"
-    )  # fmt: skip
-    assert (delta["type"], end["type"]) == ("message_delta", "message_stop")
-    assert len(deltas) > 3
-    whole = post(caller).json()
-    assert "".join(event["delta"]["text"] for event in deltas) == whole["content"][0]["text"]
-    message = start["message"]
-    assert (message["content"], message["stop_reason"]) == ([], None)
-    assert message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"] > 0
-    assert delta["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
-    assert delta["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
 
 
 def test_an_agent_calls_and_gets_the_result(client: Anthropic) -> None:

@@ -345,14 +345,6 @@ def test_structures_in_the_manner_of_vllm(asker: Asker, gen: Generator) -> None:
 # ------------------------------------------------------------------------------------------------ tools
 
 SYNTAXES = pytest.mark.parametrize("syntax", CALLS)
-NAMES = ("paint", "draw")
-COLOR = {"type": "object", "properties": {"color": {"enum": ["red", "blue"]}}, "required": ["color"],
-         "additionalProperties": False}  # fmt: skip
-
-
-def tools(strict: bool | None = None) -> list[dict[str, Any]]:
-    function = {"description": "Paints.", "parameters": COLOR, "strict": strict}
-    return [{"type": "function", "function": {"name": name, **function}} for name in NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -376,39 +368,6 @@ def test_special_tokens_in_texts_of_messages(callers: Asker, gen: Generator, syn
 
 
 @SYNTAXES
-def test_calls_that_are_required_or_left_to_the_model(callers: Asker, gen: Generator, syntax: str) -> None:
-    """Biased toward the mark, a model begins a call, and the grammar of a strict tool enforces the rest. Biased against
-    its end, it writes calls until its tokens are spent, if its syntax allows several."""
-    assert gen.tokenizer is not None
-    hot, greedy = {"max_tokens": 60, "temperature": 1.0, "seed": 3}, {"max_tokens": 150, "temperature": 0}
-    asked: dict[str, Any] = {"model": syntax, "messages": CHAT, "tools": tools(), **hot, "logit_bias": brief(gen)}
-    named: Any = [{"type": "function", "function": {"name": name}} for name in NAMES]
-    requests = [{**asked, "tool_choice": choice} for choice in ("required", *named)]
-    requests.append({**requests[0], "parallel_tool_calls": False})
-    strict = {**asked, **greedy, "tools": tools(strict=True), "parallel_tool_calls": False}
-    requests.append({**strict, "logit_bias": {**brief(gen), 4096 - len(CALLS[syntax][0]): 100}})
-    forced = callers.ask_all(requests)
-    for answer, names in zip(forced, (NAMES, NAMES[:1], NAMES[1:], NAMES, NAMES), strict=True):
-        (choice,) = answer.choices
-        assert (choice.text, choice.reason) == ("", "tool_calls")
-        assert {name for name, _ in choice.calls} <= set(names)
-        assert all(json.loads(arguments)["color"] in ("red", "blue") for _, arguments in choice.calls)
-        assert len(choice.calls) == 1 or answer is forced[0]
-    newline, *ends = gen.tokenizer.hf.convert_tokens_to_ids(["\n", "]", "</s>", "<|end|>"])
-    bias = {**brief(gen, '}"'), newline: -50, **dict.fromkeys(ends, -100)}
-    (choice,) = callers.ask(**requests[0] | {"temperature": 0, "logit_bias": bias}).choices
-    assert (len(choice.calls) > 1, choice.reason) == ((False, "tool_calls") if syntax == "llama" else (True, "length"))
-    plain: dict[str, Any] = {"model": syntax, "messages": CHAT, **greedy}
-    free = [{**plain, "tools": tools(strict=True)}, {**plain, "tools": tools()}]
-    *told, none, without = callers.ask_all([*free, {**free[0], "tool_choice": "none"}, plain])
-    for answer in told:
-        assert (answer.choices[0].calls, answer.choices[0].reason) == ([], "stop")
-        assert answer.choices[0].text
-        assert answer.usage[0] > without.usage[0], "it has been told of the tools"
-    assert none == without
-
-
-@SYNTAXES
 def test_a_call_and_its_result_go_on(callers: Asker, gen: Generator, syntax: str) -> None:
     """The client's helpers make the tool from a pydantic model, and send messages back unchanged."""
 
@@ -421,6 +380,20 @@ def test_a_call_and_its_result_go_on(callers: Asker, gen: Generator, syntax: str
     with completions.stream(messages=CHAT, tool_choice="required", **asked) as stream:
         message = stream.get_final_completion().choices[0].message
     (call,) = message.tool_calls
+    *forced, none, without = callers.ask_all(
+        [
+            {**asked, "messages": CHAT, "tool_choice": "required"},
+            {**asked, "messages": CHAT, "tool_choice": "required", "parallel_tool_calls": True},
+            {**asked, "messages": CHAT, "tool_choice": "none"},
+            {"model": syntax, "messages": CHAT, "max_tokens": 150, "logit_bias": brief(gen), "seed": 1},
+        ]
+    )
+    for answer in forced:
+        (choice,) = answer.choices
+        assert choice.calls[0] == [call.function.name, call.function.arguments]
+        assert (choice.text, choice.reason) == ("", "tool_calls")
+    assert none == without
+    assert forced[0].usage[0] > without.usage[0], "the model has been told of the tools"
     assert isinstance(call.function.parsed_arguments, Paint)
     assert re.fullmatch("[A-Za-z0-9]{9}", call.id)
     result = {"role": "tool", "tool_call_id": call.id, "content": "done"}

@@ -1,4 +1,4 @@
-"""The page of fgserve: its script in Node (from playwright's wheel) with a small DOM, and the policy of its responses."""
+"""The page of fgserve: its script in Node (from the wheel of playwright) with a small DOM, and its policy."""
 
 from __future__ import annotations
 

@@ -36,7 +36,6 @@ NEEDED: dict[type[Strict], dict[str, Any]] = {
     DetokenizeRequest: {"tokens": [1, 2]},
 }
 KINDS = pytest.mark.parametrize("kind", NEEDED)
-VALUES: list[Any] = ["x", "", 5, -5, 5.5, True, False, [], ["x"], [5], [[5]], [None], {}, {"x": 5}, [{}], 10**30, 1e308]
 
 
 def read(kind: Any, **fields: Any) -> Any:
@@ -164,22 +163,6 @@ def test_null_means_left_out(kind: Any) -> None:
         assert error_of(kind, **{name: None}).status == 400
 
 
-@KINDS
-def test_each_value_of_a_field_is_taken_or_the_field_is_named(kind: Any) -> None:
-    refused = 0
-    for name in kind.model_fields:
-        for value in VALUES:
-            error = refusal(partial(read, kind, **{name: value}))
-            if error is not None:
-                refused += 1
-                assert error.status == 400
-                assert error.param is not None
-                assert error.param in error.message
-                field = error.param.partition("[")[0].partition(".")[0]
-                assert field in {name} | ({"prompt"} if kind is TokenizeRequest else set())  # it has prompt or messages
-    assert refused > 10 * len(kind.model_fields) / 2
-
-
 def said(role: str, **more: Any) -> list[Any]:
     return [{"role": role, **more}]
 
@@ -297,21 +280,6 @@ def test_a_missing_field_means_the_default() -> None:
     assert params_of(CompletionRequest) == SamplingParams(max_tokens=16), "as OpenAI has it"
     own = SamplingParams(temperature=0.2, top_p=0.8, top_k=3)
     assert params_of(ChatRequest, own, top_p=None) == own
-    for all_tokens in (0, -1):
-        assert params_of(ChatRequest, own, top_p=0, top_k=all_tokens) == SamplingParams(temperature=0.2)
-    assert params_of(ChatRequest, own, top_p=1, temperature=0).top_p == 1
-
-
-def test_logprobs_in_both_shapes() -> None:
-    assert params_of(ChatRequest, logprobs=False, top_logprobs=0).logprobs is None
-    assert params_of(ChatRequest, logprobs=True).logprobs == 0
-    assert params_of(ChatRequest, logprobs=True, top_logprobs=20).logprobs == 20
-    for echo, scored in ((True, 4), (False, None)):
-        params = params_of(CompletionRequest, logprobs=4, echo=echo)
-        assert (params.logprobs, params.prompt_logprobs) == (4, scored)
-    assert params_of(CompletionRequest, echo=True).prompt_logprobs is None, "an echo needs no scores"
-    assert params_of(CompletionRequest, echo=True, max_tokens=0).prompt_logprobs == 0
-    assert error_of(CompletionRequest, echo=True, max_tokens=0, n=2).param == "n"
 
 
 def test_tools_and_formats_are_as_they_were_sent() -> None:
