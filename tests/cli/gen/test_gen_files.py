@@ -87,12 +87,9 @@ def contents(name: str) -> list[Any]:
     ("arguments", "reason"),
     [
         (["nothing.jsonl", "-o", "out.jsonl"], "nothing.jsonl: there is no such file or folder"),
-        (["noth*.jsonl", "-o", "out.jsonl"], "noth*.jsonl: there is no file of .jsonl"),
-        (["empty", "-o", "out.jsonl"], "empty: there is no file of .jsonl"),
         (["-", "in.jsonl", "-o", "out.jsonl"], "- is stdin, which is read alone"),
         (["in.txt", "-o", "out.jsonl"], "in.txt: there is no file of .jsonl"),
         (["in.jsonl", "-o", "out.txt"], "the suffix of out.txt names no format"),
-        (["in.jsonl", "-o", "out.parquet.gz"], "the suffix of out.parquet.gz names no format"),
         (["in.jsonl", "-o", "-", "--retry-errors"], "--retry-errors needs an output that can be read"),
         (["torn.jsonl.gz", "-o", "out.jsonl"], "torn.jsonl.gz cannot be read: Not a gzipped file"),
         (["open.csv", "-o", "out.jsonl"], "end of data, in the row that begins on line 4; check its quotes"),
@@ -105,15 +102,12 @@ def contents(name: str) -> list[Any]:
         (["in.jsonl", "-o", "nowhere/out.jsonl"], "no folder nowhere for out.jsonl; make it, or give another -o"),
         (["in.jsonl", "-o", "file.parquet"], "is a file, and Parquet is written in parts in a folder"),
         (["mixed.jsonl", "-o", "out.parquet"], "written as Parquet: the values of a have no type in common: Could not"),
-        (["hollow.jsonl", "-o", "out.parquet"], "the columns cannot be written as Parquet"),
         (["late.jsonl", "-o", "out.parquet"], "there is a column completions already"),
-        (["late.jsonl", "-o", "out.csv"], "there is a column completions already"),
     ],
 )
 def test_what_cannot_be_read_or_written(
     fggen: Fggen, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("empty").mkdir()
     Path("spark.parquet").mkdir()
     write("spark.parquet/part-0-ab.snappy.parquet", PROMPTS[0])
     for name in ("torn.jsonl.gz", "in.txt", "in.jsonl", "file.parquet", "torn.parquet"):
@@ -123,7 +117,6 @@ def test_what_cannot_be_read_or_written(
     Path("latin.csv").write_bytes(b"prompt\n" + b"coffee\n" * 3000 + b"caf\xe9\n")
     write("half.jsonl", {"prompt": "\ud800"})
     write("mixed.jsonl", {"prompt": "x", "a": 1}, {"prompt": "x", "a": "one"})
-    write("hollow.jsonl", {"prompt": "x", "a": {}})
     write("late.jsonl", {"prompt": "x"}, {"prompt": "x", "completions": []})
     assert fggen(*arguments) in (1, 2)
     assert reason in capsys.readouterr().err
@@ -365,19 +358,15 @@ def rewritten(name: str, content: bytes) -> tuple[Any, ...]:
     ("change", "reason"),
     [
         (lambda: ["--max-tokens", 6, "--seed", 3], "out.jsonl was begun with another max_tokens, as out.jsonl.fggen"),
-        (lambda: [*SHORT, "--temperature", 0], "out.jsonl was begun with another temperature, as"),
         (lambda: ["--max-tokens", 5], "another seed, as out.jsonl.fggen.json says; give another -o, or what it was"),
         (lambda: [*SHORT, "--ordered"], "out.jsonl was begun with another ordered, as"),
         (lambda: write("in.jsonl", *PROMPTS[::-1]) and SHORT, "out.jsonl was begun with another input, as"),
         (lambda: write("in.jsonl", *PROMPTS, PROMPTS[0]) and SHORT, "out.jsonl was begun with another input, as"),
         (lambda: Path(ABOUT).unlink() or SHORT, f"no {ABOUT} describes their job; give another -o"),
         (lambda: rewritten(ABOUT, b""), f"{ABOUT} describes the job of the output, and is damaged: Expecting value"),
-        (lambda: rewritten(ABOUT, b"\xff"), f"{ABOUT} describes the job of the output, and is damaged: 'utf-8' codec"),
         (lambda: rewritten(ABOUT, b"[]"), "is damaged: it has no job and seed; restore it, or give another -o"),
-        (lambda: rewritten(ABOUT, b'{"job": {}, "seed": null}'), "is damaged: it has no job and seed"),
         (lambda: rewritten(ABOUT, b'{"job": [], "seed": 1}'), "is damaged: it has no job and seed"),
         (lambda: rewritten("out.jsonl", RECORD % b"0" + RECORD % b"0"), "out.jsonl has row 0 twice"),
-        (lambda: rewritten("out.jsonl", RECORD % b"-1"), "out.jsonl has row -1 twice, or the input does not have it"),
         (lambda: rewritten("out.jsonl", RECORD % b"5"), "out.jsonl has row 5 twice, or the input does not have it"),
         (lambda: rewritten("out.jsonl", RECORD % b"0" + b"nonsense\n"), "record 2 of out.jsonl is not of this job"),
         (lambda: rewritten("out.jsonl", RECORD % b"1e999"), "record 1 of out.jsonl is not of this job"),

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 import openai
 import pytest
 from asking import CALLS, Answer, Asker, check, endpoint_of, expected, params_of, save_caller, sent, to
-from grammars import rule_of
 from pydantic import BaseModel, Field
 from serving import FGSERVE, Server, until
 
@@ -19,7 +18,6 @@ from fastgen import Generator
 from fastgen.cli.serve.prompts import needed
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.request import RequestOutput
-from fastgen.text.grammar import Compiler
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -300,46 +298,36 @@ def brief(gen: Generator, favored: str = '}]"') -> dict[str, float]:
     return {entries[char]: -100 for char in " \n\t\r" if char in entries} | {entries[char]: 50 for char in favored}
 
 
-def test_formats_of_answers(asker: Asker, gen: Generator) -> None:
-    schema = {"name": "sum", "schema": Sum.model_json_schema(), "strict": True}
-    params: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 2, "n": 2, "logit_bias": brief(gen)}
-    compiler = Compiler(gen.tokenizer, gen.model_config.vocab_size, gen.model_config.eos_ids)
-    for wanted in ({"type": "json_object"}, {"type": "json_schema", "json_schema": schema}):
-        answer = asker.ask(messages=CHAT, response_format=wanted, **sent(params))
-        mask = compiler.compile(f"start: {rule_of(wanted)}")
-        check(answer, [expected(gen, CHAT, **params, mask=mask)])
-        assert [choice.reason for choice in answer.choices] == ["stop"] * 2
-        assert all(isinstance(json.loads(choice.text), dict) for choice in answer.choices)
-        if wanted["type"] == "json_schema":
-            assert all(Sum.model_validate_json(choice.text) for choice in answer.choices)
-    answer = asker.ask(messages=CHAT, response_format={"type": "text"}, **sent({"max_tokens": 5, "seed": 1}))
-    check(answer, [expected(gen, CHAT, max_tokens=5, seed=1)])
+SCHEMA = Sum.model_json_schema()
+OBJECT = {"type": "object"}
+LETTERS, GRAMMAR, CHOICE = "[a-c]{3}|/x", 'start: "a" b\nb: "c" | "d"', ["yes", 'no "é"']
+# The endpoint, fields of a request, and the parameters of the Generator that they stand for.
+STRUCTURES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("chat", {"response_format": {"type": "text"}}, {}),
+    ("chat", {"response_format": {"type": "json_object"}}, {"json_schema": OBJECT}),
+    ("chat", {"response_format": {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}},
+     {"json_schema": Sum}),
+    ("chat", {"structured_outputs": {"json": SCHEMA}}, {"json_schema": Sum}),
+    ("text", {"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json_schema": Sum}),
+    ("chat", {"structured_outputs": {"json_object": True}}, {"json_schema": OBJECT}),
+    ("chat", {"structured_outputs": {"regex": LETTERS}}, {"regex": LETTERS}),
+    ("text", {"structured_outputs": {"choice": CHOICE}}, {"choice": CHOICE}),
+    ("chat", {"structured_outputs": {"grammar": GRAMMAR}}, {"grammar": GRAMMAR}),
+]  # fmt: skip
+
+
+def test_answers_have_the_wanted_structure(asker: Asker, gen: Generator) -> None:
+    params: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 2, "logit_bias": brief(gen)}
+    requests = []
+    for endpoint, fields, _ in STRUCTURES:
+        request = {**to(PROMPTS[endpoint]), **sent(params)}
+        request["extra_body"] |= fields
+        requests.append(request)
+    for (endpoint, _, meaning), answer in zip(STRUCTURES, asker.ask_all(requests), strict=True):
+        check(answer, [expected(gen, PROMPTS[endpoint], **params, **meaning)])
     parsed = asker.client.chat.completions.parse(model="hermes", messages=CHAT, response_format=Sum, seed=1,
                                                  max_tokens=100, logit_bias=brief(gen))  # type: ignore[arg-type]  # fmt: skip
     assert isinstance(parsed.choices[0].message.parsed, Sum)
-
-
-# By case: the field of structured_outputs, and the parameter of the Generator that it stands for.
-STRUCTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "json": ({"json": Sum.model_json_schema()}, {"json_schema": Sum}),
-    "text of json": ({"json": json.dumps(Sum.model_json_schema())}, {"json_schema": Sum}),
-    "regex": ({"regex": "[a-c]{3}|/x"}, {"regex": "[a-c]{3}|/x"}),
-    "choice": ({"choice": ["yes", 'no "é"']}, {"choice": ["yes", 'no "é"']}),
-    "grammar": ({"grammar": 'start: "a" b\nb: "c" | "d"'}, {"grammar": 'start: "a" b\nb: "c" | "d"'}),
-    "any object": ({"json_object": True}, {"json_schema": {"type": "object"}}),
-}
-
-
-def test_structures_in_the_manner_of_vllm(asker: Asker, gen: Generator) -> None:
-    params: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 2, "logit_bias": brief(gen)}
-    cases = [*(("chat", case) for case in STRUCTURES), ("text", "choice"), ("text", "json")]
-    requests = []
-    for endpoint, case in cases:
-        fields = sent(params)
-        fields["extra_body"]["structured_outputs"] = STRUCTURES[case][0]
-        requests.append({**to(PROMPTS[endpoint]), **fields})
-    for (endpoint, case), answer in zip(cases, asker.ask_all(requests), strict=True):
-        check(answer, [expected(gen, PROMPTS[endpoint], **params, **STRUCTURES[case][1])])
 
 
 # ------------------------------------------------------------------------------------------------ tools

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grammars import byte_level
 
 from fastgen.cli.serve.compat.messages import CountRequest, MessageRequest, count_tokens
 from fastgen.cli.serve.compat.responses import ResponseRequest
@@ -29,25 +30,10 @@ TEXTS = [
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def byte_level(folder: Path) -> Path:
-    """Save a tokenizer with a vocabulary like GPT-2's, Llama 3's and Qwen's."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator(["the quick brown fox", "hello the world", "你好"], trainer)
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module", params=["byte level", "byte fallback", "bundled"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     if request.param == "byte level":
-        return Tokenizer(byte_level(tmp_path_factory.mktemp("byte-level")))
+        return byte_level(tmp_path_factory.mktemp("byte-level"), ())
     return Tokenizer(request.getfixturevalue("talker") if request.param == "byte fallback" else resolve(None))
 
 
