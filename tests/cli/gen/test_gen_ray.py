@@ -18,9 +18,11 @@ import pytest
 from generating import by_row, read, write
 from serving import ROOT, is_called, until
 
+from fastgen import Generator, SamplingParams
 from fastgen.cli.gen import main
 from fastgen.cli.gen.ray_backend import Worker
 from fastgen.cli.gen.rows import Row
+from fastgen.cli.gen.work import RowJob
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -136,11 +138,28 @@ def test_the_rows_of_a_replica_that_is_lost_are_done_again(alone: Path, monkeypa
     assert read("ordered.jsonl") == by_row("alone.jsonl")
 
 
-def work_in(worker: Worker, *bundles: list[Row]) -> list[Any]:
+def work_in(make: Any, *bundles: list[Row]) -> list[Any]:
+    worker = Worker(make, os.getcwd(), logging.WARNING)
+
     async def run() -> list[Any]:
         return await asyncio.gather(*map(worker.do, bundles))
 
     return asyncio.run(run())
+
+
+def test_bundles_are_done_together_each_with_its_rows(talker: Path) -> None:
+    job = RowJob(SamplingParams(max_tokens=20, ignore_eos=True), seed=0)
+    made: list[Generator] = []  # it stays in the worker's thread, which waits for more rows
+
+    def make() -> tuple[Generator, Any]:
+        made.append(Generator(talker, max_seqs=8, max_step_tokens=64, page_size=16))
+        return made[0], job.ask
+
+    bundles = [[Row(index, {"prompt": "hello"}) for index in range(first, first + 2)] for first in (0, 2, 4)]
+    found = work_in(make, *bundles, [Row(6, {})])
+    assert [sorted(done.index for done in bundle) for bundle in found] == [[0, 1], [2, 3], [4, 5], [6]]
+    assert all((done.error is None) == (done.index < 6) for bundle in found for done in bundle)
+    assert made[0].stats.steps < 40, "one after another they take 60"
 
 
 def test_what_keeps_a_model_from_being_loaded_is_told() -> None:
@@ -148,4 +167,4 @@ def test_what_keeps_a_model_from_being_loaded_is_told() -> None:
         raise ValueError("no such model")
 
     with pytest.raises(ValueError, match="no such model"):
-        work_in(Worker(make, os.getcwd(), logging.WARNING), [Row(0, {})])
+        work_in(make, [Row(0, {})])
