@@ -59,7 +59,7 @@ def test_a_full_disk_loses_nothing(fggen: Fggen, name: str, capsys: pytest.Captu
         assert not list(Path.cwd().rglob("*.tmp")), "it would take room"
         assert not before or Path(name).read_bytes() == before
         assert fggen("in.jsonl", "-o", name, *SHORT) == 0
-        assert contents(name) == contents(f"whole-{name}")
+        assert columns_of(name) == columns_of(f"whole-{name}")
 
 
 @contextmanager
@@ -71,16 +71,6 @@ def full_disk() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def contents(name: str) -> list[Any]:
-    """Return the rows of an output, in their order."""
-    if name.endswith(".parquet"):
-        rows: list[Any] = pq.read_table(name).to_pylist()
-    else:
-        data = gzip.decompress(Path(name).read_bytes()) if name.endswith(".gz") else Path(name).read_bytes()
-        rows = list(csv.DictReader(io.StringIO(data.decode()))) if name.endswith(".csv") else data.splitlines()
-    return sorted(rows, key=str)
 
 
 @pytest.mark.parametrize(
@@ -229,12 +219,17 @@ def test_torn_records_are_done_again(fggen: Fggen, name: str) -> None:
         assert whole == found_in(name)
 
 
+def columns_of(name: str) -> list[dict[str, Any]]:
+    """Return the records of an output in any format, in the order of the input's rows."""
+    files = sorted(Path(name).glob("*.parquet")) if name.endswith("parquet") else [Path(name)]
+    return sorted((row.columns for row in read_rows(files)), key=lambda columns: int(columns["row"]))
+
+
 def found_in(name: str) -> list[dict[str, Any]]:
-    """Return the records of a file of CSV, or one that is compressed, with the values of JSON."""
-    rows = (row.columns for row in read_rows([Path(name)]))
+    """Return the records of a file of lines or of CSV, with the values of JSON."""
     texts = ("prompt", "error")
-    found = [{key: value if key in texts else parsed(value) for key, value in row.items()} for row in rows]
-    return sorted(({**row, "prompt": row["prompt"] or ""} for row in found), key=lambda row: row["row"])
+    found = ({key: value if key in texts else parsed(value) for key, value in row.items()} for row in columns_of(name))
+    return [{**row, "prompt": row["prompt"] or ""} for row in found]
 
 
 def test_csv_and_gzip_are_read_and_what_csv_says_is_typed(fggen: Fggen) -> None:
@@ -280,8 +275,7 @@ def test_rows_that_have_failed_are_done_again(
     fggen: Fggen, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def states() -> list[tuple[int, bool]]:
-        files = sorted(Path(name).glob("*.parquet")) if name.endswith("parquet") else [Path(name)]
-        return sorted((int(row.columns["row"]), row.columns["error"] is None) for row in read_rows(files))
+        return [(int(columns["row"]), columns["error"] is None) for columns in columns_of(name)]
 
     ask, broken = RowJob.ask, [True]
 

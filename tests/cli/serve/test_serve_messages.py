@@ -85,16 +85,6 @@ def test_an_agent_calls_and_gets_the_result(client: Anthropic) -> None:
     assert counted.input_tokens > client.messages.count_tokens(model="any", messages=turns).input_tokens
 
 
-def test_the_tool_runner_goes_on_without_a_thread(client: Anthropic) -> None:
-    @anthropic.beta_tool
-    def add(a: int) -> str:
-        return str(a)
-
-    fields: Any = {"tools": [add], "messages": [{"role": "user", "content": "add"}], "max_iterations": 2}
-    runner = client.beta.messages.tool_runner(model="any", max_tokens=100, tool_choice={"type": "any"}, **fields)
-    assert [message.stop_reason for message in runner] == ["tool_use"] * 2
-
-
 def test_why_an_answer_ends_and_one_that_is_begun_goes_on(caller: Server) -> None:
     cut = post(caller, max_tokens=2).json()
     assert (cut["stop_reason"], cut["usage"]["output_tokens"]) == ("max_tokens", 2)
