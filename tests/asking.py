@@ -63,12 +63,18 @@ TEMPLATE = (
 )
 
 
+def template(syntax: str) -> str:
+    """Return a chat template that writes tools and calls in this syntax."""
+    _, tools, calls = CALLS[syntax]
+    return TEMPLATE.replace("%s", tools, 1).replace("%s", calls)
+
+
 def save_caller(syntax: str, folder: Path) -> Path:
     """Save the bundled model's tokenizer with a template for tools. The marks of calls replace its last entries."""
     folder.mkdir()
-    marks, tools, calls = CALLS[syntax]
+    marks, _, _ = CALLS[syntax]
     shutil.copy(TINY / "tokenizer_config.json", folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("%s", tools, 1).replace("%s", calls))
+    (folder / "chat_template.jinja").write_text(template(syntax))
     tokenizer = json.loads((TINY / "tokenizer.json").read_text())
     vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
     for mark, word in zip(marks, list(vocabulary)[-len(marks) :], strict=True):
@@ -102,7 +108,10 @@ def add_up(replies: Sequence[BaseModel]) -> Answer:
     """Merge one complete answer, or all chunks of a stream."""
     choices: dict[int, Choice] = {}
     usage, prompts = None, []
-    for reply in (reply.model_dump() for reply in replies):
+    for answer in replies:
+        reply = answer.model_dump()
+        if reply["object"] != "text_completion":  # its chunks have no reason at first, which the package's type forbids
+            type(answer).model_validate(answer.to_dict(), strict=True)
         usage = reply.get("usage") or usage
         for choice in reply["choices"]:
             own = choices.setdefault(choice["index"], Choice())

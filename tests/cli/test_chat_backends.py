@@ -19,7 +19,7 @@ from serving import FGSERVE, Server, until
 from terminal import BANNER, STATS, ask, at_prompt, leave, said, spawn
 
 from fastgen.cli import chat
-from fastgen.cli.chat_backends import Reply, ServerBackend
+from fastgen.cli.chat_backends import ServerBackend
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -216,13 +216,6 @@ def test_a_server_that_cannot_answer_is_a_line(models: Any, line: str, fake: Fak
 def test_a_bad_url_is_a_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert chat.main(["--url", url]) == 1
     assert re.fullmatch(rf"fgchat: error: --url (is )?{re.escape(repr(url))}[^\n]*\n", capsys.readouterr().err)
-
-
-def test_an_error_of_the_terminal_is_none_of_the_server(fake: Fake) -> None:
-    fake.answer = stream("text")
-    with pytest.raises(BrokenPipeError):  # noqa: PT012
-        for _ in ServerBackend(fake.url + "/v1/", None, "some-model", {}).stream(HELLO, Reply()):
-            raise BrokenPipeError
 
 
 def test_one_ctrl_c_is_enough_while_nothing_has_come(fake: Fake) -> None:

@@ -11,18 +11,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from generating import by_row, read, write
 from serving import ROOT, is_called, until
 
 from fastgen import Generator, SamplingParams
-from fastgen.cli.gen import main, outputs
+from fastgen.cli.gen import main
 from fastgen.cli.gen.ray_backend import Worker
 from fastgen.cli.gen.rows import Row
 from fastgen.cli.gen.work import RowJob
@@ -141,32 +138,9 @@ def test_the_rows_of_a_replica_that_is_lost_are_done_again(alone: Path, monkeypa
     assert read("ordered.jsonl") == by_row("alone.jsonl")
 
 
-def test_parquet_begun_without_ray_ends_there_as_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray", reason="needs the extra ray")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(outputs, "PART_BYTES", 1)
-    rows = [{"prompt": f"what is {row} + 5?", "n": 1 + row % 2, "when": datetime(2026, 1, 1 + row), "raw": b"\xff",
-             "nested": {"a": [row, None]}} for row in range(30)]  # fmt: skip
-    rows[7]["prompt"] = None
-    pq.write_table(pa.Table.from_pylist(rows), "in.parquet")
-    assert main.main(["fastgen-tiny", "in.parquet", "-o", "alone.parquet", *JOB, "--logprobs"]) == 0
-    shutil.copytree("alone.parquet", "out.parquet")
-    for part in range(20, 30):
-        Path(f"out.parquet/part-{part:05}.parquet").rename("out.parquet/.part-00020.parquet.fggen.tmp")
-    with on_ray("in.parquet", "out.parquet", "--logprobs") as process:
-        said = ended(process, 0)
-    assert "fggen: 20 rows are in out.parquet already" in said
-    assert "UserWarning" not in said, "a replica without rows"
-    assert sorted(path.name for path in Path("out.parquet").glob("part*")) == [
-        f"part-{n:05}.parquet" for n in range(21)
-    ]
-    found, expected = (pq.read_table(name).sort_by("row") for name in ("out.parquet", "alone.parquet"))
-    assert found.schema == expected.schema
-    assert found.equals(expected)
-    assert found.num_rows == 30
+def work_in(make: Any, *bundles: list[Row]) -> list[Any]:
+    worker = Worker(make, os.getcwd(), logging.WARNING)
 
-
-def work_in(worker: Worker, *bundles: list[Row]) -> list[Any]:
     async def run() -> list[Any]:
         return await asyncio.gather(*map(worker.do, bundles))
 
@@ -181,9 +155,8 @@ def test_bundles_are_done_together_each_with_its_rows(talker: Path) -> None:
         made.append(Generator(talker, max_seqs=8, max_step_tokens=64, page_size=16))
         return made[0], job.ask
 
-    worker = Worker(make, os.getcwd(), logging.WARNING)
     bundles = [[Row(index, {"prompt": "hello"}) for index in range(first, first + 2)] for first in (0, 2, 4)]
-    found = work_in(worker, *bundles, [Row(6, {})])
+    found = work_in(make, *bundles, [Row(6, {})])
     assert [sorted(done.index for done in bundle) for bundle in found] == [[0, 1], [2, 3], [4, 5], [6]]
     assert all((done.error is None) == (done.index < 6) for bundle in found for done in bundle)
     assert made[0].stats.steps < 40, "one after another they take 60"
@@ -194,4 +167,4 @@ def test_what_keeps_a_model_from_being_loaded_is_told() -> None:
         raise ValueError("no such model")
 
     with pytest.raises(ValueError, match="no such model"):
-        work_in(Worker(make, os.getcwd(), logging.WARNING), [Row(0, {})])
+        work_in(make, [Row(0, {})])

@@ -21,7 +21,6 @@ import serve_stub
 import yaml
 from serving import FGSERVE, ROOT, Server, alive, children, descendants, is_called, until
 
-from fastgen.async_engine.client import _Process
 from fastgen.cli.serve import ray as ray_backend
 from fastgen.cli.serve.options import read_options
 from fastgen.cli.serve.ray import Replica
@@ -204,19 +203,20 @@ def test_a_sigterm_lets_requests_finish_and_leaves_nothing(server: Server) -> No
 def test_health_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "spawn", serve_stub.spawn)
 
-    async def live(name: str) -> None:
-        replica = Replica(read_options([name, "--replicas", "2"], {}))
-        app = await replica.__serve_build_asgi_app__()
-        await replica.check_health()
-        assert "/v1/chat/completions" in {getattr(route, "path", None) for route in app.routes}
-        (model,) = replica._service.models.values()
-        assert isinstance(model.engine._peer, _Process)
-        model.engine._peer.process.kill()
-        await model.engine.died()
-        await asyncio.wait([replica._keeping])
-        with pytest.raises(RuntimeError, match="the engine of one was killed by SIGKILL"):
+    async def watch(replica: Replica) -> None:
+        while True:
             await replica.check_health()
-        await replica._service.close()
+            await asyncio.sleep(0.02)
+
+    async def live(name: str) -> None:
+        before = children(os.getpid())
+        replica = Replica(read_options([name, "--replicas", "2"], {}))
+        await replica.__serve_build_asgi_app__()
+        await replica.check_health()
+        (engine,) = {*children(os.getpid())} - {*before}
+        os.kill(engine, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="the engine of one was killed by SIGKILL"):
+            await asyncio.wait_for(watch(replica), 10)
 
     asyncio.run(live("one"))
     with pytest.raises(ValueError, match="a-broken-one is broken; mend it"):

@@ -10,7 +10,6 @@ import anthropic
 import pytest
 from anthropic import Anthropic
 from anthropic.types import Message, RawMessageStreamEvent
-from asking import named_events
 from pydantic import BaseModel, TypeAdapter
 from serving import Server
 
@@ -60,23 +59,6 @@ def test_an_answer_is_that_of_a_chat(caller: Server, client: Anthropic) -> None:
     Message.model_validate(post(caller).json())
 
 
-def test_a_stream_tells_each_part_of_the_message(caller: Server) -> None:
-    events = named_events(EVENT, post(caller, stream=True).text)
-    start, opened, *deltas, closed, delta, end = events
-    assert (start["type"], opened["type"], closed["type"]) == (
-        "message_start", "content_block_start", "content_block_stop"
-    )  # fmt: skip
-    assert (delta["type"], end["type"]) == ("message_delta", "message_stop")
-    assert len(deltas) > 3
-    whole = post(caller).json()
-    assert "".join(event["delta"]["text"] for event in deltas) == whole["content"][0]["text"]
-    message = start["message"]
-    assert (message["content"], message["stop_reason"]) == ([], None)
-    assert message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"] > 0
-    assert delta["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
-    assert delta["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
-
-
 def test_an_agent_calls_and_gets_the_result(client: Anthropic) -> None:
     fields: Any = {"model": "any", "max_tokens": 4000, "tools": [ADD]}
     asked: Any = [{"role": "user", "content": "add some"}]
@@ -101,16 +83,6 @@ def test_an_agent_calls_and_gets_the_result(client: Anthropic) -> None:
     assert after.stop_reason == "end_turn"
     counted = client.messages.count_tokens(model="any", messages=turns, tools=[ADD])
     assert counted.input_tokens > client.messages.count_tokens(model="any", messages=turns).input_tokens
-
-
-def test_the_tool_runner_goes_on_without_a_thread(client: Anthropic) -> None:
-    @anthropic.beta_tool
-    def add(a: int) -> str:
-        return str(a)
-
-    fields: Any = {"tools": [add], "messages": [{"role": "user", "content": "add"}], "max_iterations": 2}
-    runner = client.beta.messages.tool_runner(model="any", max_tokens=100, tool_choice={"type": "any"}, **fields)
-    assert [message.stop_reason for message in runner] == ["tool_use"] * 2
 
 
 def test_why_an_answer_ends_and_one_that_is_begun_goes_on(caller: Server) -> None:
@@ -192,23 +164,6 @@ def test_text_and_calls_are_blocks_in_their_order() -> None:
     assert [block.get("text") or block["input"] for block in content] == ["so:", {"a": 1}, "then", {"a": 12, "b": "x"}]
     broken = '<tool_call>\n{"name": "add", "arguments": {a: 1}}\n</tool_call>'
     assert reply_of(tools=[ADD]).whole([Event(0, 0, [1], broken, "stop")])["content"][0]["input"] == {}
-
-
-def test_turns_become_what_templates_accept() -> None:
-    turns = [
-        {"role": "user", "content": "b"},
-        {"role": "system", "content": "c"},
-        {"role": "assistant", "content": [{"type": "text", "text": "d"}]},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"x": "é"}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}, {"type": "text", "text": "e"}]},
-    ]
-    body = json.dumps({"messages": turns, "system": "a", "max_tokens": 9}).encode()
-    messages = read_request(MessageRequest, body).chat().messages
-    said = [(message.role, message.text) for message in messages]
-    assert said == [("system", "a"), ("user", "b\n\nc"), ("assistant", "d"), ("tool", ""), ("user", "e")]
-    assert [call.function.arguments for call in messages[2].tool_calls or ()] == ['{"x":"é"}']
-    body = json.dumps({"messages": turns[:-1], "max_tokens": 9}).encode()
-    assert not read_request(MessageRequest, body).chat().continue_final_message, "a call is not continued"
 
 
 def test_a_request_of_claude_code() -> None:

@@ -36,7 +36,6 @@ NEEDED: dict[type[Strict], dict[str, Any]] = {
     DetokenizeRequest: {"tokens": [1, 2]},
 }
 KINDS = pytest.mark.parametrize("kind", NEEDED)
-VALUES: list[Any] = ["x", "", 5, -5, 5.5, True, False, [], ["x"], [5], [[5]], [None], {}, {"x": 5}, [{}], 10**30, 1e308]
 
 
 def read(kind: Any, **fields: Any) -> Any:
@@ -164,22 +163,6 @@ def test_null_means_left_out(kind: Any) -> None:
         assert error_of(kind, **{name: None}).status == 400
 
 
-@KINDS
-def test_each_value_of_a_field_is_taken_or_the_field_is_named(kind: Any) -> None:
-    refused = 0
-    for name in kind.model_fields:
-        for value in VALUES:
-            error = refusal(partial(read, kind, **{name: value}))
-            if error is not None:
-                refused += 1
-                assert error.status == 400
-                assert error.param is not None
-                assert error.param in error.message
-                field = error.param.partition("[")[0].partition(".")[0]
-                assert field in {name} | ({"prompt"} if kind is TokenizeRequest else set())  # it has prompt or messages
-    assert refused > 10 * len(kind.model_fields) / 2
-
-
 def said(role: str, **more: Any) -> list[Any]:
     return [{"role": role, **more}]
 
@@ -188,7 +171,6 @@ CALLED = {"name": "f", "arguments": "{}"}
 NO_TOOLS = {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}}
 WRONG: dict[Any, list[tuple[str, Any, str]]] = {
     ChatRequest: [
-        ("messages", said("user", content=5), "messages[0].content"),
         ("messages", [*HELLO, *said("king", content="x")], "messages[1].role"),
         ("messages", said("user", content=[{"type": "image_url"}]), "messages[0].content[0].type"),
         ("messages", said("user", content=[]), "messages[0].content"),
@@ -198,9 +180,7 @@ WRONG: dict[Any, list[tuple[str, Any, str]]] = {
         ("messages", said("tool", content="x"), "messages[0].tool_call_id"),
         ("messages", said("user", content="x", tool_calls=[]), "messages[0].tool_calls"),
         ("messages", [{"content": "x"}], "messages[0].role"),
-        ("messages", [5], "messages[0]"),
         ("messages", [], "messages"),
-        ("n", 129, "n"),
         ("max_tokens", 0, "max_tokens"),
         ("top_logprobs", 3, "top_logprobs"),
         ("stream_options", {"include_usage": True}, "stream_options"),
@@ -209,14 +189,11 @@ WRONG: dict[Any, list[tuple[str, Any, str]]] = {
         ("tool_choice", "required", "tool_choice"),
         ("tool_choice", NO_TOOLS, "tool_choice.allowed_tools.mode"),
         ("structured_outputs", {"regex": "a", "choice": ["a"]}, "structured_outputs"),
-        ("structured_outputs", {}, "structured_outputs"),
         ("structured_outputs", {"structural_tag": "a"}, "structured_outputs.structural_tag"),
         ("response_format", {"type": "json_schema"}, "response_format.json_schema"),
-        ("response_format", {"type": "xml"}, "response_format.type"),
         ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}},
          "response_format.json_schema.schema"),
         ("response_format", {"type": "text", "strict": True}, "response_format.strict"),
-        ("logit_bias", {"x": 1}, "logit_bias.x"),
         ("logit_bias", {"5": 101}, "logit_bias.5"),
         ("logit_bias", {str(token): 1 for token in range(4097)}, "logit_bias"),
         ("stop", ["a", ""], "stop[1]"),
@@ -227,7 +204,6 @@ WRONG: dict[Any, list[tuple[str, Any, str]]] = {
         ("bad_words", ["a", " "], "bad_words[1]"),
         ("prompt", [1, "a"], "prompt[1]"),
         ("prompt", ["a", 1], "prompt[1]"),
-        ("prompt", [[1], [2, "a"]], "prompt[1][1]"),
         ("prompt", [[1], []], "prompt[1]"),
         ("prompt", [], "prompt"),
         ("prompt", [1, True], "prompt[1]"),
@@ -297,21 +273,6 @@ def test_a_missing_field_means_the_default() -> None:
     assert params_of(CompletionRequest) == SamplingParams(max_tokens=16), "as OpenAI has it"
     own = SamplingParams(temperature=0.2, top_p=0.8, top_k=3)
     assert params_of(ChatRequest, own, top_p=None) == own
-    for all_tokens in (0, -1):
-        assert params_of(ChatRequest, own, top_p=0, top_k=all_tokens) == SamplingParams(temperature=0.2)
-    assert params_of(ChatRequest, own, top_p=1, temperature=0).top_p == 1
-
-
-def test_logprobs_in_both_shapes() -> None:
-    assert params_of(ChatRequest, logprobs=False, top_logprobs=0).logprobs is None
-    assert params_of(ChatRequest, logprobs=True).logprobs == 0
-    assert params_of(ChatRequest, logprobs=True, top_logprobs=20).logprobs == 20
-    for echo, scored in ((True, 4), (False, None)):
-        params = params_of(CompletionRequest, logprobs=4, echo=echo)
-        assert (params.logprobs, params.prompt_logprobs) == (4, scored)
-    assert params_of(CompletionRequest, echo=True).prompt_logprobs is None, "an echo needs no scores"
-    assert params_of(CompletionRequest, echo=True, max_tokens=0).prompt_logprobs == 0
-    assert error_of(CompletionRequest, echo=True, max_tokens=0, n=2).param == "n"
 
 
 def test_tools_and_formats_are_as_they_were_sent() -> None:

@@ -14,7 +14,6 @@ from pydantic import BaseModel, TypeAdapter
 from serving import Server
 
 from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
-from fastgen.cli.serve.compat.translation import merged
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, read_request
 from fastgen.cli.serve.replies import PromptTokens
 from fastgen.request import Event
@@ -29,7 +28,6 @@ SCHEMA = {
 }
 ADD: Any = {"type": "function", "name": "add", "description": "adds", "parameters": SCHEMA, "strict": True}
 ASKED = "what is 12 + 30?"
-FIRST = ["response.created", "response.in_progress", "response.output_item.added"]
 
 
 @pytest.fixture(scope="module")
@@ -61,29 +59,6 @@ def test_an_answer_is_that_of_a_chat(caller: Server, client: OpenAI) -> None:
     data = post(caller, input=ASKED).json()
     Response.model_validate(data)
     assert (data["object"], data["tools"], data["tool_choice"], data["store"]) == ("response", [], "auto", False)
-
-
-def test_a_stream_tells_each_part_of_the_response(caller: Server) -> None:
-    whole = post(caller, input=ASKED, temperature=0).json()
-    events = events_of(caller, input=ASKED, temperature=0)
-    kinds = [event["type"] for event in events]
-    deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
-    assert kinds == [
-        *FIRST,
-        "response.content_part.added",
-        *["response.output_text.delta"] * len(deltas),
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
-    assert len(deltas) > 3
-    (item,) = events[-1]["response"]["output"]
-    assert "".join(deltas) == item["content"][0]["text"] == whole["output"][0]["content"][0]["text"]
-    assert events[-2]["item"] == item
-    assert {event["item_id"] for event in events if "item_id" in event} == {item["id"]}
-    assert [event["response"]["status"] for event in (events[0], events[-1])] == ["in_progress", "completed"]
-    assert events[-1]["response"]["usage"].keys() == whole["usage"].keys()
 
 
 def test_an_agent_calls_and_gets_the_result(client: OpenAI) -> None:
@@ -217,27 +192,6 @@ def test_an_error_ends_the_stream_for_every_client() -> None:
     events = reply.error(ApiError(504, "too late", code="timeout"))
     assert [EVENT.validate_python(event).type for event in events] == ["error", "response.failed"]
     assert events[0]["error"]["message"] == events[1]["response"]["error"]["message"] == "too late"
-
-
-def test_messages_become_what_templates_accept() -> None:
-    items = [
-        {"role": "developer", "content": "b"},
-        {"type": "message", "role": "user", "id": "x", "content": [{"type": "input_text", "text": "c"}]},
-        {"role": "user", "content": "d"},
-        {"role": "developer", "content": "e"},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "f", "annotations": []}]},
-        {"type": "function_call", "call_id": "1", "name": "g", "arguments": "{}", "status": "completed"},
-        {"type": "function_call", "call_id": "2", "name": "h", "namespace": "n", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "1", "output": "i"},
-        {"type": "function_call_output", "call_id": "2", "output": "j"},
-    ]
-    request = read_request(ResponseRequest, json.dumps({"instructions": "a", "input": items}).encode())
-    messages = request.chat().messages
-    said = [(message.role, message.text) for message in messages]
-    assert said[:3] == [("system", "a\n\nb"), ("user", "c\n\nd\n\ne"), ("assistant", "f")]
-    assert said[3:] == [("tool", "i"), ("tool", "j")]
-    assert [call.function.name for call in messages[2].tool_calls or ()] == ["g", "n__h"]
-    assert merged([]) == []
 
 
 def test_a_request_of_codex() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grammars import byte_level
 
 from fastgen.cli.serve.compat.messages import CountRequest, MessageRequest, count_tokens
 from fastgen.cli.serve.compat.responses import ResponseRequest
-from fastgen.cli.serve.prompts import ModelFacts, detokenize, encode_chat, encode_text, tokenize, tokenizer_info
+from fastgen.cli.serve.prompts import ModelFacts, detokenize, encode_chat, encode_text, tokenize
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, DetokenizeRequest, TokenizeRequest
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.cli.serve.tools import Calling
@@ -29,25 +30,10 @@ TEXTS = [
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def byte_level(folder: Path) -> Path:
-    """Save a tokenizer with a vocabulary like GPT-2's, Llama 3's and Qwen's."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator(["the quick brown fox", "hello the world", "你好"], trainer)
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module", params=["byte level", "byte fallback", "bundled"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     if request.param == "byte level":
-        return Tokenizer(byte_level(tmp_path_factory.mktemp("byte-level")))
+        return byte_level(tmp_path_factory.mktemp("byte-level"), ())
     return Tokenizer(request.getfixturevalue("talker") if request.param == "byte fallback" else resolve(None))
 
 
@@ -124,36 +110,3 @@ def test_special_tokens_in_texts_stay_text_in_every_dialect(chatty: Tokenizer) -
     assert [encode_chat(chat, chatty, Calling(chatty, [])) for chat in chats] == [ids] * 3
     assert (ids.count(1), ids.count(2)) == (1, 1)
     assert count_tokens(CountRequest(messages=said), facts(chatty)) == {"input_tokens": len(ids)}
-
-
-@pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "add_generation_prompt"])
-def test_variables_that_a_template_cannot_have(chatty: Tokenizer, name: str) -> None:
-    request = ChatRequest(messages=HELLO, chat_template_kwargs={name: "x"})  # type: ignore[arg-type]
-    with pytest.raises(ApiError, match=name) as raised:
-        encode_chat(request, chatty, Calling(chatty, []))
-    assert raised.value.param == "chat_template_kwargs"
-
-
-def test_wrong_messages_are_named_though_there_are_variables(
-    chatty: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chatty.hf, "chat_template", "{{ raise_exception('no ' + messages[0].content) }}")
-    request = ChatRequest(messages=HELLO, chat_template_kwargs={"mood": "glad"})  # type: ignore[arg-type]
-    with pytest.raises(ApiError, match="no hello") as raised:
-        encode_chat(request, chatty, Calling(chatty, []))
-    assert raised.value.param == "messages"
-
-
-def test_a_tokenizer_is_described(tokenizer: Tokenizer) -> None:
-    info = tokenizer_info(tokenizer)
-    assert info["eos_token"] == tokenizer.hf.eos_token
-    assert info["chat_template"] == tokenizer.hf.chat_template
-    assert info["vocab_size"] == len(tokenizer.hf)
-    assert {"bos_token", "pad_token", "tokenizer_class"} < set(info)
-    without = TokenizeRequest(messages=HELLO)  # type: ignore[arg-type]
-    if tokenizer.hf.chat_template is None:
-        with pytest.raises(ApiError, match="no chat template") as raised:
-            tokenize(without, facts(tokenizer))
-        assert raised.value.param == "messages"
-    else:
-        assert tokenize(without, facts(tokenizer))["tokens"] == tokenizer.encode_chat(HELLO)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import template
 from grammars import MARKS, accepts, add, byte_level, walk
 
 from fastgen import SamplingParams
@@ -23,27 +24,6 @@ from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tool_calls import HERMES, LLAMA, MISTRAL, find_syntax
 
 SYNTAXES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
-
-# Short forms of the models' own templates.
-TEMPLATES = {
-    "hermes": """{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{{ ': ' + tool.function.description }}
-{%- for name, value in tool.function.parameters.properties | items %} {{ name }}{% endfor %}{% endfor %}</tools>
-<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>{% endif %}
-{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}
-<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>
-{%- endfor %}{% if m.role == 'tool' and not m.name is defined %}{{ raise_exception('a name is needed') }}{% endif %}
-{%- endfor %}""",
-    "mistral": """{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]
-{%- for call in m.tool_calls or [] %}{% if call.id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}
-{{- '[TOOL_CALLS] [' if loop.first else ', ' }}{{ {'name': call.function.name, 'arguments': call.function.arguments,
-'id': call.id} | tojson }}{{ ']' if loop.last }}{% else %}{{ m.content }}{% if m.role == 'tool' %}@{{ m.tool_call_id }}
-{%- endif %}{% endfor %}{% endfor %}""",
-    "llama": """{% if tools %}Environment: ipython\n{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}
-{%- for m in messages %}<{{ m.role }}>{% if 'tool_calls' in m %}{% if m.tool_calls | length > 1 %}
-{{- raise_exception('This model only supports single tool-calls at once!') }}{% endif %}
-{%- set call = m.tool_calls[0].function %}{{ '{"name": "' + call.name + '", ' }}{{ '"parameters": ' }}
-{{- call.arguments | tojson }}}{% else %}{{ m.content }}{% endif %}{% endfor %}""",
-}
 
 WEATHER = {
     "type": "object",
@@ -75,7 +55,7 @@ Model = tuple[str, Tokenizer, Compiler, int]
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """Each syntax, with marks as tokens and with marks as text."""
     name, marks = request.param
-    tokenizer = byte_level(tmp_path_factory.mktemp(name), marks, TEMPLATES[name])
+    tokenizer = byte_level(tmp_path_factory.mktemp(name), marks, template(name))
     size = len(tokenizer.hf)
     return name, tokenizer, Compiler(tokenizer, size, [0, 1]), size
 
@@ -222,57 +202,9 @@ def read(messages: list[dict[str, Any]]) -> list[ChatMessage]:
     return read_request(ChatRequest, json.dumps({"messages": messages}).encode()).messages
 
 
-def rendered(tokenizer: Tokenizer, calling: Calling, messages: list[dict[str, Any]]) -> str:
-    told = calling.template_messages(read(messages))
-    return str(tokenizer.hf.apply_chat_template(told, tools=calling.template_tools, tokenize=False))
-
-
 def test_the_template_reveals_the_syntax(model: Model, talker: Path) -> None:
     assert find_syntax(model[1]) is SYNTAXES[model[0]]
     assert find_syntax(Tokenizer(talker)) is None
-
-
-def test_messages_as_templates_know_them(model: Model) -> None:
-    function = {"name": "f", "arguments": '{"a": 1}'}
-    call = {"id": "call_0123", "type": "function", "function": function}
-    read_by_clients = {**call, "index": 0, "function": {**function, "parsed_arguments": {}}}
-    messages = [
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
-        {"role": "assistant", "content": None, "refusal": None, "parsed": {}, "tool_calls": [read_by_clients]},
-        {"role": "tool", "content": "5", "tool_call_id": "call_0123"},
-        {"role": "tool", "content": "6", "tool_call_id": "call_0123", "name": "g"},
-        {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None},
-    ]
-    told = Calling(model[1], []).template_messages(read(messages))
-    id = told[3]["tool_call_id"]
-    assert len(id) == 9
-    assert told == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "one\ntwo"},
-        {"role": "assistant", "content": "", "tool_calls": [
-            {"type": "function", "id": id, "function": {"name": "f", "arguments": {"a": 1}}}]},
-        {"role": "tool", "content": "5", "tool_call_id": id, "name": "f"},
-        {"role": "tool", "content": "6", "tool_call_id": id, "name": "g"},
-        {"role": "assistant", "content": "x"},
-    ]  # fmt: skip
-
-
-def test_templates_get_tools_calls_and_results(model: Model) -> None:
-    name, tokenizer, _, _ = model
-    text = rendered(tokenizer, calling_of(tokenizer, TOOLS), CONVERSATION)
-    assert "It rains." in text
-    assert "strict" not in text
-    assert "null" not in text
-    assert "Yes." in text
-    said = call_text(name, RIGHT)
-    assert (said.removesuffix("}]") if name == "mistral" else said) in text
-    if name == "mistral":
-        (given,) = {word[:9] for word in text.split("@")[1:]}
-        assert f'"id": "{given}"' in text, "both have got the same id"
-    calling = calling_of(tokenizer, TOOLS, choice="none")
-    assert calling.template_tools is calling.parser() is None
-    assert "It rains." not in rendered(tokenizer, calling, CONVERSATION)
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Par', "[1]", "[" * 100_000])
@@ -281,7 +213,7 @@ def test_arguments_that_are_no_object_come_back_as_text(model: Model, arguments:
     messages = [{"role": "assistant", "tool_calls": [call]}]
     (told,) = Calling(model[1], []).template_messages(read(messages))
     assert told["tool_calls"][0]["function"] == {"name": "get", "arguments": arguments}
-    assert json.dumps(arguments) in rendered(model[1], Calling(model[1], []), messages)
+    assert json.dumps(arguments) in model[1].hf.apply_chat_template([told], tokenize=False)
 
 
 def test_a_model_without_tools_refuses_them(talker: Path) -> None:
