@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tracemalloc
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -288,3 +289,14 @@ def test_a_model_without_a_tokenizer_gives_ids(llama: Path, tmp_path: Path, caps
     first, second = by_row(str(tmp_path / "out.jsonl"))
     assert len(first["token_ids"][0]) == 3
     assert "no tokenizer files" in second["error"]
+
+
+@pytest.mark.parametrize(("arguments", "stream"), [(("-", "-o", "out.jsonl"), "stdin"), (("x", "-o", "-"), "stdout")])
+def test_a_closed_stream_is_told(
+    fggen: Fggen, arguments: tuple[str, ...], stream: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, stream, None)
+        assert fggen(*arguments) == 2
+    assert capsys.readouterr().err == f"fggen: error: - is {stream}, which is closed; give a file\n"

@@ -408,3 +408,20 @@ def test_two_that_write_the_same_output_are_refused(
         assert fggen("in.jsonl", "-o", name, *SHORT) == 1
     assert f"another fggen is writing {name}" in capsys.readouterr().err
     assert fggen("in.jsonl", "-o", name, *SHORT) == 0
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.csv.gz", "in.parquet"])
+def test_an_input_may_be_replaced_but_not_rewritten_while_it_is_read(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    source = Source([write_prompts(str(path), *"abc")], tmp_path / "out.jsonl")
+    rows = source.rows(bytearray(3))
+    first = next(rows)
+    path.rename(tmp_path / f"old-{name}")
+    write_prompts(str(path), *"xyz")
+    assert [row.columns["prompt"] for row in (first, *rows)] == ["a", "b", "c"]
+    source = Source([str(path)], tmp_path / "out.jsonl")
+    rows = source.rows(bytearray(3))
+    next(rows)
+    write_prompts(str(path), *"xya")
+    with pytest.raises(ValueError, match="has changed since"):
+        list(rows)
