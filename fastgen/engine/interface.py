@@ -1,4 +1,5 @@
-"""What the loop of the engine calls (a Runner on one rank or the Leader of several), and the scheduler's hooks."""
+"""Protocols of the objects that the loop calls (a Runner on one rank, or the Leader of several ranks), and the hooks
+that the scheduler calls."""
 
 from __future__ import annotations
 

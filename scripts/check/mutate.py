@@ -22,8 +22,10 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
@@ -354,6 +356,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="MODULE", help="such as engine.scheduler, or engine")
     parser.add_argument("--check", action="store_true", help="run no tests, only check that each bug can be applied")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="bugs at a time, each in a copy of its own")
     parser.add_argument("--json", type=Path, help="the file to write")
     args = parser.parse_args()
     wanted = mutants(args.only)
@@ -364,15 +367,24 @@ def main() -> None:
     if args.check:
         print(f"{len(wanted)} bugs can be applied")
         return
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["git", "checkout-index", "-a", f"--prefix={folder}/"], cwd=ROOT, check=True)
-        results = []
-        for mutant in wanted:
-            results.append(run(Path(folder), mutant))
-            print("found" if results[-1]["found"] else "LIVES", json.dumps(results[-1]), flush=True)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(args.jobs):
+            copies.put(Path(folder) / str(number))
+            prefix = f"--prefix={folder}/{number}/"
+            subprocess.run(["git", "checkout-index", "-a", prefix], cwd=ROOT, check=True)
+
+        def run_in_a_copy(mutant: Mutant) -> dict[str, object]:
+            copy = copies.get()
+            result = run(copy, mutant)
+            copies.put(copy)
+            print("found" if result["found"] else "LIVES", json.dumps(result), flush=True)
+            return result
+
+        results = list(pool.map(run_in_a_copy, wanted))
     alive = [result for result in results if not result["found"]]
     found = {
-        "command": "python scripts/check/mutate.py",
+        "command": " ".join(["python scripts/check/mutate.py", *sys.argv[1:]]),
         "mutants": len(results),
         "found": len(results) - len(alive),
         "alive": alive,
