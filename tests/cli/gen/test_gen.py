@@ -282,7 +282,15 @@ def test_a_missing_chat_template_is_told_before_any_row(
 
 def test_a_model_without_a_tokenizer_gives_ids(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt": "x"}\n')
-    command = [str(llama), str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--max-tokens", "3"]
+    command = [
+        str(llama),
+        str(tmp_path / "in.jsonl"),
+        "-o",
+        str(tmp_path / "out.jsonl"),
+        "--max-tokens",
+        "3",
+        "--ignore-eos",
+    ]
     assert main.main(command) == 1
     assert "--logprobs gives their token ids" in capsys.readouterr().err
     assert main.main([*command, "--logprobs", "--chat"]) == 0
