@@ -33,7 +33,7 @@ from fastgen.option import takes_fields_of
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import agreeing, log_start, resolve_options, start_runner
 from fastgen.request import Completion, Event, Message, Params, Prompt, Request, RequestOutput, SamplingParams
-from fastgen.text.tokenizer import chat_arguments
+from fastgen.text.tokenizer import TOKENIZER_OPTIONS, chat_arguments
 from fastgen.text.tool_calls import parse_message
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,8 @@ class Generator:
                 options.check()
                 self.folder = resolve(options.model, options.revision, weights=False)  # checks come before the weights
                 self.model_config = read_config(self.folder, in_fp8=options.quantization is not None)
-                tokenizer = background.submit(
-                    find_tokenizer, options.tokenizer, self.folder, options.allow_special_tokens
-                )
+                reading = {name: getattr(options, name) for name in TOKENIZER_OPTIONS}
+                tokenizer = background.submit(find_tokenizer, options.tokenizer, self.folder, **reading)
                 resolved = resolve_options(self.model_config, options)
                 start = time.perf_counter()
                 if options.load == "auto":

@@ -69,7 +69,6 @@ ADVICE = {
     "output_kind": "leave it out",
     "extra_args": "leave it out",
     "enable_auto_tool_choice": "leave it out",
-    "tool_call_parser": "leave it out",
     "use_beam_search": "there is no beam search",
     "num_beams": "there is no beam search",
     "length_penalty": "there is no beam search",

@@ -15,6 +15,9 @@ from fastgen.option import Option
 from fastgen.request import Prompt
 from fastgen.text.rendering import rendered
 from fastgen.text.special_tokens import TextGuard
+from fastgen.text.tools.formats import find_format
+from fastgen.text.tools.history import template_calls
+from fastgen.text.tools.parser import Syntax
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 CONTEXT_IDS = 6  # number of prompt ids decoded before an output, so that its first token keeps its leading space
@@ -23,6 +26,7 @@ CLEARLY_MORE = 1000  # tokens; cutting a text changes far fewer
 PROMPT_KINDS = ("prompt_token_ids", "prompt", "messages")  # keys of a prompt that is a dict
 CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")  # further keys
 BROKEN = "\ufffd"
+TOKENIZER_OPTIONS = ("allow_special_tokens", "tool_call_parser")  # options of a Generator that its Tokenizer gets
 
 # The class that AutoTokenizer chooses for (model_type, tokenizer_class). Importing AutoTokenizer takes seconds longer:
 # it imports all model families, and in some versions of transformers the compiler of torch.
@@ -41,11 +45,12 @@ importing = threading.Lock()
 class Tokenizer:
     """A Hugging Face tokenizer with the methods that generation needs. Raises ValueError for files that cannot be read.
 
-    allow_special_tokens: text in messages may become special tokens.
+    allow_special_tokens: text in messages may become special tokens. tool_call_parser: name of the format of tool
+    calls, a key of FORMATS; None: the chat template tells.
     """
 
-    def __init__(self, folder: Path, allow_special_tokens: bool = False) -> None:
-        self.allow_special_tokens = allow_special_tokens
+    def __init__(self, folder: Path, allow_special_tokens: bool = False, tool_call_parser: str | None = None) -> None:
+        self.allow_special_tokens, self.tool_call_parser = allow_special_tokens, tool_call_parser
         plain = import_transformers()
         try:
             _check_files(folder)
@@ -65,10 +70,17 @@ class Tokenizer:
             self._backend = self.hf.backend_tokenizer
 
     @classmethod
-    def find(cls, folder: Path, allow_special_tokens: bool = False) -> Tokenizer | None:
-        """Return the tokenizer of a folder, or None if the folder has none."""
+    def find(cls, folder: Path, **options: Any) -> Tokenizer | None:
+        """Return the tokenizer of a folder, or None if the folder has none. options: see the class."""
         found = any((folder / name).is_file() for name in TOKENIZER_FILES)
-        return cls(folder, allow_special_tokens) if found else None
+        return cls(folder, **options) if found else None
+
+    @property
+    def tool_syntax(self) -> Syntax | None:
+        """The format of the model's tool calls, or None if it is unknown."""
+        known = self.hf.chat_template is not None
+        # Some tokenizers have a separate template for tools.
+        return find_format(self.hf.get_chat_template(tools=[{}]) if known else None, self.tool_call_parser)
 
     @cached_property
     def _guard(self) -> TextGuard:
@@ -100,33 +112,45 @@ class Tokenizer:
     ) -> tuple[list[int], str]:
         """Return the ids and the text of a conversation. Unless `allow_special_tokens` is set, special tokens in
         messages stay text. most: see `encode`. variables, options: see `render_chat`."""
-        guarded = None if self.allow_special_tokens else self._guard.mark(messages, variables or {})
+        variables = variables or {}
+        plain = self._plain(messages, variables)  # before the guard, which then sees what was hidden by JSON's escapes
+        guarded = None if self.allow_special_tokens else self._guard.mark(plain, variables)
         if guarded is None:
-            text = self.render_chat(messages, variables=variables, **options)
+            text = self._render(plain, variables, **options)
             return self.encode(text, special=False, most=most), text
-        messages, variables, mark = guarded
-        text = self.render_chat(messages, variables=variables, **options)
+        plain, variables, mark = guarded
+        text = self._render(plain, variables, **options)
         ids = _encode_beginning(text, lambda part: self._guard.encode(part, mark), most)
         return ids, text.replace(mark, "")
 
     def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None, **options: Any
     ) -> str:
         """Return the text of a conversation as the chat template renders it, with the template's special tokens.
 
-        add_generation_prompt: end with the beginning of an assistant's message. variables: variables of the template,
-        such as tools. continue_final_message: end directly after the text of the last message. Raises ValueError.
+        variables: variables of the template, such as tools. options: add_generation_prompt (default: True), to end with
+        the beginning of an assistant's message; continue_final_message, to end directly after the text of the last
+        message. Raises ValueError.
         """
         variables = variables or {}
+        return self._render(self._plain(messages, variables), variables, **options)
+
+    def _plain(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return messages for the chat template. Raises ValueError, also if there is no template for them."""
         self.check_template(variables)
-        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         plain = [_plain_message(message) for message in messages]
+        return template_calls(plain, self.tool_syntax, lambda sample: self._render(sample, variables))
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         try:
-            return rendered(partial(self.hf.apply_chat_template, plain, tokenize=False, **options, **variables))
+            return rendered(partial(self.hf.apply_chat_template, messages, tokenize=False, **options, **variables))
         except Exception as error:  # errors of jinja2, and the templates' own raise_exception
             reason = str(error) or type(error).__name__
             raise ValueError(f"the chat template does not take these messages: {reason}") from error

@@ -21,7 +21,8 @@ from fastgen.async_engine.client import joined
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest
 from fastgen.request import Event
 from fastgen.text.tokenizer import Tokenizer
-from fastgen.text.tool_calls import ToolParser, joined_message
+from fastgen.text.tool_calls import joined_message
+from fastgen.text.tools.parser import ToolParser
 
 LOWEST = -9999.0  # replaces minus infinity, which JSON does not have
 

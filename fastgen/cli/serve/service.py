@@ -24,7 +24,7 @@ from fastgen.cli.serve.prompts import ModelFacts
 from fastgen.cli.serve.protocol import ApiError
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.request import Event
-from fastgen.text.tokenizer import Tokenizer, importing
+from fastgen.text.tokenizer import TOKENIZER_OPTIONS, Tokenizer, importing
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +95,8 @@ class ServedModel:
         info = self.engine.info
         tokenizer = vocabulary = None
         if info.tokenizer is not None:
-            allowed = bool(self._options.generator.get("allow_special_tokens", False))
-            tokenizer = Tokenizer(Path(info.tokenizer), allow_special_tokens=allowed)
+            given = {name: value for name, value in self._options.generator.items() if name in TOKENIZER_OPTIONS}
+            tokenizer = Tokenizer(Path(info.tokenizer), **given)
             if self._options.chat_template is not None:
                 tokenizer.hf.chat_template = self._options.chat_template
             tokenizer.encode(

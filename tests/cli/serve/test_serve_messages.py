@@ -17,7 +17,8 @@ from fastgen.cli.serve.compat.messages import MessageReply, MessageRequest, erro
 from fastgen.cli.serve.protocol import ApiError, read_request
 from fastgen.cli.serve.replies import PromptTokens
 from fastgen.request import Event
-from fastgen.text.tool_calls import HERMES, ToolParser
+from fastgen.text.tools.formats import HERMES
+from fastgen.text.tools.parser import Function
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 SCHEMA = {
@@ -145,7 +146,7 @@ def test_a_wrong_key_is_an_authentication_error(caller: Server) -> None:
 def reply_of(**fields: Any) -> MessageReply:
     request = read_request(MessageRequest, json.dumps({"messages": ASKED, "max_tokens": 9, **fields}).encode())
     chat = request.chat()
-    return MessageReply(request, chat, "m", PromptTokens([1, 2]), None, lambda: ToolParser(HERMES, {"add"}))
+    return MessageReply(request, chat, "m", PromptTokens([1, 2]), None, lambda: HERMES.parser([Function("add")]))
 
 
 def test_text_and_calls_are_blocks_in_their_order() -> None:

@@ -17,7 +17,8 @@ from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, read_request
 from fastgen.cli.serve.replies import PromptTokens
 from fastgen.request import Event
-from fastgen.text.tool_calls import HERMES, ToolParser
+from fastgen.text.tools.formats import HERMES
+from fastgen.text.tools.parser import Function
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 SCHEMA = {
@@ -162,7 +163,7 @@ def test_an_error_names_the_field(client: OpenAI, case: str) -> None:
 def reply_of(**fields: Any) -> ResponseReply:
     request = read_request(ResponseRequest, json.dumps({"input": "a", **fields}).encode())
     chat = request.chat()
-    return ResponseReply(request, chat, "m", PromptTokens([1, 2]), None, lambda: ToolParser(HERMES, {"add"}))
+    return ResponseReply(request, chat, "m", PromptTokens([1, 2]), None, lambda: HERMES.parser([Function("add")]))
 
 
 def test_text_and_calls_are_items_in_their_order() -> None:
