@@ -154,14 +154,19 @@ class Generator:
         prompts = [{"messages": conversation, **fields} for conversation in prompt_list(messages)]
         return self.generate(prompts, params, progress=progress)
 
-    def parse_message(self, text: str, tools: Iterable[Any] = ()) -> dict[str, Any]:
-        """Return the message of an answer: {"role": "assistant", "content": ..., "tool_calls": [...]}, where
-        "tool_calls" is there if the text has any. It fits into the messages of the next `chat`.
+    def parse_message(
+        self, text: str, tools: Iterable[Any] = (), *, prompt: str | SequenceOf[int] | None = None
+    ) -> dict[str, Any]:
+        """Return the message of an answer: {"role": "assistant", "content": ..., "reasoning_content": ...,
+        "tool_calls": [...]}, the last two if the text has any. It fits into the messages of the next `chat`.
 
         tools: the tools that were given to `chat`. The "arguments" of a call are a dict; of a call that was cut off, a
-        string. Raises ValueError if the model's chat template has no known form of calls.
+            string. prompt: the answer's prompt, which tells whether an answer that was cut off while thinking began
+            inside the reasoning; without it, an answer with only a closing mark did.
+
+        Raises ValueError if the model's chat template has no known form of calls, and there are tools or no reasoning.
         """
-        return parse_message(text, self.tokenizer, tools)
+        return parse_message(text, self.tokenizer, tools, prompt)
 
     def stream(self, requests: Iterable[Request | None]) -> PyGenerator[RequestOutput, None, None]:
         """Yield the outputs of requests from an iterable, which may be endless, in the order of completion.

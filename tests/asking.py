@@ -88,10 +88,10 @@ CALLS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "{{ key + '=' + '%s' | format(f.arguments[key]) }}{{ ', ' if not loop.last }}{% endfor %})"
         "{{ ']' if loop.last }}{% endfor %}",
     ),
-    "deepseek_v3": (  # with a text, the calls are left out
+    "deepseek_v3": (
         DEEPSEEK,
         TOLD,
-        "{% if m.content is none %}{% for tool in m.tool_calls %}{{ ('<|tool▁calls▁begin|>' if loop.first else '\n') + "
+        "{% if m.tool_calls %}{% for tool in m.tool_calls %}{{ ('<|tool▁calls▁begin|>' if loop.first else '\n') + "
         "'<|tool▁call▁begin|>' + tool.type + '<|tool▁sep|>' + tool.function.name + '\n```json\n' + "
         "tool.function.arguments + '\n```<|tool▁call▁end|>' }}{% endfor %}<|tool▁calls▁end|>{% endif %}",
     ),
@@ -103,7 +103,7 @@ CALLS: dict[str, tuple[tuple[str, ...], str, str]] = {
     ),
 }  # fmt: skip
 TEMPLATE = (
-    "{{ bos_token }}%s{% for m in messages %}<|{{ 'user' if m.role == 'tool' else m.role }}|>{{ m.content or '' }}%s<|end|>"
+    "{{ bos_token }}%s{% for m in messages %}<|{{ 'user' if m.role == 'tool' else m.role }}|>{{ m.content }}%s<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}{{ begun }}"
 )
 

@@ -22,8 +22,8 @@ MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 def byte_level(folder: Path, marks: Sequence[str], template: str | None = None) -> Tokenizer:
     """Save a byte-level BPE and return its Tokenizer.
 
-    It has two ends of sequence (ids 0 and 1), the marks as tokens (all special except Qwen's and DeepSeek's), the 256 bytes, and
-    merges of some JSON with tokens that span its structure.
+    It has two ends of sequence (ids 0 and 1), the marks as tokens (all special except Qwen's and DeepSeek's), the 256
+    bytes, and merges of some JSON with tokens that span its structure.
     """
     import tokenizers
     from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from fastgen.text.reasoning import AnswerParser, find_reasoning, starts_open
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tools.parser import Function
 
 
-def parse_message(text: str, tokenizer: Tokenizer | None, tools: Iterable[Any]) -> dict[str, Any]:
-    """Return the message of a complete answer in the form for chat templates; see `Generator.parse_message`."""
+def parse_message(
+    text: str, tokenizer: Tokenizer | None, tools: Iterable[Any], prompt: Sequence[int] | str | None = None
+) -> dict[str, Any]:
+    """Return the message of an answer in the form for chat templates; see `Generator.parse_message`."""
+    tools = list(tools)
     syntax = None if tokenizer is None else tokenizer.tool_syntax
-    if syntax is None:
+    reasoning = None if tokenizer is None else find_reasoning(tokenizer)
+    if syntax is None and (tools or reasoning is None):
         raise ValueError(
             "this model's chat template has no known format for tools, so that calls cannot be found; name the format "
             "that the model writes with tool_call_parser"
         )
-    functions = [_function_of(tool, syntax.typed) for tool in tools]
-    message = joined_message(syntax.parser(functions).push(text, last=True))
+    if prompt is not None and tokenizer is not None:
+        inside = starts_open(tokenizer, prompt)
+    else:
+        inside = reasoning is not None and reasoning.begins_inside(text)
+    calls = None if syntax is None else syntax.parser([_function_of(tool, syntax.typed) for tool in tools])
+    message = joined_message(AnswerParser(reasoning, inside, calls).push(text, last=True))
     message["content"] = message["content"] or ""
     for call in message.get("tool_calls", ()):
         with suppress(ValueError, RecursionError):
@@ -45,9 +54,10 @@ def _function_of(tool: Any, typed: bool) -> Function:
 
 
 def joined_message(deltas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the message that consists of these deltas."""
-    content, calls = "", dict[int, dict[str, Any]]()
+    """Return the message that consists of these deltas, with `reasoning_content` and `tool_calls` if there are any."""
+    reasoning, content, calls = "", "", dict[int, dict[str, Any]]()
     for delta in deltas:
+        reasoning += delta.get("reasoning", "")
         content += delta.get("content", "")
         for piece in delta.get("tool_calls", ()):
             function = piece["function"]
@@ -56,6 +66,8 @@ def joined_message(deltas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 calls[piece["index"]] = call
             calls[piece["index"]]["function"]["arguments"] += function.get("arguments", "")
     message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if calls:
         message |= {"content": content or None, "tool_calls": list(calls.values())}
     return message

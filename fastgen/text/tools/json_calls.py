@@ -16,13 +16,13 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import regex
 
-from fastgen.text.tools.parser import WS, Found, Function, Syntax, ToolParser, either
+from fastgen.text.tools.parser import SAMPLE, WS, Found, Function, Syntax, ToolParser, either
 
 _BRACKETS = regex.compile(r'["\\{}\[\]]')
 _STRING = r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
@@ -135,7 +135,6 @@ class DeepSeek(JsonSyntax):
     """Two marks around all calls, and two around each. fenced: the arguments are a block of code in Markdown."""
 
     fenced: bool = True
-    no_content = None  # templates concatenate it to the calls, or leave the calls out if it is a text
     each: ClassVar = ("<\uff5ctool▁call▁begin\uff5c>", "<\uff5ctool▁sep\uff5c>", "<\uff5ctool▁call▁end\uff5c>")
 
     @property
@@ -155,15 +154,15 @@ class DeepSeek(JsonSyntax):
         fence = f"{WS}```" if self.fenced else ""
         return rf"{fence}{WS}{self.each[2]}{WS}(?:{self.closes}|{head})"
 
-    def template_arguments(self, arguments: Mapping[str, Any] | str, render: Callable[[Any], str]) -> Any:
-        """DeepSeek's own templates concatenate the text of the arguments; others write an object as JSON."""
-        if isinstance(arguments, str):
-            return arguments
-        try:
-            render(arguments)
-        except ValueError:
-            return json.dumps(arguments, ensure_ascii=False)
-        return arguments
+    def forms(self, arguments: Mapping[str, Any] | str) -> list[tuple[str | None, Any]]:
+        """DeepSeek's templates concatenate the text of the arguments, and some write a call only without content."""
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return [("", arguments), ("", text), (None, arguments), (None, text)]
+
+    def shows(self, text: str) -> bool:
+        pieces = self.parser([]).push(text, last=True)
+        calls = [call["function"] for delta in pieces for call in delta.get("tool_calls", ())]
+        return json.dumps(SAMPLE[1]) in "".join(call["arguments"] for call in calls)
 
 
 # ------------------------------------------------------------------------------------------------- the parser

@@ -16,6 +16,7 @@ Found = Any  # a match of `regex`, or another object with `partial`
 
 BLANK = " \t\r\n"
 WS = r"[ \t\r\n]*+"
+SAMPLE = ("sample_function", {"key": "a b"})  # name and arguments of a call that shows how a template takes calls
 HELD = 8192  # maximum number of characters of a call before its arguments, or after them
 
 
@@ -44,7 +45,6 @@ class Syntax(ABC):
     separate: ClassVar[bool] = False  # each call has both marks, so that text may stand between calls
     typed: ClassVar[bool] = False  # the parser reads arguments by the schemas of the functions
     short_ids: ClassVar[bool] = False  # the templates take only ids of nine letters and digits
-    no_content: ClassVar[Literal["", None]] = ""  # content of a message that has only calls, for the template
 
     @property
     def first(self) -> str:
@@ -55,13 +55,17 @@ class Syntax(ABC):
     def parser(self, functions: Collection[Function]) -> ToolParser:
         """Return a parser of one answer. functions: those that calls without a mark may name."""
 
-    def template_arguments(self, arguments: Mapping[str, Any] | str, render: Callable[[Any], str]) -> Any:
-        """Return the arguments of an earlier call as the chat template takes them.
+    def forms(self, arguments: Mapping[str, Any] | str) -> list[tuple[str | None, Any]]:
+        """Return the forms in which chat templates of this format take an earlier call, the usual one first: the
+        content of a message without text, and the arguments.
 
-        arguments: an object, or a text that is no JSON object, as after a cut. render: function that returns the text
-        of a conversation with a call that has the given arguments; it raises ValueError if the template fails.
+        arguments: an object, or a text that is no JSON object, as after a cut.
         """
-        return arguments
+        return [("", arguments)]
+
+    def shows(self, text: str) -> bool:
+        """Return whether the text of a conversation has the call SAMPLE, as a model would write it."""
+        return SAMPLE[0] in text
 
 
 class ToolParser(ABC):

@@ -6,18 +6,17 @@ Values are literals of Python or JSON. A call is reported when it is complete, a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import regex
 
-from fastgen.text.tools.parser import WS, Found, Function, Syntax, ToolParser, either
-from fastgen.text.tools.values import UNREADABLE, json_text, read_literal
+from fastgen.text.tools.parser import SAMPLE, WS, Found, Function, Syntax, ToolParser, either
+from fastgen.text.tools.values import UNREADABLE, json_text, python_text, read_literal
 
 _ARGUMENT = re.compile(r"\s*([^\W\d][\w-]*)\s*=\s*(.*?)\s*", re.DOTALL)
 _PLACES = regex.compile(r"""["'\\(){}\[\],]""")
-_SAMPLE = "a b"
 
 
 @dataclass(frozen=True)
@@ -31,16 +30,14 @@ class Pythonic(Syntax):
     def parser(self, functions: Collection[Function]) -> ToolParser:
         return PythonParser(self.opens, [function.name for function in functions])
 
-    def template_arguments(self, arguments: Mapping[str, Any] | str, render: Callable[[Any], str]) -> Any:
-        """Templates go through the arguments, so a text becomes an argument. Some of them write values without quotes;
-        those get the literals of Python."""
-        if isinstance(arguments, str):
-            arguments = {"arguments": arguments}
-        try:
-            bare = f"key={_SAMPLE}" in render({"key": _SAMPLE})
-        except ValueError:  # the same error comes up with the messages themselves
-            bare = False
-        return {name: repr(value) for name, value in arguments.items()} if bare else arguments
+    def forms(self, arguments: Mapping[str, Any] | str) -> list[tuple[str | None, Any]]:
+        """Templates go through the arguments, so a text becomes an argument. Some write values without quotes; those
+        get literals of Python."""
+        named = {"arguments": arguments} if isinstance(arguments, str) else arguments
+        return [("", named), ("", {name: python_text(value) for name, value in named.items()})]
+
+    def shows(self, text: str) -> bool:
+        return any(f"{name}={json_text(value)}" in text for name, value in SAMPLE[1].items())
 
 
 @dataclass(slots=True)

@@ -40,6 +40,17 @@ def json_text(value: Any) -> str | None:
     return text
 
 
+def python_text(value: Any) -> str:
+    """Return a value of JSON as a literal of Python, with strings as in JSON."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{python_text(name)}: {python_text(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(python_text, value)) + "]"
+    return repr(value)
+
+
 def read_literal(text: str) -> Any:
     """Return the value of a literal of JSON or Python, or UNREADABLE."""
     value = read_json(text)

@@ -14,7 +14,7 @@ A value is text, or the JSON of another type; the schema of the function tells w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,9 @@ class QwenCoder(Syntax):
     def parser(self, functions: Collection[Function]) -> ToolParser:
         return XmlParser(self.opens, functions)
 
-    def template_arguments(self, arguments: Mapping[str, Any] | str, render: Callable[[Any], str]) -> Any:
+    def forms(self, arguments: Mapping[str, Any] | str) -> list[tuple[str | None, Any]]:
         """Templates write a tag for each argument, so a text becomes one."""
-        return {"arguments": arguments} if isinstance(arguments, str) else arguments
+        return [("", {"arguments": arguments} if isinstance(arguments, str) else arguments)]
 
 
 class XmlParser(ToolParser):
