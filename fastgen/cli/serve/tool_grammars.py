@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from fastgen.text.grammar import FREE_FORMATS, choice_rule, json_rule, quoted
 from fastgen.text.tools.json_calls import DeepSeek, Mistral, MistralHeads, ObjectSyntax
 from fastgen.text.tools.parser import Function, Syntax
 from fastgen.text.tools.python_calls import Pythonic
-from fastgen.text.tools.values import resolved, types_of
+from fastgen.text.tools.values import python_text, resolved, types_of
 from fastgen.text.tools.xml_calls import QwenCoder
 
 Mark = Callable[[str], str]  # returns the rule of a mark
@@ -105,10 +106,12 @@ def _takes_others(function: Function) -> bool:
     return bool(adding) or not listed
 
 
-def _json_value(schema: Mapping[str, Any], function: Function) -> str:
-    """Return the rule of an argument in JSON."""
+def _literal_rule(schema: Mapping[str, Any], function: Function) -> str:
+    """Return the rule of an argument in JSON, or with the words of Python that templates write."""
     named = {word: function.parameters[word] for word in ("$defs", "definitions") if word in function.parameters}
-    return json_rule({**named, **schema}, strict=function.strict)
+    types = types_of(schema, function.parameters) if schema.keys().isdisjoint({"enum", "const"}) else frozenset()
+    words = [*(("True", "False") if "boolean" in types else ()), *(("None",) if "null" in types else ())]
+    return f"({' | '.join([json_rule({**named, **schema}, strict=function.strict), *map(quoted, words)])})"
 
 
 def _tag_rules(rule: str, function: Function) -> list[str]:
@@ -129,18 +132,28 @@ def _tag_rules(rule: str, function: Function) -> list[str]:
 
 def _tag_value(name: str, schema: Mapping[str, Any], function: Function) -> str:
     """Return the rule of an argument in a tag, and of the end of the tag: text, or the JSON of another type."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list) and values:
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-        return f"{choice_rule(texts)} {quoted(_TAG_ENDS)}"
+    if values := _values(schema, function.parameters):
+        texts = ([value] if isinstance(value, str) else [json.dumps(value), python_text(value)] for value in values)
+        return f"{choice_rule(dict.fromkeys(chain(*texts)))} {quoted(_TAG_ENDS)}"
     if "string" not in types_of(schema, function.parameters):
-        return f"{_json_value(schema, function)} {quoted(_TAG_ENDS)}"
+        return f"{_literal_rule(schema, function)} {quoted(_TAG_ENDS)}"
     if function.strict and not _is_free(schema, function.parameters):
         raise ValueError(
             f"the text {name!r} of the strict function {function.name} has limits that cannot be enforced in this "
             "model's format of tools: keep only its type and description, or leave strict out"
         )
     return "tag_text"
+
+
+def _values(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
+    """Return all values that a schema allows, as for Literal["a", "b"] | None; None if it does not list them."""
+    schema = resolved(schema, root)
+    if "enum" in schema or "const" in schema:
+        return list(schema["enum"]) if "enum" in schema else [schema["const"]]
+    if schema.get("type") == "null":
+        return [None]
+    parts = [_values(part, root) for part in schema.get("anyOf", ())]
+    return [value for part in parts for value in part or ()] if parts and None not in parts else None
 
 
 def _is_free(schema: Any, root: Mapping[str, Any]) -> bool:
@@ -155,14 +168,12 @@ def _is_free(schema: Any, root: Mapping[str, Any]) -> bool:
 
 
 def _python_rules(rule: str, function: Function) -> list[str]:
-    """Return the rules of a call in Python, whose values are in JSON except True and False."""
+    """Return the rules of a call in Python, with values in JSON, or True, False and None."""
     rules, items = [], []
     for place, (name, schema, required) in enumerate(_parameters(function)):
         if not re.fullmatch(r"[^\W\d][\w-]*", name):
             raise ValueError(f"the argument {name!r} of {function.name} is no name in Python; rename it")
-        truth = types_of(schema, function.parameters) == {"boolean"} and schema.keys().isdisjoint({"enum", "const"})
-        value = '("True" | "False")' if truth else _json_value(schema, function)
-        rules.append(f"{rule}_{place}: {quoted(name + '=')} {value}")
+        rules.append(f"{rule}_{place}: {quoted(name + '=')} {_literal_rule(schema, function)}")
         items.append((f"{rule}_{place}", required))
     first = later = ""  # the rest of the arguments, if none comes before it and if some do
     if _takes_others(function):

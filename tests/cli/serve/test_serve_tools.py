@@ -188,6 +188,55 @@ def test_an_answer_with_a_grammar_may_be_a_call(model: Model) -> None:
         assert calling.grammar() is None
 
 
+def function(strict: bool = False, **properties: Any) -> list[dict[str, Any]]:
+    schema = {"type": "object", "properties": properties, "required": [name for name in properties if name != "b"]}
+    return [{"type": "function", "function": {"name": "get", "parameters": schema, "strict": strict}}]
+
+
+def test_arguments_one_by_one(model: Model) -> None:
+    """Arguments in tags and in Python are those of the schema, and what the grammar takes is parsed again."""
+    name, tokenizer, _, _ = model
+    if name not in ("qwen3_coder", "pythonic"):
+        return
+    nullable: Any = {"anyOf": [{"enum": ["x", "null"]}, {"type": "null"}]}
+    truth, number = {"type": "boolean"}, {"type": "integer"}
+    tools = function(True, a={"type": "string"}, b={"type": ["string", "null"]}, c=truth, d=number, e=nullable)
+    calling = calling_of(tokenizer, tools, choice="required")
+    hard = {"a": 'two\n"lines" </parameter> é', "b": "null, }", "c": True, "d": 5, "e": "x"}
+    for arguments in (hard, {"a": "", "c": False, "d": -1, "e": None}):
+        text = written(tokenizer, ("get", json.dumps(arguments)))
+        assert takes(model, calling.grammar(), text)
+        parser = calling.parser()
+        assert parser is not None
+        ((_, _, found),) = add(parser.push(text, last=True))[1]
+        assert json.loads(found) == arguments
+    for arguments in ({"a": ""}, {**hard, "d": "x"}, {**hard, "f": 1}, {**hard, "e": "y"}):
+        assert not takes(model, calling.grammar(), written(tokenizer, ("get", json.dumps(arguments))))
+    free = calling_of(
+        tokenizer, [{"type": "function", "function": {"name": "get", "parameters": {}}}], choice="required"
+    )
+    for arguments in ({}, {"x": "1", "y": "z"}):
+        assert takes(model, free.grammar(), written(tokenizer, ("get", json.dumps(arguments))))
+
+
+def test_what_a_format_cannot_enforce_is_an_error(model: Model) -> None:
+    name, tokenizer, _, _ = model
+    limited = {"a": {"type": "string", "maxLength": 5}}
+    merged = {"type": "object", "anyOf": [{"properties": {"a": {"type": "string"}}}]}
+    cases = [
+        ("qwen3_coder", function(True, **limited), "the text 'a' of the strict function get has limits"),
+        ("qwen3_coder", function(**{"a>b": {}}), "cannot be in a tag"),
+        ("pythonic", function(**{"a b": {}}), "is no name in Python"),
+        *((each, [{"type": "function", "function": {"name": "get", "parameters": merged, "strict": True}}], "anyOf")
+          for each in ("qwen3_coder", "pythonic")),
+    ]  # fmt: skip
+    for each, tools, message in cases:
+        if each == name:
+            with pytest.raises(ValueError, match=message):
+                calling_of(tokenizer, tools, choice="required").grammar()
+    assert calling_of(tokenizer, function(**limited), choice="required").grammar() is not None
+
+
 def test_parameters_are_of_an_object(model: Model) -> None:
     with pytest.raises(ValueError, match="parameters of the function f must be"):
         calling_of(model[1], [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}])
