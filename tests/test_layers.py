@@ -88,7 +88,6 @@ FEATURES = {
     "fp8 and int4": r"\w*([Ff]p8|[Ii]nt4|quantiz)\w*",
     "prompt scores": r"score|scored|PromptScores?|pair_scores",
     "grammars": r"mask|masks|masked|_?masks|TokenMask|MaskMaker|mask_of|fill_masks|copy_mask|structure\w*",
-    "reasoning": r"\w*reasoning\w*",
     "tensor parallelism": r"tp_group|tensor_parallel|rank|on_all_ranks|Leader|Follower|agreeing|_team|\w*exchange",
     "profiling": r"span|[Tt]racer|profile|end_step",
     "CPU acceleration": r"\w*([Ff]ree_?[Cc]ores|[Pp]acked|mkl)\w*",

@@ -141,8 +141,10 @@ class Tokenizer:
     ) -> str:
         """Return the text of a conversation as the chat template renders it, with the template's special tokens.
 
-        add_generation_prompt: end with the beginning of an assistant's message. variables: variables of the template,
-        such as tools. continue_final_message: end directly after the text of the last message. Raises ValueError.
+        The reasoning of earlier messages (`reasoning_content`, `reasoning` or parts {"type": "thinking"}) is given to
+        the template in the form that it reads, or left out. add_generation_prompt: end with the beginning of an
+        assistant's message. variables: variables of the template, such as tools. continue_final_message: end directly
+        after the text of the last message. Raises ValueError.
         """
         variables = variables or {}
         self.check_template(variables)
