@@ -126,7 +126,7 @@ def save_caller(syntax: str, folder: Path) -> Path:
     for mark, word in zip(marks, list(vocabulary)[-len(marks) :], strict=True):
         vocabulary[mark] = vocabulary.pop(word)
         merges.pop()
-        special = {"content": mark, "id": vocabulary[mark], "special": syntax in ("mistral", "llama")}
+        special = {"content": mark, "id": vocabulary[mark], "special": "tool_call>" not in mark and BAR not in mark}
         tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], **special})
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder

@@ -158,10 +158,12 @@ class Tokenizer:
     ) -> str:
         """Return the text of a conversation as the chat template renders it, with the template's special tokens.
 
-        The reasoning of earlier messages (`reasoning_content`, `reasoning` or parts {"type": "thinking"}) and their tool
-        calls are given to the template in the form that it takes. variables: variables of the template, such as tools.
-        options: add_generation_prompt (default: True), to end with the beginning of an assistant's message;
-        continue_final_message, to end directly after the text of the last message. Raises ValueError.
+        The tool calls of earlier messages, and their reasoning (`reasoning_content`, `reasoning` or parts {"type":
+        "thinking"}), are given to the template in the form that it takes; reasoning that it does not take is left out.
+
+        variables: variables of the template, such as tools. options: add_generation_prompt (default: True), to end with
+        the beginning of an assistant's message; continue_final_message, to end directly after the text of the last
+        message. Raises ValueError.
         """
         variables = variables or {}
         return self._render(self._plain(messages, variables), variables, **options)
