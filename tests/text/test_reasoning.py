@@ -35,7 +35,9 @@ from fastgen.text.reasoning import (
     template_parser,
 )
 from fastgen.text.tokenizer import Detokenizer, Tokenizer
-from fastgen.text.tool_calls import HERMES, ToolParser, joined_message, parse_message
+from fastgen.text.tool_calls import joined_message, parse_message
+from fastgen.text.tools.formats import HERMES
+from fastgen.text.tools.parser import Function
 
 USER, ASSISTANT = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"
 # Short forms of the families' templates, as far as they concern reasoning.
@@ -155,7 +157,7 @@ ANSWERS: list[tuple[str, bool, str, str, int]] = [  # text, begins inside; reaso
 
 def parsed(pieces: list[str], inside: bool) -> dict[str, Any]:
     """Return the message of an answer in pieces, without the random ids of calls."""
-    parser = AnswerParser(THINK, inside, ToolParser(HERMES, ["f"]))
+    parser = AnswerParser(THINK, inside, HERMES.parser([Function("f")]))
     deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.push("", last=True)
     assert all(len(delta) == 1 and all(delta.values()) for delta in deltas)
     message = joined_message(deltas)
