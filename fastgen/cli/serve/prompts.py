@@ -92,13 +92,13 @@ def answer_rule(wanted: ResponseFormat | None) -> str | None:
 
 
 def structure_rule(request: GenerationRequest) -> str | None:
-    """Return the grammar rule of a request's structured_outputs, or None. Raises ApiError."""
-    if request.structured_outputs is None:
-        return None
-    try:
-        return params_rule(request.structured_outputs.params)
-    except (ValueError, TypeError) as error:
-        raise refused(error, "structured_outputs") from None
+    """Return the grammar rule of the structure that a request asks for by its own fields, or None. Raises ApiError."""
+    for field, structure in request.structures.items():
+        try:
+            return params_rule(structure.params)
+        except (ValueError, TypeError) as error:
+            raise refused(error, field) from None
+    return None
 
 
 def calling_of(request: ChatRequest, tokenizer: Tokenizer) -> Calling:
@@ -112,8 +112,8 @@ def calling_of(request: ChatRequest, tokenizer: Tokenizer) -> Calling:
 
 def grammar_field(request: GenerationRequest) -> str:
     """Return the name of the field that a request's grammar comes from."""
-    if request.structured_outputs is not None:
-        return "structured_outputs"
+    for field in request.structures:
+        return field
     wanted = request.response_format if isinstance(request, ChatRequest) else None
     return "tools" if wanted is None or wanted.type == "text" else "response_format"
 

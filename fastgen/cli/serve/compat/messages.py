@@ -14,8 +14,9 @@ from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import from_json, to_json
 
 from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, translated
+from fastgen.cli.serve.fields import NEUTRAL, NOTED, UNUSED, Items, Some, Strict, wrong
 from fastgen.cli.serve.prompts import ModelFacts, calling_of, check_length, encode_chat, needed
-from fastgen.cli.serve.protocol import INT32, ApiError, ChatRequest, Items, Some, Strict, check_request, wrong
+from fastgen.cli.serve.protocol import INT32, TEXT_ONLY, ApiError, ChatRequest, check_request
 from fastgen.request import SamplingParams
 
 ERRORS = {
@@ -55,7 +56,7 @@ def _messages_of_block(role: str, block: Any) -> list[dict[str, Any]]:
             return []
     raise ValueError(
         "has a block of another type than text (with text), tool_use (id, name, input), tool_result (tool_use_id) and "
-        "thinking"
+        f"thinking; {TEXT_ONLY}"
     )
 
 
@@ -101,7 +102,8 @@ class CountRequest(Strict):
     without_effect = frozenset({
         "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
         "thinking",
-    })  # fmt: skip
+    }) | UNUSED | NOTED.keys()  # fmt: skip
+    neutral = NEUTRAL
 
     model: str | None = None
     messages: Some[dict[str, Any]] = Field(examples=[[{"role": "user", "content": "a"}]])

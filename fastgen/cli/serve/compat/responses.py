@@ -13,7 +13,8 @@ from typing import Any, Literal
 from pydantic import Field, FiniteFloat, model_validator
 
 from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, translated
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, Items, Strict, check_request, wrong
+from fastgen.cli.serve.fields import NEUTRAL, NOTED, UNUSED, Items, Strict, wrong
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, check_request
 from fastgen.request import MAX_LOGPROBS
 
 # {field of a chat that an error may name: its name in /responses}
@@ -83,7 +84,8 @@ class ResponseRequest(Strict):
     without_effect = frozenset({
         "client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user",
-    })  # fmt: skip
+    }) | UNUSED | NOTED.keys()  # fmt: skip
+    neutral = NEUTRAL
 
     model: str | None = None
     input: str | Items[dict[str, Any]]

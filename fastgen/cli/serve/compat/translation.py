@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastgen.cli.serve.protocol import ApiError
+from fastgen.cli.serve.protocol import TEXT_ONLY, ApiError
 from fastgen.cli.serve.replies import ChatReply
 from fastgen.request import Event
 
@@ -41,9 +41,13 @@ def text_of(content: Any) -> str:
         match part:
             case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
                 texts.append(text)
+            case {"type": "refusal", "refusal": str(text)}:
+                texts.append(text)
             case _:
                 kind = part.get("type") if isinstance(part, dict) else part
-                raise ValueError(f"has content of the type {kind!r:.40}; give text, or parts of the type text")
+                raise ValueError(
+                    f"has content of the type {kind!r:.40}; give text, or parts of the type text: {TEXT_ONLY}"
+                )
     return "\n".join(texts)
 
 
