@@ -43,6 +43,7 @@ NOTED = {
     **dict.fromkeys(("num_gpu", "num_thread", "num_batch"), "the device is set at the start"),
     **dict.fromkeys(("provider", "models", "route"), "requests are not sent on to others"),
     "transforms": "a prompt that is too long is a 400",
+    "thinking_budget": "the number of reasoning tokens is not limited",
 }  # {field: what holds instead}
 """Fields that are ignored as a user would expect, and named in the log."""
 
@@ -74,6 +75,7 @@ HINTS = {
     "structural_tag": "is not supported; use structured_outputs with json, regex, choice or grammar",
     "chat_template": "is not supported; start the server with --chat-template",
     "documents": "is not supported; give variables of the template as chat_template_kwargs",
+    "thinking": "is not supported; use reasoning_effort or chat_template_kwargs",
     "lora_path": "is not supported; start the server with --adapter",
     "options": "is Ollama's own form, which is not supported; give the options as fields of the request",
     "format": "is Ollama's own form, which is not supported; use response_format",
@@ -119,7 +121,7 @@ def _describe(schema: dict[str, Any], kind: type[Strict]) -> None:
     for name in sorted(kind.without_effect - foreign):
         schema["properties"].setdefault(name, {})["description"] = "accepted without effect"
     if foreign:  # as properties, they would be most of the schema
-        patterns = {"|".join(sorted(foreign)): {"description": "accepted without effect"}}
+        patterns: dict[str, dict[str, Any]] = {"|".join(sorted(foreign)): {"description": "accepted without effect"}}
         for name, (value, advice) in sorted(kind.neutral.items()):
             patterns[name] = {"enum": [value, None], "description": f"for another value, {advice}"}
         schema["patternProperties"] = {f"^({names})$": each for names, each in patterns.items()}

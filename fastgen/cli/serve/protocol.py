@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     FiniteFloat,
     ValidationError,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -106,9 +107,22 @@ class ToolCall(History):
 Content = str | Items[Annotated[_Part, BeforeValidator(_check_part)]]
 
 
+def _thought(message: dict[str, Any]) -> str | None:
+    """Return the reasoning of an earlier answer, from the field that its server has put it into."""
+    details = message.get("reasoning_details")  # OpenRouter's
+    parts = [part for part in details if isinstance(part, dict)] if isinstance(details, list) else []
+    texts = [part.get("text") or part.get("summary") for part in parts]
+    joined = "".join(text for text in texts if isinstance(text, str))
+    found = (message.get("reasoning_content"), message.get("reasoning"), joined)
+    return next((text for text in found if isinstance(text, str) and text), None)
+
+
 class ChatMessage(History):
+    """A message of a chat. reasoning_content: reasoning of an earlier answer, which may also have other names."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
+    reasoning_content: Annotated[str | None, WithJsonSchema({})] = None
     name: str | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -118,6 +132,13 @@ class ChatMessage(History):
         if isinstance(self.content, list):
             return "\n".join(part["text"] if part["type"] == "text" else part["refusal"] for part in self.content)
         return self.content
+
+    @model_validator(mode="before")
+    @classmethod
+    def _find_reasoning(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {**data, "reasoning_content": _thought(data) if data.get("role") == "assistant" else None}
 
     @model_validator(mode="after")
     def _check_role(self) -> ChatMessage:
@@ -358,9 +379,22 @@ class GenerationFields(Strict):
 COPIED = (GenerationFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()) - {"top_p", *STRUCTURES}
 
 
-class ChatRequest(GenerationFields):
-    """A request to /chat/completions."""
+class Reasoning(Strict):
+    """The reasoning that is asked for, in OpenRouter's form and that of /responses."""
 
+    effort: str | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    without_effect = frozenset({"max_tokens", "summary", "generate_summary", "context", "mode"})
+
+
+class ChatRequest(GenerationFields):
+    """A request to /chat/completions.
+
+    separate_reasoning: false leaves the reasoning in the content, as the model has written it.
+    """
+
+    without_effect = GenerationFields.without_effect - {"reasoning_effort"}
     neutral = NEUTRAL | {
         "add_special_tokens": (False, "a chat template has its own special tokens"),
         "echo": (False, "use continue_final_message, and join the texts"),
@@ -378,6 +412,11 @@ class ChatRequest(GenerationFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    reasoning: Reasoning | None = None
+    reasoning_effort: str | None = Field(None, description="none turns thinking off where the chat template can")
+    enable_thinking: bool | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
@@ -404,6 +443,18 @@ class ChatRequest(GenerationFields):
     def limit(self) -> int | None:
         """The maximum number of tokens of an answer; None if the request has no limit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def thinking(self) -> bool | None:
+        """True or False to turn thinking on or off, and None to leave it to the chat template."""
+        asked = self.reasoning or Reasoning()
+        on = asked.enabled if self.enable_thinking is None else self.enable_thinking
+        return False if on is None and "none" in (asked.effort, self.reasoning_effort) else on
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """True if the response has the reasoning."""
+        return self.include_reasoning is not False and not (self.reasoning and self.reasoning.exclude)
 
     @property
     def alternatives(self) -> int | None:
@@ -433,6 +484,7 @@ _Prompts = str | Some[str] | Some[_Id] | Some[Some[_Id]]
 class CompletionRequest(GenerationFields):
     """A request to /completions. logprobs: number of alternatives per token. echo: answers begin with the prompt."""
 
+    without_effect = GenerationFields.without_effect | {"include_reasoning", "separate_reasoning"}
     neutral = NEUTRAL | {"add_special_tokens": (True, "give the prompt as ids"), "suffix": ("", HINTS["suffix"])}
 
     prompt: _Prompts
