@@ -137,7 +137,7 @@ class ResponseRequest(Strict):
         names = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "chat_template_kwargs")
         data: dict[str, Any] = {name: getattr(self, name) for name in names}
         data |= {"messages": merged(messages), "max_tokens": self.max_output_tokens}
-        data["reasoning_effort"] = None if self.reasoning is None else self.reasoning.effort
+        data["reasoning"] = None if self.reasoning is None else self.reasoning.model_dump()
         data |= {"logprobs": True, "top_logprobs": self.top_logprobs} if self.logprobs else {}
         functions = [_nested(function, name=flat(space, function["name"])) for space, function in self.functions()]
         data["tools"] = [{"type": "function", "function": function} for function in functions]
