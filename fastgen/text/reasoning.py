@@ -66,8 +66,7 @@ def template_parser(template: str) -> str:
 
 def _mark_ids(syntax: ReasoningSyntax, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
     """Return the ids of the marks, each None if the mark is not an added token."""
-    ids = {token.content: id for id, token in tokenizer.hf.added_tokens_decoder.items()}
-    return ids.get(syntax.opens), ids.get(syntax.closes)
+    return tokenizer.added_ids.get(syntax.opens), tokenizer.added_ids.get(syntax.closes)
 
 
 def starts_open(tokenizer: Tokenizer, prompt: Sequence[int] | str) -> bool:
