@@ -223,7 +223,8 @@ class _Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._policy = FieldPolicy(service.options.strict, service.options.ignore_unknown)
+        options = service.options
+        self._policy = FieldPolicy(options.strict, options.ignore_unknown, partial(note, "fgserve"))
         self._created = int(time.time())
         self._posts: dict[str, tuple[type[Strict], Answerer]] = {
             "/chat/completions": (ChatRequest, self._generate),

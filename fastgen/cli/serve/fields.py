@@ -8,14 +8,13 @@ LiteLLM.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, LiteralString, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from fastgen.cli.command import note
 from fastgen.names import nearest
 
 UNSUPPORTED = "is not supported; leave it out"
@@ -31,7 +30,7 @@ UNUSED = frozenset({
     "mirostat_tau", "mirostat_eta", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_sequence_breakers",
     "request_id", "rid", "session_id", "trace", "tags", "custom_labels", "litellm_metadata",  # names in other logs
     "guided_decoding_backend", "cache_prompt", "extra_key", "id_slot", "timings_per_token",  # how, not what
-    "usage", "stream_reasoning",
+    "stream_reasoning",
 })  # fmt: skip
 """Fields that change no answer, whatever their value is."""
 
@@ -43,6 +42,7 @@ NOTED = {
     **dict.fromkeys(("num_gpu", "num_thread", "num_batch"), "the device is set at the start"),
     **dict.fromkeys(("provider", "models", "route"), "requests are not sent on to others"),
     "transforms": "a prompt that is too long is a 400",
+    "usage": "stream_options asks for the usage at the end of a stream",
     "thinking_budget": "the number of reasoning tokens is not limited",
 }  # {field: what holds instead}
 """Fields that are ignored as a user would expect, and named in the log."""
@@ -92,10 +92,13 @@ class FieldPolicy:
     """What a server does with fields that it does not use.
 
     strict: refuse those without effect. ignore_unknown: ignore those that are not supported, instead of an error.
+    say: logs a line; by default, nothing is logged.
     """
 
-    def __init__(self, strict: bool = False, ignore_unknown: bool = False) -> None:
-        self.strict, self.ignore_unknown = strict, ignore_unknown
+    def __init__(
+        self, strict: bool = False, ignore_unknown: bool = False, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.strict, self.ignore_unknown, self._say = strict, ignore_unknown, say
         self._named: set[str] = set()
 
     def note(self, field: str, reason: str) -> None:
@@ -103,7 +106,7 @@ class FieldPolicy:
         if field not in self._named and len(self._named) < MAX_NAMED:
             self._named.add(field)
             last = "; further names are not logged" if len(self._named) == MAX_NAMED else ""
-            note("fgserve", f"the field {field[:100]!r} of a request is ignored: {reason}{last}")
+            self._say(f"the field {field[:100]!r} of a request is ignored: {reason}{last}")
 
 
 # ------------------------------------------------------------------------------------------------- checks

@@ -83,8 +83,10 @@ class RefusalPart(TypedDict):
 
 def _check_part(part: Any) -> Any:
     """Refuse a part that is not text with a reason, instead of the list of types."""
-    if isinstance(part, dict) and part.get("type", "text") not in ("text", "refusal"):
-        raise wrong("type", f"is {part['type']!r:.40}, and {TEXT_ONLY}; give parts of the type text")
+    if isinstance(part, dict) and (kind := part.get("type")) not in ("text", "refusal"):
+        if kind is None:
+            raise wrong("type", "is required", "missing_required_parameter")
+        raise wrong("type", f"is {kind!r:.40}, and {TEXT_ONLY}; give parts of the type text")
     return part
 
 
