@@ -115,10 +115,11 @@ def template(syntax: str) -> str:
     return TEMPLATE.replace("%s", tools, 1).replace("%s", calls)
 
 
-def save_caller(syntax: str, folder: Path) -> Path:
-    """Save the bundled model's tokenizer with a template for tools. The marks of calls replace its last entries."""
+def save_caller(syntax: str, folder: Path, *more: str) -> Path:
+    """Save the bundled model's tokenizer with a template for tools. The marks of calls, and more, replace its last
+    entries."""
     folder.mkdir()
-    marks, _, _ = CALLS[syntax]
+    marks = (*CALLS[syntax][0], *more)
     shutil.copy(TINY / "tokenizer_config.json", folder)
     (folder / "chat_template.jinja").write_text(template(syntax))
     tokenizer = json.loads((TINY / "tokenizer.json").read_text())

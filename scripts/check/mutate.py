@@ -43,6 +43,17 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
          "max(limit, min(limit, MIN_PREFILL_TOKENS))"),
         ("EngineConfig.prefill_tokens", "if decodes else room", "if room else room"),
     ],
+    ("cli.serve.fields", "tests/cli/serve/test_serve_fields.py"): [
+        ("is_neutral", "and isinstance(value, bool) == isinstance(neutral, bool)", ""),
+        ("FieldPolicy.note", "self._named.add(field)", "self._named.add(reason)"),
+        ("Strict._read_fields", "if unused and name in NOTED and not policy.strict:",
+         "if unused and not policy.strict:"),
+        ("History._refuse", "super()._refuse(name, FieldPolicy())", "super()._refuse(name, policy)"),
+    ],
+    ("cli.serve.protocol", "tests/cli/serve/test_serve_fields.py"): [
+        ("GenerationFields._sampling_params", 'if self.stop == "":', "if self.stop is None:"),
+        ("ChatMessage._check_role", 'if self.content == [] and self.role != "assistant":', "if self.content == []:"),
+    ],
     ("engine.outputs", CALLS): [
         ("ActiveSample.update_text", "end -= 1", "end -= 0"),
         ("ActiveSample.update_text", "upto = min(self.ids_read + 1, end) if params.stop_strings else end",

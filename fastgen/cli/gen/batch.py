@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastgen.cli.gen.rows import Row
 from fastgen.cli.gen.work import Record, RowRequests, seed_of
+from fastgen.cli.serve.fields import Strict
 from fastgen.cli.serve.prompts import GenerationReply, GenerationRequest, ModelFacts, grammar_field, prepare
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, Strict, check_request, refused
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, check_request, refused
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.request import SHARED, Event, RequestOutput, SamplingParams
 

@@ -157,7 +157,8 @@ async def _send_body(send: Send, body: bytes, more: bool = False) -> None:
 def _sizes(request: GenerationRequest) -> list[int]:
     """Estimate the number of tokens of each prompt."""
     if isinstance(request, ChatRequest):
-        return [sum(len(message.text or "") for message in request.messages) // CHARS]
+        said = (len(message.text or "") + len(message.reasoning_content or "") for message in request.messages)
+        return [sum(said) // CHARS]
     return [len(prompt) // CHARS if isinstance(prompt, str) else len(prompt) for prompt in request.prompts]
 
 

@@ -29,6 +29,7 @@ from fastgen.cli.serve.answers import GenerationResponse, as_api_error, error_re
 from fastgen.cli.serve.compat.messages import CountRequest, MessageReply, MessageRequest, count_tokens
 from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
 from fastgen.cli.serve.compat.translation import BlockReply
+from fastgen.cli.serve.fields import FieldPolicy, Strict
 from fastgen.cli.serve.options import LOCAL, ServerOptions
 from fastgen.cli.serve.page import chat_page, docs_page
 from fastgen.cli.serve.prompts import GenerationRequest, detokenize, needed, tokenize, tokenizer_info
@@ -38,7 +39,6 @@ from fastgen.cli.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     RequestT,
-    Strict,
     TokenizeRequest,
     read_request,
 )
@@ -48,6 +48,7 @@ from fastgen.cli.serve.service import ServedModel, Service
 PROBES = ("/health", "/ping", "/ready")
 OPEN = ("/", "/docs", "/openapi.json", "/metrics", *PROBES)  # routes that need no API key
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # ids of another form are replaced
+TWICE = re.compile("/{2,}")
 LARGE = 65536  # size in bytes above which bodies are parsed in a thread
 # A body above the size limit is read up to this multiple of the limit, so that its client receives the error.
 DISCARDED = 8
@@ -89,6 +90,7 @@ class _Report:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        scope["path"] = plain_path(scope["path"])
         given = Headers(scope=scope).get("x-request-id", "")
         name = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         start, status = time.monotonic(), 500
@@ -118,6 +120,13 @@ class _Report:
                 moment = time.strftime("%Y-%m-%dT%H:%M:%S%z")
                 seconds = time.monotonic() - start
                 note("fgserve", f"{moment} {scope['method']} {path} {status} {seconds:.3f}s {end}")
+
+
+def plain_path(path: str) -> str:
+    """Return a path without doubled and trailing slashes, but with the name of a model as it is."""
+    before, models, name = path.partition("/models/")
+    plain = TWICE.sub("/", f"/{before}").rstrip("/")
+    return plain + models + name if models else plain or "/"
 
 
 class _Guard:
@@ -214,6 +223,8 @@ class _Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        options = service.options
+        self._policy = FieldPolicy(options.strict, options.ignore_unknown, partial(note, "fgserve"))
         self._created = int(time.time())
         self._posts: dict[str, tuple[type[Strict], Answerer]] = {
             "/chat/completions": (ChatRequest, self._generate),
@@ -321,6 +332,8 @@ class _Routes:
             schemas |= {**schema.pop("$defs", {}), kind.__name__: schema}
             body = {"required": True, "content": {"application/json": {"schema": {"$ref": place + kind.__name__}}}}
             paths[f"/v1{path}"] = {"post": {"requestBody": body, "responses": answers}}
+        if self._service.options.ignore_unknown:
+            schemas = {name: {**schema, "additionalProperties": True} for name, schema in schemas.items()}
         info = {"title": "fgserve", "version": __version__}
         components: dict[str, Any] = {"schemas": schemas}
         described: dict[str, Any] = {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
@@ -344,5 +357,5 @@ class _Routes:
         if size > limit:
             raise ApiError(413, f"the body is larger than {limit} bytes; send less", code="request_too_large")
         if size > LARGE:
-            return await asyncio.to_thread(read_request, kind, bytes(body), options.strict)
-        return read_request(kind, bytes(body), options.strict)
+            return await asyncio.to_thread(read_request, kind, bytes(body), self._policy)
+        return read_request(kind, bytes(body), self._policy)

@@ -28,6 +28,9 @@ class ServerOptions:
     api_key: str | None = option(None, "API key that clients have to send", unset="no key is needed")
     page: bool = option(True, "serve a chat page at / and a page with all routes and fields at /docs")
     strict: bool = option(False, "refuse fields of OpenAI's API that have no effect here")
+    ignore_unknown: bool = option(
+        False, "ignore fields of requests that are not supported, and log each name once, instead of a 400"
+    )
     allow_origin: str | None = option(
         None, "origins of web pages whose scripts may use this server (CORS), separated by spaces; * allows any",
         unset="only pages of this server",

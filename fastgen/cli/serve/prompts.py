@@ -22,10 +22,12 @@ from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, 
 from fastgen.cli.serve.tools import Calling
 from fastgen.request import SamplingParams
 from fastgen.text.grammar import json_rule, params_rule
+from fastgen.text.reasoning import AnswerParser, ReasoningCounter, find_reasoning, starts_open
 from fastgen.text.tokenizer import CLEARLY_MORE, Tokenizer
 
 # Maximum number of prompt tokens, logprobs and alternatives in a response; making so large a response needs 1 GB.
 MAX_ECHOED = 4_000_000
+THINKING = "enable_thinking"  # the variable of chat templates that turns thinking on or off
 
 GenerationRequest = ChatRequest | CompletionRequest
 GenerationReply = ChatReply | CompletionReply
@@ -81,7 +83,23 @@ def _prepare_chat(
         grammar = calling.grammar(structure_rule(request) or answer_rule(request.response_format))
     except ValueError as error:
         raise refused(error, grammar_field(request)) from None
-    return make_reply(request, model.name, PromptTokens(ids), model.vocabulary, calling.parser), grammar
+    parsing = answer_parsing(request, tokenizer, ids, calling)
+    return make_reply(request, model.name, PromptTokens(ids), model.vocabulary, *parsing), grammar
+
+
+def answer_parsing(
+    request: ChatRequest, tokenizer: Tokenizer, ids: Sequence[int], calling: Calling
+) -> tuple[Callable[[], AnswerParser | None], Callable[[], ReasoningCounter | None]]:
+    """Return functions that make a parser of an answer and a counter of its reasoning tokens; they return None for
+    answers that are only text, and that have no reasoning. ids: the prompt."""
+    if (syntax := find_reasoning(tokenizer)) is None:
+        return (lambda: None if (calls := calling.parser()) is None else AnswerParser(None, tools=calls)), lambda: None
+    inside = starts_open(tokenizer, ids)
+    shown = None if request.separate_reasoning is False else syntax
+    return (
+        lambda: AnswerParser(shown, inside, calling.parser()),
+        lambda: ReasoningCounter(tokenizer, inside),
+    )
 
 
 def answer_rule(wanted: ResponseFormat | None) -> str | None:
@@ -92,13 +110,13 @@ def answer_rule(wanted: ResponseFormat | None) -> str | None:
 
 
 def structure_rule(request: GenerationRequest) -> str | None:
-    """Return the grammar rule of a request's structured_outputs, or None. Raises ApiError."""
-    if request.structured_outputs is None:
-        return None
-    try:
-        return params_rule(request.structured_outputs.params)
-    except (ValueError, TypeError) as error:
-        raise refused(error, "structured_outputs") from None
+    """Return the grammar rule of the structure that a request asks for by its own fields, or None. Raises ApiError."""
+    for field, structure in request.structures.items():
+        try:
+            return params_rule(structure.params)
+        except (ValueError, TypeError) as error:
+            raise refused(error, field) from None
+    return None
 
 
 def calling_of(request: ChatRequest, tokenizer: Tokenizer) -> Calling:
@@ -112,8 +130,8 @@ def calling_of(request: ChatRequest, tokenizer: Tokenizer) -> Calling:
 
 def grammar_field(request: GenerationRequest) -> str:
     """Return the name of the field that a request's grammar comes from."""
-    if request.structured_outputs is not None:
-        return "structured_outputs"
+    for field in request.structures:
+        return field
     wanted = request.response_format if isinstance(request, ChatRequest) else None
     return "tools" if wanted is None or wanted.type == "text" else "response_format"
 
@@ -133,6 +151,9 @@ def encode_chat(
     """Apply the chat template to a request's messages and tools, and return the ids. most: as in Tokenizer.encode.
     Raises ApiError."""
     variables = {"tools": calling.template_tools, **(request.chat_template_kwargs or {})}
+    thinking = request.thinking if isinstance(request, ChatRequest) else None
+    if thinking is not None and THINKING in str(tokenizer.hf.chat_template):
+        variables.setdefault(THINKING, thinking)
     try:
         messages = calling.template_messages(request.messages or ())
         continued = bool(request.continue_final_message)

@@ -20,9 +20,9 @@ from typing import Any, Generic, TypeVar
 from fastgen.async_engine.client import joined
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest
 from fastgen.request import Event
+from fastgen.text.reasoning import CallParser, ReasoningCounter
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tool_calls import joined_message
-from fastgen.text.tools.parser import ToolParser
 
 LOWEST = -9999.0  # replaces minus infinity, which JSON does not have
 
@@ -124,7 +124,11 @@ class _BaseReply(Generic[Request]):
 
 
 class ChatReply(_BaseReply[ChatRequest]):
-    """The response to a chat. make_parser: returns the tool-call parser of a choice, or None if there are no tools."""
+    """The response to a chat.
+
+    make_parser: returns the parser of a choice, or None if its text is the content. make_counter: returns the counter
+    of a choice's reasoning tokens, or None if the model has no reasoning.
+    """
 
     prefix, kind = "chatcmpl", "chat.completion.chunk"
 
@@ -134,11 +138,23 @@ class ChatReply(_BaseReply[ChatRequest]):
         model: str,
         prompt: PromptTokens,
         vocabulary: Vocabulary | None,
-        make_parser: Callable[[], ToolParser | None] = lambda: None,
+        make_parser: Callable[[], CallParser | None] = lambda: None,
+        make_counter: Callable[[], ReasoningCounter | None] = lambda: None,
     ) -> None:
         super().__init__(request, model, [prompt], vocabulary)
         self._parsers = [make_parser() for _ in range(request.choices)]
+        self._counters = [counter for _ in range(request.choices) if (counter := make_counter()) is not None]
         self._called: set[int] = set()  # indices of choices with a tool call
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        reasoning = sum(counter.count for counter in self._counters)
+        return {**super().usage, "completion_tokens_details": {"reasoning_tokens": reasoning}}
+
+    def _count(self, event: Event) -> None:
+        super()._count(event)
+        if self._counters:
+            self._counters[event.index].push(event.token_ids)
 
     def push(self, events: Iterable[Event]) -> list[dict[str, Any]]:
         """Return the chunks for new events. Each choice begins with its role and ends with its finish_reason."""
@@ -157,7 +173,7 @@ class ChatReply(_BaseReply[ChatRequest]):
         if not deltas and ids and (logprobs is not None or self.request.return_token_ids):
             deltas = [{}]  # tokens without text yet
         for delta in deltas:
-            yield self._chunk(self._choice(index, logprobs, ids=ids, delta=delta))
+            yield self._chunk(self._choice(index, logprobs, ids=ids, delta=_named(delta)))
             logprobs, ids = None, []  # they are sent with the first delta
         if event.finish_reason is not None:
             yield self._chunk(self._choice(index, None, self._reason(event), (), event.weight_versions, delta={}))
@@ -169,7 +185,8 @@ class ChatReply(_BaseReply[ChatRequest]):
         deltas = parser.push(event.text, event.finish_reason is not None)
         if any("tool_calls" in delta for delta in deltas):
             self._called.add(event.index)
-        return deltas
+        shown = self.request.shows_reasoning
+        return deltas if shown else [delta for delta in deltas if "reasoning" not in delta]
 
     def _reason(self, event: Event) -> str | None:
         return "tool_calls" if event.finish_reason == "stop" and event.index in self._called else event.finish_reason
@@ -185,6 +202,8 @@ class ChatReply(_BaseReply[ChatRequest]):
     def _choice_of(self, event: Event) -> dict[str, Any]:
         self._count(event)
         message = {**joined_message(self._deltas(event)), "refusal": None}
+        if self._counters and self.request.shows_reasoning:  # null if the model has not thought
+            message["reasoning_content"] = message["reasoning"] = message.get("reasoning_content")
         logprobs, reason = self._logprobs(event), self._reason(event)
         return self._choice(event.index, logprobs, reason, event.token_ids, event.weight_versions, message=message)
 
@@ -203,6 +222,11 @@ class ChatReply(_BaseReply[ChatRequest]):
     def _alternative(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._vocabulary.raw(token)
         return {"token": self._vocabulary.text(token), "logprob": max(LOWEST, logprob), "bytes": list(raw)}
+
+
+def _named(delta: dict[str, Any]) -> dict[str, Any]:
+    """Return a delta with both names of reasoning, of DeepSeek's API and of vLLM's."""
+    return {**delta, "reasoning_content": delta["reasoning"]} if "reasoning" in delta else delta
 
 
 # ------------------------------------------------------------------------------------------------- completions

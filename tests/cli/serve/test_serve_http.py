@@ -72,6 +72,11 @@ def test_keys_paths_and_methods_as_clients_write_them(server: Server) -> None:
         assert HTTP.head(server.url + path).status_code == server.get(path).status_code == 200
     assert server.get("/v1/models/", headers=KEY).json() == server.get("/v1/models", headers=KEY).json()
     assert server.get("/version", headers=KEY).json()["version"]
+    for path in ("//v1//completions", "/v1/completions/", "/completions//"):
+        assert server.post(path, ASKED, headers=KEY).json()["choices"][0]["text"] == "xxx"
+        assert server.post(path, ASKED).status_code == 401
+    assert server.get("//v1//health/").status_code == 200
+    assert server.get("//v1//models").status_code == 401
 
 
 def test_a_web_page_of_another_server_cannot_post(server: Server) -> None:

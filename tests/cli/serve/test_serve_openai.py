@@ -315,6 +315,9 @@ STRUCTURES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("chat", {"structured_outputs": {"regex": LETTERS}}, {"regex": LETTERS}),
     ("text", {"structured_outputs": {"choice": CHOICE}}, {"choice": CHOICE}),
     ("chat", {"structured_outputs": {"grammar": GRAMMAR}}, {"grammar": GRAMMAR}),
+    ("chat", {"regex": LETTERS}, {"regex": LETTERS}),
+    ("text", {"json_schema": json.dumps(SCHEMA)}, {"json_schema": Sum}),
+    ("chat", {"ebnf": 'root ::= "a" end-rule\nend-rule ::= "c" | "d"'}, {"grammar": GRAMMAR}),
 ]  # fmt: skip
 
 
@@ -414,6 +417,8 @@ STRUCTURE = "structured_outputs"
         ("both", {STRUCTURE: {"regex": "a\\"}}, STRUCTURE, "backslash"),
         ("both", {STRUCTURE: {"regex": "(" * 3000 + ")" * 3000}}, STRUCTURE, "invalid regex"),
         ("both", {STRUCTURE: {"grammar": "begin: x"}}, STRUCTURE, "start"),
+        ("both", {"ebnf": "root ::= other"}, "ebnf", "'other' not found"),
+        ("both", {"regex": "(a"}, "regex", "unclosed group"),
         ("chat", {"response_format": BAD_FORMAT}, "response_format", "response_format: Invalid type: objekt"),
         ("chat", {"tools": BAD_TOOLS, "tool_choice": "required"}, "tools", "objekt"),
         ("chat", {"tools": BAD_TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice",

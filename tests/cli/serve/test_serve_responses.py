@@ -14,6 +14,7 @@ from pydantic import BaseModel, TypeAdapter
 from serving import Server
 
 from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
+from fastgen.cli.serve.fields import FieldPolicy
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, read_request
 from fastgen.cli.serve.replies import PromptTokens
 from fastgen.request import Event
@@ -224,5 +225,5 @@ def test_a_request_of_codex() -> None:
 
 def test_fields_without_effect_are_refused_where_that_is_wanted() -> None:
     with pytest.raises(ApiError, match="store is not supported"):
-        read_request(ResponseRequest, b'{"input": "a", "store": true}', strict=True)
-    assert isinstance(read_request(ResponseRequest, b'{"input": "a"}', strict=True).chat(), ChatRequest)
+        read_request(ResponseRequest, b'{"input": "a", "store": true}', FieldPolicy(strict=True))
+    assert isinstance(read_request(ResponseRequest, b'{"input": "a"}', FieldPolicy(strict=True)).chat(), ChatRequest)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from serving import FGSERVE, Server
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.long]
 
 EXAMPLES = 5  # random requests per route, in addition to those that try the limits of each field
 
