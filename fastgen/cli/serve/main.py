@@ -166,7 +166,10 @@ async def serve(options: Options) -> None:
     loop.run_in_executor(None, import_tokenizers)  # while the first engine loads
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    note("fgserve", f"listening at {server_options.url(listener.getsockname()[1])}")
+    url = server_options.url(listener.getsockname()[1])
+    note("fgserve", f"listening at {url}")
+    if server_options.page:
+        note("fgserve", f"chat page: {url}/")
     serving = asyncio.create_task(server.serve([listener]))
     keeping = asyncio.create_task(service.run())
     stopped = asyncio.create_task(stopping.wait())

@@ -57,7 +57,10 @@ class ServerOptions:
         60.0, "seconds without a step, while there is work, after which /health is 503", low=0, above=True
     )
     restart: bool = option(True, "restart an engine that has died (only once)")
-    access_log: bool = option(False, "log one line per request, without its text")
+    access_log: bool = option(True, "log one line per request, without its text")
+    log_interval: float = option(
+        10.0, "seconds between lines with the throughput, which an idle server does not log; 0 logs none", low=0
+    )
     verbose: bool = option(False, "log what the engines do, and tracebacks")
     rollout: bool = option(
         False, "serve routes for a trainer: new weights, pause and sleep. An engine that dies is not restarted"
