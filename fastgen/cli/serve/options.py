@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
+from fastgen.cli.command import note
 from fastgen.cli.options import API_KEY, MODEL, Parser, Value, add_flag, read_yaml
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.option import Option, option, options_of
@@ -100,6 +101,13 @@ class ServerOptions:
     def url(self, port: int) -> str:
         """Return the URL of the server. port: the actual port, which may be another one if the option `port` is 0."""
         return f"http{'s' if self.ssl_certfile else ''}://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
+
+
+def note_address(options: ServerOptions, port: int) -> None:
+    """Print the URLs of the server and of its chat page on stderr. port: as in `ServerOptions.url`."""
+    note("fgserve", f"listening at {options.url(port)}")
+    if options.page:
+        note("fgserve", f"chat page: {options.url(port)}/")
 
 
 @dataclass(frozen=True)
