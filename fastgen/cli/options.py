@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from fastgen import __version__
+from fastgen.cli.command import needed
 from fastgen.engine.options import OPTIONS
 from fastgen.model.config import GENERATION_CONFIG
 from fastgen.names import ADVICE, nearest
@@ -31,12 +32,31 @@ SAMPLING = {
 """The sampling parameters that a command line or a file can set."""
 
 
+class _PrintCompletion(argparse.Action):
+    """Prints a script that completes the command's options in a shell, and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> NoReturn:
+        _, shell, _ = args
+        try:
+            shtab = needed("shtab", "completion", self.option_strings[0])
+        except ValueError as error:
+            parser.error(str(error))
+        for action in parser._actions:
+            if action.nargs != 0 and action.choices is None:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        print(shtab.complete(parser, shell))
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
-    """A command-line parser with --version and one-line errors, which suggest the right flag for an unknown one."""
+    """A command-line parser with --version, --print-completion and one-line errors, which suggest the right flag for an
+    unknown one."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
         self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
+        help = "print a script that completes options with TAB in this shell, and exit"
+        self.add_argument("--print-completion", action=_PrintCompletion, choices=("bash", "zsh", "tcsh"), help=help)
 
     def error(self, message: str) -> NoReturn:
         if unknown := re.search(r"unrecognized arguments:.*? (--[\w-]+)", message):

@@ -64,6 +64,11 @@ class Stats:
         known = self.cached_tokens + self.prefilled_tokens
         return self.cached_tokens / known if known else 0.0
 
+    @property
+    def kv_cache_usage(self) -> float:
+        """The share of the KV pool's pages that sequences hold now, from 0 to 1."""
+        return self.pages_used / self.pages if self.pages else 0.0
+
     def __str__(self) -> str:
         return (
             f"running {self.running}, waiting {self.waiting}, finished {self.finished}; "

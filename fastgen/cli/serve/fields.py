@@ -70,7 +70,6 @@ HINTS = {
     "function_call": _OLD_CALLS,
     "suffix": "is not supported; write the tokens of your model for a text before and after a gap into the prompt",
     "truncate_prompt_tokens": "is not supported; shorten the prompt",
-    "prompt_logprobs": "is not supported; use echo and logprobs of /completions",
     "stop_regex": "is not supported; use stop",
     "structural_tag": "is not supported; use structured_outputs with json, regex, choice or grammar",
     "chat_template": "is not supported; start the server with --chat-template",

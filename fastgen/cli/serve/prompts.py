@@ -60,9 +60,9 @@ def prepare(
     else:
         prompts = [encode_text(prompt, model, bool(request.echo)) for prompt in request.prompts]
         reply = CompletionReply(request, model.name, prompts, model.vocabulary)
-        _check_echo(request, reply)
         rule = structure_rule(request)
         grammar = None if rule is None else f"start: {rule}"
+    _check_size(request, reply)
     params = replace(request.sampling_params(model.defaults), grammar=grammar)
     try:
         params.validate(model.vocab_size)
@@ -208,20 +208,22 @@ def _check_ids(ids: Sequence[int], param: str, vocab_size: int) -> None:
         raise ApiError(400, message, param, "invalid_value")
 
 
-def _check_echo(request: CompletionRequest, reply: CompletionReply) -> None:
-    """Check the size of a response that repeats a prompt for each choice. Raises ApiError."""
-    if not request.echo and not request.return_token_ids:
-        return
-    entries = 1 + (request.logprobs or 0 if request.echo else 0)  # number of entries per token
-    if (count := reply.prompt_tokens * request.choices * entries) > MAX_ECHOED:
-        param = "echo" if request.echo else "return_token_ids"
-        raise ApiError(
-            400,
-            f"{param} repeats the prompt for each choice: {count} tokens and logprobs, above the maximum of "
-            f"{MAX_ECHOED}. Send fewer prompts, or lower n or logprobs.",
-            param,
-            "invalid_value",
-        )
+def _check_size(request: GenerationRequest, reply: GenerationReply) -> None:
+    """Check the size of a response that repeats its prompts, those of completions for each choice. Raises ApiError."""
+    entries, copies = {}, 1  # entries: the number of entries for each token of a prompt, by field
+    if request.prompt_logprobs is not None:
+        entries["prompt_logprobs"] = 2 * (1 + request.prompt_logprobs)  # objects, which take more memory
+    if isinstance(request, CompletionRequest):
+        copies = request.choices
+        if request.echo:
+            entries["echo"] = 1 + (request.logprobs or 0)
+        elif request.return_token_ids:
+            entries["return_token_ids"] = 1
+    if (count := reply.prompt_tokens * copies * sum(entries.values())) > MAX_ECHOED:
+        param = max(entries, key=lambda name: entries[name])
+        each = " for each choice" if copies > 1 else ""
+        message = f"{param} repeats the prompt{each}: {count} tokens and logprobs, above the maximum of {MAX_ECHOED}. "
+        raise ApiError(400, f"{message}Send fewer prompts, or lower n or {param}.", param, "invalid_value")
 
 
 # ------------------------------------------------------------------------------------------------- routes
@@ -247,6 +249,14 @@ def check_length(ids: Sequence[int], param: str, model: ModelFacts) -> None:
         least = "at least " if len(ids) > model.max_model_len + CLEARLY_MORE else ""  # the tokenizer has stopped there
         message = f"{param} has {least}{len(ids)} tokens, above this model's maximum context length of "
         raise ApiError(400, f"{message}{model.max_model_len}; shorten it", param, "context_length_exceeded")
+
+
+def count_tokens(chat: ChatRequest, model: ModelFacts) -> int:
+    """Return the number of tokens of a chat's prompt. Raises ApiError."""
+    tokenizer = needed(model.tokenizer)
+    ids = encode_chat(chat, tokenizer, calling_of(chat, tokenizer), model.max_model_len)
+    check_length(ids, "messages", model)
+    return len(ids)
 
 
 def detokenize(request: DetokenizeRequest, model: ModelFacts) -> dict[str, str]:

@@ -308,6 +308,7 @@ class GenerationFields(Strict):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "untruncated_logprobs"] | None = None
@@ -342,6 +343,8 @@ class GenerationFields(Strict):
             raise wrong("repeat_penalty", "and repetition_penalty mean the same and differ; give one of them")
         if len(names := list(self.structures)) > 1:
             raise wrong(names[1], f"is given together with {names[0]}; give one of them")
+        if self.prompt_logprobs is not None and self.stream:
+            raise wrong("prompt_logprobs", "is not available when stream is true; leave one of them out")
         return self
 
     @property
@@ -367,14 +370,14 @@ class GenerationFields(Strict):
         return self.stream_options or StreamOptions()
 
     def _sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
-        given = {name: value for name in COPIED if (value := getattr(self, name)) is not None}
+        given: dict[str, Any] = {name: value for name in COPIED if (value := getattr(self, name)) is not None}
         if self.top_p is not None:
             given["top_p"] = float(self.top_p) or 1.0
         if self.repeat_penalty is not None:
             given["repetition_penalty"] = self.repeat_penalty
         if self.stop == "":
             given["stop"] = None
-        return replace(defaults, **given, **others)
+        return replace(defaults, **given | others)
 
 
 # Fields with the same name and meaning in SamplingParams.
@@ -496,8 +499,9 @@ class CompletionRequest(GenerationFields):
 
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
-        if self.max_tokens == 0 and not self.echo:
-            raise wrong("max_tokens", "is 0, so the answer would be empty; give at least 1, or set echo")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            message = "is 0, so the answer would be empty; give at least 1, or set echo or prompt_logprobs"
+            raise wrong("max_tokens", message)
         if (self.logprobs or self.echo) and self.drawn != "raw_logprobs":
             raise wrong("logprobs_mode", "goes with logprobs=0 and without echo: alternatives and scores are raw")
         if self.max_tokens == 0 and self.choices > 1:
@@ -520,9 +524,10 @@ class CompletionRequest(GenerationFields):
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """Return the parameters for the engine. defaults: values of fields that are left out."""
         limit = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        scores = self.logprobs if self.echo else None
-        if limit == 0 and scores is None:
-            scores = 0  # the engine requires prompt_logprobs if there is nothing to generate
+        counts = [count for count in (self.logprobs if self.echo else None, self.prompt_logprobs) if count is not None]
+        if limit == 0:
+            counts.append(0)  # the engine requires prompt_logprobs if there is nothing to generate
+        scores = max(counts, default=None)
         return self._sampling_params(defaults, max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scores)
 
 

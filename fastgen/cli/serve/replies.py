@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from fastgen.async_engine.client import joined
@@ -109,6 +110,22 @@ class _BaseReply(Generic[Request]):
             chunk["usage"] = None
         return chunk
 
+    def _prompt_scores(self, event: Event) -> list[dict[str, Any] | None]:
+        """Return vLLM's `prompt_logprobs`: for each token of a prompt, the entries of the token and of its alternatives
+        by id. The first token has none. The rank of a token that is not among the alternatives is unknown."""
+        assert event.prompt_logprobs is not None
+        found: list[dict[str, Any] | None] = []
+        tops = event.prompt_top_logprobs or [{}] * len(event.prompt_logprobs)
+        for token, logprob, top in zip(self.prompts[int(event.id)].ids, event.prompt_logprobs, tops, strict=True):
+            best = list(islice(top.items(), self.request.prompt_logprobs))
+            entries = {token: (logprob, None), **{id: (value, rank) for rank, (id, value) in enumerate(best, 1)}}
+            found.append({str(id): self._score(id, *entry) for id, entry in entries.items()} if found else None)
+        return found
+
+    def _score(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = None if self._vocabulary is None else self._vocabulary.text(token)
+        return {"logprob": max(LOWEST, logprob), "rank": rank, "decoded_token": text}
+
     def _count(self, event: Event) -> None:
         """Count an event. Raises ApiError if its sample has failed, which fails the whole request."""
         if event.finish_reason in ("error", "abort"):
@@ -193,8 +210,11 @@ class ChatReply(_BaseReply[ChatRequest]):
 
     def whole(self, events: Iterable[Event]) -> dict[str, Any]:
         """Return the complete response for all events of the request."""
-        choices = [self._choice_of(event) for event in joined(list(events))]
+        merged = joined(list(events))
+        choices = [self._choice_of(event) for event in merged]
         reply = {**self._envelope(choices), "object": "chat.completion", "usage": self.usage}
+        if self.request.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = self._prompt_scores(merged[0])
         if self.request.return_token_ids:
             reply["prompt_token_ids"] = self.prompts[0].ids
         return reply
@@ -276,6 +296,8 @@ class CompletionReply(_BaseReply[CompletionRequest]):
         choice = self._choice(index, logprobs, reason, event.token_ids, versions, text=text)
         if self.request.return_token_ids and first:
             choice["prompt_token_ids"] = prompt.ids
+        if self.request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._prompt_scores(self._scores[int(event.id)])
         return choice
 
     def _logprobs(self, event: Event, index: int, first: bool) -> dict[str, list[Any]]:
@@ -308,7 +330,7 @@ class CompletionReply(_BaseReply[CompletionRequest]):
                 found["token_logprobs"].append(None)
                 found["top_logprobs"].append(None)
                 continue
-            top = dict(tops[position]) if tops else {}
+            top = dict(islice(tops[position].items(), self.request.logprobs)) if tops else {}
             found["token_logprobs"].append(max(LOWEST, top.setdefault(token, logprob)))
             named: dict[str, float] = {}
             for other, value in top.items():  # best first, so that of tokens with equal names the best is kept

@@ -250,6 +250,34 @@ def test_echo_and_logprobs_of_completions(asker: Asker, gen: Generator, tokens: 
     assert answer.usage == (len(output.prompt_token_ids), len(completion.token_ids), len(ids))
 
 
+@ENDPOINTS
+def test_prompt_logprobs_are_those_of_a_generator(asker: Asker, gen: Generator, endpoint: str) -> None:
+    """The alternatives of an echo may be fewer. Streams have none."""
+    prompt = PROMPTS[endpoint]
+    output = expected(gen, prompt, max_tokens=1, prompt_logprobs=3)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_top_logprobs is not None
+    asked: dict[str, Any] = {"model": "hermes", **to(prompt), "max_tokens": 1, "extra_body": {"prompt_logprobs": 3}}
+    create = endpoint_of(asker.client, prompt).create
+    reply = create(**asked, n=2, **({} if endpoint == "chat" else {"echo": True, "logprobs": 1})).model_dump()
+    vocabulary = Vocabulary(needed(gen.tokenizer))
+    for told in [reply["prompt_logprobs"]] if endpoint == "chat" else [c["prompt_logprobs"] for c in reply["choices"]]:
+        assert told[0] is None
+        for place, (token, entries) in enumerate(zip(output.prompt_token_ids[1:], told[1:], strict=True), 1):
+            top = output.prompt_top_logprobs[place]
+            assert entries[str(token)]["logprob"] == output.prompt_logprobs[place]
+            assert [entries[str(id)]["logprob"] for id in top] == list(top.values())
+            assert [entries[str(id)]["rank"] for id in top] == [1, 2, 3]
+            assert entries.keys() == {str(token), *map(str, top)}
+            assert token in top or entries[str(token)]["rank"] is None
+            assert all(entry["decoded_token"] == vocabulary.text(int(id)) for id, entry in entries.items())
+    if endpoint == "text":
+        assert {len(top) for top in reply["choices"][0]["logprobs"]["top_logprobs"][1:]} <= {1, 2}
+    with pytest.raises(openai.BadRequestError, match="not available when stream is true") as raised:
+        create(**asked, stream=True)
+    assert raised.value.param == "prompt_logprobs"
+
+
 # ------------------------------------------------------------------------------------------------ usage
 
 

@@ -329,6 +329,9 @@ def test_an_echo_that_would_fill_the_memory_is_refused() -> None:
         ({**whole, "n": 2}, 150_000, "echo"),
         ({"echo": True, "n": 128}, 200_000, "echo"),
         ({**ids, "n": 128}, 200_000, "return_token_ids"),
+        ({"prompt_logprobs": 9}, 200_000, None),
+        ({"prompt_logprobs": 9}, 200_001, "prompt_logprobs"),
+        ({"prompt_logprobs": 4, "n": 3}, 150_000, "prompt_logprobs"),
     ):
         error = refused_by(facts(), prompt=[5] * length, **fields)
         assert (error and (error.status, error.param)) == (param and (400, param))

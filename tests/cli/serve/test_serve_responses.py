@@ -60,6 +60,12 @@ def test_an_answer_is_that_of_a_chat(caller: Server, client: OpenAI) -> None:
     assert (reply.status, reply.incomplete_details, reply.metadata) == ("completed", None, {"a": "b"})
     data = post(caller, input=ASKED).json()
     Response.model_validate(data)
+    count = client.responses.input_tokens.count
+    assert count(model="any", instructions="Be brief.", input=ASKED, text=idle["text"]).input_tokens == counts[0]
+    assert count(model="any", instructions="Be brief.", input=ASKED, tools=[ADD]).input_tokens > counts[0]
+    with pytest.raises(openai.BadRequestError, match="maximum context length of 512") as raised:
+        count(model="any", input="a b " * 600)
+    assert raised.value.param == "input"
     assert (data["object"], data["tools"], data["tool_choice"], data["store"]) == ("response", [], "auto", False)
 
 

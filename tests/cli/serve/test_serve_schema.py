@@ -45,7 +45,7 @@ def test_answers_are_what_the_schema_says(server: Server, tmp_path: Path) -> Non
         seen[re.sub("^/v1/models/.*", "/v1/models/NAME", path)].add(reply["status"])
         assert "server_error" not in reply["content"].get("text", ""), entry  # in a stream, after its 200
     posted = {"/v1/chat/completions", "/v1/completions", "/v1/tokenize", "/v1/detokenize"}
-    posted |= {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
+    posted |= {"/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"}
     assert {path for path, statuses in seen.items() if {200, 400, 405} <= statuses} == posted
     assert all(statuses == {200, 405} for path, statuses in seen.items() if path not in posted)
-    assert len(seen) == 16
+    assert len(seen) == 17

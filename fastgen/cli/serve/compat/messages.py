@@ -1,4 +1,4 @@
-"""Anthropic's /messages and /messages/count_tokens, translated to a chat and back.
+"""Anthropic's /messages and /messages/count_tokens, translated to a chat and back, and its form of /models.
 
 Source: https://docs.anthropic.com/en/api/messages, and the requests of Claude Code. Tests check the answers against the
 types of the anthropic package.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import from_json, to_json
 
+from fastgen.cli.serve import prompts
 from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, thought, translated
 from fastgen.cli.serve.fields import NEUTRAL, NOTED, UNUSED, Items, Some, Strict, wrong
-from fastgen.cli.serve.prompts import ModelFacts, calling_of, check_length, encode_chat, needed
+from fastgen.cli.serve.prompts import ModelFacts
 from fastgen.cli.serve.protocol import INT32, TEXT_ONLY, ApiError, ChatRequest, check_request
 from fastgen.request import SamplingParams
 
@@ -190,10 +192,7 @@ class _Chat(ChatRequest):
 
 def count_tokens(request: CountRequest, model: ModelFacts) -> dict[str, int]:
     """Answer /messages/count_tokens. Raises ApiError."""
-    chat, tokenizer = request.chat(), needed(model.tokenizer)
-    ids = encode_chat(chat, tokenizer, calling_of(chat, tokenizer), model.max_model_len)
-    check_length(ids, "messages", model)
-    return {"input_tokens": len(ids)}
+    return {"input_tokens": prompts.count_tokens(request.chat(), model)}
 
 
 # ------------------------------------------------------------------------------------------------- responses
@@ -293,3 +292,25 @@ def error_body(error: ApiError) -> dict[str, Any]:
         message = f"prompt is too long: {message}"  # Claude Code then shortens it
     kind = ERRORS.get(error.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message, "details": {"error_code": error.code}}}
+
+
+# ------------------------------------------------------------------------------------------------- models
+
+
+def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
+    """Return the description of a model. created: Unix time of the start of the server, in seconds."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": max_model_len,
+        "max_tokens": max_model_len,
+    }
+
+
+def model_list(cards: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the list of all models, which is a single page."""
+    ids = [card["id"] for card in cards]
+    return {"data": cards, "has_more": False, "first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}

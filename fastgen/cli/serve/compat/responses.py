@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
+from fastgen.cli.serve import prompts
 from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, thought, translated
 from fastgen.cli.serve.fields import NEUTRAL, NOTED, UNUSED, Items, Strict, wrong
+from fastgen.cli.serve.prompts import ModelFacts
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, Reasoning, check_request
 from fastgen.request import MAX_LOGPROBS
 
@@ -147,6 +149,11 @@ class ResponseRequest(Strict):
         if self.text is not None and (wanted := self.text.format) is not None:
             data["response_format"] = {"type": wanted.get("type"), "json_schema": _nested(wanted) or None}
         return check_request(ChatRequest, data)
+
+
+def count_tokens(request: ResponseRequest, model: ModelFacts) -> dict[str, Any]:
+    """Answer /responses/input_tokens. Raises ApiError."""
+    return {"object": "response.input_tokens", "input_tokens": prompts.count_tokens(request.chat(), model)}
 
 
 # ------------------------------------------------------------------------------------------------- responses
