@@ -110,7 +110,7 @@ async function until(condition, what) {
 const [url, key] = process.argv.slice(2);
 const html = await (await fetch(url)).text();
 const [marked, purify, script] = [...html.matchAll(/<script>(.*?)<\/script>/gs)].map(([, code]) => code);
-const bodies = [], downloads = [], copied = [];
+const bodies = [], downloads = [], copied = [], drawn = []; // the last: the answer after each of its pieces
 const answers = []; // of no server, given to the next requests
 let elements; // by id
 globalThis.sessionStorage = new Storage();
@@ -121,8 +121,8 @@ globalThis.addEventListener = page.addEventListener.bind(page);
 document.getElementById = (id) => elements[id] ?? assert.fail(`there is no element ${id}`);
 document.createElement = (tag) => Object.assign(new Element(), { tag });
 document.querySelector = () => null; // no popover is open
-globalThis.requestAnimationFrame = (draw) => setTimeout(draw, 1);
-globalThis.cancelAnimationFrame = clearTimeout;
+globalThis.requestAnimationFrame = (draw) => (draw(), drawn.push(texts().at(-1)), 0); // each piece of an answer is shown by itself
+globalThis.cancelAnimationFrame = () => {};
 globalThis.confirm = () => true;
 globalThis.prompt = () => " renamed ";
 Object.defineProperty(globalThis, "navigator", { value: { clipboard: { writeText: async (text) => copied.push(text) } } });
@@ -261,8 +261,10 @@ elements.cancel.click();
 write("again");
 await until(() => articles().length === 6 && texts()[5].length > 30, "the next answer begins");
 elements.new.click();
+elements.top_p.value = "0.9";
 await idle();
 assert.deepEqual(elements.log.children, [elements.empty]);
+assert.equal(elements.status.textContent, "");
 write("<i>second</i>\nchat");
 await cut();
 assert.equal(bodies.at(-1).messages.length, 1);
@@ -270,30 +272,39 @@ assert.deepEqual(chats(), ["<i>second</i>", "hello <b>you</b>"]);
 elements.list.children[1].children[0].click();
 assert.equal(articles().length, 6);
 assert(texts()[5].length > 30);
+assert.equal(elements.top_p.value, "0.5");
 assert.equal(elements.list.children[1].children[0].attributes["aria-current"], "true");
 press(elements.list.children[1], "Rename");
 assert.deepEqual(chats(), ["<i>second</i>", "renamed"]);
 press(elements.list.children[1], "Delete"); // the open one
 assert.deepEqual([chats(), articles().length], [["<i>second</i>"], 0]);
+write("third");
+await until(() => articles().length === 2 && texts()[1].length > 30, "the answer begins");
+press(elements.list.children[0], "Delete"); // the one that is answered
+await idle();
+assert.deepEqual([chats(), articles().length], [["<i>second</i>"], 0]);
 
 // A model that thinks. Its Markdown comes in pieces of any size, and is shown as if it had come in one.
-const markdown = `# One\n\ntext **bold**\r\n<img src=x onerror=alert(1)> <your-name>\n\n1. a\n\n2. b\n   - [x] c\n
+const markdown = `# One\n\n[ref] **bold**\r\n<img src=x onerror=alert(1)> <your-name>\r\n*a*\r\nb\r\nlast.\r\n\r\n1. a\n\n2. b\n   - [x] c\n
 | a | b |\n|---|--:|\n| 1 | 2<br>3 |\n\nTwo\n---\n![p](http://x.example/p.png) [l](javascript:alert(1))\n
-\`\`\`py\n<b>\n\n\`\`\`\n> quoted\n\n<script>\nalert(1)\n</script>\n\n\`\`\`\nopen`;
+\`\`\`py\n<b>\n\n\`\`\`\n> quoted\n\n[ref]: http://x.example/\n\n<script>\nalert(1)\n</script>\n\n\`\`\`\nopen`;
+const LINK = '<a href="http://x.example/">ref</a>';
 answers.push(stream({ role: "assistant", content: "" }, { reasoning_content: "Let me " }, { reasoning_content: "<see>" },
   ...[...markdown].map((content) => ({ content }))));
 write("think");
 await idle();
 const [thinking, shown] = articles()[1].children.slice(1);
 assert.deepEqual([thinking.hidden, thinking.open, thinking.children[1].textContent], [false, false, "Let me <see>"]);
-for (const part of ["<h3>One</h3>", "<br>&lt;img src=x onerror=alert(1)&gt; &lt;your-name&gt;</p>", "☑ c", "2<br>3</td>", "<h4>Two</h4>",
+for (const part of ["<h3>One</h3>", LINK, "<br>&lt;img src=x onerror=alert(1)&gt; &lt;your-name&gt;<br><em>a</em><br>b<br>last.</p>", "☑ c", "2<br>3</td>", "<h4>Two</h4>",
   '<a href="http://x.example/p.png">p</a>', '<code class="language-py">&lt;b&gt;', "<p>&lt;script&gt;<br>alert(1)<br>&lt;/script&gt;", "<code>open"])
   assert(shown.textContent.includes(part), `${part} is not in ${shown.textContent}`);
 assert(!/<(img|script)/.test(shown.textContent));
 press(articles()[1], "Copy");
 assert.deepEqual(copied, [markdown]);
+assert.equal(drawn.at(-1).replace("[ref]", LINK), shown.textContent); // which is known only at the end
 write("go on");
 await cut();
+assert.equal(texts()[1], shown.textContent);
 const thought = { role: "assistant", content: markdown, reasoning_content: "Let me <see>" };
 assert.deepEqual(bodies.at(-1).messages.slice(0, 2), [{ role: "user", content: "think" }, thought]);
 
@@ -320,10 +331,11 @@ assert(text.startsWith("# think\n\n## System\n\nBe brief.\n\n## You\n\nthink\n\n
 write("last");
 await until(() => texts().length === 6 && texts()[5].length > 30, "the answer begins");
 page.dispatchEvent(new Event("pagehide"));
+assert(saved().messages.at(-1).content.length > 0);
 const before = texts();
 document.dispatchEvent(Object.assign(new Event("keydown"), { key: "Escape" }));
 await idle();
-localStorage.setItem("fgserve-chat-bad", '{ "messages": [{ "role": "user" }] }');
+localStorage.setItem("fgserve-chat-bad", '{ "title": "bad", "messages": [{ "role": "user" }] }');
 localStorage.setItem("fgserve-chat-worse", "{");
 load();
 assert.deepEqual(texts().slice(0, 5), before.slice(0, 5));
@@ -337,3 +349,4 @@ answers.push(stream({ content: "x".repeat(60_000) }));
 write("fill it");
 await idle();
 assert.match(elements.log.textContent, /cannot keep this conversation \(the quota is exceeded\)/);
+process.exit(); // with the timers of the page

@@ -133,15 +133,18 @@ function wrap(element, kind) {
   return box;
 }
 
-/** Show a text of Markdown, or more of one: only its last block can change, so the earlier ones stay as they are. */
-function show(shown, text) {
+/** Show a text of Markdown, or more of one. Only the last two blocks are made anew, unless the text is `whole`: a line that
+ * has begun may look like a block of its own and then belong to the one before. */
+function show(shown, text, whole) {
   text = text.replace(/\r\n?/g, "\n");
-  let end = shown.from ?? 0; // where the last block begins
-  if (shown.from !== undefined) shown.lastElementChild.remove();
+  const starts = (shown.starts ??= []); // of the blocks in the text
+  const again = starts.splice(whole ? 0 : -2);
+  let end = again[0] ?? 0;
+  again.forEach(() => shown.lastElementChild.remove());
   for (const token of marked.lexer(text.slice(end))) {
     if (token.type !== "space") {
       add(shown, "div", "").append(rendered(token));
-      shown.from = end;
+      starts.push(end);
     }
     end += token.raw.length;
   }
@@ -185,12 +188,12 @@ function addMessage(index) {
   return article;
 }
 
-/** Show a message, or more of it. */
-function showMessage(article, { role, content, reasoning_content: thoughts }) {
+/** Show a message, or more of it. whole: no more follows. */
+function showMessage(article, { role, content, reasoning_content: thoughts }, whole = true) {
   const [, thinking, text] = article.children;
   thinking.hidden = !thoughts;
   if (thoughts) thinking.children[1].textContent = thoughts;
-  if (role !== "user" && content) show(text, content);
+  if (role !== "user" && content) show(text, content, whole);
 }
 
 function addError(text) {
@@ -276,7 +279,7 @@ async function read(reply, article, asked) {
   let frame = 0;
   const draw = () => {
     frame = 0;
-    following(() => showMessage(article, reply));
+    following(() => showMessage(article, reply, false));
   };
   try {
     for await (const { content, reasoning_content: thought } of deltas(asked, article.children[3].children[0])) {
@@ -290,8 +293,7 @@ async function read(reply, article, asked) {
     return error;
   } finally {
     cancelAnimationFrame(frame);
-    thinking.open &&= !reply.content;
-    draw();
+    following(() => showMessage(article, reply));
   }
 }
 
@@ -353,12 +355,12 @@ function draw() {
 }
 
 /** Keep a conversation in the browser. */
-function keep(kept = chat) {
-  if (chat === kept) kept.settings = Object.fromEntries(SETTINGS.map((name) => [name, $(name).value]));
+function keep(one = chat) {
+  if (one === chat) one.settings = Object.fromEntries(SETTINGS.map((name) => [name, $(name).value]));
   try {
-    if (chat === kept) localStorage.setItem(LATEST, JSON.stringify(kept.settings));
-    if (kept.deleted || !kept.messages.length) localStorage.removeItem(CHAT + kept.id);
-    else localStorage.setItem(CHAT + kept.id, JSON.stringify(kept));
+    if (one === chat) localStorage.setItem(LATEST, JSON.stringify(one.settings));
+    if (one.deleted || !one.messages.length) localStorage.removeItem(CHAT + one.id);
+    else localStorage.setItem(CHAT + one.id, JSON.stringify(one));
   } catch (error) {
     addError(`The browser cannot keep this conversation (${error.message}). Delete others.`);
   }
@@ -378,7 +380,7 @@ function kept(name) {
 
 /** Open a conversation, or begin one. */
 function open(found) {
-  if (running) stop(), keep();
+  stop();
   chat = found ?? { id: Date.now().toString(36) + Math.random().toString(36).slice(2, 8), title: "", messages: [] };
   sessionStorage.setItem(OPEN, chat.id);
   const settings = found?.settings ?? JSON.parse(localStorage.getItem(LATEST)) ?? {};
@@ -386,6 +388,7 @@ function open(found) {
   chooseModel(settings.model);
   if (editing !== null) edit(null, "");
   $("chats").hidePopover();
+  $("status").textContent = "";
   $("prompt").focus();
   draw();
   listChats();
