@@ -133,8 +133,8 @@ function wrap(element, kind) {
   return box;
 }
 
-/** Show a text of Markdown, or more of one. Only the last two blocks are made anew, unless the text is `whole`: a line that
- * has begun may look like a block of its own and then belong to the one before. */
+/** Show a text of Markdown, or more of one. Only the last two blocks are made anew, unless the text is `whole`: a line
+ * that has begun may look like a block of its own and then belong to the one before. */
 function show(shown, text, whole) {
   text = text.replace(/\r\n?/g, "\n");
   const starts = (shown.starts ??= []); // of the blocks in the text
@@ -172,7 +172,6 @@ function addButton(parent, text, act, kind = "small") {
 /** Append the message of this index to the conversation, and return its element. */
 function addMessage(index) {
   const message = chat.messages[index], mine = message.role === "user";
-  $("empty").hidden = true;
   const article = add($("log"), "article", message.role);
   add(article, "h2", "unseen", mine ? "You" : "Model");
   const thinking = add(article, "details", "thinking");
@@ -220,17 +219,22 @@ function showState() {
   $("show-settings").textContent = used ? `Settings (${used})` : "Settings";
 }
 
-/** Copy a text, and let the button say so. Browsers have a clipboard only for pages of https and of this machine. */
+/** Copy a text, and let the button say whether the browser did. */
 async function copy(text, button) {
-  if (navigator.clipboard) await navigator.clipboard.writeText(text);
-  else {
-    const area = add(document.body, "textarea", "unseen", text);
-    area.select();
-    document.execCommand("copy");
-    area.remove();
-  }
-  button.textContent = $("status").textContent = "Copied";
+  const copied = navigator.clipboard?.writeText(text).then(() => true, () => false) ?? copySelected(text);
+  button.textContent = $("status").textContent = (await copied) ? "Copied" : "The browser refuses";
+  button.focus();
   setTimeout(() => (button.textContent = "Copy"), 1500);
+}
+
+/** Copy a text as a selection, since only pages of https and of this machine have a clipboard. Return whether it
+ * worked. */
+function copySelected(text) {
+  const area = add(document.body, "textarea", "unseen", text);
+  area.select();
+  const copied = document.execCommand("copy");
+  area.remove();
+  return copied;
 }
 
 
@@ -244,9 +248,9 @@ async function answer(index, question) {
   mine.title ||= question.trim().split("\n")[0].slice(0, 60);
   mine.changed = Date.now();
   running = new AbortController();
-  edit(null, "");
+  if (editing !== null) edit(null, "");
   keep();
-  draw();
+  draw(index);
   const article = $("log").lastElementChild;
   article.classList.add("busy");
   $("status").textContent = "The model answers.";
@@ -257,7 +261,7 @@ async function answer(index, question) {
   keep(mine);
   if (chat === mine) showEnd(article, failure && (error ? "failed" : "stopped"), error);
   if (chat === mine && mine.messages === before) {
-    draw();
+    draw(index);
     if (!$("prompt").value && before[index]?.content !== question) edit(before[index] ? index : null, question);
   }
   if (chat === mine && error) addError(error);
@@ -270,7 +274,6 @@ function showEnd(article, note, error) {
   if (note) facts.append(`${facts.textContent && " · "}${note}`);
   article.classList.remove("busy");
   $("status").textContent = error ? "" : `The answer is complete: ${facts.textContent}`;
-  $("prompt").focus();
 }
 
 /** Read an answer into `reply` and show it. Return the error that ended it, if one did. */
@@ -346,11 +349,12 @@ function edit(index, text = chat.messages[index].content) {
 
 // ----------------------------------------------------------------------------------------------- conversations
 
-/** Show all messages of the open conversation. */
-function draw() {
-  $("log").replaceChildren($("empty"));
-  $("empty").hidden = false;
-  following(() => chat.messages.forEach((_, index) => addMessage(index)), true);
+/** Show the messages of the open conversation, anew from this index on, and no more errors. */
+function draw(from = 0) {
+  const earlier = [...$("log").querySelectorAll("article")].slice(0, from);
+  $("log").replaceChildren($("empty"), ...earlier);
+  $("empty").hidden = chat.messages.length > 0;
+  following(() => chat.messages.forEach((_, index) => index >= from && addMessage(index)), true);
   showState();
 }
 
@@ -371,7 +375,8 @@ function keep(one = chat) {
 function kept(name) {
   try {
     const found = JSON.parse(localStorage.getItem(name));
-    const whole = found.messages.every(({ role, content }) => /^(user|assistant)$/.test(role) && content.trim);
+    const turn = ({ role, content }, index) => role === ["user", "assistant"][index % 2] && content.trim;
+    const whole = found.messages.every(turn);
     return whole && found.title.trim ? found : null;
   } catch {
     return null;
@@ -383,9 +388,9 @@ function open(found) {
   stop();
   chat = found ?? { id: Date.now().toString(36) + Math.random().toString(36).slice(2, 8), title: "", messages: [] };
   sessionStorage.setItem(OPEN, chat.id);
-  const settings = found?.settings ?? JSON.parse(localStorage.getItem(LATEST)) ?? {};
-  for (const name of SETTINGS.slice(1)) $(name).value = settings[name] ?? "";
-  chooseModel(settings.model);
+  chat.settings ??= JSON.parse(localStorage.getItem(LATEST)) ?? {};
+  for (const name of SETTINGS.slice(1)) $(name).value = chat.settings[name] ?? "";
+  chooseModel(chat.settings.model);
   if (editing !== null) edit(null, "");
   $("chats").hidePopover();
   $("status").textContent = "";
@@ -460,7 +465,7 @@ async function findModels() {
       for (const { id } of data) {
         if (known.includes(id)) continue;
         add($("model"), "option", "", id).value = id;
-        if (id === chat.settings?.model) chooseModel(id);
+        if (id === chat.settings.model) chooseModel(id);
       }
       if ((await fetch("ready")).ok) return showModels("");
     } catch (error) {
@@ -480,7 +485,10 @@ function showModels(trouble) {
 
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (running === null && !$("send").disabled) answer(editing ?? chat.messages.length, $("prompt").value.trim());
+  if (running !== null || $("send").disabled) return;
+  const index = editing ?? chat.messages.length, question = $("prompt").value.trim();
+  edit(null, "");
+  answer(index, question);
 });
 $("prompt").addEventListener("input", showState);
 $("prompt").addEventListener("keydown", (event) => {
@@ -495,7 +503,7 @@ document.addEventListener("keydown", (event) => {
 });
 for (const name of SETTINGS) $(name).addEventListener("change", () => (keep(), showState()));
 $("settings").addEventListener("submit", (event) => event.preventDefault());
-$("stop").addEventListener("click", stop);
+$("stop").addEventListener("click", () => (stop(), $("prompt").focus()));
 $("cancel").addEventListener("click", () => edit(null, ""));
 $("new").addEventListener("click", () => open(null));
 $("save-json").addEventListener("click", () => {
