@@ -25,6 +25,7 @@ ROOMS = (
     "rl",
     "async_engine",
     "generator",
+    "tasks",
     "ranks",
     "engine",
     "model",
@@ -35,6 +36,7 @@ ROOMS = (
     "request",
     "processes",
     "option",
+    "display",
     "names",
     "disk",
     "tiny",
@@ -47,6 +49,7 @@ WITHOUT_TORCH = (
     "text.tokenizer",
     "text.tool_calls",
     "disk",
+    "display",
     "names",
     "option",
     "request",
@@ -63,6 +66,7 @@ WITHOUT_TORCH = (
     "engine.scheduler",
     "engine.inputs",
     "engine.outputs",
+    "engine.prompts",
     "processes.spawning",
 )
 

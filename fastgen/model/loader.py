@@ -44,7 +44,7 @@ _SINGLE = "model.safetensors"
 # All files except weights. They are fetched first, because the index names the files of weights.
 _SMALL_FILES = [
     "config.json", "hf_quant_config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", _INDEX,
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "modules.json", "*_Pooling/config.json", _INDEX,
 ]  # fmt: skip
 _CONVERSION = (
     "fastgen reads safetensors only, so convert other formats with transformers: "
@@ -138,6 +138,8 @@ def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True)
     for path, file, name in _entries(folder, None if whole else targets.keys()):
         entry = file.get_slice(name)
         target = name.removesuffix("_inv") if name.endswith(SCALE + "_inv") else name  # it multiplies, too
+        if f"model.{target}" in targets:  # a checkpoint of a model without a head, such as Qwen3-Embedding
+            target = f"model.{target}"
         with _about(path):
             shard = matcher.find(target, entry.get_shape(), _DTYPES.get(entry.get_dtype(), entry.get_dtype()))
         if shard is not None and shard.view.numel():
