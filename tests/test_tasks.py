@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, Checkpoint, hf_logits, hf_model, random_ids
-from safetensors.torch import load_file, save_file
+from conftest import FAMILIES, Checkpoint, hf_logits, hf_model, random_ids, save_embedder
 
 from fastgen import Generator, SamplingParams
 
@@ -57,26 +56,6 @@ def test_choices_and_prompts_that_cannot_be_classified(
         gen.classify(prompt, choices)
     with pytest.raises(TypeError, match="choice must be a list of strings, not 'ab'"):
         gen.classify("hello", "ab")
-
-
-MODULES = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-
-
-def save_embedder(model: Path, folder: Path) -> Path:
-    """Copy a model as sentence-transformers has it: without a head, with names that begin at its layers."""
-    shutil.copytree(model, folder)
-    tensors = {name.removeprefix("model."): t for name, t in load_file(model / "model.safetensors").items()}
-    tensors.pop("lm_head.weight", None)
-    save_file(tensors, folder / "model.safetensors")
-    listed = [
-        {"idx": at, "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for at, (path, kind) in enumerate(MODULES.items())
-    ]
-    (folder / "modules.json").write_text(json.dumps(listed))
-    (folder / "1_Pooling").mkdir()
-    modes = {f"pooling_mode_{name}": name == "lasttoken" for name in ("cls_token", "mean_tokens", "lasttoken")}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({**modes, "include_prompt": True}))
-    return folder
 
 
 @pytest.fixture(scope="module")

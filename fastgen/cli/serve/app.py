@@ -29,6 +29,7 @@ from fastgen.cli.serve.answers import GenerationResponse, as_api_error, error_re
 from fastgen.cli.serve.compat.messages import CountRequest, MessageReply, MessageRequest, count_tokens
 from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
 from fastgen.cli.serve.compat.translation import BlockReply
+from fastgen.cli.serve.embeddings import EmbeddingRequest, embed
 from fastgen.cli.serve.options import LOCAL, ServerOptions
 from fastgen.cli.serve.page import chat_page, docs_page
 from fastgen.cli.serve.prompts import GenerationRequest, detokenize, needed, tokenize, tokenizer_info
@@ -218,6 +219,7 @@ class _Routes:
         self._posts: dict[str, tuple[type[Strict], Answerer]] = {
             "/chat/completions": (ChatRequest, self._generate),
             "/completions": (CompletionRequest, self._generate),
+            "/embeddings": (EmbeddingRequest, self._embed),
             "/responses": (ResponseRequest, partial(self._translate, ResponseReply)),
             "/messages": (MessageRequest, partial(self._translate, MessageReply)),
             "/messages/count_tokens": (CountRequest, partial(self._compute, count_tokens)),
@@ -259,6 +261,10 @@ class _Routes:
         self, reply: Callable[..., BlockReply], wanted: ResponseRequest | MessageRequest, request: Request
     ) -> Response:
         return GenerationResponse(self._service, await asyncio.to_thread(wanted.chat), partial(reply, wanted))
+
+    async def _embed(self, wanted: EmbeddingRequest, request: Request) -> Response:
+        async with limited(self._service, request.receive):
+            return json_response(await embed(self._service, wanted))
 
     async def _compute(self, function: Callable[..., Any], wanted: Any, request: Request) -> Response:
         facts = self._service.choose(wanted.model).facts
