@@ -86,7 +86,7 @@ transformers. Where there is a counterpart, the advice is "use" and its name."""
 
 FOREIGN = {
     "outputs": "use completions",
-    "request_id": "use id",
+    "request_id": "use id, of a Request for `stream` or of an output",
     "num_cached_tokens": "use cached_tokens",
     "metrics": "use timings",
     "sequences": "use completions",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 
+from fastgen import AsyncGenerator
 from fastgen.names import explains_names
 from fastgen.request import Completion, RequestOutput
+from fastgen.rl.remote import RemoteGenerator
 
 OUTPUT = RequestOutput("r0", [1], [Completion(0, [5], "five", "stop")])
 
@@ -27,6 +30,13 @@ def test_an_attribute_of_vllm_is_an_error_that_says_ours(name: str, ours: str) -
     with pytest.raises(AttributeError, match=f"^RequestOutput has no attribute '{name}'; {ours}"):
         getattr(OUTPUT, name)
     assert not hasattr(OUTPUT, name)
+
+
+@pytest.mark.parametrize("engine", [AsyncGenerator("folder"), RemoteGenerator("http://localhost:1")])
+def test_an_argument_of_vllm_is_an_error_that_says_ours(engine: Any) -> None:
+    for method in (engine.generate, engine.stream):
+        with pytest.raises(TypeError, match="has no argument 'sampling_params'; use params$"):
+            method("hello", sampling_params=None)
 
 
 def test_advice_is_given_only_where_the_attribute_exists() -> None:
