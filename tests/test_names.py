@@ -35,7 +35,7 @@ def test_an_attribute_of_vllm_is_an_error_that_says_ours(name: str, ours: str) -
 @pytest.mark.parametrize("engine", [AsyncGenerator("folder"), RemoteGenerator("http://localhost:1")])
 def test_an_argument_of_vllm_is_an_error_that_says_ours(engine: Any) -> None:
     for method in (engine.generate, engine.stream):
-        with pytest.raises(TypeError, match="has no argument 'sampling_params'; use params$"):
+        with pytest.raises(TypeError, match=r"has no argument 'sampling_params'; use params$"):
             method("hello", sampling_params=None)
 
 
