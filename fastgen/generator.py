@@ -180,8 +180,7 @@ class Generator(PromptTasks):
         Closing the stream early aborts its requests. A request that cannot be served gives an output with an error.
         Raises ValueError or TypeError for wrong params, and TypeError for other items.
         """
-        self._inputs.pair([], params)  # raises for wrong params
-        outputs = self._serve(request_source(requests, params), ahead=0)
+        outputs = self._serve(requests, ahead=0, params=params)
         if self._team is not None:
             outputs = self._team.iterate("stream", outputs)
         try:
@@ -196,11 +195,15 @@ class Generator(PromptTasks):
                 with self._interrupt:
                     outputs.close()
 
-    def _serve(self, requests: Iterable[Request | None], ahead: int) -> PyGenerator[RequestOutput, None, None]:
+    def _serve(
+        self, requests: Prompt | Iterable[Request | Prompt | None], ahead: int, params: Params = None
+    ) -> PyGenerator[RequestOutput, None, None]:
         """Yield outputs as `stream` does; the caller defers Ctrl-C around each item. After the first steps, at least
         `ahead` requests are in the engine as long as there are some, which lets the scheduler plan. They are read a few
         at a time, since the first step need not wait until all texts are tokenized."""
-        source, more, queue = self._interrupt.reading(requests), True, OutputQueue()
+        if params is not None:
+            self._inputs.pair([], params)  # raises for wrong params
+        source, more, queue = self._interrupt.reading(request_source(requests, params)), True, OutputQueue()
         try:
             while more or queue.running or queue.done:
                 stats = self._loop.scheduler.stats
