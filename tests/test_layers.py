@@ -25,6 +25,7 @@ ROOMS = (
     "rl",
     "async_engine",
     "generator",
+    "tasks",
     "ranks",
     "engine",
     "model",
@@ -35,6 +36,7 @@ ROOMS = (
     "request",
     "processes",
     "option",
+    "display",
     "names",
     "disk",
     "tiny",
@@ -50,6 +52,7 @@ WITHOUT_TORCH = (
     "text.tools.formats",
     "text.tools.history",
     "disk",
+    "display",
     "names",
     "option",
     "request",
@@ -66,6 +69,7 @@ WITHOUT_TORCH = (
     "engine.scheduler",
     "engine.inputs",
     "engine.outputs",
+    "engine.prompts",
     "processes.spawning",
 )
 

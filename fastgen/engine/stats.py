@@ -6,11 +6,13 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
+from fastgen.display import shown
 from fastgen.request import RequestOutput
 
 
+@shown("requests", "finished", "running", "waiting", "prompt_tokens", "generated_tokens", "cached_tokens", "steps")
 @dataclass
 class Stats:
     """Counts of a Generator since its start, and its current state.

@@ -37,6 +37,7 @@ from fastgen.cli.serve.compat import messages, responses
 from fastgen.cli.serve.compat.messages import CountRequest, MessageReply, MessageRequest
 from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
 from fastgen.cli.serve.compat.translation import BlockReply
+from fastgen.cli.serve.embeddings import EmbeddingRequest, embed
 from fastgen.cli.serve.fields import FieldPolicy, Strict
 from fastgen.cli.serve.options import LOCAL, ServerOptions
 from fastgen.cli.serve.page import chat_page, docs_page
@@ -240,6 +241,7 @@ class _Routes:
         self._posts: dict[str, tuple[type[Strict], Answerer]] = {
             "/chat/completions": (ChatRequest, self._generate),
             "/completions": (CompletionRequest, self._generate),
+            "/embeddings": (EmbeddingRequest, self._embed),
             "/responses": (ResponseRequest, partial(self._translate, ResponseReply)),
             "/responses/input_tokens": (ResponseRequest, partial(self._compute, responses.count_tokens)),
             "/messages": (MessageRequest, partial(self._translate, MessageReply)),
@@ -282,6 +284,10 @@ class _Routes:
         self, reply: Callable[..., BlockReply], wanted: ResponseRequest | MessageRequest, request: Request
     ) -> Response:
         return GenerationResponse(self._service, await asyncio.to_thread(wanted.chat), partial(reply, wanted))
+
+    async def _embed(self, wanted: EmbeddingRequest, request: Request) -> Response:
+        async with limited(self._service, request.receive):
+            return json_response(await embed(self._service, wanted))
 
     async def _compute(self, function: Callable[..., Any], wanted: Any, request: Request) -> Response:
         facts = self._service.choose(wanted.model).facts
