@@ -20,6 +20,7 @@ class FakeGenerator:
 
     max_model_len = 200
     default_params = SamplingParams()
+    tokenizer = None
     stats = "some statistics"
 
     def __init__(self, model: str | None = None, **options: object) -> None:

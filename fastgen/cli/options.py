@@ -18,6 +18,7 @@ from fastgen.request import SAMPLING_OPTIONS
 API_KEY = "FASTGEN_API_KEY"  # environment variable with the key of a server
 
 Value = str | int | float | bool
+SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 MODEL = {name: option for name, option in OPTIONS.items() if name not in ("model", "tp_group", "adapter_base")}
 """The options of a Generator that a command line or a file can set."""
@@ -61,12 +62,16 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
 
 
 def read(option: Option, text: str) -> Value:
-    """Return the value of an option, not of the kind bool, from its text.
+    """Return the value of an option from its text.
 
     Raises ValueError with a message that continues a sentence after the option's name.
     """
     if not text:
         raise ValueError("is empty; give it a value, or leave it out")
+    if option.kind is bool:
+        if text.lower() not in SWITCH:
+            raise ValueError(f"is {text!r}; it must be on or off")
+        return SWITCH[text.lower()]
     kind = option.kind if option.kind in (int, float) else str
     try:
         value: Value = kind(text)
