@@ -33,7 +33,7 @@ from fastgen.option import takes_fields_of
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import agreeing, log_start, resolve_options, start_runner
 from fastgen.request import Completion, Event, Message, Params, Prompt, Request, RequestOutput, SamplingParams
-from fastgen.text.tokenizer import chat_arguments
+from fastgen.text.tokenizer import TOKENIZER_OPTIONS, chat_arguments
 from fastgen.text.tool_calls import parse_message
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,8 @@ class Generator:
                 options.check()
                 self.folder = resolve(options.model, options.revision, weights=False)  # checks come before the weights
                 self.model_config = read_config(self.folder, in_fp8=options.quantization is not None)
-                tokenizer = background.submit(
-                    find_tokenizer, options.tokenizer, self.folder, options.allow_special_tokens
-                )
+                reading = {name: getattr(options, name) for name in TOKENIZER_OPTIONS}
+                tokenizer = background.submit(find_tokenizer, options.tokenizer, self.folder, **reading)
                 resolved = resolve_options(self.model_config, options)
                 start = time.perf_counter()
                 if options.load == "auto":
@@ -155,14 +154,19 @@ class Generator:
         prompts = [{"messages": conversation, **fields} for conversation in prompt_list(messages)]
         return self.generate(prompts, params, progress=progress)
 
-    def parse_message(self, text: str, tools: Iterable[Any] = ()) -> dict[str, Any]:
-        """Return the message of an answer: {"role": "assistant", "content": ..., "tool_calls": [...]}, where
-        "tool_calls" is there if the text has any. It fits into the messages of the next `chat`.
+    def parse_message(
+        self, text: str, tools: Iterable[Any] = (), *, prompt: str | SequenceOf[int] | None = None
+    ) -> dict[str, Any]:
+        """Return the message of an answer: {"role": "assistant", "content": ..., "reasoning_content": ...,
+        "tool_calls": [...]}, the last two if the text has any. It fits into the messages of the next `chat`.
 
         tools: the tools that were given to `chat`. The "arguments" of a call are a dict; of a call that was cut off, a
-        string. Raises ValueError if the model's chat template has no known form of calls.
+            string. prompt: the answer's prompt, which tells whether an answer that was cut off while thinking began
+            inside the reasoning; without it, an answer with only a closing mark did.
+
+        Raises ValueError if the model's chat template has no known form of calls, and there are tools or no reasoning.
         """
-        return parse_message(text, self.tokenizer, tools)
+        return parse_message(text, self.tokenizer, tools, prompt)
 
     def stream(self, requests: Iterable[Request | None]) -> PyGenerator[RequestOutput, None, None]:
         """Yield the outputs of requests from an iterable, which may be endless, in the order of completion.

@@ -97,9 +97,9 @@ class InputProcessor:
         """
         params, resume = params_of(request.params, self.defaults), request.resume
         self.check_params(params)
-        mask = self._masks.mask_of(params)
         ids, text = encode_prompt(request.prompt, self.tokenizer)
         self._check_prompt(ids, params)
+        mask = self._masks.mask_of(params, ids)
         if score is None and params.prompt_logprobs is not None:
             score = (0, 1.0)
         if score is not None and not 0 <= score[0] <= len(ids):

@@ -14,6 +14,7 @@ from typing import Any
 from fastgen.engine.speculation.options import Speculation
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.option import Options, option, options_of
+from fastgen.text.reasoning import PARSERS
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_SEQS = 8192  # limit of the kernels that list the work of a step
@@ -37,6 +38,10 @@ class GeneratorOptions(Options):
     allow_special_tokens: bool = option(
         False, "let texts in messages become special tokens, as transformers does: users can then forge turns"
     )
+    reasoning_parser: str | None = option(
+        None, "syntax of the reasoning in answers, by its own name or vLLM's; off: all of an answer is content, and "
+        "grammars hold from its first token", choices=tuple(PARSERS), unset="the one in the chat template",
+    )  # fmt: skip
     adapter: str | Path | None = option(
         None, "folder of a LoRA adapter saved by PEFT, which is merged into the weights", unset="no adapter"
     )

@@ -68,12 +68,12 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
     return folder
 
 
-def find_tokenizer(name: str | Path | None, folder: Path, allow_special_tokens: bool = False) -> Tokenizer | None:
+def find_tokenizer(name: str | Path | None, folder: Path, **options: Any) -> Tokenizer | None:
     """Return the tokenizer with this name (see `resolve`), or by default the model's own, or None if it has none.
 
-    folder: the model's folder. allow_special_tokens: see Tokenizer.
+    folder: the model's folder. options: see Tokenizer.
     """
-    found = Tokenizer.find(folder if name is None else resolve(name, weights=False), allow_special_tokens)
+    found = Tokenizer.find(folder if name is None else resolve(name, weights=False), **options)
     if name is not None and found is None:
         raise ValueError(f"tokenizer is {str(name)!r}, which has no tokenizer files")
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
@@ -22,7 +23,11 @@ USUAL_CHARS = 8  # most tokens have at most this number of characters
 CLEARLY_MORE = 1000  # tokens; cutting a text changes far fewer
 PROMPT_KINDS = ("prompt_token_ids", "prompt", "messages")  # keys of a prompt that is a dict
 CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")  # further keys
+REASONING_FIELDS = ("reasoning_content", "reasoning")  # of an assistant's message
 BROKEN = "\ufffd"
+TOKENIZER_OPTIONS = ("allow_special_tokens", "reasoning_parser")  # options of a Generator that its Tokenizer gets
+# Marks of reasoning and of tool calls, which texts show although some models have them as special tokens.
+MARKS = ("<think>", "</think>", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
 # The class that AutoTokenizer chooses for (model_type, tokenizer_class). Importing AutoTokenizer takes seconds longer:
 # it imports all model families, and in some versions of transformers the compiler of torch.
@@ -41,11 +46,12 @@ importing = threading.Lock()
 class Tokenizer:
     """A Hugging Face tokenizer with the methods that generation needs. Raises ValueError for files that cannot be read.
 
-    allow_special_tokens: text in messages may become special tokens.
+    allow_special_tokens: text in messages may become special tokens. reasoning_parser: name of the syntax of reasoning;
+    None: the chat template tells (`find_reasoning` in reasoning.py).
     """
 
-    def __init__(self, folder: Path, allow_special_tokens: bool = False) -> None:
-        self.allow_special_tokens = allow_special_tokens
+    def __init__(self, folder: Path, allow_special_tokens: bool = False, reasoning_parser: str | None = None) -> None:
+        self.allow_special_tokens, self.reasoning_parser = allow_special_tokens, reasoning_parser
         plain = import_transformers()
         try:
             _check_files(folder)
@@ -65,14 +71,30 @@ class Tokenizer:
             self._backend = self.hf.backend_tokenizer
 
     @classmethod
-    def find(cls, folder: Path, allow_special_tokens: bool = False) -> Tokenizer | None:
-        """Return the tokenizer of a folder, or None if the folder has none."""
+    def find(cls, folder: Path, **options: Any) -> Tokenizer | None:
+        """Return the tokenizer of a folder, or None if the folder has none. options: see the class."""
         found = any((folder / name).is_file() for name in TOKENIZER_FILES)
-        return cls(folder, allow_special_tokens) if found else None
+        return cls(folder, **options) if found else None
 
     @cached_property
     def _guard(self) -> TextGuard:
         return TextGuard(self.hf)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, and of tokens that begin turns although the tokenizer does not call them so."""
+        return frozenset(self._guard.ids.values())
+
+    @cached_property
+    def _marks(self) -> frozenset[int]:
+        """The ids of MARKS that are special tokens, and of which texts show the name."""
+        added = self.hf.added_tokens_decoder.items()
+        return frozenset(id for id, token in added if token.special and token.content in MARKS)
+
+    @cached_property
+    def _hidden(self) -> frozenset[int]:
+        """The ids of the special tokens that texts do not show."""
+        return frozenset(id for id, token in self.hf.added_tokens_decoder.items() if token.special) - self._marks
 
     def encode(self, text: str, special: bool = True, most: int | None = None) -> list[int]:
         """Return the ids of a text. special: add the special tokens of this tokenizer, such as BOS.
@@ -124,7 +146,7 @@ class Tokenizer:
         variables = variables or {}
         self.check_template(variables)
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        plain = [_plain_message(message) for message in messages]
+        plain = [_plain_message(message, str(self.hf.chat_template)) for message in messages]
         try:
             return rendered(partial(self.hf.apply_chat_template, plain, tokenize=False, **options, **variables))
         except Exception as error:  # errors of jinja2, and the templates' own raise_exception
@@ -146,7 +168,9 @@ class Tokenizer:
             )
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """Return the text of ids. special: include special tokens."""
+        """Return the text of ids. special: include all special tokens, and not only MARKS."""
+        if not special and self._marks and not self._marks.isdisjoint(ids):
+            ids, special = [id for id in ids if id not in self._hidden], True
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=not special))
         return str(self.hf.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
@@ -165,15 +189,40 @@ def _encode_beginning(text: str, encode: Callable[[str], list[int]], most: int |
     return encode(text)
 
 
-def _plain_message(message: Any) -> dict[str, Any]:
-    """Return a message for a chat template, with its content as a single text. Raises ValueError."""
+def _plain_message(message: Any, template: str) -> dict[str, Any]:
+    """Return a message for a chat template, with its content as a single text. Raises ValueError.
+
+    Reasoning of the message, as `reasoning_content`, `reasoning` or parts {"type": "thinking"}, is given to the
+    template in the form that it reads, and left out if it reads none.
+    """
     if not isinstance(message, Mapping) or "role" not in message:
         raise ValueError(f"a message must be a dict with a role, not {message!r:.80}")
-    if message.get("content") is None:
-        if not message.get("tool_calls"):
-            raise ValueError(f"a message needs content, or tool_calls; this one has neither: {message!r:.80}")
-        return dict(message)
-    return {**message, "content": content_text(message["content"])}
+    reasoning, content = _split_reasoning(message)
+    if content is None and not message.get("tool_calls"):
+        raise ValueError(f"a message needs content, or tool_calls; this one has neither: {message!r:.80}")
+    plain = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    if content is not None:
+        plain["content"] = content_text(content)
+    if not reasoning:
+        return plain
+    read = (name for name in REASONING_FIELDS if re.search(rf"\.{name}\b|['\"]{name}['\"]", template))
+    if field := next(read, None):
+        plain[field] = reasoning
+    elif re.search(r"""['"]thinking['"]""", template):
+        text = [{"type": "text", "text": plain["content"]}] if plain.get("content") else []
+        plain["content"] = [{"type": "thinking", "thinking": reasoning}, *text]
+    return plain
+
+
+def _split_reasoning(message: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the reasoning of a message, and its content without parts of reasoning."""
+    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), "")
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return reasoning, content
+    thoughts = [part for part in content if isinstance(part, Mapping) and part.get("type") == "thinking"]
+    reasoning = reasoning or "\n".join(content_text(part.get("thinking", "")) for part in thoughts)
+    return reasoning, [part for part in content if part not in thoughts]
 
 
 def content_text(content: Any) -> Any:
@@ -359,7 +408,7 @@ class StopFinder:
             at, stop = min(found, key=lambda pair: pair[0])
             self._held = ""
             return text[: at + len(stop) * self._shown], stop
-        shown = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        shown = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[shown:]
         return text[:shown], None
 
@@ -369,7 +418,7 @@ class StopFinder:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 

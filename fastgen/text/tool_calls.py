@@ -13,13 +13,14 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import regex
 
+from fastgen.text.reasoning import AnswerParser, find_reasoning, starts_open
 from fastgen.text.tokenizer import Tokenizer
 
 Pattern = Any  # a compiled pattern of `regex`, which has no types
@@ -70,12 +71,21 @@ def find_syntax(tokenizer: Tokenizer) -> Syntax | None:
     return None
 
 
-def parse_message(text: str, tokenizer: Tokenizer | None, tools: Iterable[Any]) -> dict[str, Any]:
-    """Return the message of a complete answer in the form for chat templates; see `Generator.parse_message`."""
+def parse_message(
+    text: str, tokenizer: Tokenizer | None, tools: Iterable[Any], prompt: Sequence[int] | str | None = None
+) -> dict[str, Any]:
+    """Return the message of an answer in the form for chat templates; see `Generator.parse_message`."""
+    names = [_name_of(tool) for tool in tools]
     syntax = None if tokenizer is None else find_syntax(tokenizer)
-    if syntax is None:
+    reasoning = None if tokenizer is None else find_reasoning(tokenizer)
+    if syntax is None and (names or reasoning is None):
         raise ValueError("this model's chat template has no known format for tools, so that calls cannot be found")
-    message = joined_message(ToolParser(syntax, [_name_of(tool) for tool in tools]).push(text, last=True))
+    if prompt is not None and tokenizer is not None:
+        inside = starts_open(tokenizer, prompt)
+    else:
+        inside = reasoning is not None and reasoning.begins_inside(text)
+    calls = None if syntax is None else ToolParser(syntax, names)
+    message = joined_message(AnswerParser(reasoning, inside, calls).push(text, last=True))
     message["content"] = message["content"] or ""
     for call in message.get("tool_calls", ()):
         with suppress(ValueError, RecursionError):
@@ -91,9 +101,10 @@ def _name_of(tool: Any) -> str:
 
 
 def joined_message(deltas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the message that consists of these deltas."""
-    content, calls = "", dict[int, dict[str, Any]]()
+    """Return the message that consists of these deltas, with `reasoning_content` and `tool_calls` if there are any."""
+    reasoning, content, calls = "", "", dict[int, dict[str, Any]]()
     for delta in deltas:
+        reasoning += delta.get("reasoning", "")
         content += delta.get("content", "")
         for piece in delta.get("tool_calls", ()):
             function = piece["function"]
@@ -102,6 +113,8 @@ def joined_message(deltas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 calls[piece["index"]] = call
             calls[piece["index"]]["function"]["arguments"] += function.get("arguments", "")
     message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if calls:
         message |= {"content": content or None, "tool_calls": list(calls.values())}
     return message

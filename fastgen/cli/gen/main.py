@@ -47,8 +47,8 @@ GENERATOR = {name: option for name, option in MODEL.items() if name != "seed"}  
 PARAMETERS = (*SAMPLING, "stop")
 # Options of GENERATOR that are part of the identity of a job.
 SAME = (
-    "revision", "tokenizer", "allow_special_tokens", "adapter", "dtype", "quantization", "kv_cache_dtype",
-    "max_model_len", "load", "generation_config",
+    "revision", "tokenizer", "allow_special_tokens", "reasoning_parser", "adapter", "dtype", "quantization",
+    "kv_cache_dtype", "max_model_len", "load", "generation_config",
 )  # fmt: skip
 RETRIED = (*PARAMETERS, "max_model_len", "generation_config")  # may change with --retry-errors
 ROWS_ONLY = ("n", "template", "chat", "logprobs", "prefix")  # options that do not apply to batch files

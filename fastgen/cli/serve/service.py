@@ -24,7 +24,8 @@ from fastgen.cli.serve.prompts import ModelFacts
 from fastgen.cli.serve.protocol import ApiError
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.request import Event
-from fastgen.text.tokenizer import Tokenizer, importing
+from fastgen.text.reasoning import template_parser
+from fastgen.text.tokenizer import TOKENIZER_OPTIONS, Tokenizer, importing
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +84,17 @@ class ServedModel:
 
     def _make_engine(self, **changes: Any) -> AsyncGenerator:
         """Return an engine that has not started yet. changes: arguments that replace those of the options."""
-        arguments = {**self._options.generator, **changes}
+        arguments = {**self._arguments, **changes}
         return AsyncGenerator(self._options.model, name=self.name, grammar_timeout=self._grammar_timeout, **arguments)
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments of the engine. It does not see a chat template of the options, and so gets the reasoning parser
+        that belongs to it."""
+        arguments, template = dict(self._options.generator), self._options.chat_template
+        if template is not None and arguments.get("reasoning_parser") is None:
+            arguments["reasoning_parser"] = template_parser(template)
+        return arguments
 
     async def start(self) -> None:
         """Start the engine and read the tokenizer. Raises what AsyncGenerator.start raises."""
@@ -95,8 +105,8 @@ class ServedModel:
         info = self.engine.info
         tokenizer = vocabulary = None
         if info.tokenizer is not None:
-            allowed = bool(self._options.generator.get("allow_special_tokens", False))
-            tokenizer = Tokenizer(Path(info.tokenizer), allow_special_tokens=allowed)
+            given = {name: value for name, value in self._arguments.items() if name in TOKENIZER_OPTIONS}
+            tokenizer = Tokenizer(Path(info.tokenizer), **given)
             if self._options.chat_template is not None:
                 tokenizer.hf.chat_template = self._options.chat_template
             tokenizer.encode(
