@@ -27,6 +27,7 @@ from fastgen.request import SamplingParams
 
 LOCAL = (
     "model",
+    "reasoning_parser",
     "adapter",
     "quantization",
     "kv_cache_dtype",

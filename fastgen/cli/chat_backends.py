@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 from fastgen.cli.command import needed
 from fastgen.option import Option
 from fastgen.request import SAMPLING_OPTIONS, Message, SamplingParams
+from fastgen.text.reasoning import AnswerParser, find_reasoning, starts_open
+from fastgen.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
     import httpx
@@ -107,19 +109,23 @@ class LocalBackend(_Backend):
     def default(self, name: str) -> Any:
         return getattr(self._gen.default_params, name, None)
 
-    def _add(self, messages: Sequence[Message]) -> str | int:
-        params = replace(self._gen.default_params, **_sampling(self.settings))
-        thinking = self.settings.get("thinking")
-        if thinking is None:
-            return self._gen.add(messages, params)
-        return self._gen.add({"messages": messages, "chat_template_kwargs": {"enable_thinking": thinking}}, params)
+    def _add(self, messages: Sequence[Message]) -> tuple[str | int, AnswerParser]:
+        """Begin an answer. Return its id and its parser."""
+        tokenizer, prompt = self._gen.tokenizer, dict[str, Any](messages=messages)
+        if (thinking := self.settings.get("thinking")) is not None:
+            prompt["chat_template_kwargs"] = {"enable_thinking": thinking}
+        id = self._gen.add(prompt, replace(self._gen.default_params, **_sampling(self.settings)))
+        syntax = None if tokenizer is None else find_reasoning(tokenizer)
+        if tokenizer is None or syntax is None:
+            return id, AnswerParser(None)
+        return id, AnswerParser(syntax, starts_open(tokenizer, encode_prompt(prompt, tokenizer)[0]))
 
     def check(self, messages: Sequence[Message]) -> None:
-        self._gen.abort([self._add(messages)])
+        self._gen.abort([self._add(messages)[0]])
 
     def stream(self, messages: Sequence[Message], reply: Reply) -> Pieces:
         try:
-            id = self._add(messages)
+            id, parser = self._add(messages)
         except ValueError as error:
             raise RefusedError(str(error).split(";")[0]) from error  # advice for programmers follows
         try:
@@ -127,7 +133,9 @@ class LocalBackend(_Backend):
                 for event in self._gen.step():
                     reply.num_tokens += len(event.token_ids)
                     reply.finish_reason, reply.error = event.finish_reason, event.error
-                    yield event.text, False
+                    for delta in parser.push(event.text, last=event.finish_reason is not None):
+                        yield delta.get("content") or delta["reasoning"], "reasoning" in delta
+                yield "", False  # Ctrl-C counts here
         finally:
             self._gen.abort([id])  # does nothing if the answer has ended
 

@@ -213,6 +213,28 @@ def test_lines_are_wrapped_at_words_but_for_code(start):
     assert max(len(line) for line in answer.splitlines() if line != code) <= 40
 
 
+def test_thinking_is_dimmed_and_can_be_turned_off(start, tmp_path):
+    child = start(PROGRAM, "thinking")
+    at_prompt(child, 1)
+    child.sendline("think")
+    child.expect(STATS)
+    assert "let me see\n\nthe answer\n" in said(child)
+    dimmed = "".join(re.findall(r"\x1b\[2m(.*?)\x1b\[0m", child.before, re.DOTALL))
+    assert dimmed.replace("\r", "") == "let me see\n\n"
+    at_prompt(child, 2)
+    assert "\nuser:think;assistant:the answer;user:and?;\n" in ask(child, "and?", 3), "the content without the thinking"
+    ask(child, f"/save {tmp_path}/saved", 3)
+    first = {"role": "assistant", "content": "the answer", "reasoning_content": "let me see"}
+    assert json.loads((tmp_path / "saved").read_text())["messages"][1] == first
+    assert "\n(thinking = False)\n" in ask(child, "/set thinking off", 3)
+    assert re.search(rf"think\nthe answer\n{STATS}", ask(child, "think", 4))
+    child = start(PROGRAM, "--resume", f"{tmp_path}/saved", "--no-thinking", "--max-tokens", "2")
+    at_prompt(child, 3)
+    assert "the answer" in ask(child, "think", 4)
+    ask(child, "/set thinking on", 4)
+    assert "(ended while the model was thinking; without an answer, this round is dropped)" in ask(child, "think", 4)
+
+
 def test_a_dumb_terminal_gets_plain_lines(start):
     child = start(TERM="dumb")
     child.expect("1> ")
