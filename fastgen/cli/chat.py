@@ -9,19 +9,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from fastgen.cli.chat_backends import THINKING, Backend, LocalBackend, RefusedError, Reply, ServerBackend, ServerError
+from fastgen.cli.chat_backends import THINKING, Backend, LocalBackend, ServerBackend
 from fastgen.cli.chat_commands import BANNER, obey
 from fastgen.cli.chat_console import Console
-from fastgen.cli.chat_files import Conversation, Round, load, message
-from fastgen.cli.command import loading_model, one_line, run_tool
+from fastgen.cli.chat_files import Conversation, load
+from fastgen.cli.chat_session import Chat
+from fastgen.cli.command import loading_model, run_tool
 from fastgen.cli.options import API_KEY, MODEL, SAMPLING, Parser, add_flag, flag, given
-from fastgen.engine.interrupts import DeferredInterrupt
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.request import SamplingParams
 
@@ -43,98 +40,23 @@ SERVED = ("api_key", "name")  # options of a model on the server at --url
 QUIT = ("quit", "exit")  # typed in a terminal by people who do not remember /q
 
 
-@dataclass
-class Chat:
-    """A conversation that goes on. refused: True once a command or message was refused."""
-
-    backend: Backend
-    console: Console
-    conversation: Conversation = field(default_factory=Conversation)
-    refused: bool = False
-
-    @property
-    def rounds(self) -> list[Round]:
-        return self.conversation.rounds
-
-    def loop(self) -> None:
-        """Read and obey lines until /q or the end of input."""
-        while True:
-            try:
-                self.obey(self.console.read(f"{len(self.rounds) + 1}> "))
-            except EOFError:
-                return
-            except KeyboardInterrupt:
-                if not self.console.interactive:
-                    raise
-                self.console.note("(/q or Ctrl-D quits)")
-
-    def obey(self, line: str) -> None:
-        """Obey a command or answer a message. Raises EOFError to quit."""
-        if self.console.interactive and line in QUIT:
-            raise EOFError
-        if line.startswith("/") and "\n" not in line:  # only a pasted message has several lines
-            obey(self, line)
-        else:
-            self.ask(line.strip())
-
-    def ask(self, text: str) -> None:
-        """Run one round. It is added to the conversation if there is any text of an answer.
-
-        The first Ctrl-C ends the answer, and later ones do nothing. Without a terminal, KeyboardInterrupt is raised
-        after the answer has been reported.
-        """
-        if not text:
-            return
-        interrupt, reply, stopped, started = DeferredInterrupt(), Reply(), False, time.perf_counter()
+def obey_lines(chat: Chat) -> None:
+    """Obey commands and answer messages until /q or the end of input."""
+    while True:
         try:
-            with interrupt, closing(self.backend.stream(self.messages(text), reply)) as pieces:
-                for piece, thinking in interrupt.reading(pieces):
-                    if thinking:
-                        reply.reasoning += piece
-                    else:
-                        reply.text += piece
-                    self.console.say(piece, thinking)
-        except RefusedError as error:
-            wrong = one_line(error).rstrip(".")
-            self.refuse(wrong + ("; /r N goes back before round N" if self.rounds else ""))
-            return
-        except ServerError as error:
-            reply.error = str(error)
-        except KeyboardInterrupt:
-            stopped = True
-        if reply.text:
-            self.rounds.append(Round(text, reply.text, reply.reasoning))
-        self.report(reply, time.perf_counter() - started)
-        if stopped and not self.console.interactive:
-            raise KeyboardInterrupt
-
-    def messages(self, text: str) -> list[dict[str, str]]:
-        """Return the messages of the conversation, followed by a new one."""
-        return [*self.conversation.messages(), message("user", text)]
-
-    def report(self, reply: Reply, seconds: float) -> None:
-        """Show the end of an answer: its error or its speed, and the limit that cut it."""
-        self.console.end_answer(line=reply.error is None)
-        if reply.error is not None:
-            self.refuse(f"error: {one_line(reply.error)}")
-            if not reply.text and not reply.reasoning:
+            line = chat.console.read(f"{len(chat.rounds) + 1}> ")
+            if chat.console.interactive and line in QUIT:
                 return
-        rate = reply.num_tokens / max(seconds, 1e-9)
-        if not sys.stdout.isatty():
-            self.console.note("")  # starts a new line, since with `| tee` the answer may not have been shown yet
-        self.console.note(f"--- [{reply.num_tokens} tokens, {rate:.1f} tok/s]")
-        if reply.finish_reason == "length" and reply.num_tokens == self.backend.max_tokens:
-            self.console.note(f"(cut at --max-tokens {self.backend.max_tokens})")
-        elif reply.finish_reason == "length":
-            context = self.backend.max_model_len
-            full = "the server's limit" if context is None else f"the context of {context} tokens is full"
-            self.console.note(f"(cut: {full}; /r N goes back)")
-        if reply.reasoning and not reply.text:
-            self.console.note("(ended while the model was thinking; without an answer, this round is dropped)")
-
-    def refuse(self, why: str) -> None:
-        self.refused = True
-        self.console.note(why)
+            if line.startswith("/") and "\n" not in line:  # only a pasted message has several lines
+                obey(chat, line)
+            else:
+                chat.ask(line.strip())
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not chat.console.interactive:
+                raise
+            chat.console.note("(/q or Ctrl-D quits)")
 
 
 def run(backend: Backend, conversation: Conversation | None = None) -> int:
@@ -151,7 +73,7 @@ def run(backend: Backend, conversation: Conversation | None = None) -> int:
         if chat.rounds:
             console.note(f"(a conversation of {len(chat.rounds)} rounds goes on)")
     with console.typing_ahead():
-        chat.loop()
+        obey_lines(chat)
     return int(chat.refused and not console.interactive)
 
 

@@ -6,15 +6,12 @@ import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fastgen.cli.chat_backends import SETTINGS
 from fastgen.cli.chat_files import save
+from fastgen.cli.chat_session import Chat
 from fastgen.cli.command import one_line
 from fastgen.cli.options import read
-
-if TYPE_CHECKING:
-    from fastgen.cli.chat import Chat
 
 DEFAULT = "default"  # value that takes a setting back
 HINT = "/help lists the commands (for a message, put a space before the /)"

@@ -21,7 +21,9 @@ from terminal import BANNER, ROOT, STATS, ask, at_prompt, leave, said, spawn
 import fastgen
 from fastgen.cli import chat
 from fastgen.cli.chat_backends import LocalBackend, Reply
+from fastgen.cli.chat_console import Console
 from fastgen.cli.chat_files import Conversation
+from fastgen.cli.chat_session import Chat
 from fastgen.request import SamplingParams
 
 PROGRAM = str(ROOT / "tests" / "chat_program.py")
@@ -301,7 +303,7 @@ def test_a_cut_answer_says_what_cut_it(pipe, capsys):
     assert out == "1 2 3 \n"
     assert err.endswith("\n(cut at --max-tokens 3)\n")
     reply = Reply("text", num_tokens=3, finish_reason="length")
-    chat.Chat(LocalBackend(FakeGenerator(), {}), chat.Console()).report(reply, 1.0)
+    Chat(LocalBackend(FakeGenerator(), {}), Console()).report(reply, 1.0)
     assert capsys.readouterr().err.endswith("\n(cut: the context of 200 tokens is full; /r N goes back)\n")
 
 

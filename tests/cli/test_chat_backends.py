@@ -20,6 +20,8 @@ from terminal import BANNER, STATS, ask, at_prompt, leave, said, spawn
 
 from fastgen.cli import chat
 from fastgen.cli.chat_backends import ServerBackend
+from fastgen.cli.chat_console import Console
+from fastgen.cli.chat_session import Chat
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -238,7 +240,7 @@ def test_one_ctrl_c_is_enough_while_nothing_has_come(fake: Fake) -> None:
             left.set()
 
     fake.answer = wait
-    conversation = chat.Chat(ServerBackend(fake.url, None, "some-model", {}), chat.Console())
+    conversation = Chat(ServerBackend(fake.url, None, "some-model", {}), Console())
     press = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     press.start()
     with pytest.raises(KeyboardInterrupt):
