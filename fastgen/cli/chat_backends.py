@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.command import needed
+from fastgen.cli.options import api_url
 from fastgen.option import Option
 from fastgen.request import SAMPLING_OPTIONS, Message, SamplingParams
 from fastgen.text.reasoning import AnswerParser, find_reasoning, starts_open
@@ -152,15 +153,9 @@ class ServerBackend(_Backend):
     """
 
     def __init__(self, url: str, api_key: str | None, model: str | None, settings: Mapping[str, Any]) -> None:
-        httpx = needed("httpx", "serve", "--url")
-        try:
-            parsed = httpx.URL(url)
-        except httpx.InvalidURL as error:
-            raise ValueError(f"--url {url!r} is no URL: {error}") from None
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ValueError(f"--url is {url!r}; it must be like http://localhost:5678")
+        self._url = api_url(url)
+        needed("httpx", "serve", "--url")
         self.max_model_len: int | None = None
-        self._url = url.rstrip("/") + ("/v1" if parsed.path in ("", "/") else "")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._model = model
         self.change(settings)

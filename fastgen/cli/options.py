@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from fastgen import __version__
 from fastgen.engine.options import OPTIONS
@@ -59,6 +60,18 @@ def flag(name: str) -> str:
 def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """Return the values of the named options that are given on the command line."""
     return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def api_url(url: str) -> str:
+    """Return the URL of the API of the server at --url: at /v1, unless the URL has a path. Raises ValueError."""
+    try:
+        parsed = urlsplit(url)
+        _ = parsed.port  # checks it
+    except ValueError as error:
+        raise ValueError(f"--url {url!r} is no URL: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.hostname:
+        raise ValueError(f"--url is {url!r}; it must be like http://localhost:5678")
+    return url.rstrip("/") + ("/v1" if parsed.path in ("", "/") else "")
 
 
 def read(option: Option, text: str) -> Value:
