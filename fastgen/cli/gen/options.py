@@ -36,7 +36,7 @@ RAY = (
 LIMIT = Option(
     "limit", int, help="work on the first rows only; a later run may have a higher limit", unset="all", low=1
 )
-CONCURRENCY = Option("concurrency", int, help="requests to --url at a time", unset="64", low=1)
+CONCURRENCY = Option("concurrency", int, default=64, help="requests to --url at a time", low=1)
 
 SWITCHES = {
     "chat": "send text prompts as the message of a user (default: as plain text)",

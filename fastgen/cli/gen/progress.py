@@ -88,7 +88,8 @@ class Progress:
     def line(self) -> str:
         """The state in words, such as "1200/50000 rows, 3 errors, 5231.4 tok/s, 12:30 left"."""
         tally = self.tally
-        finished = self._initial + tally.rows
-        seconds = (self._total - finished) * tally.seconds / tally.rows if tally.rows else 0
-        left = f", {tqdm.format_interval(seconds)} left" if tally.rows else ""
-        return f"{finished}/{self._total} rows, {tally.errors} errors, {tally.rate}{left}"
+        finished = f"{self._initial + tally.rows}/{self._total} rows"
+        if not tally.rows:
+            return finished
+        seconds = (self._total - self._initial - tally.rows) * tally.seconds / tally.rows
+        return f"{finished}, {tally.errors} errors, {tally.rate}, {tqdm.format_interval(seconds)} left"
