@@ -99,14 +99,10 @@ def numbered(count: int) -> list[dict[str, str]]:
 def test_what_is_sent_and_written(fake: Fake) -> None:
     system = {"role": "system", "content": "be short"}
     user = {"role": "user", "content": "hello"}
-    rows = [
-        {"prompt": "hello", "id": 1},
-        {"messages": [user], "n": 2, "logit_bias": {"5": 1.0}},
-        {"prompt": "x", "seed": 5},
-    ]
-    write(
-        "in.jsonl", *rows, {"messages": [{**system, "content": "own"}, user]}, {"prompt_token_ids": [5]}, {"prompt": 3}
-    )
+    own = {"messages": [{**system, "content": "own"}, user]}
+    biased = {"messages": [user], "n": 2, "logit_bias": {"5": 1.0}}
+    rows = [{"prompt": "hello", "id": 1}, biased, {"prompt": "x", "seed": 5}, own]
+    write("in.jsonl", *rows, {"prompt_token_ids": [5]}, {"prompt": 3})
     options = ("--system", "be short", "--temperature", 0.5, "--seed", 3, "--json-schema", '{"type": "object"}')
     assert fggen(fake, *options, "--concurrency", 1, "--api-key", "secret") == 0
     assert fake.keys == {"Bearer secret"}
