@@ -77,8 +77,9 @@ class SamplingParams(Options):
     bad_words: texts whose tokens, with or without a space before them, are not completed in the output.
     json_schema, regex, choice, grammar: at most one of them, and no mask. The answer is JSON of this schema (a dict,
         its JSON, or a class of pydantic), a text that this regular expression matches as a whole, one of these
-        strings, or a text of this grammar (Lark, as llguidance reads it); max_tokens may cut it off. They need the
-        package llguidance.
+        strings, or a text of this grammar (Lark, as llguidance reads it); max_tokens may cut it off. If the model
+        reasons, this holds after the reasoning (`reasoning_parser="off"`: from the first token). They need the package
+        llguidance.
     return_sampling_mask: return the token ids that truncation kept, too.
     speculate: False: no tokens are drafted for this request; they change nothing but its speed.
     """

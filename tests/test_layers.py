@@ -44,6 +44,7 @@ WITHOUT_TORCH = (
     "async_engine.loop",
     "rl.remote",
     "text.grammar",
+    "text.reasoning",
     "text.tokenizer",
     "text.tool_calls",
     "disk",

@@ -97,6 +97,8 @@ def read(option: Option, text: str) -> Value:
 
 def read_yaml(option: Option, value: Any) -> Value:
     """Return the value of an option from its value in a YAML file. Raises ValueError, as `read` does."""
+    if value is False and "off" in option.choices:
+        value = "off"  # which YAML reads as False
     if option.kind is str and not isinstance(value, str):
         raise ValueError(f"is {value!r}; it must be a string, so put it in quotes")
     if option.kind is bool:
@@ -104,7 +106,7 @@ def read_yaml(option: Option, value: Any) -> Value:
             raise ValueError(f"is {value!r}; it must be true or false")
         return value
     if value is False:
-        value = "off"  # which YAML reads as False
+        value = "off"
     if not isinstance(value, str | int | float):
         raise ValueError(f"is {value!r}; it must be a single value")
     return read(option, str(value))

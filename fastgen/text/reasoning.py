@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count, groupby
 from typing import Any, Literal, Protocol
 
@@ -66,8 +67,7 @@ def template_parser(template: str) -> str:
 
 def _mark_ids(syntax: ReasoningSyntax, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
     """Return the ids of the marks, each None if the mark is not an added token."""
-    ids = {token.content: id for id, token in tokenizer.hf.added_tokens_decoder.items()}
-    return ids.get(syntax.opens), ids.get(syntax.closes)
+    return tokenizer.added_ids.get(syntax.opens), tokenizer.added_ids.get(syntax.closes)
 
 
 def starts_open(tokenizer: Tokenizer, prompt: Sequence[int] | str) -> bool:
@@ -82,9 +82,16 @@ def _state_after(tokenizer: Tokenizer, prompt: Sequence[int] | str) -> Literal["
     if syntax is None:
         return "none"
     ids = tokenizer.encode(prompt, special=False) if isinstance(prompt, str) else prompt
-    turns = tokenizer.special_ids.difference(_mark_ids(syntax, tokenizer))
-    start = next((at for at in range(len(ids), 0, -1) if ids[at - 1] in turns), 0)
-    text = tokenizer.decode(ids[start:], special=True)
+    opens, closes = _mark_ids(syntax, tokenizer)
+    ends = tokenizer.special_ids | ({opens, closes} - {None})
+    at = next(
+        (at for at in range(len(ids) - 1, -1, -1) if ids[at] in ends), -1
+    )  # the end of the turn before, or a mark
+    if at >= 0 and ids[at] in (opens, closes):
+        return "open" if ids[at] == opens else "closed"
+    if opens is not None and closes is not None:
+        return "none"
+    text = tokenizer.decode(ids[at + 1 :], special=True)
     opened, closed = text.rfind(syntax.opens), text.rfind(syntax.closes)
     return "none" if opened == closed else "open" if opened > closed else "closed"
 
@@ -239,7 +246,8 @@ def after_reasoning(
     if closes is None:  # a lazy rule ends at the first mark
         thinking = [f"thinking[lazy]: TEXT {quoted(syntax.closes)}", r"TEXT: /(.|\n)*/"]
     else:
-        thinking = [f"thinking: <[^{_ranges({*tokenizer.special_ids, *eos_ids, closes})}]>* <[{closes}]>"]
+        kept_out = _ranges(tokenizer.special_ids, (*eos_ids, closes))
+        thinking = [f"thinking: <[^{kept_out}]>* <[{closes}]>"]
     begins = quoted(syntax.opens) if opens is None else f"<[{opens}]>"
     start = "reasoned" if state == "open" else f"{begins} reasoned | answer"
     return "\n".join(
@@ -252,8 +260,9 @@ def after_reasoning(
     )
 
 
-def _ranges(ids: Collection[int]) -> str:
+@lru_cache(8)  # a tokenizer may have a thousand special tokens, and each request needs their ranges
+def _ranges(ids: frozenset[int], more: tuple[int, ...]) -> str:
     """Return ids in llguidance's notation, such as "0-2,7"."""
     ranks = count()
-    runs = [list(run) for _, run in groupby(sorted(ids), lambda id: id - next(ranks))]
+    runs = [list(run) for _, run in groupby(sorted({*ids, *more}), lambda id: id - next(ranks))]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -86,15 +86,16 @@ class Tokenizer:
         return frozenset(self._guard.ids.values())
 
     @cached_property
-    def _marks(self) -> frozenset[int]:
-        """The ids of MARKS that are special tokens, and of which texts show the name."""
-        added = self.hf.added_tokens_decoder.items()
-        return frozenset(id for id, token in added if token.special and token.content in MARKS)
+    def added_ids(self) -> dict[str, int]:
+        """The ids of the added tokens, special or not, by their text."""
+        return {token.content: id for id, token in self.hf.added_tokens_decoder.items()}
 
     @cached_property
-    def _hidden(self) -> frozenset[int]:
-        """The ids of the special tokens that texts do not show."""
-        return frozenset(id for id, token in self.hf.added_tokens_decoder.items() if token.special) - self._marks
+    def _marks_and_hidden(self) -> tuple[frozenset[int], frozenset[int]]:
+        """The ids of special tokens: of MARKS, which texts show, and of the others, which they do not show."""
+        special = frozenset(id for id, token in self.hf.added_tokens_decoder.items() if token.special)
+        marks = special & {self.added_ids.get(mark) for mark in MARKS}
+        return marks, special - marks
 
     def encode(self, text: str, special: bool = True, most: int | None = None) -> list[int]:
         """Return the ids of a text. special: add the special tokens of this tokenizer, such as BOS.
@@ -140,8 +141,10 @@ class Tokenizer:
     ) -> str:
         """Return the text of a conversation as the chat template renders it, with the template's special tokens.
 
-        add_generation_prompt: end with the beginning of an assistant's message. variables: variables of the template,
-        such as tools. continue_final_message: end directly after the text of the last message. Raises ValueError.
+        The reasoning of earlier messages (`reasoning_content`, `reasoning` or parts {"type": "thinking"}) is given to
+        the template in the form that it reads, or left out. add_generation_prompt: end with the beginning of an
+        assistant's message. variables: variables of the template, such as tools. continue_final_message: end directly
+        after the text of the last message. Raises ValueError.
         """
         variables = variables or {}
         self.check_template(variables)
@@ -169,8 +172,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Return the text of ids. special: include all special tokens, and not only MARKS."""
-        if not special and self._marks and not self._marks.isdisjoint(ids):
-            ids, special = [id for id in ids if id not in self._hidden], True
+        marks, hidden = self._marks_and_hidden
+        if not special and marks and not marks.isdisjoint(ids):
+            ids, special = [id for id in ids if id not in hidden], True
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=not special))
         return str(self.hf.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))

@@ -83,10 +83,17 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("Loop.update_output", "self.weight_state.blame(self.runner.weights.find_not_finite)", '""'),
     ],
     ("text.tokenizer", "tests/text/test_tokenizer.py"): [
-        ("_overlap", "range(min(len(text), len(stop) - 1), 0, -1)", "range(1, min(len(text), len(stop) - 1) + 1)"),
+        ("overlap", "range(min(len(text), len(stop) - 1), 0, -1)", "range(1, min(len(text), len(stop) - 1) + 1)"),
         ("StopFinder.push", "text[: at + len(stop) * self._shown], stop", "text[:at], stop"),
         ("Detokenizer.push", "if text.endswith(BROKEN) and not last:", "if text.endswith(BROKEN):"),
         ("StopFinder.push", "at, stop = min(found, key=lambda pair: pair[0])", "at, stop = found[0]"),
+    ],
+    ("text.reasoning", "tests/text/test_reasoning.py"): [
+        ("AnswerParser._read_reasoning", " - overlap(reasoning, self._syntax.closes)]", "]"),
+        ("_state_after", "tokenizer.special_ids | ({opens, closes} - {None})", "{opens, closes}"),
+        ("after_reasoning", 'if state == "closed":', 'if state == "none":'),
+        ("after_reasoning", "tokenizer.special_ids, (*eos_ids, closes)", "frozenset(), (closes,)"),
+        ("ReasoningCounter.push", "elif id == self._closes:", "elif id == -1:"),
     ],
     ("model.sampler", "tests/model/test_sampler.py"): [
         ("_likeliest", "held < held[:, -1:] * rows.top_p", "held <= held[:, -1:] * rows.top_p"),
