@@ -102,9 +102,8 @@ class LocalBackend(_Backend):
         if settings.get("thinking") is not None:
             tokenizer = self._gen.tokenizer
             if tokenizer is None or "enable_thinking" not in str(tokenizer.hf.chat_template):
-                raise ValueError(
-                    "this model's chat template has no switch for thinking (enable_thinking); leave it out"
-                )
+                wrong = "this model's chat template has no switch for thinking (enable_thinking)"
+                raise ValueError(f"{wrong}, so it cannot be turned on or off; leave the setting out")
         super().change(settings)
 
     def default(self, name: str) -> Any:

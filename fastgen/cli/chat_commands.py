@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fastgen.cli.chat_backends import SETTINGS
 from fastgen.cli.chat_files import save
@@ -91,15 +92,22 @@ def _set(chat: Chat, argument: str) -> None:
         chat.refuse(f"/set: there is no setting {name[:40]}; there are {', '.join(SETTINGS)}")
         return
     if value:
-        settings = {**chat.backend.settings, name: None if value == DEFAULT else value}
         try:
-            settings[name] = settings[name] and read(SETTINGS[name], value)
-            chat.backend.change({each: value for each, value in settings.items() if value is not None})
+            chat.backend.change(_changed(chat.backend.settings, name, value))
         except (ValueError, TypeError) as error:
-            chat.refuse(f"/set {name} {one_line(error).removeprefix(f'{name} ')}")
+            chat.refuse(f"/set: {one_line(error)}")
             return
     for each in [name] if name else SETTINGS:
         chat.console.note(f"({each} = {_shown(chat, each)})" if name else f"  {each:<20} {_shown(chat, each)}")
+
+
+def _changed(settings: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
+    """Return settings of which one is read from a text. Raises ValueError."""
+    others = {each: value for each, value in settings.items() if each != name}
+    try:
+        return others if text == DEFAULT else {**others, name: read(SETTINGS[name], text)}
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
 
 
 def _shown(chat: Chat, name: str) -> str:

@@ -31,7 +31,7 @@ class Console:
     terminal  file or pipe   stderr                   stdout, unchanged
     other     any            stderr, only notes       stdout (made visible if it is a terminal)
 
-    On a terminal the lines of answers are wrapped at words, and the thinking before an answer is shown, dimmed.
+    On a terminal lines are wrapped at words, and the thinking before an answer is shown, dimmed.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Console:
             self._put("" if thinking else text)
             return
         if self._wrapper is None:
-            self._wrapper = _wrapper()
+            self._wrapper = _wrapper(sys.stdout)
         if text and thinking != self._thinking:
             self._put(self._wrapper.push("\n\n") if self._thinking else self._wrapper.flush())
             self._thinking = thinking
@@ -116,7 +116,8 @@ class Console:
 
     def note(self, line: str) -> None:
         """Show a line that is not part of an answer."""
-        _write(self.screen, line.translate(_PRINTABLE) + "\n")
+        line = line.translate(_PRINTABLE) + "\n"
+        _write(self.screen, _wrapper(self.screen).push(line) if self.screen.isatty() else line)
 
 
 def _write(stream: TextIO, text: str) -> None:
@@ -124,11 +125,11 @@ def _write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-def _wrapper() -> Wrapper:
-    """Return a Wrapper for the terminal's width."""
+def _wrapper(screen: TextIO) -> Wrapper:
+    """Return a Wrapper for a terminal's width."""
     from fastgen.cli.wrapping import Wrapper
 
-    return Wrapper(lambda: os.get_terminal_size(sys.stdout.fileno()).columns or sys.maxsize)
+    return Wrapper(lambda: os.get_terminal_size(screen.fileno()).columns or sys.maxsize)
 
 
 def _editor(screen: TextIO) -> PromptSession[str]:

@@ -175,8 +175,13 @@ def test_commands_that_change_the_conversation_and_a_saved_one_goes_on(start, tm
     limit = r"max_tokens +to the [a-z ]+ \(default\)"
     for line in ("temperature +0.3", "top_p +0.9", r"min_p +0.0 \(default\)", limit):
         assert re.search(rf"\n  {line}\n", listed)
-    for wrong, why in (("warmth 1", "there is no setting warmth; there are "), ("top_p 2", "is 2.0; it must be")):
-        assert f"\n/set{' top_p' if wrong[0] == 't' else ':'} {why}" in ask(child, f"/set {wrong}", 2)
+    wrong = {
+        "warmth 1": "there is no setting warmth; there are ",
+        "top_p 2": "top_p is 2.0; it must be",
+        "n 2": "there is",
+    }
+    for typed, why in {**wrong, "top_k x": "top_k is 'x'; it must be a whole number"}.items():
+        assert f"\n/set: {why}" in ask(child, f"/set {typed}", 2)
     assert "has no switch for thinking" in ask(child, "/set thinking off", 2)
     path = tmp_path / "a chat.json"
     assert f"\n(saved; fgchat --resume '{path}' goes on from here)\n" in ask(child, f"/save {path}", 2)
