@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from fastgen import __version__
 from fastgen.cli.command import needed
@@ -19,6 +20,7 @@ from fastgen.request import SAMPLING_OPTIONS
 API_KEY = "FASTGEN_API_KEY"  # environment variable with the key of a server
 
 Value = str | int | float | bool
+SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 MODEL = {name: option for name, option in OPTIONS.items() if name not in ("model", "tp_group", "adapter_base")}
 """The options of a Generator that a command line or a file can set."""
@@ -80,13 +82,29 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
+def api_url(url: str) -> str:
+    """Return the URL of the API of the server at --url: at /v1, unless the URL has a path. Raises ValueError."""
+    try:
+        parsed = urlsplit(url)
+        _ = parsed.port  # checks it
+    except ValueError as error:
+        raise ValueError(f"--url {url!r} is no URL: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.hostname:
+        raise ValueError(f"--url is {url!r}; it must be like http://localhost:5678")
+    return url.rstrip("/") + ("/v1" if parsed.path in ("", "/") else "")
+
+
 def read(option: Option, text: str) -> Value:
-    """Return the value of an option, not of the kind bool, from its text.
+    """Return the value of an option from its text.
 
     Raises ValueError with a message that continues a sentence after the option's name.
     """
     if not text:
         raise ValueError("is empty; give it a value, or leave it out")
+    if option.kind is bool:
+        if text.lower() not in SWITCH:
+            raise ValueError(f"is {text!r}; it must be on or off")
+        return SWITCH[text.lower()]
     kind = option.kind if option.kind in (int, float) else str
     try:
         value: Value = kind(text)
