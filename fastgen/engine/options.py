@@ -117,8 +117,8 @@ class GeneratorOptions(Options):
         "count, only rank 0 reads the iterable of `stream`, and all ranks get the same results", unset="no group",
     )  # fmt: skip
     deterministic: bool | None = option(
-        None, "tokens and logprobs do not depend on the schedule, bit for bit; always the case on one H100 or H200 in "
-        "bfloat16 or float16 with heads of 64 to 128", unset="on there and on the CPU, off elsewhere",
+        None, "tokens and logprobs do not depend on the schedule, bit for bit; always the case on the H100s or H200s "
+        "of one host in bfloat16 or float16 with heads of 64 to 128", unset="on there and on the CPU, off elsewhere",
     )  # fmt: skip
     speculate: Any = option(
         False, "draft tokens and verify them together, which changes no bit where deterministic is on: auto drafts "
@@ -290,19 +290,14 @@ def _deterministic(
 
     dtypes: dtype of the computation and of the KV cache.
     """
-    always = gpu and options.tensor_parallel == 1 and _has_fast_kernels(model, options, dtypes, kernels)
+    always = gpu and _has_fast_kernels(model, options, dtypes, kernels)
     if always and options.deterministic is False:
         raise ValueError(
-            "deterministic=False on one Hopper GPU: its kernels give the same bits under any schedule, and there are "
+            "deterministic=False on a Hopper GPU: its kernels give the same bits under any schedule, and there are "
             "no faster ones; leave deterministic out"
         )
     if options.deterministic is None:
-        return always or (not gpu and options.tensor_parallel == 1)
-    if options.deterministic and options.tensor_parallel > 1:
-        raise ValueError(
-            f"deterministic=True with {options.tensor_parallel} ranks: the order of their sums depends on the size of "
-            "a step; leave deterministic or tensor parallelism out"
-        )
+        return always or not gpu
     if options.deterministic and gpu:
         if options.attention not in ("auto", "paged"):
             raise ValueError(

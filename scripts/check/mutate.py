@@ -159,6 +159,10 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
          "of_group, kv_head = np.divmod(np.arange(self._heads), heads)"),
         ("_Tiles.hidden", "hidden.logical_or_(ahead >= window)", "hidden.logical_or_(ahead > window)"),
     ],
+    ("kernels.allreduce", "tests/kernels/test_kernels_allreduce.py"): [
+        ("_total", "tl.where(rank == other, part, 0.0)", "tl.where(rank == SIZE - other, part, 0.0)"),
+        ("add_in_order", "for part in parts[1:]", "for part in parts[:0:-1]"),
+    ],
     ("kernels.drafts", "tests/kernels/test_kernels_drafts.py tests/test_speculation.py"): [
         ("_follow_kernel", "kept = tl.min(tl.where(wrong, number, BLOCK_W)) + 1",
          "kept = tl.min(tl.where(wrong, number, BLOCK_W)) + 2"),
