@@ -265,6 +265,7 @@ def test_text_without_a_call_is_content(syntax: Syntax, text: str) -> None:
             ],
         ),
         (PYTHONIC, '[get(a="half \\ud83d")]', "", [("get", '{"a": "half \\ud83d"}')]),
+        (PYTHONIC, "[get(a=1)] [add()]", "[add()]", [("get", '{"a": 1}')]),
         (PYTHONIC, "[get(a=1), get(b)]", ", get(b)]", [("get", '{"a": 1}')]),
         (
             QWEN_CODER,
@@ -358,6 +359,11 @@ def test_a_function_in_python_tells_the_types_of_its_arguments(talker: Path) -> 
     assert call["function"] == {"name": "get", "arguments": {"a": "5", "b": 5}}
     with pytest.raises(ValueError, match="the function parse has no schema"):
         parse_message(text, tokenizer, [parse])
+
+
+def test_text_that_is_no_call_for_long_is_not_held() -> None:
+    text = '<tool_call>{"id": "' + "x" * HELD
+    assert "".join(delta["content"] for delta in HERMES.parser(FUNCTIONS).push(text)) == text
 
 
 def test_ids_are_what_mistral_takes() -> None:
