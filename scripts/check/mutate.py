@@ -103,12 +103,12 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("text.tools.json_calls", "tests/text/test_tool_calls.py"): [
         ("_Nesting.end", "self.escaped = at == len(text)", "self.escaped = False"),
         ("DeepSeek.begins", 'rf"(?:{self.opens}{WS})?+" +', ""),
-        ("JsonParser._read_next", '"" if last else self._text', "self._text"),
+        ("JsonParser._match_call", "self._marked = False", "pass"),
     ],
     ("text.tools.xml_calls", "tests/text/test_tool_calls.py"): [
         ("XmlParser._read_value", """'"' if self._types == _STRING else""", ""),
-        ("XmlParser._read_value", "found is None or (last and found.partial)", "found is None"),
-        ("XmlParser._read_end", '"" if last else self._text', "self._text"),
+        ("XmlParser._read_value", '(last and "</parameter>" in found[0])', "False"),
+        ("XmlParser._read_end", "if found is not None and found.partial:", "if False:"),
     ],
     ("text.tools.python_calls", "tests/text/test_tool_calls.py"): [
         ("_Scan.run", "end += 1", "end += 0"),

@@ -91,7 +91,7 @@ def random_arguments(rng: random.Random) -> dict[str, Any]:
         "'",
         "a\n",
     ]
-    hard += ["</parameter>\n x", "<", "`" * 3, "[TOOL_CALLS]"]
+    hard += ['say "', "</parameter>\n x", "<", "`" * 3, "[TOOL_CALLS]"]
     values: dict[str, Any] = {
         "a": rng.choice(hard),
         "b": rng.choice([5, None, -1.5, [rng.choice(hard)], {"k": True}]), "c": [rng.choice(hard)]
@@ -274,7 +274,15 @@ def test_text_without_a_call_is_content(syntax: Syntax, text: str) -> None:
             "",
             [("get", '{"a": "5", "b": 5, "c": null, "d": "Say </parameter>."}')],
         ),
+        # Without the mark, each call of a list must name a known function.
+        (
+            MISTRAL,
+            '[{"name": "get", "arguments": {}}, {"name": "unknown", "arguments": {}}]',
+            ', {"name": "unknown", "arguments": {}}]',
+            [("get", "{}")],
+        ),
         # The answer is cut off within a call.
+        (QWEN_CODER, "<tool_call>\n<function=get>\n<parameter=a>\nq\n</parameter>\n", "", [("get", '{"a": "q"')]),
         (QWEN_CODER, "<tool_call>\n<function=get>\n<parameter=a>\nPar\n</para", "", [("get", '{"a": "Par')]),
         (QWEN_CODER, "<tool_call>\n<function=get>\n<parameter=b>\n[1, 2", "", [("get", '{"b": ')]),
         (PYTHONIC, "[get(a=1), ad", "", [("get", '{"a": 1}')]),
