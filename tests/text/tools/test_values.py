@@ -42,6 +42,7 @@ def test_types_of_schemas(schema: Any, types: set[str]) -> None:
         ("5.5", {"integer"}, "5.5"),
         ("5", {"string"}, "5"),
         ("5", {"string", "null"}, "5"),
+        ('"a"', {"string", "null"}, '"a"'),
         ("null", {"string", "null"}, None),
         ("None", {"integer", "null"}, None),
         ("True", {"boolean"}, True),
