@@ -307,6 +307,26 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("next_chunk", "spare = budget - min(oldest.prefill_left, reserve)", "spare = budget"),
         ("begins_like", "return tokens[at:end] == others[at:end] and", "return False and"),
     ],
+    ("cli.wrapping", "tests/cli/test_wrapping.py"): [
+        ("Wrapper._place", "before + size > self._width()", "before + size >= self._width()"),
+        ("Wrapper._end_line", "self._code.strip().startswith(self._fence)", "self._code.startswith('```')"),
+    ],
+    ("cli.chat_commands", "tests/cli/test_chat.py tests/cli/test_chat_backends.py"): [
+        ("_regenerate", "chat.rounds.append(last)", "pass"),
+        ("_changed", "if each != name", "if each == name"),
+    ],
+    ("cli.chat_console", "tests/cli/test_chat.py"): [
+        ("Console._put", "self._thinking and not self._dumb", "not self._dumb"),
+    ],
+    ("cli.gen.server_backend", "tests/cli/gen/test_gen_server.py"): [
+        ("_Server.advance", "len(waiting) < concurrency", "len(waiting) <= concurrency"),
+        ("_Server._answer", "if status in WRONG_KEY or (status == NO_MODEL and self._calls.needs_all):", "if False:"),
+        ("RowCalls.call", "**self.fields, **own}", "**own, **self.fields}"),
+        ("RowCalls.finish", "if len(choices) == 1 else None", "* len(choices)"),
+    ],
+    ("cli.gen.main", "tests/cli/gen/test_gen.py"): [
+        ("run", "done[total:] = bytes([1]) * (source.total - total)", "pass"),
+    ],
 }  # fmt: skip
 
 
