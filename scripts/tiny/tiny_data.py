@@ -221,7 +221,7 @@ def corpus(seed: int, turns: int) -> Sequence[str]:
     while len(texts) < 2 * turns:
         for turn in next_task(rng, conversation).turns:
             texts += [turn.user, turn.reply]
-        if rng.random() < 0.04:
+        if rng.random() < 0.1:
             with_tools = new_tool_conversation(rng, 3)
             task = next_task(rng, with_tools)
             said = [str(with_tools.system), *(text for turn in task.turns for text in (turn.user, turn.reply))]
