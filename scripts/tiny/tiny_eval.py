@@ -35,9 +35,7 @@ class Answerer:
     def __call__(self, chats: Sequence[Prompt], limits: Sequence[int]) -> list[str]:
         """Return the reply to each prompt, of at most that many tokens, without special tokens."""
         render = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
-        prompts = [
-            render(c["messages"], tools=c.get("tools"), **c.get("chat_template_kwargs", {})) for c in chats
-        ]
+        prompts = [render(c["messages"], tools=c.get("tools"), **c.get("chat_template_kwargs", {})) for c in chats]
         ids: list[list[int]] = self.tokenizer(prompts, add_special_tokens=False)["input_ids"]
         totals = [len(prompt) + limit for prompt, limit in zip(ids, limits, strict=True)]
         order = sorted(range(len(ids)), key=totals.__getitem__)

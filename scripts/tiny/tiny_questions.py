@@ -72,7 +72,8 @@ def plain(text: str) -> str:
 
 
 HELD_OUT_WORDINGS = frozenset(
-    plain(next(turn for turn in reversed(question.turns) if not turn.startswith("tool: "))) for question in FIRST_QUESTIONS
+    plain(next(turn for turn in reversed(question.turns) if not turn.startswith("tool: ")))
+    for question in FIRST_QUESTIONS
 )
 
 

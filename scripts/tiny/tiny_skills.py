@@ -212,9 +212,9 @@ def extreme(rng: random.Random) -> Task:
 
 
 def sort_numbers(rng: random.Random) -> Task:
-    """Sort 3 to 7 numbers, ascending unless asked otherwise."""
+    """Sort 2 to 7 numbers, ascending unless asked otherwise."""
     most = rng.choice((10, 20, 100, 100, 1000))
-    numbers = [rng.randrange(rng.choice((most, most, 100))) for _ in range(rng.choice((3, 3, 4, 4, 5, 6, 7)))]
+    numbers = [rng.randrange(rng.choice((most, most, 100))) for _ in range(rng.choice((2, 3, 3, 4, 4, 5, 6, 7)))]
     separator = rng.choice((", ", ", ", " ", ",", "; ", " and "))
     text = separator.join(map(str, numbers))
     if separator != " and " and rng.random() < 0.25:

@@ -165,7 +165,10 @@ def features(rng: random.Random) -> Task:
     alone = rng.random() < 0.25 and not {*names} & _EXPLAINED
     asked = _ABOUT["feature alone"] if alone else rng.choice((_WHETHER, _HOW))
     if asked is _HOW:  # "How do I use it?" is not answered by "Yes"
-        replies = tuple(re.sub("^Yes[,:] (a |it |each |models |the )?", lambda found: (found[1] or "").capitalize(), reply) for reply in replies)
+        replies = tuple(
+            re.sub("^Yes[,:] (a |it |each |models |the )?", lambda found: (found[1] or "").capitalize(), reply)
+            for reply in replies
+        )
     return exchange(rng, asked, replies, x=_written(rng, name))
 
 

@@ -73,7 +73,6 @@ _MAKERS: dict[str, Callable[[random.Random], str]] = {
     "url": lambda r: f"https://{any_word(r)}.com",
     "date": lambda r: f"20{r.randint(10, 30)}-{r.randint(1, 12):02}-{r.randint(1, 28):02}",
     "time": lambda r: f"{r.randint(0, 23):02}:{r.randint(0, 59):02}",
-    "sum": lambda r: f"{r.randint(1, 999)} {r.choice('+-**/')} {r.randint(1, 99)}",
     "sql": lambda r: f"SELECT {r.choice(('*', 'name', 'count(*)', 'id'))} FROM {r.choice(WORDS)}s"
     + r.choice(("", f" WHERE id = {r.randint(1, 99)}", f" LIMIT {r.randint(1, 20)}")),
     **{
@@ -107,6 +106,11 @@ def _value(rng: random.Random, kind: str) -> tuple[str, Any]:
     if name == "city":
         value = rng.choice(_CITIES) if rng.random() < 0.65 else made_up_word(rng).capitalize()
         return value.lower() if value in _CITIES and rng.random() < 0.2 else value, value
+    if name == "sum":
+        value = f"{rng.randint(1, 999)} {rng.choice('+-**/')} {rng.randint(1, 99)}"
+        signs = {"+": "plus", "-": "minus", "*": "times", "/": "divided by"}
+        spoken = " ".join(signs.get(part, part) for part in value.split())
+        return rng.choice((value, value, value.replace(" ", ""), spoken)), value
     if name == "words":
         value = " ".join([rng.choice(_LISTS["first"]), *(rng.choice(WORDS) for _ in range(rng.randint(0, 3)))])
         return value, value
@@ -233,12 +237,26 @@ def _phrased(rng: random.Random, template: str, **fields: str) -> str:
     return casual(rng, template, decorate=not template.endswith(("}", '"')) and template[0] != "{").format(**fields)
 
 
+# How a value follows the noun where its kind tells what it is.
+_NATURAL = {"name": "for {}", "city": "in {}", "date": "on {}", "path": "from {}", "number": "for {} dollars"}
+
+
 def _made_up_question(rng: random.Random, tool: Tool, chosen: Sequence[Parameter], typed: Sequence[str]) -> str:
     verb, noun = tool.words
-    parts = [f"{p.name.replace('_', ' ')} {text}" for p, text in zip(chosen, typed, strict=True)]
-    joined = " and ".join((", ".join(parts[:-1]), parts[-1])) if len(parts) > 1 else "".join(parts)
-    told = f" {rng.choice(('with', 'with', 'for', 'where', 'using'))} {joined}" if parts else ""
-    return _phrased(rng, rng.choice(_lines(_MADE_UP, "ask")[0]), v=verb, V=verb.capitalize(), n=noun, **{"with": told})
+    named, natural = list[str](), ""
+    free = rng.random() < 0.35
+    for parameter, text in zip(chosen, typed, strict=True):
+        kind = parameter.kind.split()[0]
+        if free and parameter.name in ("color", "colour", "size"):
+            noun = f"{text} {noun}"
+        elif free and kind in _NATURAL:
+            natural += f" {_NATURAL[kind].format(text)}"
+        else:
+            named.append(f"{parameter.name.replace('_', ' ')} {text}")
+    joined = " and ".join((", ".join(named[:-1]), named[-1])) if len(named) > 1 else "".join(named)
+    told = f" {rng.choice(('with', 'with', 'for', 'where', 'using'))} {joined}" if named else ""
+    wording = rng.choice(_lines(_MADE_UP, "ask")[0])
+    return _phrased(rng, wording, v=verb, V=verb.capitalize(), n=noun, **{"with": natural + told})
 
 
 def _ask(rng: random.Random, tool: Tool, more: bool = False) -> Asked:
@@ -259,7 +277,10 @@ def _ask(rng: random.Random, tool: Tool, more: bool = False) -> Asked:
         values = [_value(rng, tool.parameters[i].kind) for i in used]
         calls.append({tool.parameters[i].name: value for i, (_, value) in zip(used, values, strict=True)})
         texts.append(tuple(text for text, _ in values))
-    shown = [" and ".join((", ".join(column[:-1]), column[-1])) if several else column[0] for column in zip(*texts)]
+    shown = [
+        " and ".join((", ".join(column[:-1]), column[-1])) if several else column[0]
+        for column in zip(*texts, strict=True)
+    ]
     fields = {f"p{i + 1}": text for i, text in zip(used, shown, strict=True)}
     return Asked(tool, _phrased(rng, template, **fields), tuple(calls), tuple(texts))
 
@@ -289,11 +310,12 @@ def _result(rng: random.Random, tool: Tool, arguments: dict[str, Any], typed: Se
     if gives and (not says or rng.random() < 0.5):
         chosen = [line.split(" ", 1) for line in gives[: rng.randint(1, len(gives))]]
         return json.dumps({key: _value(rng, kind)[1] for key, kind in chosen}, ensure_ascii=False)
-    w, N, t, d = (_MAKERS[kind](rng) for kind in ("word", "name", "time", "date"))
+    word, name, time, date = (_MAKERS[kind](rng) for kind in ("word", "name", "time", "date"))
     fields = {f"p{i + 1}": text for i, text in enumerate(typed)}
     text = rng.choice(says)
-    for name, value in ({"n": str(rng.randint(0, 99)), "w": w, "N": N, "t": t, "d": d} | fields).items():
-        text = text.replace(f"{{{name}}}", value)
+    fields |= {"n": str(rng.randint(0, 99)), "w": word, "N": name, "t": time, "d": date}
+    for slot, value in fields.items():
+        text = text.replace(f"{{{slot}}}", value)
     return text
 
 
@@ -367,7 +389,7 @@ def tool_answer(rng: random.Random, box: Sequence[Tool] = ()) -> Task:
     asked, turns = _begin(rng, box)
     turns.append(_answered(rng, asked))
     reply = turns[-1].reply
-    keys = (asked.key, f"result:{turns[-1].user}")
+    keys = (asked.key, f"result:{asked.key}:{turns[-1].user}")
     return _finished(rng, box, Task(tuple(turns), keys, (reply,), "exact"), "The tool has answered.")
 
 
