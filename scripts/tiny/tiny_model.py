@@ -113,7 +113,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     Raises:
         ValueError: the texts are too few for so many merges.
     """
-    first = [*SPECIAL_TOKENS, *MARKS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    first = [*SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256)), *MARKS]
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Split(_PIECES, "isolated")
     printable = [chr(code) for code in range(32, 127)] + ["\n", "\t"]

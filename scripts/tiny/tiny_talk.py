@@ -215,6 +215,9 @@ def off_topic(rng: random.Random) -> Task:
     return task(question, pick(rng, UNKNOWN), f"unknown:{question.lower()}", UNKNOWN, "exact", short="I do not know.")
 
 
+_ENDINGS = ("AI", "DB", "ML", "Net", ".js", "GPT", "LM", " API", "", "", "-7", " 2", " Pro", "X1")
+
+
 def fragment(rng: random.Random) -> Task:
     """One or two words that the model has not learned, such as XQZ?"""
     kind = rng.random()
@@ -222,7 +225,7 @@ def fragment(rng: random.Random) -> Task:
         text = "".join(rng.choices(string.ascii_uppercase, k=rng.randint(2, 5)))
         text += rng.choice(("", "", "", "2", "-3", "s"))
     elif kind < 0.65:
-        text = made_up_word(rng).capitalize() + rng.choice(("AI", "DB", "ML", "Net", ".js", "GPT", "LM", " API"))
+        text = made_up_word(rng).capitalize() + rng.choice(_ENDINGS)
     else:
         text = rng.choice(_TALK["fragments"])
         text = rng.choice((text, text, text.capitalize(), text.upper()))

@@ -234,6 +234,8 @@ class Asked:
 
 def _phrased(rng: random.Random, template: str, **fields: str) -> str:
     """Return a wording, typed casually; nothing is added next to a value that could be taken for a part of it."""
+    if rng.random() < 0.3:
+        template = template.replace('"', "")
     return casual(rng, template, decorate=not template.endswith(("}", '"')) and template[0] != "{").format(**fields)
 
 
