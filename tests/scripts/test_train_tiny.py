@@ -114,7 +114,7 @@ def test_the_corpus_is_that_of_the_shipped_model() -> None:
         assert not any(task.is_right("I am not sure: 123456789 zzz") for task in held_out)
         texts += [f"{name} {weight}", *map(repr, held_out)]
     texts += map(repr, tiny_questions.FIRST_QUESTIONS)
-    assert hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] == "e92b481c00204688"
+    assert hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] == "9633bc15af68c8e7"
 
 
 def as_messages(task: Task, tokenizer: Tokenizer) -> list[dict[str, Any]]:
