@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from fastgen.device.memory import release_memory
-from fastgen.engine.inputs import InputProcessor, prompt_list
+from fastgen.display import engine_line
+from fastgen.engine.inputs import InputProcessor
 from fastgen.engine.interface import StepRunner
 from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.loop import Loop
 from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.outputs import OutputQueue, error_output
-from fastgen.engine.prompt_scores import pair_scores
+from fastgen.engine.prompts import prompt_list, request_source
 from fastgen.engine.stats import Stats, with_progress
 from fastgen.engine.weight_changes import WeightChanges
 from fastgen.model.adapter import AdapterUpdate
@@ -29,11 +30,13 @@ from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.weights import TAGS, Tensors, Update, WeightState
+from fastgen.names import explains_names
 from fastgen.option import takes_fields_of
 from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
 from fastgen.ranks.start import agreeing, log_start, resolve_options, start_runner
 from fastgen.request import Completion, Event, Message, Params, Prompt, Request, RequestOutput, SamplingParams
-from fastgen.text.tokenizer import chat_arguments
+from fastgen.tasks import PromptTasks
+from fastgen.text.tokenizer import TOKENIZER_OPTIONS, chat_arguments
 from fastgen.text.tool_calls import parse_message
 
 log = logging.getLogger(__name__)
@@ -42,7 +45,8 @@ AHEAD = 4096  # minimum number of requests of a generate() call in the engine, w
 READ_STEPS = 4  # new prompts of at most so many steps' token budgets are read before each step
 
 
-class Generator:
+@explains_names("generate", "chat", "stream")
+class Generator(PromptTasks):
     """A model that generates text, for many requests at a time.
 
     The arguments are the fields of `GeneratorOptions`; `help(Generator)` describes them. `config` has the values that
@@ -61,9 +65,8 @@ class Generator:
                 options.check()
                 self.folder = resolve(options.model, options.revision, weights=False)  # checks come before the weights
                 self.model_config = read_config(self.folder, in_fp8=options.quantization is not None)
-                tokenizer = background.submit(
-                    find_tokenizer, options.tokenizer, self.folder, options.allow_special_tokens
-                )
+                reading = {name: getattr(options, name) for name in TOKENIZER_OPTIONS}
+                tokenizer = background.submit(find_tokenizer, options.tokenizer, self.folder, **reading)
                 resolved = resolve_options(self.model_config, options)
                 start = time.perf_counter()
                 if options.load == "auto":
@@ -155,23 +158,33 @@ class Generator:
         prompts = [{"messages": conversation, **fields} for conversation in prompt_list(messages)]
         return self.generate(prompts, params, progress=progress)
 
-    def parse_message(self, text: str, tools: Iterable[Any] = ()) -> dict[str, Any]:
-        """Return the message of an answer: {"role": "assistant", "content": ..., "tool_calls": [...]}, where
-        "tool_calls" is there if the text has any. It fits into the messages of the next `chat`.
+    def parse_message(
+        self, text: str, tools: Iterable[Any] = (), *, prompt: str | SequenceOf[int] | None = None
+    ) -> dict[str, Any]:
+        """Return the message of an answer: {"role": "assistant", "content": ..., "reasoning_content": ...,
+        "tool_calls": [...]}, the last two if the text has any. It fits into the messages of the next `chat`.
 
         tools: the tools that were given to `chat`. The "arguments" of a call are a dict; of a call that was cut off, a
-        string. Raises ValueError if the model's chat template has no known form of calls.
-        """
-        return parse_message(text, self.tokenizer, tools)
+            string. prompt: the answer's prompt, which tells whether an answer that was cut off while thinking began
+            inside the reasoning; without it, an answer with only a closing mark did.
 
-    def stream(self, requests: Iterable[Request | None]) -> PyGenerator[RequestOutput, None, None]:
+        Raises ValueError if the model's chat template has no known form of calls, and there are tools or no reasoning.
+        """
+        return parse_message(text, self.tokenizer, tools, prompt)
+
+    def stream(
+        self, requests: Prompt | Iterable[Request | Prompt | None], params: Params = None
+    ) -> PyGenerator[RequestOutput, None, None]:
         """Yield the outputs of requests from an iterable, which may be endless, in the order of completion.
 
-        The iterable is read only as far as lanes and pages are free. The item None stands for no request, and lets the
-        engine do a step first. Closing the stream early aborts its requests. A request that cannot be served gives an
-        output with an error. Raises TypeError for other items.
+        requests: Requests or prompts, which are read only as far as lanes and pages are free; or one prompt. The item
+            None stands for no request, and lets the engine do a step first. params: of prompts, and of Requests without
+            params; see `generate`.
+
+        Closing the stream early aborts its requests. A request that cannot be served gives an output with an error.
+        Raises ValueError or TypeError for wrong params, and TypeError for other items.
         """
-        outputs = self._serve(requests, ahead=0)
+        outputs = self._serve(requests, ahead=0, params=params)
         if self._team is not None:
             outputs = self._team.iterate("stream", outputs)
         try:
@@ -186,11 +199,15 @@ class Generator:
                 with self._interrupt:
                     outputs.close()
 
-    def _serve(self, requests: Iterable[Request | None], ahead: int) -> PyGenerator[RequestOutput, None, None]:
+    def _serve(
+        self, requests: Prompt | Iterable[Request | Prompt | None], ahead: int, params: Params = None
+    ) -> PyGenerator[RequestOutput, None, None]:
         """Yield outputs as `stream` does; the caller defers Ctrl-C around each item. After the first steps, at least
         `ahead` requests are in the engine as long as there are some, which lets the scheduler plan. They are read a few
         at a time, since the first step need not wait until all texts are tokenized."""
-        source, more, queue = self._interrupt.reading(requests), True, OutputQueue()
+        if params is not None:
+            self._inputs.pair([], params)  # raises for wrong params
+        source, more, queue = self._interrupt.reading(request_source(requests, params)), True, OutputQueue()
         try:
             while more or queue.running or queue.done:
                 stats = self._loop.scheduler.stats
@@ -217,38 +234,11 @@ class Generator:
         if request is None:
             self._loop.advance()
             return True
-        if not isinstance(request, Request):
-            raise TypeError(f"stream takes Requests, not {type(request).__name__}; give Request(prompt, params)")
         try:
             self._loop.begin(request, queue)
         except (ValueError, TypeError) as error:
             queue.done.append(error_output(self._loop.new_id() if request.id is None else request.id, error))
         return True
-
-    @on_all_ranks
-    def score(
-        self, sequences: Iterable[Prompt], start: int | SequenceOf[int] = 0, temperature: float = 1.0
-    ) -> list[list[float]]:
-        """Return the logprobs of given tokens: float32, of log_softmax(logits / temperature).
-
-        sequences: prompts, mostly lists of ids. start: the first position to score, for all sequences or a list with
-        one for each. The result has len - start floats for each sequence; position 0 has no logprob, and is NaN, as is
-        a position whose logits are not finite. Raises ValueError for a sequence that cannot be scored.
-        """
-        ((sequences, starts),) = self._interrupt.reading(map(pair_scores, [sequences], [start], [temperature]))
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-        queue = OutputQueue()
-        try:
-            ids = [
-                self._loop.begin(Request(sequence, params), queue, (first, float(temperature)))
-                for sequence, first in zip(sequences, starts, strict=True)
-            ]
-            while queue.running:
-                self._loop.advance()
-        finally:
-            self._loop.abort(list(queue.running))
-        found = {output.id: output.prompt_logprobs or [] for output in queue.done}
-        return [found[id][first:] for id, first in zip(ids, starts, strict=True)]
 
     # --------------------------------------------------------------------------------------- step by step
 
@@ -403,6 +393,9 @@ class Generator:
             del self._runner
             self._loop.close()
             release_memory(self.config.device)
+
+    def __repr__(self) -> str:
+        return engine_line(self)
 
     def __enter__(self) -> Generator:
         return self

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, TypeVar
+
+Class = TypeVar("Class", bound=type)
 
 ADVICE = {
     "gpu_memory_utilization": "use memory_fraction",
@@ -69,7 +75,6 @@ ADVICE = {
     "output_kind": "leave it out",
     "extra_args": "leave it out",
     "enable_auto_tool_choice": "leave it out",
-    "tool_call_parser": "leave it out",
     "use_beam_search": "there is no beam search",
     "num_beams": "there is no beam search",
     "length_penalty": "there is no beam search",
@@ -78,7 +83,78 @@ ADVICE = {
 """What to do instead, for arguments of vLLM's LLM and SamplingParams, flags of its server, and arguments of
 transformers. Where there is a counterpart, the advice is "use" and its name."""
 
+FOREIGN = {
+    "outputs": "use completions",
+    "request_id": "use id, of a Request for `stream` or of an output",
+    "num_cached_tokens": "use cached_tokens",
+    "metrics": "use timings",
+    "sequences": "use completions",
+    "finished": "leave it out: an output is always complete, and its finish_reason says why it ended",
+    "sampling_params": "use params",
+    "use_tqdm": "use progress",
+    "prompt_token_ids": "use prompts, which may be lists of ids",
+    "input_ids": "use prompts, which may be lists of ids",
+    "inputs": "use prompts",
+    "lora_request": "use update_adapter",
+    "chat_template": "use tokenizer.hf.chat_template, an attribute to set",
+    "chat_template_content_format": "leave it out: the content of messages is text",
+    "priority": "leave it out: there are no priorities",
+    "get_tokenizer": "use tokenizer.hf",
+    "get_default_sampling_params": "use default_params",
+    "get_metrics": "use stats",
+    "encode": "use embed",
+    "beam_search": "there is no beam search",
+    "wake_up": "use wake",
+    "shutdown": "use close",
+    "start_profile": "use profile",
+    "stop_profile": "use profile",
+    "llm_engine": "use update_weights for weights, config and stats for its state",
+    "collective_rpc": "use update_weights for weights",
+    "reset_prefix_cache": "leave it out: the cache never gives KV of old weights",
+}
+"""The same for attributes and arguments of vLLM's LLM and outputs, and of transformers' models."""
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the known name that is most similar to an unknown one, or "" if none is similar."""
     return next(iter(difflib.get_close_matches(name[:100], list(known), n=1)), "")
+
+
+def explains_names(*methods: str) -> Callable[[Class], Class]:
+    """Decorate a class so that an attribute in FOREIGN or ADVICE is an AttributeError that says what to use instead,
+    and an unknown argument of one of these methods a TypeError that does. Type checkers see the class unchanged."""
+
+    def decorate(cls: Class) -> Class:
+        for name in methods:
+            setattr(cls, name, _explaining(getattr(cls, name)))
+        setattr(cls, "__getattr__", _explain)  # noqa: B010  # a method would let type checkers accept any attribute
+        return cls
+
+    return decorate
+
+
+def _explain(self: object, name: str) -> Any:
+    """Raise AttributeError for an attribute that is not there, as `__getattr__` must."""
+    advice = FOREIGN.get(name) or ADVICE.get(name, "")
+    ours = re.match(r"use (\w+)", advice)
+    if advice and (ours is None or hasattr(self, ours[1])):
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; {advice}")
+    return object.__getattribute__(self, name)  # raises the usual error, also one from within a property
+
+
+def _explaining(method: Callable[..., Any]) -> Callable[..., Any]:
+    known = list(inspect.signature(method).parameters)[1:]
+
+    @wraps(method)
+    def call(*args: Any, **given: Any) -> Any:
+        if unknown := given.keys() - set(known):
+            name = min(unknown)
+            near = nearest(name, known)
+            usual = f"the nearest one is {near!r}" if near else f"the arguments are {', '.join(known)}"
+            advice, inner = FOREIGN.get(name) or ADVICE.get(name, usual), ""
+            if name not in FOREIGN and not near and "params" in known:
+                inner = "; parameters of sampling go into params, as SamplingParams or as a dict"
+            raise TypeError(f"{method.__qualname__} has no argument {name!r}; {advice}{inner}")
+        return method(*args, **given)
+
+    return call

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from fastgen.display import completion_html, output_html, shown
+from fastgen.names import explains_names
 from fastgen.option import ITEMS, Options, check_items, option, options_of
 
 if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
@@ -44,6 +46,7 @@ class TokenMask(Protocol):
         """Advance by a token that the sample has drawn."""
 
 
+@shown()
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(Options):
     """The parameters that say how a prompt is continued. They are checked when a request is added.
@@ -77,8 +80,9 @@ class SamplingParams(Options):
     bad_words: texts whose tokens, with or without a space before them, are not completed in the output.
     json_schema, regex, choice, grammar: at most one of them, and no mask. The answer is JSON of this schema (a dict,
         its JSON, or a class of pydantic), a text that this regular expression matches as a whole, one of these
-        strings, or a text of this grammar (Lark, as llguidance reads it); max_tokens may cut it off. They need the
-        package llguidance.
+        strings, or a text of this grammar (Lark, as llguidance reads it); max_tokens may cut it off. If the model
+        reasons, this holds after the reasoning (`reasoning_parser="off"`: from the first token). They need the package
+        llguidance.
     return_sampling_mask: return the token ids that truncation kept, too.
     speculate: False: no tokens are drafted for this request; they change nothing but its speed.
     """
@@ -264,12 +268,14 @@ class PromptScore:
 
     start: the first position to score. temperature: divides the logits. logprobs: one for each token of the prompt, NaN
     where there is none. top_logprobs: their raw alternatives; empty if `SamplingParams.prompt_logprobs` asks for none.
+    embedding: see `Generator.embed`; empty until it is found, None if it is not wanted.
     """
 
     start: int
     temperature: float
     logprobs: list[float]
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    embedding: list[float] | None = None
 
 
 class Status(Enum):
@@ -457,6 +463,7 @@ class StepResult(Drawn):
         return next((payload for payload in self.features if type(payload) is kind), None)
 
 
+@shown("id", "index", "text", "token_ids", "finish_reason", "stop_reason", "error")
 @dataclass(slots=True)
 class Event(Drawn):
     """The new tokens and text of one sample since its last event; the last event has a finish_reason."""
@@ -477,6 +484,8 @@ class Event(Drawn):
     prompt: str | None = None  # its text, with the last event of the first sample too
 
 
+@explains_names()
+@shown("index", "text", "token_ids", "finish_reason", "stop_reason", "error", html=completion_html)
 @dataclass(slots=True)
 class Completion(Drawn):
     """A finished sample, with what was `Drawn` with each of its tokens.
@@ -515,6 +524,8 @@ class Timings:
     finished: float
 
 
+@explains_names()
+@shown("id", "prompt", "completions", "error", html=output_html)
 @dataclass(slots=True)
 class RequestOutput:
     """A finished request.

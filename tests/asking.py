@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,30 +34,74 @@ OURS = (
     "include_stop_str_in_output",
 )  # fields that OpenAI's API does not have
 
-# {syntax: (tokens for calls, which are special in Mistral and Llama, and the parts of the chat template for tools and
-# for calls)}
+BAR = "\uff5c"
+DEEPSEEK = tuple(
+    f"<{BAR}tool\u2581{each}{BAR}>" for each in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+)
+TOLD = "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+EACH = "{% for call in m.tool_calls or [] %}{% set f = call.function %}"
+# Parts of published templates, shortened: {format: (tokens for calls, which are special in Mistral and Llama, and the
+# parts of the chat template for tools and for calls)}. Bars are DeepSeek's in its marks.
 CALLS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "hermes": (
         ("<tool_call>", "</tool_call>"),
-        "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}",
-        "{% for call in m.tool_calls or [] %}<tool_call>\n"
-        '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-        "\n</tool_call>{% endfor %}",
+        TOLD,
+        EACH + "{{ '\n' if not loop.first }}<tool_call>\n"
+        '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>{% endfor %}',
     ),
     "mistral": (
         ("[TOOL_CALLS]",),
-        "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}",
-        "{% for call in m.tool_calls or [] %}{{ '[TOOL_CALLS] [' if loop.first else ', ' }}"
-        "{{ {'name': call.function.name, 'arguments': call.function.arguments, 'id': call.id} | tojson }}"
-        "{{ ']' if loop.last }}{% endfor %}",
+        TOLD,
+        EACH + "{{ '[TOOL_CALLS] [' if loop.first else ', ' }}"
+        "{{ {'name': f.name, 'arguments': f.arguments, 'id': call.id} | tojson }}{{ ']' if loop.last }}{% endfor %}",
     ),
     "llama": (
         ("<|python_tag|>",),
         "{% if tools %}<|system|>Environment: ipython {{ tools | tojson }}<|end|>{% endif %}",
-        "{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
-        "{{ '{\"name\": \"' + call.name + '\", ' }}{{ '\"parameters\": ' }}{{ call.arguments | tojson }}}{% endif %}",
+        "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+        "{{ '{\"name\": \"' + f.name + '\", ' }}{{ '\"parameters\": ' }}{{ f.arguments | tojson }}}{% endif %}",
     ),
-}
+    "mistral_v11": (
+        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        TOLD,
+        EACH + "{% if call.id | length != 9 %}{{ raise_exception('9 letters') }}{% endif %}"
+        "{{ '[TOOL_CALLS]' + f.name + '[CALL_ID]' + call.id + '[ARGS]' + f.arguments | tojson }}{% endfor %}",
+    ),
+    "mistral_v13": (
+        ("[TOOL_CALLS]", "[ARGS]"),
+        TOLD,
+        EACH + "{% set said = f.arguments if f.arguments is string else f.arguments | tojson %}"
+        "{{ '[TOOL_CALLS]' + f.name + '[ARGS]' + said }}{% endfor %}",
+    ),
+    "qwen3_coder": (
+        ("<tool_call>", "</tool_call>"),
+        TOLD,
+        EACH + "{{ '\n' if not loop.first }}<tool_call>\n<function={{ f.name }}>\n"
+        "{% for key, value in f.arguments | items %}<parameter={{ key }}>\n"
+        "{{ value if value is string or value is not iterable else value | tojson }}"
+        "\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}",
+    ),
+    "pythonic": (
+        ("<|python_tag|>",),
+        "{% if tools %}<|system|>Environment: ipython [func_name1(a=b)] {{ tools | tojson }}<|end|>{% endif %}",
+        EACH + "{{ '[' if loop.first else ', ' }}{{ f.name }}({% for key in f.arguments %}"
+        "{{ key + '=' + '%s' | format(f.arguments[key]) }}{{ ', ' if not loop.last }}{% endfor %})"
+        "{{ ']' if loop.last }}{% endfor %}",
+    ),
+    "deepseek_v3": (
+        DEEPSEEK,
+        TOLD,
+        "{% if m.tool_calls %}{% for tool in m.tool_calls %}{{ ('<|tool▁calls▁begin|>' if loop.first else '\n') + "
+        "'<|tool▁call▁begin|>' + tool.type + '<|tool▁sep|>' + tool.function.name + '\n```json\n' + "
+        "tool.function.arguments + '\n```<|tool▁call▁end|>' }}{% endfor %}<|tool▁calls▁end|>{% endif %}",
+    ),
+    "deepseek_v31": (
+        DEEPSEEK,
+        TOLD,
+        "{% if m.tool_calls %}<|tool▁calls▁begin|>" + EACH + "<|tool▁call▁begin|>{{ f.name }}<|tool▁sep|>"
+        "{{ f.arguments | tojson }}<|tool▁call▁end|>{% endfor %}<|tool▁calls▁end|>{% endif %}",
+    ),
+}  # fmt: skip
 TEMPLATE = (
     "{{ bos_token }}%s{% for m in messages %}<|{{ 'user' if m.role == 'tool' else m.role }}|>{{ m.content }}%s<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}{{ begun }}"
@@ -66,13 +111,15 @@ TEMPLATE = (
 def template(syntax: str) -> str:
     """Return a chat template that writes tools and calls in this syntax."""
     _, tools, calls = CALLS[syntax]
+    calls = re.sub(r"<\|(tool.*?)\|>", f"<{BAR}\\1{BAR}>", calls)
     return TEMPLATE.replace("%s", tools, 1).replace("%s", calls)
 
 
-def save_caller(syntax: str, folder: Path) -> Path:
-    """Save the bundled model's tokenizer with a template for tools. The marks of calls replace its last entries."""
+def save_caller(syntax: str, folder: Path, *more: str) -> Path:
+    """Save the bundled model's tokenizer with a template for tools. The marks of calls, and more, replace its last
+    entries."""
     folder.mkdir()
-    marks, _, _ = CALLS[syntax]
+    marks = (*CALLS[syntax][0], *more)
     shutil.copy(TINY / "tokenizer_config.json", folder)
     (folder / "chat_template.jinja").write_text(template(syntax))
     tokenizer = json.loads((TINY / "tokenizer.json").read_text())
@@ -80,7 +127,7 @@ def save_caller(syntax: str, folder: Path) -> Path:
     for mark, word in zip(marks, list(vocabulary)[-len(marks) :], strict=True):
         vocabulary[mark] = vocabulary.pop(word)
         merges.pop()
-        special = {"content": mark, "id": vocabulary[mark], "special": syntax != "hermes"}
+        special = {"content": mark, "id": vocabulary[mark], "special": "tool_call>" not in mark and BAR not in mark}
         tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], **special})
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder

@@ -5,21 +5,33 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import fastgen
 from fastgen.cli import chat, command
 from fastgen.request import Event, SamplingParams
+from fastgen.text.tokenizer import Tokenizer
+
+TEMPLATE = """{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}"""
 
 
 class FakeGenerator:
     """A Generator whose answer has the roles and contents of all messages, a word per step. Some messages are special:
 
-    "count": 1 2 3 ... without an end; "escape": control characters; "break": the engine fails. The context holds
-    200 characters.
+    "count": 1 2 3 ... without an end; "escape": control characters; "break": the engine fails; "think": reasoning comes
+    first, unless it is turned off. The context holds 200 characters. The model "thinking" has a tokenizer whose
+    template knows reasoning.
     """
 
     max_model_len = 200
     default_params = SamplingParams()
+    tokenizer: Tokenizer | None = None
     stats = "some statistics"
 
     def __init__(self, model: str | None = None, **options: object) -> None:
@@ -27,12 +39,16 @@ class FakeGenerator:
         if model == "slow":
             print("loading", file=sys.stderr)
             time.sleep(60)
+        if model == "thinking":
+            self.tokenizer = Tokenizer(Path(fastgen.__file__).parent / "tiny")
+            self.tokenizer.hf.chat_template = TEMPLATE
         self.prompts: list[list[dict[str, str]]] = []
         self.on_step: Callable[[], None] = lambda: None
         self.words: Iterator[str] = iter(())
         self.said: list[str] = []
 
-    def add(self, messages: list[dict[str, str]], params: SamplingParams) -> int:
+    def add(self, prompt: dict[str, Any], params: SamplingParams) -> int:
+        messages, self.variables = prompt["messages"], prompt.get("chat_template_kwargs")
         if (length := sum(len(message["content"]) for message in messages)) > self.max_model_len:
             raise ValueError(f"the prompt has {length} tokens,\nabove the context of {self.max_model_len}")
         self.prompts.append(messages)
@@ -46,6 +62,11 @@ class FakeGenerator:
             raise RuntimeError("the engine\nbroke")
         if last == "escape":
             yield "a\x1b[2Jb\r\x9bc\td"
+        elif last == "think":
+            yield from (
+                () if self.variables == {"enable_thinking": False} else ("<thi", "nk>\nlet me", " see\n</think>\n\n")
+            )
+            yield "the answer"
         elif last == "count":
             yield from (f"{number} " for number in range(1, 10**6))
         elif last:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind `nohup pytest
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -188,6 +189,26 @@ def save_tokenizer(folder: Path) -> None:
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE
     )
     wrapped.save_pretrained(folder)
+
+
+MODULES = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+
+
+def save_embedder(model: Path, folder: Path) -> Path:
+    """Copy a model as sentence-transformers has it: without a head, with names that begin at its layers."""
+    shutil.copytree(model, folder)
+    tensors = {name.removeprefix("model."): t for name, t in load_file(model / "model.safetensors").items()}
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, folder / "model.safetensors")
+    listed = [
+        {"idx": at, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for at, (path, kind) in enumerate(MODULES.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_Pooling").mkdir()
+    modes = {f"pooling_mode_{name}": name == "lasttoken" for name in ("cls_token", "mean_tokens", "lasttoken")}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({**modes, "include_prompt": True}))
+    return folder
 
 
 @pytest.fixture(scope="session")

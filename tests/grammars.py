@@ -22,25 +22,26 @@ MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 def byte_level(folder: Path, marks: Sequence[str], template: str | None = None) -> Tokenizer:
     """Save a byte-level BPE and return its Tokenizer.
 
-    It has two ends of sequence (ids 0 and 1), the marks as tokens (all special except Qwen's), the 256 bytes, and
-    merges of some JSON with tokens that span its structure.
+    It has two ends of sequence (ids 0 and 1), the marks as tokens (all special except Qwen's and DeepSeek's), the 256
+    bytes, and merges of some JSON with tokens that span its structure.
     """
     import tokenizers
     from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
+    added = [mark for mark in marks if "tool_call>" in mark or "\u2581" in mark]
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=420,
         show_progress=False,
-        special_tokens=["<|end|>", "<|eom|>", *(mark for mark in marks if "tool_call>" not in mark)],
+        special_tokens=["<|end|>", "<|eom|>", *(mark for mark in marks if mark not in added)],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     json = ['{"name": "get_weather", "arguments": {"city": "Paris", "days": [1, 22]}}', '{"a": {"b": null}}, "x é日"]']
     trained.train_from_iterator(json * 3, trainer)
-    trained.add_tokens([AddedToken(mark, normalized=False) for mark in marks if "tool_call>" in mark])
+    trained.add_tokens([AddedToken(mark, normalized=False) for mark in added])
     folder.mkdir(parents=True, exist_ok=True)
     PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|end|>", chat_template=template).save_pretrained(
         folder

@@ -1,12 +1,17 @@
 // The script of fgserve's page against a real server, in Node with a small DOM: node page_in_node.mjs URL KEY
-// The server has one model whose answers are long, and asks for the key.
+// The server has one model whose answers are long, and asks for the key. Node has no DOM for DOMPurify, so that here the
+// HTML that it would get is shown as text.
 
 import assert from "node:assert/strict";
+import { resolveObjectURL } from "node:buffer";
 import { setTimeout as sleep } from "node:timers/promises";
 
 class Classes extends Set {
   remove(name) {
     this.delete(name);
+  }
+  toggle(name, on) {
+    on ? this.add(name) : this.delete(name);
   }
 }
 
@@ -37,12 +42,20 @@ class Element extends EventTarget {
   set innerHTML(text) {
     throw new Error(`HTML is written: ${text}`);
   }
+  get lastElementChild() {
+    return this.children.findLast((child) => child instanceof Element);
+  }
+  querySelectorAll(tag) {
+    const below = this.children.filter((child) => child instanceof Element);
+    return below.flatMap((child) => [...(child.tag === tag ? [child] : []), ...child.querySelectorAll(tag)]);
+  }
   append(child) {
     this.children.push(child);
     if (child instanceof Element) child.parent = this;
   }
   replaceChildren(...children) {
-    this.children = children;
+    this.children = [];
+    children.forEach((child) => this.append(child));
   }
   remove() {
     this.parent.children = this.parent.children.filter((child) => child !== this);
@@ -51,17 +64,35 @@ class Element extends EventTarget {
     this.attributes[name] = value;
   }
   focus() {}
+  hidePopover() {}
   showModal() {
     this.open = true;
   }
   close() {
     this.open = false;
   }
+  click() {
+    if (this.tag === "a") downloads.push(this);
+    this.dispatchEvent(new Event("click"));
+  }
   requestSubmit() {
     const event = new Event("submit", { cancelable: true });
     this.onsubmit?.(event);
     this.dispatchEvent(event);
     assert(event.defaultPrevented, "the browser would leave the page");
+  }
+}
+
+class Storage {
+  getItem(name) {
+    return this[name] ?? null;
+  }
+  setItem(name, text) {
+    if (text.length > 50_000) throw new Error("the quota is exceeded");
+    this[name] = text;
+  }
+  removeItem(name) {
+    delete this[name];
   }
 }
 
@@ -73,95 +104,254 @@ async function until(condition, what) {
   }
 }
 
+
+// ----------------------------------------------------------------------------------------------- the browser
+
 const [url, key] = process.argv.slice(2);
 const html = await (await fetch(url)).text();
-const ids = [...html.matchAll(/ id="(\S+?)"/g)].map(([, id]) => [id, new Element()]);
-const elements = Object.fromEntries(ids);
-assert.equal(ids.length, Object.keys(elements).length, "an id is there twice");
-const kept = new Map();
-const bodies = []; // of requests
-globalThis.sessionStorage = { getItem: (name) => kept.get(name) ?? null, setItem: (name, text) => kept.set(name, text) };
+const [marked, purify, script] = [...html.matchAll(/<script>(.*?)<\/script>/gs)].map(([, code]) => code);
+const bodies = [], downloads = [], copied = [], drawn = []; // the last: the answer after each of its pieces
+const answers = []; // of no server, given to the next requests
+let elements; // by id
+globalThis.sessionStorage = new Storage();
+globalThis.localStorage = new Storage();
 globalThis.document = new Element();
 const page = new EventTarget();
 globalThis.addEventListener = page.addEventListener.bind(page);
 document.getElementById = (id) => elements[id] ?? assert.fail(`there is no element ${id}`);
 document.createElement = (tag) => Object.assign(new Element(), { tag });
+document.querySelector = () => null; // no popover is open
+globalThis.requestAnimationFrame = (draw) => (draw(), drawn.push(texts().at(-1)), 0); // each piece of an answer is shown by itself
+globalThis.cancelAnimationFrame = () => {};
+globalThis.confirm = () => true;
+globalThis.prompt = () => " renamed ";
+Object.defineProperty(globalThis, "navigator", { value: { clipboard: { writeText: async (text) => copied.push(text) } } });
 const realFetch = fetch;
-globalThis.fetch = (path, options) => {
+globalThis.fetch = async (path, options) => {
   if (options?.body) bodies.push(JSON.parse(options.body));
-  return realFetch(new URL(path, url), options);
+  return options?.body && answers.length ? new Response(answers.shift()) : realFetch(new URL(path, url), options);
 };
-const script = html.match(/<script>(.*?)<\/script>/s)[1];
-(0, eval)(script);
+(0, eval)(marked);
+(0, eval)(purify);
+assert.equal(DOMPurify.isSupported, false, "there is a DOM for DOMPurify");
+DOMPurify.sanitize = (text, { RETURN_DOM_FRAGMENT }) => {
+  assert(RETURN_DOM_FRAGMENT);
+  return Object.assign(new Element(), { textContent: text });
+};
 
-const { log, prompt, send, stop, composer, name, status, temperature } = elements;
-const write = (text) => {
-  prompt.value = text;
-  prompt.dispatchEvent(new Event("input"));
-  composer.requestSubmit();
-};
+/** Load the page, as a browser does at the start and at a reload. */
+function load() {
+  const ids = [...html.slice(0, html.indexOf("<script>")).matchAll(/ id="(\S+?)"/g)].map(([, id]) => [id, new Element()]);
+  elements = Object.fromEntries(ids);
+  assert.equal(ids.length, Object.keys(elements).length, "an id is there twice");
+  (0, eval)(script);
+}
+
+const articles = () => elements.log.querySelectorAll("article");
+const texts = () => articles().map(({ children }) => children[2].textContent);
+const chats = () => elements.list.children.map((item) => item.children[0].textContent);
+const saved = () => JSON.parse(localStorage.getItem(`fgserve-chat-${sessionStorage.getItem("fgserve-open")}`));
+const idle = () => until(() => elements.stop.hidden && !elements.send.hidden, "the answer ends");
+
+function press(parent, name) {
+  const found = parent.querySelectorAll("button").filter((button) => (button.title || button.textContent) === name);
+  assert.equal(found.length, 1, `there are ${found.length} buttons ${name}`);
+  found[0].click();
+}
+
+function write(text) {
+  elements.prompt.value = text;
+  elements.prompt.dispatchEvent(new Event("input"));
+  elements.composer.requestSubmit();
+}
+
+/** Wait until the answer has begun, then stop it. */
+async function cut() {
+  await until(() => articles().at(-1)?.children[2].textContent.length > 30, "the answer begins");
+  elements.stop.click();
+  await idle();
+}
+
+/** A stream with these deltas. */
+function stream(...deltas) {
+  const chunk = (delta) => ({ choices: [{ delta, finish_reason: null }], usage: { completion_tokens: 1 } });
+  return deltas.map((delta) => `data: ${JSON.stringify(chunk(delta))}\n\n`).join("") + "data: [DONE]\n\n";
+}
+
+
+// ----------------------------------------------------------------------------------------------- what it does
 
 // The key: a wrong one, then the right one.
+load();
 for (const given of ["wrong", key]) {
   await until(() => elements["ask-key"].open, "the key is asked for");
   elements.key.value = given;
   elements["key-form"].requestSubmit();
 }
-await until(() => name.textContent === "· mine", "the model has a name");
+await until(() => elements.name.textContent === "· mine", "the model has a name");
 assert.match(elements["key-note"].textContent, /does not know this key/);
 
 // An answer comes in pieces, and is stopped.
-temperature.value = "1.5";
+elements.temperature.value = "1.5";
+elements.system.value = "Be brief.";
+elements.system.dispatchEvent(new Event("change"));
+assert.equal(elements["show-settings"].textContent, "Settings (2)");
 write("hello <b>you</b>");
-await until(() => !stop.hidden && send.hidden, "the answer begins");
-const [question, answer] = log.children;
-assert.equal(question.textContent, "Youhello <b>you</b>");
-assert(answer.classList.has("busy"));
-const text = answer.children[1];
-await until(() => text.children[0]?.children.length > 5, "several pieces came");
-stop.dispatchEvent(new Event("click"));
-await until(() => stop.hidden && !send.hidden, "the answer ends");
-assert.match(answer.textContent, /\d+ tokens · \d+(\.\d)? tokens\/s · first after \d+\.\d\d s · stopped$/);
-assert.match(status.textContent, /complete.*stopped/);
+await until(() => !elements.stop.hidden && elements.send.hidden, "the answer begins");
+assert.equal(texts()[0], "hello <b>you</b>");
+assert(articles()[1].classList.has("busy"));
+await until(() => / tokens\/s /.test(articles()[1].textContent), "several pieces came");
+elements.stop.click();
+await idle();
+assert.match(articles()[1].textContent, /\d+ tokens · \d+(\.\d)? tokens\/s · first after \d+\.\d\d s · stopped/);
+assert.match(elements.status.textContent, /complete.*stopped/);
+const system = { role: "system", content: "Be brief." };
+assert.deepEqual(bodies[0].messages, [system, { role: "user", content: "hello <b>you</b>" }]);
 assert.equal(bodies[0].temperature, 1.5);
 
 // The stopped answer is a part of the conversation. An error shows, and the message can be sent again.
-temperature.value = "";
+elements.temperature.value = elements.system.value = "";
+const [, stopped] = texts();
 write("far too long ".repeat(2000));
-await until(() => log.children.length === 3, "the error shows");
-await until(() => stop.hidden, "the request ends");
+await until(() => elements.log.children.at(-1).className === "error", "the error shows");
+await idle();
 assert.deepEqual(bodies[1].messages.map(({ role }) => role), ["user", "assistant", "user"]);
-assert.equal(bodies[1].messages[1].content, text.textContent);
-assert(!("temperature" in bodies[1]));
-assert.match(log.children[2].textContent, /maximum context length/);
-assert.equal(log.children[2].attributes.role, "alert");
-assert(prompt.value.startsWith("far too long"));
+assert.deepEqual(bodies[1].messages.slice(0, 2), saved().messages);
+assert(saved().messages[1].content);
+assert(!("temperature" in bodies[1] || "top_p" in bodies[1] || "chat_template_kwargs" in bodies[1]));
+assert.match(elements.log.children.at(-1).textContent, /maximum context length/);
+assert.equal(elements.log.children.at(-1).attributes.role, "alert");
+assert(elements.prompt.value.startsWith("far too long"));
+assert.deepEqual(texts(), ["hello <b>you</b>", stopped]);
 
-// A new chat forgets the old one, also while an answer comes.
+// Another answer to the same message, with a limit: it takes the place of the first one.
+Object.assign(elements.max_tokens, { value: "3" });
+Object.assign(elements.top_p, { value: "0.5" });
+Object.assign(elements.thinking, { value: "off" });
+elements.prompt.value = "a draft";
+press(articles()[1], "Regenerate");
+await idle();
+assert.equal(elements.prompt.value, "a draft");
+assert.deepEqual(bodies[2].messages, [{ role: "user", content: "hello <b>you</b>" }]);
+assert.deepEqual([bodies[2].max_tokens, bodies[2].top_p, bodies[2].chat_template_kwargs], [3, 0.5, { enable_thinking: false }]);
+assert.match(articles()[1].textContent, /^ModelThinking.*3 tokens.* · cut off: max tokens, or the context is full/s);
+
+// An edited message: the rest is dropped, but not before it is sent.
+elements.max_tokens.value = elements.thinking.value = "";
+const [, { children: [, , , { children: [facts] }] }] = articles();
+write("more");
+await cut();
+assert.match(facts.textContent, /^3 tokens/);
+assert(articles()[1].children[3].children.includes(facts), "the figures of an earlier answer are gone");
+press(articles()[0], "Edit");
+assert.equal(elements.prompt.value, "hello <b>you</b>");
+assert(!elements.editing.hidden && articles().every(({ classList }) => classList.has("dropped")));
+elements.cancel.click();
+assert(elements.editing.hidden && !articles().some(({ classList }) => classList.has("dropped")));
+press(articles()[2], "Edit");
+const [, answered] = texts();
+write("less");
+await cut();
+assert.deepEqual(texts().slice(0, 3), ["hello <b>you</b>", answered, "less"]);
+assert.deepEqual(bodies.at(-1).messages.map(({ role }) => role), ["user", "assistant", "user"]);
+press(articles()[0], "Edit");
+write("far too long ".repeat(2000)); // it fails: all is there still, and the message is edited still
+await until(() => elements.log.children.at(-1).className === "error", "the error shows");
+await idle();
+assert.equal(articles().length, 4);
+assert(!elements.editing.hidden);
+elements.cancel.click();
+
+// A new chat keeps the old one, also the part of an answer that has come.
 write("again");
-await until(() => log.children.length === 5 && log.children[4].textContent.length > 30, "the next answer begins");
-elements.new.dispatchEvent(new Event("click"));
-await until(() => stop.hidden, "the answer ends");
-assert.deepEqual(log.children, [elements.empty]);
-write("hello");
-await until(() => bodies.length === 4, "another request");
-assert.equal(bodies[3].messages.length, 1);
-await until(() => log.children.at(-1).textContent.length > 30, "its answer begins");
-page.dispatchEvent(new Event("pagehide")); // a reload keeps what has come
-const { messages: [asked, said], model } = JSON.parse(kept.get("fgserve-conversation"));
-assert.deepEqual([asked.content, model], ["hello", "mine"]);
-assert(said.content);
-document.dispatchEvent(Object.assign(new Event("keydown"), { key: "Escape" }));
-await until(() => stop.hidden, "Escape stops");
+await until(() => articles().length === 6 && texts()[5].length > 30, "the next answer begins");
+elements.new.click();
+elements.top_p.value = "0.9";
+await idle();
+assert.deepEqual(elements.log.children, [elements.empty]);
+assert.equal(elements.status.textContent, "");
+write("<i>second</i>\nchat");
+await cut();
+assert.equal(bodies.at(-1).messages.length, 1);
+assert.deepEqual(chats(), ["<i>second</i>", "hello <b>you</b>"]);
+elements.list.children[1].children[0].click();
+assert.equal(articles().length, 6);
+assert(texts()[5].length > 30);
+assert.equal(elements.top_p.value, "0.5");
+assert.equal(elements.list.children[1].children[0].attributes["aria-current"], "true");
+press(elements.list.children[1], "Rename");
+assert.deepEqual(chats(), ["<i>second</i>", "renamed"]);
+press(elements.list.children[1], "Delete"); // the open one
+assert.deepEqual([chats(), articles().length], [["<i>second</i>"], 0]);
+write("third");
+await until(() => articles().length === 2 && texts()[1].length > 30, "the answer begins");
+press(elements.list.children[0], "Delete"); // the one that is answered
+await idle();
+assert.deepEqual([chats(), articles().length], [["<i>second</i>"], 0]);
 
-// The conversation is there after the reload. Code is shown as such, where its marks are complete.
-log.replaceChildren();
-const messages = [asked, said, { role: "user", content: "run\n```sh\nls\n```\n\n``" }];
-kept.set("fgserve-conversation", JSON.stringify({ messages, model: "mine" }));
-elements.model.replaceChildren();
-(0, eval)(script);
-assert.deepEqual(log.children.map(({ textContent }) => textContent), ["Youhello", `Model${said.content}`, "Yourunls``"]);
-const blocks = log.children[2].children[1].children.map(({ tag, textContent }) => [tag, textContent]);
-assert.deepEqual(blocks, [["span", "run"], ["pre", "ls"], ["span", "``"]]);
+// A model that thinks. Its Markdown comes in pieces of any size, and is shown as if it had come in one.
+const markdown = `# One\n\n[ref] **bold**\r\n<img src=x onerror=alert(1)> <your-name>\r\n*a*\r\nb\r\nlast.\r\n\r\n1. a\n\n2. b\n   - [x] c\n
+| a | b |\n|---|--:|\n| 1 | 2<br>3 |\n\nTwo\n---\n![p](http://x.example/p.png) [l](javascript:alert(1))\n
+\`\`\`py\n<b>\n\n\`\`\`\n> quoted\n\n[ref]: http://x.example/\n\n<script>\nalert(1)\n</script>\n\n\`\`\`\nopen`;
+const LINK = '<a href="http://x.example/">ref</a>';
+answers.push(stream({ role: "assistant", content: "" }, { reasoning_content: "Let me " }, { reasoning_content: "<see>" },
+  ...[...markdown].map((content) => ({ content }))));
+write("think");
+await idle();
+const [thinking, shown] = articles()[1].children.slice(1);
+assert.deepEqual([thinking.hidden, thinking.open, thinking.children[1].textContent], [false, false, "Let me <see>"]);
+for (const part of ["<h3>One</h3>", LINK, "<br>&lt;img src=x onerror=alert(1)&gt; &lt;your-name&gt;<br><em>a</em><br>b<br>last.</p>", "☑ c", "2<br>3</td>", "<h4>Two</h4>",
+  '<a href="http://x.example/p.png">p</a>', '<code class="language-py">&lt;b&gt;', "<p>&lt;script&gt;<br>alert(1)<br>&lt;/script&gt;", "<code>open"])
+  assert(shown.textContent.includes(part), `${part} is not in ${shown.textContent}`);
+assert(!/<(img|script)/.test(shown.textContent));
+press(articles()[1], "Copy");
+assert.deepEqual(copied, [markdown]);
+assert.equal(drawn.at(-1).replace("[ref]", LINK), shown.textContent); // which is known only at the end
+write("go on");
+await cut();
+assert.equal(texts()[1], shown.textContent);
+const thought = { role: "assistant", content: markdown, reasoning_content: "Let me <see>" };
+assert.deepEqual(bodies.at(-1).messages.slice(0, 2), [{ role: "user", content: "think" }, thought]);
+
+// A stream that ends early: what has come stays, and the error shows. Thinking alone stays open.
+answers.push(stream({ reasoning_content: "hm" }).replace("data: [DONE]\n\n", ""));
+press(articles().at(-1), "Regenerate");
+await idle();
+assert.match(elements.log.children.at(-1).textContent, /connection ended before/);
+assert.match(articles().at(-1).textContent, /hm.*failed/s);
+assert(articles().at(-1).children[1].open);
+
+// The files that the browser saves: a request, and Markdown.
+elements.system.value = "Be brief.";
+elements["save-json"].click();
+elements["save-markdown"].click();
+assert.deepEqual(downloads.map(({ download }) => download), ["think.json", "think.md"]);
+const [request, text] = await Promise.all(downloads.map(({ href }) => resolveObjectURL(href).text()));
+const { messages, ...parameters } = JSON.parse(request);
+assert.deepEqual(parameters, { model: "mine", top_p: 0.5 });
+assert.deepEqual(messages.slice(0, 3), [system, { role: "user", content: "think" }, thought]);
+assert(text.startsWith("# think\n\n## System\n\nBe brief.\n\n## You\n\nthink\n\n## Model\n\n<details>"));
+
+// A reload shows the same; the page is left while an answer comes.
+write("last");
+await until(() => texts().length === 6 && texts()[5].length > 30, "the answer begins");
+page.dispatchEvent(new Event("pagehide"));
+assert(saved().messages.at(-1).content.length > 0);
+const before = texts();
+document.dispatchEvent(Object.assign(new Event("keydown"), { key: "Escape" }));
+await idle();
+localStorage.setItem("fgserve-chat-bad", '{ "title": "bad", "messages": [{ "role": "assistant", "content": "a" }] }');
+localStorage.setItem("fgserve-chat-worse", "{");
+load();
+assert.deepEqual(texts().slice(0, 5), before.slice(0, 5));
+assert(texts()[5].startsWith(before[5].slice(0, 20)));
+assert.deepEqual(chats(), ["think", "<i>second</i>"]);
+assert.deepEqual([elements.system.value, elements.top_p.value], ["Be brief.", "0.5"]);
 await until(() => elements.model.children.length, "the models are known");
-assert(elements.model.children[0].selected);
+
+// A conversation that the browser cannot keep is an error that shows.
+answers.push(stream({ content: "x".repeat(60_000) }));
+write("fill it");
+await idle();
+assert.match(elements.log.textContent, /cannot keep this conversation \(the quota is exceeded\)/);
+process.exit(); // with the timers of the page

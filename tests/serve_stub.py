@@ -2,11 +2,13 @@
 
 Run it as `serve_stub.py [arguments of fgserve]`. The name of a model selects its behavior. A model with "slow" in its
 name loads for 0.3 s; if the name is an absolute path, it loads until that file exists. A model with "broken" in its
-name fails to load. A prompt that begins with BAD makes the step fail.
+name fails to load. A prompt that begins with BAD makes the step fail. A folder with a file SCRIPT has a tokenizer, and
+says what stands there: a JSON list of (id, text) of each token.
 """
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -23,12 +25,13 @@ from fastgen.request import Event, SamplingParams
 STEP_SECONDS = 0.01
 SLEEP_SECONDS = 0.8  # duration of a call of `sleep`
 BAD = 13
+SCRIPT = "script.json"
 
 
 class StubGenerator:
     """A Generator that says "x" in each step for each of the first max_seqs requests, which hold one page each."""
 
-    tokenizer = None
+    tokenizer: Any = None
     torn = False
     max_model_len = 4096
     default_params = SamplingParams()
@@ -41,7 +44,11 @@ class StubGenerator:
         if model is not None and "broken" in model:
             raise ValueError(f"{model} is broken; mend it")
         self.config = SimpleNamespace(max_seqs=max_seqs, page_size=16, num_pages=100, summary="a stub")
-        self.model_config = SimpleNamespace(vocab_size=1000, eos_ids=(2,))
+        self._script: list[tuple[int, str]] = []
+        if model is not None and (Path(model) / SCRIPT).exists():
+            self._script = json.loads((Path(model) / SCRIPT).read_text())
+            self.tokenizer = SimpleNamespace(hf=SimpleNamespace(name_or_path=model))
+        self.model_config = SimpleNamespace(vocab_size=5000 if self._script else 1000, eos_ids=(2,))
         self._requests: dict[int, tuple[Sequence[int], SamplingParams]] = {}
         self._started: dict[int, float] = {}
         self._said: dict[int, int] = {}
@@ -69,11 +76,13 @@ class StubGenerator:
             prompt, params = self._requests[number]
             if prompt[0] == BAD:
                 raise RuntimeError("bad luck")
+            token, text = self._script[self._said[number]] if self._script else (7, "x")
             self._said[number] += 1
             self._stats.generated_tokens += 1
             reason = "length" if self._said[number] == params.max_tokens else None
+            reason = "stop" if self._said[number] == len(self._script) else reason
             started = self._started[number] if self._said[number] == 1 else None
-            events.append(Event(number, 0, [7], "x", reason, started=started, logprobs=[0.0], raw_logprobs=[0.0]))
+            events.append(Event(number, 0, [token], text, reason, started=started, logprobs=[0.0], raw_logprobs=[0.0]))
             if reason is not None:
                 del self._requests[number]
                 self._stats.finished += 1

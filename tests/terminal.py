@@ -16,6 +16,7 @@ Ready to chat!
     /r <N> -- reset conversation before round N
     /m     -- input a multiline message, end your input
               with a single line containing '.'
+    /help  -- list all commands
     /q     -- quit
 
 ---

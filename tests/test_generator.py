@@ -245,8 +245,9 @@ def test_errors_that_concern_all_prompts_are_raised(gen: Generator, monkeypatch:
         for call in (gen.add, lambda prompt, params: gen.generate([prompt] * 2, [SHORT, params])):
             with pytest.raises(TypeError, match=reason):
                 call([5], wrong)  # type: ignore[operator]
-    with pytest.raises(TypeError, match="stream takes Requests, not str"):
-        next(gen.stream(["hello"]))  # type: ignore[list-item]
+    for prompts, params, reason in (([5.0], None, "stream takes prompts and Requests, not float"), ([], 5, "not int")):
+        with pytest.raises(TypeError, match=reason):
+            next(gen.stream(iter(prompts), params))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 prompts and 1 params"):
         gen.generate(["hello", "world"], [SHORT])
     check_idle(gen)
@@ -324,7 +325,7 @@ def test_the_signature_and_the_docstring_show_the_options() -> None:
     assert OPTIONS["load"].line.endswith("Choices: auto, dummy. Default: auto.")
 
 
-def test_names_of_other_libraries_are_errors_that_say_ours() -> None:
+def test_names_of_other_libraries_are_errors_that_say_ours(gen: Generator) -> None:
     for kind, name, ours in (
         (Generator, "max_seq", "the nearest one is 'max_seqs'"),
         (Generator, "gpu_memory_utilization", "use memory_fraction"),
@@ -336,10 +337,32 @@ def test_names_of_other_libraries_are_errors_that_say_ours() -> None:
         with pytest.raises(TypeError, match=f"{kind.__name__} has no option '{name}'; {ours}"):
             kind(**{name: 1})  # type: ignore[arg-type]
     assert SamplingParams(top_k=-1) == SamplingParams()
+    for call in (gen.generate, gen.chat):
+        for name, ours in (
+            ("sampling_params", "use params$"),
+            ("use_tqdm", "use progress$"),
+            ("progres", "the nearest one is 'progress'$"),
+            ("max_new_tokens", "use max_tokens; parameters of sampling go into params"),
+            ("top_p", "the arguments are .*params, .*; parameters of sampling go into params, as SamplingParams or"),
+        ):
+            with pytest.raises(TypeError, match=f"^Generator.{call.__name__} has no argument '{name}'; {ours}"):
+                call("hello", **{name: 1})  # type: ignore[operator]
     assert not names.ADVICE.keys() & (OPTIONS.keys() | SamplingParams.__dataclass_fields__.keys())
 
 
 # Streams.
+
+
+def test_a_stream_takes_prompts_and_parameters_as_generate_does(gen: Generator) -> None:
+    own = replace(SHORT, max_tokens=3)
+    (alone,) = gen.stream("hello", SHORT)
+    assert ids_of([alone]) == ids_of(gen.generate("hello", SHORT))
+    assert ids_of(list(gen.stream([5, 6], SHORT))) == ids_of(gen.generate([5, 6], SHORT))
+    items = iter([Request([5, 6], own, 0), None, Request([5, 6], id=1), [5, 6]])
+    outputs = {output.id: ids_of([output])[0] for output in gen.stream(items, SHORT)}
+    assert [len(outputs.pop(0)), *map(len, outputs.values())] == [3, 6, 6]
+    with pytest.raises(ValueError, match="top_k is -2"):
+        next(gen.stream(["hello"], {"top_k": -2}))
 
 
 class Feed:

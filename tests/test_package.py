@@ -115,6 +115,9 @@ from fastgen.rl.remote import RemoteGenerator
 
 with Generator("folder", max_seqs=4, dtype="bfloat16") as gen:
     reveal_type(gen.generate("a", SamplingParams(max_tokens=1, seed=2))[0].completions[0].token_ids)
+    gen.generate("a", use_tqdm=False)  # Unexpected keyword argument "use_tqdm" for "generate" of "Generator"
+    next(gen.stream("a")).outputs  # "RequestOutput" has no attribute "outputs"
+    gen.get_tokenizer  # "Generator" has no attribute "get_tokenizer"
 AsyncGenerator("folder", max_seqs=4, grammar_timeout=5, name="a")
 RemoteGenerator("http://localhost:1", api_key="b", timeout=5)
 Generator(dtyp="bfloat16")  # Unexpected keyword argument "dtyp" for "Generator"

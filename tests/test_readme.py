@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.names import ADVICE
+from fastgen.names import ADVICE, FOREIGN
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,10 +47,21 @@ def test_links_of_the_readme_lead_somewhere() -> None:
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
 
+def test_the_messages_of_the_troubleshooting_guide_exist() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "fastgen").rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # parts of one literal
+    messages = [part for cell in re.findall(r"^\| (.*?) \|", text, re.M) for part in re.findall("`([^`]+)`", cell)]
+    assert len(messages) > 20
+    assert [message for message in messages if message not in code and message != "max_tokens"] == []
+    flags = set(re.findall(r"`--([a-z-]+)", text)) - {"device", "verbose"}
+    assert [flag for flag in flags if not re.search(rf"\b{flag.replace('-', '_')}\b", code)] == []
+
+
 def test_the_guide_for_users_of_vllm_has_all_names_that_errors_explain() -> None:
     guide = (ROOT / "docs" / "from-vllm.md").read_text(encoding="utf-8").replace("--", "").replace("-", "_")
     rows = [(set(re.findall(r"\w+", left)), right) for left, right in re.findall(r"^\| (.*) \| (.*) \|$", guide, re.M)]
-    words = {name: re.findall(r"\w+", text) for name, text in ADVICE.items()}
+    words = {name: re.findall(r"\w+", text) for name, text in (ADVICE | FOREIGN).items()}
     ours = {name: found[1] if found[0] == "use" else "no" for name, found in words.items()}
     assert [name for name in ours if not any(name in left and ours[name] in right for left, right in rows)] == []
     useless = {name for left, right in rows if right.startswith("nothing") for name in left}

@@ -24,6 +24,7 @@ from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
 from fastgen.async_engine.loop import Abort, Answer, Call, EngineInfo, StepEnded, Submit
 from fastgen.engine.options import OPTIONS, GeneratorOptions
 from fastgen.engine.stats import Stats
+from fastgen.names import explains_names
 from fastgen.option import option, takes_fields_of
 from fastgen.processes import spawning as processes
 from fastgen.processes.channel import HEAD, Failed, Start, frame
@@ -129,6 +130,7 @@ class AsyncGeneratorOptions(GeneratorOptions):
     name: str | None = option(None, "name of the model in messages", unset="the value of `model`")
 
 
+@explains_names("generate", "stream")
 class AsyncGenerator:
     """A Generator for asyncio programs, in a process of its own: this one does not import torch. Use it from one event
     loop. The arguments are the fields of `AsyncGeneratorOptions`; `help(AsyncGenerator)` describes them.
@@ -196,6 +198,10 @@ class AsyncGenerator:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    def __repr__(self) -> str:
+        state = "ready" if self.ready else self.dead or ("closed" if self._closing else "not ready")
+        return f"AsyncGenerator({self.name!r}, {state})"
 
     @property
     def ready(self) -> bool:

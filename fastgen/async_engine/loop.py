@@ -34,6 +34,8 @@ from fastgen.processes.errors import DepartedError, portable
 from fastgen.processes.spawning import end_with_parent
 from fastgen.request import Event, Prompt, SamplingParams
 from fastgen.text.grammar import Compiler, GrammarMask, named_error
+from fastgen.text.reasoning import after_reasoning, find_reasoning
+from fastgen.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
     from fastgen.async_engine.updates import WeightUpdates
@@ -257,9 +259,7 @@ class EngineLoop:
             case Submit(params=SamplingParams(grammar=None)):
                 self._arrived[message.number] = message
             case Submit(params=SamplingParams(grammar=str() as grammar)):
-                compiled = self._grammars.compile(grammar, message.grammar_timeout)
-                self._compiling[message.number] = compiled
-                compiled.add_done_callback(lambda done: self._incoming.put((message, done)))
+                self._compile(message, grammar)
             case Submit() as submit, Future() as compiled:
                 if self._compiling.pop(submit.number, None):
                     self._take_compiled(submit, compiled)
@@ -303,6 +303,21 @@ class EngineLoop:
         for message in self._held:
             if message is None or (isinstance(message, Abort) and self._calling in message.numbers):
                 raise DepartedError("the program that sends the weights has gone")
+
+    def _compile(self, submit: Submit, grammar: str) -> None:
+        """Begin to compile the grammar of a request, which holds after the reasoning of its answer. Where answers have
+        reasoning, the prompt becomes ids, which tell whether it leaves the reasoning open."""
+        gen = self._gen
+        if gen.tokenizer is not None and find_reasoning(gen.tokenizer) is not None:
+            try:
+                ids, text = encode_prompt(submit.prompt, gen.tokenizer)
+            except (ValueError, TypeError) as error:
+                return self._refuse(submit.number, error)
+            submit = replace(submit, prompt={"prompt_token_ids": ids, "prompt": text})
+            grammar = after_reasoning(grammar, gen.tokenizer, ids, gen.model_config.eos_ids)
+        compiled = self._grammars.compile(grammar, submit.grammar_timeout)
+        self._compiling[submit.number] = compiled
+        compiled.add_done_callback(lambda done: self._incoming.put((submit, done)))
 
     def _take_compiled(self, submit: Submit, compiled: Future[GrammarMask]) -> None:
         if error := compiled.exception():  # any error fails only this request

@@ -2,11 +2,13 @@
 
 Both backends have the same attributes and methods:
 
+settings: the settings that the user has changed, by their names in SETTINGS. `change` replaces them.
+default: returns the default of a setting; None if it is unknown or not set.
 max_tokens: maximum number of tokens of an answer; None for no limit.
 max_model_len: number of tokens of the context; None if it is unknown.
 check: tries the given messages, and raises ValueError or OSError if they show that no message can be answered.
-stream: yields the text of the answer to the last message in pieces and fills in a Reply. Closing the generator ends the
-    answer. Raises RefusedError or ServerError.
+stream: yields the answer to the last message in pieces, (text, whether it is thinking), and fills in a Reply. Closing
+    the generator ends the answer. Raises RefusedError or ServerError.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.command import needed
-from fastgen.request import Message, SamplingParams
+from fastgen.cli.options import api_url
+from fastgen.option import Option
+from fastgen.request import SAMPLING_OPTIONS, Message, SamplingParams
+from fastgen.text.reasoning import AnswerParser, find_reasoning, starts_open
+from fastgen.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
     import httpx
@@ -27,6 +33,13 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 10.0
 EXCERPT = 300  # maximum number of characters of an unexpected response in an error message
+
+THINKING = Option(
+    "thinking", bool, help="think before answering, by the template's enable_thinking", unset="as the template does"
+)
+SETTINGS = {name: option for name, option in SAMPLING_OPTIONS.items() if option.help and name != "n"}
+SETTINGS |= {"seed": SAMPLING_OPTIONS["seed"], "stop": Option("stop", str), "thinking": THINKING}
+"""The settings of a chat: sampling parameters, and whether the model thinks."""
 
 
 class RefusedError(ValueError):
@@ -39,32 +52,80 @@ class ServerError(OSError):
 
 @dataclass
 class Reply:
-    """The part of an answer that has arrived. finish_reason: as in Completion. error: message of the error that ended
-    the answer."""
+    """The part of an answer that has arrived. reasoning: the thinking before its text. finish_reason: as in Completion.
+    error: message of the error that ended the answer."""
 
     text: str = ""
+    reasoning: str = ""
     num_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
 
 
-Pieces = Generator[str, None, None]
+Pieces = Generator[tuple[str, bool], None, None]
 
 
-class LocalBackend:
+class _Backend:
+    """The settings of both backends."""
+
+    settings: dict[str, Any]
+
+    def change(self, settings: Mapping[str, Any]) -> None:
+        """Replace all settings. Raises ValueError or TypeError for one that cannot be used."""
+        SamplingParams(**_sampling(settings)).validate(vocab_size=1)
+        THINKING.check(settings.get("thinking"))
+        self.settings = dict(settings)
+
+    def default(self, name: str) -> Any:
+        return None
+
+    @property
+    def max_tokens(self) -> int | None:
+        limit: int | None = self.settings.get("max_tokens", self.default("max_tokens"))
+        return limit
+
+
+def _sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters among the settings."""
+    return {name: value for name, value in settings.items() if name != "thinking"}
+
+
+class LocalBackend(_Backend):
     """A Generator in this process."""
 
-    def __init__(self, gen: fastgen.Generator, params: SamplingParams) -> None:
-        self.max_tokens: int | None = params.max_tokens
+    def __init__(self, gen: fastgen.Generator, settings: Mapping[str, Any]) -> None:
         self.max_model_len: int | None = gen.max_model_len
-        self._gen, self._params = gen, params
+        self._gen = gen
+        self.change(settings)
+
+    def change(self, settings: Mapping[str, Any]) -> None:
+        if settings.get("thinking") is not None:
+            tokenizer = self._gen.tokenizer
+            if tokenizer is None or "enable_thinking" not in str(tokenizer.hf.chat_template):
+                wrong = "this model's chat template has no switch for thinking (enable_thinking)"
+                raise ValueError(f"{wrong}, so it cannot be turned on or off; leave the setting out")
+        super().change(settings)
+
+    def default(self, name: str) -> Any:
+        return getattr(self._gen.default_params, name, None)
+
+    def _add(self, messages: Sequence[Message]) -> tuple[str | int, AnswerParser]:
+        """Begin an answer. Return its id and its parser."""
+        tokenizer, prompt = self._gen.tokenizer, dict[str, Any](messages=messages)
+        if (thinking := self.settings.get("thinking")) is not None:
+            prompt["chat_template_kwargs"] = {"enable_thinking": thinking}
+        id = self._gen.add(prompt, replace(self._gen.default_params, **_sampling(self.settings)))
+        syntax = None if tokenizer is None else find_reasoning(tokenizer)
+        if tokenizer is None or syntax is None:
+            return id, AnswerParser(None)
+        return id, AnswerParser(syntax, starts_open(tokenizer, encode_prompt(prompt, tokenizer)[0]))
 
     def check(self, messages: Sequence[Message]) -> None:
-        self._gen.abort([self._gen.add(messages, self._params)])
+        self._gen.abort([self._add(messages)[0]])
 
     def stream(self, messages: Sequence[Message], reply: Reply) -> Pieces:
         try:
-            id = self._gen.add(messages, self._params)
+            id, parser = self._add(messages)
         except ValueError as error:
             raise RefusedError(str(error).split(";")[0]) from error  # advice for programmers follows
         try:
@@ -72,35 +133,31 @@ class LocalBackend:
                 for event in self._gen.step():
                     reply.num_tokens += len(event.token_ids)
                     reply.finish_reason, reply.error = event.finish_reason, event.error
-                    yield event.text
+                    for delta in parser.push(event.text, last=event.finish_reason is not None):
+                        yield delta.get("content") or delta["reasoning"], "reasoning" in delta
+                yield "", False  # Ctrl-C counts here
         finally:
             self._gen.abort([id])  # does nothing if the answer has ended
 
 
-class ServerBackend:
+class ServerBackend(_Backend):
     """A model on a server.
 
     url: URL of the server; its API is at /v1 unless the URL has a path.
     api_key: the server's key; None if it needs none.
     model: name of the model on the server; None for the server's only model.
-    fields: fields of every request, such as temperature and max_tokens; the server has its own defaults for others.
+    settings: the server has its own defaults for other settings.
 
     Raises ValueError if the URL is malformed or httpx is not installed.
     """
 
-    def __init__(self, url: str, api_key: str | None, model: str | None, fields: Mapping[str, Any]) -> None:
-        httpx = needed("httpx", "serve", "--url")
-        try:
-            parsed = httpx.URL(url)
-        except httpx.InvalidURL as error:
-            raise ValueError(f"--url {url!r} is no URL: {error}") from None
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ValueError(f"--url is {url!r}; it must be like http://localhost:5678")
-        self.max_tokens: int | None = fields.get("max_tokens")
+    def __init__(self, url: str, api_key: str | None, model: str | None, settings: Mapping[str, Any]) -> None:
+        self._url = api_url(url)
+        needed("httpx", "serve", "--url")
         self.max_model_len: int | None = None
-        self._url = url.rstrip("/") + ("/v1" if parsed.path in ("", "/") else "")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._model, self._fields = model, fields
+        self._model = model
+        self.change(settings)
 
     def check(self, messages: Sequence[Message]) -> None:
         """Check that the server answers, and find its model. Raises ValueError or ServerError."""
@@ -123,21 +180,28 @@ class ServerBackend:
         for chunk in self._chunks(messages):
             if chunk.get("error"):
                 raise ServerError(_message(chunk))
-            text = ""
+            text = thought = ""
             for choice in chunk.get("choices") or ():
-                text += (choice.get("delta") or {}).get("content") or ""
+                delta = choice.get("delta") or {}
+                text += delta.get("content") or ""
+                thought += delta.get("reasoning_content") or delta.get("reasoning") or ""
                 reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
             if usage := chunk.get("usage"):
                 reply.num_tokens = usage["completion_tokens"]
-            elif text:
+            elif text or thought:
                 reply.num_tokens += 1  # an estimate until the server reports the number
-            yield text
+            yield thought, True
+            yield text, False
         if reply.finish_reason is None:
             raise ServerError("the server has ended the answer early")
 
     def _chunks(self, messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
         """Yield the chunks of an answer. Raises RefusedError or ServerError."""
-        body = {"model": self._model, "messages": messages, **self._fields}
+        # Earlier thinking is not sent: templates drop it before a new message, and some servers refuse it.
+        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+        body = {"model": self._model, "messages": plain, **_sampling(self.settings)}
+        if (thinking := self.settings.get("thinking")) is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": thinking}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         with (
             self._client() as client,

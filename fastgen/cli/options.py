@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from fastgen import __version__
+from fastgen.cli.command import needed
 from fastgen.engine.options import OPTIONS
 from fastgen.model.config import GENERATION_CONFIG
 from fastgen.names import ADVICE, nearest
@@ -18,6 +20,7 @@ from fastgen.request import SAMPLING_OPTIONS
 API_KEY = "FASTGEN_API_KEY"  # environment variable with the key of a server
 
 Value = str | int | float | bool
+SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 MODEL = {name: option for name, option in OPTIONS.items() if name not in ("model", "tp_group", "adapter_base")}
 """The options of a Generator that a command line or a file can set."""
@@ -31,12 +34,31 @@ SAMPLING = {
 """The sampling parameters that a command line or a file can set."""
 
 
+class _PrintCompletion(argparse.Action):
+    """Prints a script that completes the command's options in a shell, and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> NoReturn:
+        _, shell, _ = args
+        try:
+            shtab = needed("shtab", "completion", self.option_strings[0])
+        except ValueError as error:
+            parser.error(str(error))
+        for action in parser._actions:
+            if action.nargs != 0 and action.choices is None:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        print(shtab.complete(parser, shell))
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
-    """A command-line parser with --version and one-line errors, which suggest the right flag for an unknown one."""
+    """A command-line parser with --version, --print-completion and one-line errors, which suggest the right flag for an
+    unknown one."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
         self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
+        help = "print a script that completes options with TAB in this shell, and exit"
+        self.add_argument("--print-completion", action=_PrintCompletion, choices=("bash", "zsh", "tcsh"), help=help)
 
     def error(self, message: str) -> NoReturn:
         if unknown := re.search(r"unrecognized arguments:.*? (--[\w-]+)", message):
@@ -60,13 +82,29 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
+def api_url(url: str) -> str:
+    """Return the URL of the API of the server at --url: at /v1, unless the URL has a path. Raises ValueError."""
+    try:
+        parsed = urlsplit(url)
+        _ = parsed.port  # checks it
+    except ValueError as error:
+        raise ValueError(f"--url {url!r} is no URL: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.hostname:
+        raise ValueError(f"--url is {url!r}; it must be like http://localhost:5678")
+    return url.rstrip("/") + ("/v1" if parsed.path in ("", "/") else "")
+
+
 def read(option: Option, text: str) -> Value:
-    """Return the value of an option, not of the kind bool, from its text.
+    """Return the value of an option from its text.
 
     Raises ValueError with a message that continues a sentence after the option's name.
     """
     if not text:
         raise ValueError("is empty; give it a value, or leave it out")
+    if option.kind is bool:
+        if text.lower() not in SWITCH:
+            raise ValueError(f"is {text!r}; it must be on or off")
+        return SWITCH[text.lower()]
     kind = option.kind if option.kind in (int, float) else str
     try:
         value: Value = kind(text)
@@ -79,6 +117,8 @@ def read(option: Option, text: str) -> Value:
 
 def read_yaml(option: Option, value: Any) -> Value:
     """Return the value of an option from its value in a YAML file. Raises ValueError, as `read` does."""
+    if value is False and "off" in option.choices:
+        value = "off"  # which YAML reads as False
     if option.kind is str and not isinstance(value, str):
         raise ValueError(f"is {value!r}; it must be a string, so put it in quotes")
     if option.kind is bool:
@@ -86,7 +126,7 @@ def read_yaml(option: Option, value: Any) -> Value:
             raise ValueError(f"is {value!r}; it must be true or false")
         return value
     if value is False:
-        value = "off"  # which YAML reads as False
+        value = "off"
     if not isinstance(value, str | int | float):
         raise ValueError(f"is {value!r}; it must be a single value")
     return read(option, str(value))

@@ -8,11 +8,10 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from numbers import Integral
-from typing import Any
 
 from fastgen.engine.masks import MaskMaker, copy_mask
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue
+from fastgen.engine.prompts import prompt_list
 from fastgen.model.config import ModelConfig
 from fastgen.request import (
     MAX_BIASES,
@@ -97,9 +96,9 @@ class InputProcessor:
         """
         params, resume = params_of(request.params, self.defaults), request.resume
         self.check_params(params)
-        mask = self._masks.mask_of(params)
         ids, text = encode_prompt(request.prompt, self.tokenizer)
         self._check_prompt(ids, params)
+        mask = self._masks.mask_of(params, ids)
         if score is None and params.prompt_logprobs is not None:
             score = (0, 1.0)
         if score is not None and not 0 <= score[0] <= len(ids):
@@ -193,18 +192,3 @@ def check_resumed(completion: Completion, params: SamplingParams, vocab_size: in
             raise ValueError(f"the completion has not one entry of {name} for each token, and params ask for it")
     if completion.token_ids and not 0 <= min(completion.token_ids) <= max(completion.token_ids) < vocab_size:
         raise ValueError(f"the completion holds an id outside the vocabulary of {vocab_size} tokens")
-
-
-def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """Return a list of prompts. A string, a dict, or a list that begins with an int or a message is one prompt. Raises
-    TypeError for other values than iterables."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
-    many: list[Any] = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
-    first = many[0] if many else None
-    if isinstance(first, Request):
-        raise TypeError("a Request goes to `stream`; give prompts here")
-    message = isinstance(first, Mapping) and not first.keys().isdisjoint(("role", "content"))
-    return [many] if message or isinstance(first, Integral) else many

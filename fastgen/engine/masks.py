@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastgen.model.config import ModelConfig
 from fastgen.request import SamplingParams, Sequence, Status, TokenMask
 from fastgen.text.grammar import Compiler, TokenRules, named_error, params_grammar, structure_name, token_row
+from fastgen.text.reasoning import after_reasoning
 from fastgen.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # RemoteGenerator does not load NumPy
@@ -30,12 +31,16 @@ class MaskMaker:
     def _compiler(self) -> Compiler:
         return Compiler(self._tokenizer, self._model.vocab_size, self._model.eos_ids)
 
-    def mask_of(self, params: SamplingParams) -> TokenMask | None:
-        """Return the mask that parameters ask for, of which each sample gets a copy; None if they ask for none. Raises
-        ValueError or TypeError for a wrong grammar."""
+    def mask_of(self, params: SamplingParams, prompt_ids: SequenceOf[int] = ()) -> TokenMask | None:
+        """Return the mask that parameters ask for, of which each sample gets a copy; None if they ask for none. A
+        grammar begins after the reasoning that the prompt leaves open. Raises ValueError or TypeError for a wrong
+        grammar."""
         grammar = params_grammar(params)
         try:
-            mask = params.mask if grammar is None else self._compiler.compile(grammar)
+            mask = params.mask
+            if grammar is not None:
+                grammar = after_reasoning(grammar, self._tokenizer, prompt_ids, self._model.eos_ids)
+                mask = self._compiler.compile(grammar)
         except ValueError as error:
             raise named_error(structure_name(params), error) from None
         if params.allowed_token_ids is not None or params.bad_words:

@@ -14,6 +14,8 @@ from typing import Any
 from fastgen.engine.speculation.options import Speculation
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.option import Options, option, options_of
+from fastgen.text.reasoning import PARSERS
+from fastgen.text.tools.formats import FORMATS
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_SEQS = 8192  # limit of the kernels that list the work of a step
@@ -37,6 +39,14 @@ class GeneratorOptions(Options):
     allow_special_tokens: bool = option(
         False, "let texts in messages become special tokens, as transformers does: users can then forge turns"
     )
+    reasoning_parser: str | None = option(
+        None, "syntax of the reasoning in answers, by its own name or vLLM's; off: all of an answer is content, and "
+        "grammars hold from its first token", choices=tuple(PARSERS), unset="the one in the chat template",
+    )  # fmt: skip
+    tool_call_parser: str | None = option(
+        None, "format of the tool calls in answers, by the name that vLLM uses", choices=tuple(FORMATS),
+        unset="the one in the chat template",
+    )  # fmt: skip
     adapter: str | Path | None = option(
         None, "folder of a LoRA adapter saved by PEFT, which is merged into the weights", unset="no adapter"
     )
@@ -107,8 +117,8 @@ class GeneratorOptions(Options):
         "count, only rank 0 reads the iterable of `stream`, and all ranks get the same results", unset="no group",
     )  # fmt: skip
     deterministic: bool | None = option(
-        None, "tokens and logprobs do not depend on the schedule, bit for bit; always the case on one H100 or H200 in "
-        "bfloat16 or float16 with heads of 64 to 128", unset="on there and on the CPU, off elsewhere",
+        None, "tokens and logprobs do not depend on the schedule, bit for bit; always the case on the H100s or H200s "
+        "of one host in bfloat16 or float16 with heads of 64 to 128", unset="on there and on the CPU, off elsewhere",
     )  # fmt: skip
     speculate: Any = option(
         False, "draft tokens and verify them together, which changes no bit where deterministic is on: auto drafts "
@@ -280,19 +290,14 @@ def _deterministic(
 
     dtypes: dtype of the computation and of the KV cache.
     """
-    always = gpu and options.tensor_parallel == 1 and _has_fast_kernels(model, options, dtypes, kernels)
+    always = gpu and _has_fast_kernels(model, options, dtypes, kernels)
     if always and options.deterministic is False:
         raise ValueError(
-            "deterministic=False on one Hopper GPU: its kernels give the same bits under any schedule, and there are "
+            "deterministic=False on a Hopper GPU: its kernels give the same bits under any schedule, and there are "
             "no faster ones; leave deterministic out"
         )
     if options.deterministic is None:
-        return always or (not gpu and options.tensor_parallel == 1)
-    if options.deterministic and options.tensor_parallel > 1:
-        raise ValueError(
-            f"deterministic=True with {options.tensor_parallel} ranks: the order of their sums depends on the size of "
-            "a step; leave deterministic or tensor parallelism out"
-        )
+        return always or not gpu
     if options.deterministic and gpu:
         if options.attention not in ("auto", "paged"):
             raise ValueError(

@@ -11,24 +11,29 @@ from fastgen.device.pinned import to_host, upload
 from fastgen.engine.prompt_scores import Scored, ScorePlan
 from fastgen.engine.step import Launched, StepFeature
 from fastgen.kernels import scoring
+from fastgen.kernels.norm import rms_norm
 from fastgen.model.sampler import LARGE
 from fastgen.model.transformer import Transformer
-from fastgen.request import StepResult
+from fastgen.request import Prefill, StepResult
 
 SCORE_ROWS = 512
 """Prompts are scored in pieces of so many rows, whose logits over the whole vocabulary are in memory at a time."""
 
 
 class _Pending(NamedTuple):
-    """The logprobs of the prompt tokens of a lane at positions start, start + 1, ..., in a copy to the host."""
+    """The logprobs of the prompt tokens of a lane at positions start, start + 1, ..., in a copy to the host; or its
+    embedding."""
 
     lane: int
     start: int
     logprobs: Tensor | None  # float32 [n]
     top_ids: Tensor | None  # int64 [n, top]
     top_logprobs: Tensor | None  # float32 [n, top]
+    embedding: Tensor | None = None  # float32 [hidden]
 
     def read(self) -> Scored:
+        if self.embedding is not None:
+            return Scored(self.lane, self.start, [], embedding=self.embedding.tolist())
         assert self.logprobs is not None
         top = None
         if self.top_ids is not None and self.top_logprobs is not None:
@@ -63,8 +68,15 @@ class PromptScorer(StepFeature[ScorePlan]):
                     top = scoring.alternatives(logits, request.top) if request.top else (None, None)
                     start = chunk.start + request.row + 1 + at
                     found.append(_Pending(chunk.lane, start, *map(to_host, (logprobs, *top))))
+                if request.embed:
+                    found.append(self._embedding(chunk, x[first + len(chunk.tokens) - 1]))
             first += len(chunk.tokens)
         step.held[ScorePlan] = found
+
+    def _embedding(self, chunk: Prefill, x: Tensor) -> _Pending:
+        norm = self._model.parameters.norm
+        state = rms_norm(x[None], norm.weight, norm.eps)[0].float()
+        return _Pending(chunk.lane, chunk.start + len(chunk.tokens), None, None, None, to_host(state))
 
     def collect(self, step: Launched, payload: ScorePlan, result: StepResult) -> None:
         result.features += [pending.read() for pending in step.held[ScorePlan]]

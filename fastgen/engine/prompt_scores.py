@@ -14,8 +14,8 @@ from numbers import Integral, Real
 import numpy as np
 
 from fastgen.engine.admission import LaneTable
-from fastgen.engine.inputs import prompt_list
 from fastgen.engine.interface import PlanFeature
+from fastgen.engine.prompts import prompt_list
 from fastgen.request import Batch, Prefill, Prompt, StepResult
 
 
@@ -24,6 +24,7 @@ class ScoreRequest:
     """The prompt logprobs wanted of a prefill chunk: its row `row + i` predicts the token `targets[i]` (int32 [n]).
 
     lane: the lane of the chunk. top: the number of alternatives for each token. temperature: divides the logits.
+    embed: the hidden state of the chunk's last row is wanted too.
     """
 
     lane: int
@@ -31,6 +32,7 @@ class ScoreRequest:
     targets: np.ndarray
     top: int = 0
     temperature: float = 1.0
+    embed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,13 @@ class ScorePlan:
 
 @dataclass(slots=True)
 class Scored:
-    """The logprobs of the prompt tokens at positions start, start + 1, ... of one lane."""
+    """The logprobs of the prompt tokens at positions start, start + 1, ... of one lane, or its embedding."""
 
     lane: int
     start: int
     logprobs: list[float]
     top_logprobs: list[dict[int, float]] | None = None
+    embedding: list[float] | None = None
 
 
 class PromptScores(PlanFeature):
@@ -64,9 +67,10 @@ class PromptScores(PlanFeature):
             return
         first, end = max(chunk.start, score.start - 1), min(chunk.start + len(chunk.tokens), sequence.prompt_len - 1)
         targets = np.array(sequence.token_ids[first + 1 : end + 1], dtype=np.int32)
-        if len(targets):
+        embed = score.embedding is not None and chunk.start + len(chunk.tokens) == sequence.prompt_len
+        if len(targets) or embed:
             top = sequence.params.prompt_logprobs or 0
-            request = ScoreRequest(chunk.lane, first - chunk.start, targets, top, score.temperature)
+            request = ScoreRequest(chunk.lane, first - chunk.start, targets, top, score.temperature, embed)
             self._requests.append(request)
 
     def payload(self, batch: Batch) -> ScorePlan | None:
@@ -80,6 +84,8 @@ class PromptScores(PlanFeature):
                 score.logprobs[scored.start : end] = scored.logprobs
                 if scored.top_logprobs is not None:
                     score.top_logprobs[scored.start : end] = scored.top_logprobs
+                if scored.embedding is not None:
+                    score.embedding = scored.embedding
 
 
 def pair_scores(

@@ -59,6 +59,10 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
     release_memory(device)
     memory, kernels = group.minimum(device_memory(device)), kernels_of(torch.device(device))
     config = EngineConfig.make(model_config.split(group.size), replace(options, device=device), memory, kernels)
+    if config.deterministic and not group.sums_in_order:
+        if options.deterministic:
+            raise ValueError("deterministic=True needs all ranks on one host; leave it out, or use fewer ranks")
+        config = replace(config, deterministic=False)
     if model_config.quantization and torch.device(device).type == "cuda":
         check_fp8(model_config.split(group.size), config.dtype, kernels)
     if config.kv_cache_dtype == "fp8" and kernels != "torch" and Chip.of(torch.device(device)).capability < (8, 9):

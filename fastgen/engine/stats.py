@@ -6,11 +6,13 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
+from fastgen.display import shown
 from fastgen.request import RequestOutput
 
 
+@shown("requests", "finished", "running", "waiting", "prompt_tokens", "generated_tokens", "cached_tokens", "steps")
 @dataclass
 class Stats:
     """Counts of a Generator since its start, and its current state.
@@ -63,6 +65,11 @@ class Stats:
         """The share of known tokens that were cached, from 0 to 1."""
         known = self.cached_tokens + self.prefilled_tokens
         return self.cached_tokens / known if known else 0.0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """The share of the KV pool's pages that sequences hold now, from 0 to 1."""
+        return self.pages_used / self.pages if self.pages else 0.0
 
     def __str__(self) -> str:
         return (

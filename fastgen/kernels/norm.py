@@ -46,7 +46,9 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + column, mask=here, other=0.0).to(tl.float32)  # no kernel of a step writes it
     if PDL:
         tl.extra.cuda.gdc_wait()
-    at = tl.program_id(0).to(tl.int64) * N + column
+    # A thread holds 8 numbers, as in _sum_norm_kernel, even if a result in fp8 could be stored 16 at a time: the layout
+    # is the order in which the squares are summed.
+    at = tl.max_contiguous(tl.program_id(0).to(tl.int64) * N + column, 8)
     x = tl.load(x_ptr + at, mask=here, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(delta_ptr + at, mask=here, other=0.0).to(tl.float32)

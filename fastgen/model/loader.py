@@ -44,7 +44,7 @@ _SINGLE = "model.safetensors"
 # All files except weights. They are fetched first, because the index names the files of weights.
 _SMALL_FILES = [
     "config.json", "hf_quant_config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", _INDEX,
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "modules.json", "*_Pooling/config.json", _INDEX,
 ]  # fmt: skip
 _CONVERSION = (
     "fastgen reads safetensors only, so convert other formats with transformers: "
@@ -68,12 +68,12 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
     return folder
 
 
-def find_tokenizer(name: str | Path | None, folder: Path, allow_special_tokens: bool = False) -> Tokenizer | None:
+def find_tokenizer(name: str | Path | None, folder: Path, **options: Any) -> Tokenizer | None:
     """Return the tokenizer with this name (see `resolve`), or by default the model's own, or None if it has none.
 
-    folder: the model's folder. allow_special_tokens: see Tokenizer.
+    folder: the model's folder. options: see Tokenizer.
     """
-    found = Tokenizer.find(folder if name is None else resolve(name, weights=False), allow_special_tokens)
+    found = Tokenizer.find(folder if name is None else resolve(name, weights=False), **options)
     if name is not None and found is None:
         raise ValueError(f"tokenizer is {str(name)!r}, which has no tokenizer files")
     return found
@@ -138,13 +138,22 @@ def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True)
     for path, file, name in _entries(folder, None if whole else targets.keys()):
         entry = file.get_slice(name)
         target = name.removesuffix("_inv") if name.endswith(SCALE + "_inv") else name  # it multiplies, too
-        with _about(path):
-            shard = matcher.find(target, entry.get_shape(), _DTYPES.get(entry.get_dtype(), entry.get_dtype()))
-        if shard is not None and shard.view.numel():
-            pieces += shard.pieces(shard.slice(file.get_tensor(name)), PIECE_BYTES)
+        for place in _places(target, targets):
+            with _about(path):
+                shard = matcher.find(place, entry.get_shape(), _DTYPES.get(entry.get_dtype(), entry.get_dtype()))
+            if shard is not None and shard.view.numel():
+                pieces += shard.pieces(shard.slice(file.get_tensor(name)), PIECE_BYTES)
     with _about(folder):
         matcher.check_complete()
     return pieces
+
+
+def _places(name: str, targets: Mapping[str, Shard]) -> list[str]:
+    """Return the names of the targets of a tensor. In a checkpoint without a head, such as Qwen3-Embedding's, names
+    begin at the layers, and the embedding stands for a head that is not tied to it."""
+    if f"model.{name}" not in targets:
+        return [name]
+    return [f"model.{name}", "lm_head.weight"][: 1 + (name == "embed_tokens.weight" and "lm_head.weight" in targets)]
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -119,8 +119,8 @@ class Layer:
 class Parameters:
     """A rank's parameters on `device` in `dtype`. They are zeros until the loader fills `targets()`.
 
-    config: config of the whole model; the attribute `config` is this rank's part of it. deterministic: with one rank,
-    the bits of a row do not depend on other rows. row_tile: multiple to which the number of rows is padded
+    config: config of the whole model; the attribute `config` is this rank's part of it. deterministic: the bits of a
+    row do not depend on other rows. row_tile: multiple to which the number of rows is padded
     (`ROW_TILE`).
     """
 

@@ -26,7 +26,7 @@ from fastgen.processes.errors import DepartedError, portable, raise_first
 T = TypeVar("T")
 
 FUSED_TOKENS = 1024
-"""Maximum number of tokens in sums that our own kernel makes over the ranks of a host; NCCL has a higher latency."""
+"""Maximum number of tokens in one launch of our own kernel for sums over the ranks of a host."""
 
 POLLS = 10 * allreduce.POLLS
 """Number of polls before a sum stops waiting for another rank: about five minutes, as that rank may be compiling."""
@@ -210,7 +210,7 @@ class Group:
     def prepare(self, hidden: int, dtype: torch.dtype, half: int = 0) -> None:
         """Allocate the memory for sums of [T, hidden]: for sums of few tokens, and for steps that are cut into halves
         of at most `half` tokens (0: no step is cut). Waits for all ranks."""
-        if self.size > 1 and self._device.type == "cuda" and triton is not None and self.one_host:
+        if self.size > 1 and self._device.type == "cuda" and self.sums_in_order:
             words = FUSED_TOKENS * hidden * dtype.itemsize // 4
             self._inbox_memory = self._peer_memory(allreduce.Inbox.bytes_for(words, self.size))
             peers = self._inbox_memory.peers
@@ -231,16 +231,23 @@ class Group:
         return PeerMemory(memory, [start + offset for start, offset in zip(starts, offsets, strict=True)], handle)
 
     @property
+    def sums_in_order(self) -> bool:
+        """True if sums have the same bits for any number of tokens: every element is summed in the order of the ranks,
+        in float32, and rounded once. NCCL, which sums over several hosts, orders them by the size of the message."""
+        return self.size == 1 or self._device.type == "cpu" or (triton is not None and self.one_host)
+
+    @property
     def expired(self) -> Tensor | None:
         """int32 [1] on the device: 1 after a sum has stopped waiting for other ranks, and is wrong. None if no sum can
         do this."""
         return None if self._inbox is None else self._inbox.expired
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' x [T, hidden]. x is overwritten."""
+        """Return the sum of all ranks' x [T, hidden]. At each place, at most one rank has a number other than zero, so
+        that the order does not matter. x is overwritten."""
         if self.size == 1:
             return x
-        if self._device.type == "cuda" and not self._fuses(x):
+        if self._device.type == "cuda" and (self._inbox is None or len(x) > FUSED_TOKENS):
             self._run(dist.all_reduce, x)
             return x
         self.add(total := torch.zeros_like(x), x)
@@ -249,7 +256,8 @@ class Group:
     def add(self, x: Tensor, y: Tensor) -> Tensor | None:
         """Add the sum of all ranks' y [T, hidden] to x [T, hidden], which is the same on all ranks and stays so.
 
-        Return None, or the sum if the caller has to add it to x. y is overwritten. The host does not wait.
+        Return None, or the sum if the caller has to add it to x, as with ranks on several hosts. y is overwritten. The
+        host does not wait. See `sums_in_order`.
         """
         if self._device.type == "cpu":
             # In order of rank for any shape, so a row's sum does not depend on the other rows.
@@ -257,16 +265,13 @@ class Group:
             self._run(dist.all_gather, parts, y.contiguous())
             allreduce.add_in_order(x, parts)
             return None
-        if self._fuses(y):
-            assert self._inbox is not None
-            allreduce.add_reduced(x, y, self._inbox)
-            return None
-        self._run(dist.all_reduce, y)
-        return y
-
-    def _fuses(self, y: Tensor) -> bool:
-        """Return True if our own kernel sums y over the ranks."""
-        return self._inbox is not None and allreduce.words_of(y) <= self._inbox.words
+        if self._inbox is None:
+            self._run(dist.all_reduce, y)
+            return y
+        for start in range(0, len(y), FUSED_TOKENS):
+            rows = slice(start, start + FUSED_TOKENS)
+            allreduce.add_reduced(x[rows], y[rows], self._inbox)
+        return None
 
     def gather(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Return all ranks' x [R, n], concatenated to [R, size * n], on rank 0, and None on other ranks. out: a tensor

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
+import sys
 import threading
 import time
 import traceback
@@ -23,6 +24,7 @@ from typing import Any
 from fastgen.processes.errors import DepartedError, portable
 
 HEAD = struct.Struct("!Q")  # length of the pickle that follows, in bytes
+SILENT_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,18 @@ class Channel:
             self._connection.shutdown(socket.SHUT_RDWR)
 
 
+def _notice_silence(connection: socket.socket) -> None:
+    """End a TCP connection SILENT_SECONDS after the other host has vanished without closing it."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for name, value in (
+            (socket.TCP_KEEPIDLE, 3),
+            (socket.TCP_KEEPINTVL, 2),
+            (socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000),
+        ):
+            connection.setsockopt(socket.IPPROTO_TCP, name, value)
+
+
 def _receive_all(connection: socket.socket, deliver: Callable[[Any], None]) -> None:
     with connection.makefile("rb") as file:
         while (data := _read(file)) is not None:
@@ -155,6 +169,7 @@ class Peers:
         connection.settimeout(None)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _notice_silence(connection)
         self._channels[rank] = Channel(connection, partial(self._take, rank))
 
     def send(self, message: object) -> None:

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
-from fastgen.engine.inputs import prompt_list
 from fastgen.engine.outputs import error_output
+from fastgen.engine.prompts import prompt_list, request_source
 from fastgen.engine.stats import with_progress
+from fastgen.names import explains_names
 from fastgen.option import Options, option, takes_fields_of
 from fastgen.request import Completion, Params, Prompt, Request, RequestOutput, SamplingParams, Timings
 
@@ -58,6 +59,7 @@ class RemoteGeneratorOptions(Options):
     max_requests: int = option(256, "maximum number of requests of this object that are on the server at a time", low=1)
 
 
+@explains_names("generate", "stream")
 class RemoteGenerator:
     """A Generator in a server, with the methods that a trainer needs. Threads may share it, except for updates.
 
@@ -99,10 +101,13 @@ class RemoteGenerator:
             found = {output.id: output for output in with_progress(outputs, len(many), progress)}
         return [found[number] for number in range(len(many))]
 
-    def stream(self, requests: Iterable[Request | None]) -> PyGenerator[RequestOutput, None, None]:
+    def stream(
+        self, requests: Prompt | Iterable[Request | Prompt | None], params: Params = None
+    ) -> PyGenerator[RequestOutput, None, None]:
         """Yield the outputs of requests, in the order of completion; see `Generator.stream`. Closing the stream early
         aborts its requests."""
-        source, numbers = iter(requests), count()
+        _fields(params)  # raises before anything runs
+        source, numbers = request_source(requests, params), count()
         running, connections = set[Future[RequestOutput]](), set[HTTPConnection]()
         most = self._options.max_requests
         pool = ThreadPoolExecutor(most, "fastgen-remote")
@@ -113,9 +118,6 @@ class RemoteGenerator:
                         if running:
                             break
                         continue
-                    if not isinstance(request, Request):
-                        kind = type(request).__name__
-                        raise TypeError(f"stream takes Requests, not {kind}; give Request(prompt, params)")
                     id = f"r{next(numbers)}" if request.id is None else request.id
                     running.add(pool.submit(self._complete, replace(request, id=id), connections))
                 if not running:

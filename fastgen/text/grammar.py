@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # fgserve's HTTP process, which writes grammars, does not loa
     import numpy as np
 
 CACHED_GRAMMARS = 64
+MAX_GBNF = 20_000  # maximum number of characters of a grammar that is translated, which may take their square
 # One space, or a newline with indentation. JSON allows any amount, in which small models get lost.
 WHITESPACE = r" |\n[ \t]{0,20}"
 FREE_FORMATS = ("binary", "directory-path", "file-path", "password", "path")  # formats that every string has
@@ -89,6 +90,20 @@ def choice_rule(choices: Iterable[str]) -> str:
 def quoted(text: str) -> str:
     """Return a text as a literal of a grammar."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def lark_grammar(grammar: str) -> str:
+    """Return a grammar in Lark. One in GBNF, the EBNF of llama.cpp and xgrammar, is translated. Raises ValueError."""
+    if "::=" not in grammar or re.search(r"(?m)^\s*(start\s*:(?!:)|%)", grammar):
+        return grammar
+    if len(grammar) > MAX_GBNF:
+        raise ValueError(f"grammar: it has {len(grammar)} characters of EBNF, above the maximum of {MAX_GBNF}")
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # llguidance raises this class itself
+        raise ValueError(f"grammar: it is not EBNF: {error}") from None
 
 
 def params_rule(params: SamplingParams) -> str | None:

@@ -27,19 +27,21 @@ _BARS = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 
 
 class TextGuard:
-    """An encoder of rendered conversations in which messages spell special tokens. hf: the tokenizer of
-    transformers."""
+    """An encoder of rendered conversations in which messages spell special tokens.
+
+    hf: the tokenizer of transformers. ids: ids of the special tokens, by their text.
+    """
 
     def __init__(self, hf: Any) -> None:
         self._hf = hf
         self._added: dict[int, Any] = dict(hf.added_tokens_decoder)
         named = set(hf.all_special_tokens)
-        self._ids = {
+        self.ids = {
             token.content: id
             for id, token in self._added.items()
             if len(token.content) > 1 and (token.special or token.content in named or _BARS.fullmatch(token.content))
         }
-        either = _either(self._ids) or "(?!)"
+        either = _either(self.ids) or "(?!)"
         self._tokens = re.compile(either)
         # The places after the first characters of special tokens, which may overlap.
         self._begun = re.compile(f"(?<=(?={either}).)", re.DOTALL)
@@ -69,7 +71,7 @@ class TextGuard:
         tokenizer, aliases, real = self._second
         text = self._tokens.sub(lambda found: aliases[found[0]], text).replace(mark, "")
         ids = tokenizer.encode(text, add_special_tokens=False).ids
-        special = set(self._ids.values()) - {self._hf.unk_token_id}
+        special = set(self.ids.values()) - {self._hf.unk_token_id}
         if wrong := special & set(ids).difference(real):
             name = self._hf.convert_ids_to_tokens(min(wrong))
             raise ValueError(
@@ -93,7 +95,7 @@ class TextGuard:
         for part in ("normalizer", "pre_tokenizer"):
             if getattr(first, part) is not None:  # some versions refuse None, although it is the default
                 setattr(second, part, getattr(first, part))
-        aliases = {text: secrets.token_hex(16) for text in self._ids}
+        aliases = {text: secrets.token_hex(16) for text in self.ids}
         added = {aliases.get(token.content, token.content): (id, token) for id, token in self._added.items()}
         flags = ("single_word", "lstrip", "rstrip", "normalized")
         second.add_tokens(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
@@ -15,6 +16,9 @@ from fastgen.option import Option
 from fastgen.request import Prompt
 from fastgen.text.rendering import rendered
 from fastgen.text.special_tokens import TextGuard
+from fastgen.text.tools.formats import find_format
+from fastgen.text.tools.history import template_calls
+from fastgen.text.tools.parser import Syntax
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 CONTEXT_IDS = 6  # number of prompt ids decoded before an output, so that its first token keeps its leading space
@@ -22,7 +26,12 @@ USUAL_CHARS = 8  # most tokens have at most this number of characters
 CLEARLY_MORE = 1000  # tokens; cutting a text changes far fewer
 PROMPT_KINDS = ("prompt_token_ids", "prompt", "messages")  # keys of a prompt that is a dict
 CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")  # further keys
+REASONING_FIELDS = ("reasoning_content", "reasoning")  # of an assistant's message
 BROKEN = "\ufffd"
+# Options of a Generator that its Tokenizer gets.
+TOKENIZER_OPTIONS = ("allow_special_tokens", "reasoning_parser", "tool_call_parser")
+# Marks of reasoning and of tool calls, which texts show although some models have them as special tokens.
+MARKS = ("<think>", "</think>", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
 # The class that AutoTokenizer chooses for (model_type, tokenizer_class). Importing AutoTokenizer takes seconds longer:
 # it imports all model families, and in some versions of transformers the compiler of torch.
@@ -41,11 +50,20 @@ importing = threading.Lock()
 class Tokenizer:
     """A Hugging Face tokenizer with the methods that generation needs. Raises ValueError for files that cannot be read.
 
-    allow_special_tokens: text in messages may become special tokens.
+    allow_special_tokens: text in messages may become special tokens. reasoning_parser: name of the syntax of reasoning;
+    None: the chat template tells (`find_reasoning` in reasoning.py). tool_call_parser: key of FORMATS, the format of
+    tool calls; None: the chat template tells.
     """
 
-    def __init__(self, folder: Path, allow_special_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        allow_special_tokens: bool = False,
+        reasoning_parser: str | None = None,
+        tool_call_parser: str | None = None,
+    ) -> None:
         self.allow_special_tokens = allow_special_tokens
+        self.reasoning_parser, self.tool_call_parser = reasoning_parser, tool_call_parser
         plain = import_transformers()
         try:
             _check_files(folder)
@@ -65,14 +83,38 @@ class Tokenizer:
             self._backend = self.hf.backend_tokenizer
 
     @classmethod
-    def find(cls, folder: Path, allow_special_tokens: bool = False) -> Tokenizer | None:
-        """Return the tokenizer of a folder, or None if the folder has none."""
+    def find(cls, folder: Path, **options: Any) -> Tokenizer | None:
+        """Return the tokenizer of a folder, or None if the folder has none. options: see the class."""
         found = any((folder / name).is_file() for name in TOKENIZER_FILES)
-        return cls(folder, allow_special_tokens) if found else None
+        return cls(folder, **options) if found else None
+
+    @property
+    def tool_syntax(self) -> Syntax | None:
+        """The format of the model's tool calls, or None if it is unknown."""
+        known = self.hf.chat_template is not None
+        # Some tokenizers have a separate template for tools.
+        return find_format(self.hf.get_chat_template(tools=[{}]) if known else None, self.tool_call_parser)
 
     @cached_property
     def _guard(self) -> TextGuard:
         return TextGuard(self.hf)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, and of tokens that begin turns although the tokenizer does not call them so."""
+        return frozenset(self._guard.ids.values())
+
+    @cached_property
+    def added_ids(self) -> dict[str, int]:
+        """The ids of the added tokens, special or not, by their text."""
+        return {token.content: id for id, token in self.hf.added_tokens_decoder.items()}
+
+    @cached_property
+    def _marks_and_hidden(self) -> tuple[frozenset[int], frozenset[int]]:
+        """The ids of special tokens: of MARKS, which texts show, and of the others, which they do not show."""
+        special = frozenset(id for id, token in self.hf.added_tokens_decoder.items() if token.special)
+        marks = special & {self.added_ids.get(mark) for mark in MARKS}
+        return marks, special - marks
 
     def encode(self, text: str, special: bool = True, most: int | None = None) -> list[int]:
         """Return the ids of a text. special: add the special tokens of this tokenizer, such as BOS.
@@ -100,33 +142,48 @@ class Tokenizer:
     ) -> tuple[list[int], str]:
         """Return the ids and the text of a conversation. Unless `allow_special_tokens` is set, special tokens in
         messages stay text. most: see `encode`. variables, options: see `render_chat`."""
-        guarded = None if self.allow_special_tokens else self._guard.mark(messages, variables or {})
+        variables = variables or {}
+        plain = self._plain(messages, variables)  # before the guard, which then sees what was hidden by JSON's escapes
+        guarded = None if self.allow_special_tokens else self._guard.mark(plain, variables)
         if guarded is None:
-            text = self.render_chat(messages, variables=variables, **options)
+            text = self._render(plain, variables, **options)
             return self.encode(text, special=False, most=most), text
-        messages, variables, mark = guarded
-        text = self.render_chat(messages, variables=variables, **options)
+        plain, variables, mark = guarded
+        text = self._render(plain, variables, **options)
         ids = _encode_beginning(text, lambda part: self._guard.encode(part, mark), most)
         return ids, text.replace(mark, "")
 
     def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None, **options: Any
     ) -> str:
         """Return the text of a conversation as the chat template renders it, with the template's special tokens.
 
-        add_generation_prompt: end with the beginning of an assistant's message. variables: variables of the template,
-        such as tools. continue_final_message: end directly after the text of the last message. Raises ValueError.
+        The tool calls of earlier messages, and their reasoning (`reasoning_content`, `reasoning` or parts {"type":
+        "thinking"}), are given to the template in the form that it takes; reasoning that it does not take is left out.
+
+        variables: variables of the template, such as tools. options: add_generation_prompt (default: True), to end with
+        the beginning of an assistant's message; continue_final_message, to end directly after the text of the last
+        message. Raises ValueError.
         """
         variables = variables or {}
+        return self._render(self._plain(messages, variables), variables, **options)
+
+    def _plain(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return messages for the chat template. Raises ValueError, also if there is no template for them."""
         self.check_template(variables)
+        plain = [_plain_message(message, str(self.hf.chat_template)) for message in messages]
+        return template_calls(plain, self.tool_syntax, lambda sample: self._render(sample, variables))
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        plain = [_plain_message(message) for message in messages]
         try:
-            return rendered(partial(self.hf.apply_chat_template, plain, tokenize=False, **options, **variables))
+            return rendered(partial(self.hf.apply_chat_template, messages, tokenize=False, **options, **variables))
         except Exception as error:  # errors of jinja2, and the templates' own raise_exception
             reason = str(error) or type(error).__name__
             raise ValueError(f"the chat template does not take these messages: {reason}") from error
@@ -146,7 +203,10 @@ class Tokenizer:
             )
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """Return the text of ids. special: include special tokens."""
+        """Return the text of ids. special: include all special tokens, and not only MARKS."""
+        marks, hidden = self._marks_and_hidden
+        if not special and marks and not marks.isdisjoint(ids):
+            ids, special = [id for id in ids if id not in hidden], True
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=not special))
         return str(self.hf.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
@@ -165,15 +225,40 @@ def _encode_beginning(text: str, encode: Callable[[str], list[int]], most: int |
     return encode(text)
 
 
-def _plain_message(message: Any) -> dict[str, Any]:
-    """Return a message for a chat template, with its content as a single text. Raises ValueError."""
+def _plain_message(message: Any, template: str) -> dict[str, Any]:
+    """Return a message for a chat template, with its content as a single text. Raises ValueError.
+
+    Reasoning of the message, as `reasoning_content`, `reasoning` or parts {"type": "thinking"}, is given to the
+    template in the form that it reads, and left out if it reads none.
+    """
     if not isinstance(message, Mapping) or "role" not in message:
         raise ValueError(f"a message must be a dict with a role, not {message!r:.80}")
-    if message.get("content") is None:
-        if not message.get("tool_calls"):
-            raise ValueError(f"a message needs content, or tool_calls; this one has neither: {message!r:.80}")
-        return dict(message)
-    return {**message, "content": content_text(message["content"])}
+    reasoning, content = _split_reasoning(message)
+    if content is None and not message.get("tool_calls"):
+        raise ValueError(f"a message needs content, or tool_calls; this one has neither: {message!r:.80}")
+    plain = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    if content is not None:
+        plain["content"] = content_text(content)
+    if not reasoning:
+        return plain
+    read = (name for name in REASONING_FIELDS if re.search(rf"\.{name}\b|['\"]{name}['\"]", template))
+    if field := next(read, None):
+        plain[field] = reasoning
+    elif re.search(r"""['"]thinking['"]""", template):
+        text = [{"type": "text", "text": plain["content"]}] if plain.get("content") else []
+        plain["content"] = [{"type": "thinking", "thinking": reasoning}, *text]
+    return plain
+
+
+def _split_reasoning(message: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the reasoning of a message, and its content without parts of reasoning."""
+    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), "")
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return reasoning, content
+    thoughts = [part for part in content if isinstance(part, Mapping) and part.get("type") == "thinking"]
+    reasoning = reasoning or "\n".join(content_text(part.get("thinking", "")) for part in thoughts)
+    return reasoning, [part for part in content if part not in thoughts]
 
 
 def content_text(content: Any) -> Any:
@@ -359,7 +444,7 @@ class StopFinder:
             at, stop = min(found, key=lambda pair: pair[0])
             self._held = ""
             return text[: at + len(stop) * self._shown], stop
-        shown = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        shown = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[shown:]
         return text[:shown], None
 
@@ -369,7 +454,7 @@ class StopFinder:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 

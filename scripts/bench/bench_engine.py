@@ -21,7 +21,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_limits import H200, SHARED, VLLM, WORKLOADS, Costs, Rates, Workload, limit, product_shapes, settings
+from bench_limits import (
+    CARDS,
+    SHARED,
+    VLLM,
+    WORKLOADS,
+    Costs,
+    Rates,
+    Workload,
+    card_of,
+    limit,
+    product_shapes,
+    settings,
+)
 from reports import RESULTS, write_json
 
 from fastgen import Generator, SamplingParams
@@ -227,14 +239,16 @@ def compare(
     vllm: int | None,
     gpus: int = 1,
 ) -> dict[str, Any]:
-    """Return a workload's figures with its limits on so many GPUs, and vLLM's figure. rates: ceilings of one GPU."""
-    limits = {"h200": limit(costs, workload, H200.times(gpus), found["lanes"])}
+    """Return a workload's figures with its limits on so many GPUs, and vLLM's figure, which is of
+    H200s. rates: ceilings of one GPU."""
+    card = card_of(torch.cuda.get_device_name() if torch.cuda.is_available() else "")
+    limits = {card: limit(costs, workload, CARDS[card].times(gpus), found["lanes"])}
     if rates is not None:
         here = Rates(rates["copy_tb_per_second"] * 1e12, rates["products_tflop_per_second"] * 1e12)
         limits["measured"] = limit(costs, workload, here.times(gpus), found["lanes"])
     speed = found["tokens_per_second"]
     found |= {"limit": limits, "of_limit": {name: speed / each for name, each in limits.items()}}
-    return found | ({"vllm": vllm, "times_vllm": speed / vllm} if vllm else {})
+    return found | ({"vllm": vllm, "times_vllm": speed / vllm} if vllm and card == "h200" else {})
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from tqdm import tqdm
 from fastgen import Generator, SamplingParams
 from fastgen.cli.gen.main import write_all
 from fastgen.cli.gen.outputs import Lines
+from fastgen.cli.gen.progress import Progress
 from fastgen.cli.gen.rows import read_rows
 from fastgen.cli.gen.work import RowJob, seed_of, state_by, work
 
@@ -52,10 +53,10 @@ def in_memory(gen: Generator, asked: list[str], params: SamplingParams) -> int:
 def from_file(gen: Generator, file: Path, params: SamplingParams) -> int:
     """Return the number of tokens that fggen makes of a file; it writes all of them."""
     output = Lines(file.with_name("out.jsonl"), state_by(("row", "error")))
-    with output.opened(), tqdm(disable=True) as bar:
-        tally, _ = write_all(work(RowJob(params, SEED, chat=True).ask, read_rows([file]), gen.stream), output, bar)
+    with output.opened(), Progress(total=0) as progress:
+        write_all(work(RowJob(params, SEED, chat=True).ask, read_rows([file]), gen.stream), output, progress)
     output.path.unlink()
-    return tally.tokens
+    return progress.tally.tokens
 
 
 @dataclass(frozen=True)

@@ -124,8 +124,13 @@ class Rates:
         return Rates(gpus * self.memory, gpus * self.products)
 
 
-H200 = Rates(4.30e12, 665e12)
-"""Rates measured once on an H200; reports also have the limit by the rates measured on their own machine."""
+CARDS = {"h200": Rates(4.30e12, 665e12), "h100": Rates(3.02e12, 677e12)}
+"""Rates measured once on an H200 and on an H100 SXM; reports also have the limit by the rates of their own machine."""
+
+
+def card_of(gpu: str) -> str:
+    """Return the key in CARDS for a GPU by its name, such as NVIDIA H100 80GB HBM3; an H200 for one without rates."""
+    return "h100" if "H100" in gpu else "h200"
 
 
 ATTENTION_RATE = 600 / 665

@@ -43,6 +43,17 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
          "max(limit, min(limit, MIN_PREFILL_TOKENS))"),
         ("EngineConfig.prefill_tokens", "if decodes else room", "if room else room"),
     ],
+    ("cli.serve.fields", "tests/cli/serve/test_serve_fields.py"): [
+        ("is_neutral", "and isinstance(value, bool) == isinstance(neutral, bool)", ""),
+        ("FieldPolicy.note", "self._named.add(field)", "self._named.add(reason)"),
+        ("Strict._read_fields", "if unused and name in NOTED and not policy.strict:",
+         "if unused and not policy.strict:"),
+        ("History._refuse", "super()._refuse(name, FieldPolicy())", "super()._refuse(name, policy)"),
+    ],
+    ("cli.serve.protocol", "tests/cli/serve/test_serve_fields.py"): [
+        ("GenerationFields._sampling_params", 'if self.stop == "":', "if self.stop is None:"),
+        ("ChatMessage._check_role", 'if self.content == [] and self.role != "assistant":', "if self.content == []:"),
+    ],
     ("engine.outputs", CALLS): [
         ("ActiveSample.update_text", "end -= 1", "end -= 0"),
         ("ActiveSample.update_text", "upto = min(self.ids_read + 1, end) if params.stop_strings else end",
@@ -82,11 +93,30 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("Loop.begin", "self._interrupt.check()", "pass"),
         ("Loop.update_output", "self.weight_state.blame(self.runner.weights.find_not_finite)", '""'),
     ],
+    ("tasks", "tests/test_tasks.py"): [
+        ("PromptTasks.classify", "for end in ends]", "for end in ends[:1] * len(ends)]"),
+        ("PromptTasks.embed", "if normalized else 1.0", "if states else 1.0"),
+        ("_answer_ids", "ids[len(before) :] if", "ids if"),
+        ("_weight", "[end, *(other for (other,) in others)]", "[end]"),
+    ],
+    ("engine.prompt_scorer", "tests/test_tasks.py"): [
+        ("PromptScorer.after", "x[first + len(chunk.tokens) - 1]", "x[len(chunk.tokens) - 1]"),
+    ],
+    ("names", "tests/test_names.py"): [
+        ("_explain", "ours is None or hasattr(self, ours[1])", "True"),
+    ],
     ("text.tokenizer", "tests/text/test_tokenizer.py"): [
-        ("_overlap", "range(min(len(text), len(stop) - 1), 0, -1)", "range(1, min(len(text), len(stop) - 1) + 1)"),
+        ("overlap", "range(min(len(text), len(stop) - 1), 0, -1)", "range(1, min(len(text), len(stop) - 1) + 1)"),
         ("StopFinder.push", "text[: at + len(stop) * self._shown], stop", "text[:at], stop"),
         ("Detokenizer.push", "if text.endswith(BROKEN) and not last:", "if text.endswith(BROKEN):"),
         ("StopFinder.push", "at, stop = min(found, key=lambda pair: pair[0])", "at, stop = found[0]"),
+    ],
+    ("text.reasoning", "tests/text/test_reasoning.py"): [
+        ("AnswerParser._read_reasoning", " - overlap(reasoning, self._syntax.closes)]", "]"),
+        ("_state_after", "tokenizer.special_ids | ({opens, closes} - {None})", "{opens, closes}"),
+        ("after_reasoning", 'if state == "closed":', 'if state == "none":'),
+        ("after_reasoning", "tokenizer.special_ids, (*eos_ids, closes)", "frozenset(), (closes,)"),
+        ("ReasoningCounter.push", "elif id == self._closes:", "elif id == -1:"),
     ],
     ("model.sampler", "tests/model/test_sampler.py"): [
         ("_likeliest", "held < held[:, -1:] * rows.top_p", "held <= held[:, -1:] * rows.top_p"),
@@ -128,6 +158,10 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("CpuAttention._lay_out", "kv_head, of_group = np.divmod(np.arange(self._heads), group)",
          "of_group, kv_head = np.divmod(np.arange(self._heads), heads)"),
         ("_Tiles.hidden", "hidden.logical_or_(ahead >= window)", "hidden.logical_or_(ahead > window)"),
+    ],
+    ("kernels.allreduce", "tests/kernels/test_kernels_allreduce.py"): [
+        ("_total", "tl.where(rank == other, part, 0.0)", "tl.where(rank == SIZE - other, part, 0.0)"),
+        ("add_in_order", "for part in parts[1:]", "for part in parts[:0:-1]"),
     ],
     ("kernels.drafts", "tests/kernels/test_kernels_drafts.py tests/test_speculation.py"): [
         ("_follow_kernel", "kept = tl.min(tl.where(wrong, number, BLOCK_W)) + 1",

@@ -23,6 +23,7 @@ class FakeGenerator:
     """Runs every request for three steps; `add` takes 4 ms."""
 
     torn = False
+    tokenizer = None
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -20,6 +21,9 @@ from terminal import BANNER, ROOT, STATS, ask, at_prompt, leave, said, spawn
 import fastgen
 from fastgen.cli import chat
 from fastgen.cli.chat_backends import LocalBackend, Reply
+from fastgen.cli.chat_console import Console
+from fastgen.cli.chat_files import Conversation
+from fastgen.cli.chat_session import Chat
 from fastgen.request import SamplingParams
 
 PROGRAM = str(ROOT / "tests" / "chat_program.py")
@@ -70,14 +74,17 @@ def test_reset_and_wrong_commands(start):
     ask(child, "two", 3)
     for wrong in ("0", "4", "x"):
         assert f"\n/r {wrong}: no such round; N goes from 1 to 3, " in ask(child, f"/r {wrong}", 3)
-    assert "\n/r takes one number; there are /r <N>, /m and /q (" in ask(child, "/r", 3), "it drops nothing"
-    assert "\nno command /x; there are /r <N>, /m and /q (" in ask(child, "/x", 3)
+    assert "\n/r needs <N>; /help lists the commands (" in ask(child, "/r", 3), "it drops nothing"
+    assert "\n/q takes nothing after it; " in ask(child, "/q now", 3)
+    assert "\nno command /x; /help lists the commands (" in ask(child, "/x", 3)
     ask(child, " /x", 4)  # a message
     ask(child, "/r 2", 2)
     assert "\nuser:one;assistant:user:one;;user:other;\n" in ask(child, "other", 3)
     ask(child, "/r 1", 1)
     assert "\nuser:fresh;\n" in ask(child, "fresh", 2)
-    assert BANNER.split("\n", 1)[1].removesuffix("\n---\n") in ask(child, "/help", 2)
+    assert re.search(
+        r"\n  Available commands:\n    /r <N> +-- reset (?s:.*)\n    /q +-- quit\n", ask(child, "/help", 2)
+    )
     assert "user:quit;" in ask(child, " quit", 3)
     assert leave(child, "quit") == 0
 
@@ -120,7 +127,7 @@ def test_text_typed_ahead_is_the_next_message_and_not_in_the_answer(start):
     child.expect(" 5 6 7 ")
     child.send("/r 1\nahead\n/m\nlines\n.\n\x04")
     child.expect(r"\(cut at --max-tokens 300\)")
-    assert re.fullmatch(rf"[\d ]+\n{STATS}\n", said(child))
+    assert re.fullmatch(rf"[\d \n]+\n{STATS}\n", said(child))
     child.expect(pexpect.EOF)
     child.wait()
     assert re.search(r"\nuser:ahead;\n(?s:.*);user:lines;\n", said(child))
@@ -155,6 +162,86 @@ def test_history_survives_and_does_without_its_file(start, tmp_path):
     ask(child, "hello", 2)
 
 
+def test_commands_that_change_the_conversation_and_a_saved_one_goes_on(start, tmp_path):
+    child = start(PROGRAM, "a/model", "--top-p", "0.9", "--system", "short")
+    at_prompt(child, 1)
+    assert "system:short;user:one;\n" in ask(child, "one", 2)
+    assert "\n(system prompt: be  long)\n" in ask(child, "/system be  long", 2)
+    assert "\nsystem:be  long;user:one;\n" in ask(child, "/regen", 2), "the same round again"
+    assert "\n(temperature = 0.3)\n" in ask(child, "/set temperature 0.3", 2)
+    ask(child, "/set ignore-eos=on", 2)
+    ask(child, "/set ignore_eos default", 2)
+    listed = ask(child, "/set", 2)
+    limit = r"max_tokens +to the [a-z ]+ \(default\)"
+    for line in ("temperature +0.3", "top_p +0.9", r"min_p +0.0 \(default\)", limit):
+        assert re.search(rf"\n  {line}\n", listed)
+    wrong = {
+        "warmth 1": "there is no setting warmth; there are ",
+        "top_p 2": "top_p is 2.0; it must be",
+        "n 2": "there is",
+    }
+    for typed, why in {**wrong, "top_k x": "top_k is 'x'; it must be a whole number"}.items():
+        assert f"\n/set: {why}" in ask(child, f"/set {typed}", 2)
+    assert "has no switch for thinking" in ask(child, "/set thinking off", 2)
+    path = tmp_path / "a chat.json"
+    assert f"\n(saved; fgchat --resume '{path}' goes on from here)\n" in ask(child, f"/save {path}", 2)
+    ask(child, "/set max_tokens 3", 2)
+    assert "user:two;\n(cut" not in ask(child, "two", 3)
+    ask(child, f"/save {path}", 3)
+    (tmp_path / "other").write_text("mine")
+    assert "is not a conversation that /save has written" in ask(child, f"/save {tmp_path}/other", 3)
+    assert "\n/save: [Errno 2] No such file" in ask(child, f"/save {tmp_path}/no/file", 3)
+    saved = json.loads(path.read_text())
+    assert saved["model"] == {"model": "a/model"}
+    assert saved["settings"] == {"top_p": 0.9, "temperature": 0.3, "max_tokens": 3}
+    assert saved["messages"][0] == {"role": "system", "content": "be  long"}
+    assert (tmp_path / "other").read_text() == "mine"
+
+    child = start(PROGRAM, "--resume", str(path), "--temperature", "0.5")
+    assert at_prompt(child, 3).endswith("(a conversation of 2 rounds goes on)\n")
+    shown = ask(child, "/set", 3)
+    assert re.search(r"\n  temperature +0.5\n  top_p +0.9\n", shown)
+    ask(child, "/set max_tokens default", 3)
+    assert "\n(no system prompt)\n" in ask(child, "/system", 3)
+    assert "\nuser:one;assistant:system:be  long;user:one;;user:two;assistant:" in ask(child, "three", 4)
+    assert leave(child, "/q") == 0
+
+
+def test_lines_are_wrapped_at_words_but_for_code(start):
+    child = start()
+    child.setwinsize(50, 40)
+    at_prompt(child, 1)
+    words, code = "some words " * 12, "x = 'some code with a very long line of text'"
+    child.sendline(f"\x1b[200~{words}\n```\n{code}\n```\x1b[201~")
+    child.expect(STATS)
+    answer = said(child)[said(child).index("user:") :]
+    assert answer.splitlines()[:2] == ["user:some words some words some words", "some words some words some words some"]
+    assert f"\n```\n{code}\n```;" in answer
+    assert max(len(line) for line in answer.splitlines() if line != code) <= 40
+
+
+def test_thinking_is_dimmed_and_can_be_turned_off(start, tmp_path):
+    child = start(PROGRAM, "thinking")
+    at_prompt(child, 1)
+    child.sendline("think")
+    child.expect(STATS)
+    assert "let me see\n\nthe answer\n" in said(child)
+    dimmed = "".join(re.findall(r"\x1b\[2m(.*?)\x1b\[0m", child.before, re.DOTALL))
+    assert dimmed.replace("\r", "") == "let me see\n\n"
+    at_prompt(child, 2)
+    assert "\nuser:think;assistant:the answer;user:and?;\n" in ask(child, "and?", 3), "the content without the thinking"
+    ask(child, f"/save {tmp_path}/saved", 3)
+    first = {"role": "assistant", "content": "the answer", "reasoning_content": "let me see"}
+    assert json.loads((tmp_path / "saved").read_text())["messages"][1] == first
+    assert "\n(thinking = False)\n" in ask(child, "/set thinking off", 3)
+    assert re.search(rf"think\nthe answer\n{STATS}", ask(child, "think", 4))
+    child = start(PROGRAM, "--resume", f"{tmp_path}/saved", "--no-thinking", "--max-tokens", "2")
+    at_prompt(child, 3)
+    assert "the answer" in ask(child, "think", 4)
+    ask(child, "/set thinking on", 4)
+    assert "(ended while the model was thinking; without an answer, this round is dropped)" in ask(child, "think", 4)
+
+
 def test_a_dumb_terminal_gets_plain_lines(start):
     child = start(TERM="dumb")
     child.expect("1> ")
@@ -187,7 +274,7 @@ def pipe(monkeypatch, capsys):
     def run(lines: str, system: str | None = None, **params: int) -> tuple[int, str, str, FakeGenerator]:
         gen = FakeGenerator()
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        status = chat.run(LocalBackend(gen, SamplingParams(**params)), system)
+        status = chat.run(LocalBackend(gen, params), Conversation(system=system))
         return status, *capsys.readouterr(), gen
 
     return run
@@ -220,7 +307,8 @@ def test_a_cut_answer_says_what_cut_it(pipe, capsys):
     _, out, err, _ = pipe("count", max_tokens=3)
     assert out == "1 2 3 \n"
     assert err.endswith("\n(cut at --max-tokens 3)\n")
-    chat.Chat(LocalBackend(FakeGenerator(), SamplingParams()), chat.Console()).report(Reply("text", 3, "length"), 1.0)
+    reply = Reply("text", num_tokens=3, finish_reason="length")
+    Chat(LocalBackend(FakeGenerator(), {}), Console()).report(reply, 1.0)
     assert capsys.readouterr().err.endswith("\n(cut: the context of 200 tokens is full; /r N goes back)\n")
 
 
@@ -230,7 +318,7 @@ def test_ctrl_c_in_a_pipe_ends_it_after_the_step(monkeypatch, capsys):
     gen.on_step = lambda: signal.raise_signal(signal.SIGINT) if len(gen.said) == 3 else None
     monkeypatch.setattr(sys, "stdin", io.StringIO("count\nnever\n"))
     with pytest.raises(KeyboardInterrupt):
-        chat.run(LocalBackend(gen, SamplingParams()))
+        chat.run(LocalBackend(gen, {}))
     assert capsys.readouterr().out == "1 2 3 \n"
     assert len(gen.prompts) == 1
     assert signal.getsignal(signal.SIGINT) is before
@@ -253,7 +341,13 @@ def test_a_closed_pipe_and_an_engine_error_are_quiet_ends():
 @pytest.mark.parametrize(
     "options",
     ["--top-p 0", "--temperature nan", "--max-tokens 0", "--dtype int8", "--seed x", "--temp 1", "--tensor-parallel 0"]
-    + ["--api-key x", "--model x", *(f"--url http://x {local}" for local in ("a/model", "--device cpu"))],
+    + [
+        "--resume /no/file",
+        "--resume pyproject.toml",
+        "--api-key x",
+        "--model x",
+        *(f"--url http://x {local}" for local in ("a/model", "--device cpu")),
+    ],
 )
 def test_bad_options_exit_2(options, capsys):
     with pytest.raises(SystemExit, match="2"):

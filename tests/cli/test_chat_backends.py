@@ -20,6 +20,8 @@ from terminal import BANNER, STATS, ask, at_prompt, leave, said, spawn
 
 from fastgen.cli import chat
 from fastgen.cli.chat_backends import ServerBackend
+from fastgen.cli.chat_console import Console
+from fastgen.cli.chat_session import Chat
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -98,11 +100,12 @@ def reply(status: int, body: Any) -> Callable[[BaseHTTPRequestHandler], None]:
 
 
 def stream(
-    *texts: str, end: str = "stop", tail: bytes = b"data: [DONE]\n\n"
+    *texts: str | dict[str, str], end: str = "stop", tail: bytes = b"data: [DONE]\n\n"
 ) -> Callable[[BaseHTTPRequestHandler], None]:
-    """Stream an answer of these pieces, a byte at a time."""
+    """Stream an answer of these pieces, which are contents or deltas, a byte at a time."""
     chunks: list[dict[str, Any]] = [{"choices": [{"delta": {"role": "assistant"}, "finish_reason": None}]}]
-    chunks += [{"choices": [{"delta": {"content": text}}], "usage": None} for text in texts]
+    deltas = [text if isinstance(text, dict) else {"content": text} for text in texts]
+    chunks += [{"choices": [{"delta": delta}], "usage": None} for delta in deltas]
     chunks += [{"choices": [{"delta": {}, "finish_reason": end}]}] if end else []
     lines = (f"data: {json.dumps(chunk, ensure_ascii=False)}\r\n\r\n" for chunk in chunks)
     data = b": a comment\n\n" + "".join(lines).encode() + tail
@@ -160,6 +163,17 @@ def test_what_is_sent(fake: Fake, pipe: Callable[..., Any]) -> None:
     assert err.endswith("\n(cut: the server's limit; /r N goes back)\n")
     assert re.search(STATS, err)[1] == "2", "pieces, where the server does not count"  # type: ignore[index]
     assert pipe("hello\n", "--model", "one", "--max-tokens", "2")[2].endswith("\n(cut at --max-tokens 2)\n")
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_thinking_is_no_part_of_the_answer(field: str, fake: Fake, pipe: Callable[..., Any]) -> None:
+    fake.answer = stream({field: "let me "}, {field: "see"}, "it is")
+    status, out, err = pipe("one\ntwo\n", "--no-thinking")
+    assert (status, out) == (0, "it is\nit is\n")
+    assert re.search(STATS, err)[1] == "3"  # type: ignore[index]
+    _, body = fake.asked[1]
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert body["messages"][1] == {"role": "assistant", "content": "it is"}, "some servers refuse other fields"
 
 
 ERROR = {"error": {"message": "the engine died", "type": "server_error", "param": None, "code": None}}
@@ -226,7 +240,7 @@ def test_one_ctrl_c_is_enough_while_nothing_has_come(fake: Fake) -> None:
             left.set()
 
     fake.answer = wait
-    conversation = chat.Chat(ServerBackend(fake.url, None, "some-model", {}), chat.Console())
+    conversation = Chat(ServerBackend(fake.url, None, "some-model", {}), Console())
     press = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     press.start()
     with pytest.raises(KeyboardInterrupt):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,7 +36,7 @@ def test_a_checkpoint_of_another_format_is_one_line(tool: str, arguments: list[s
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", *arguments]
     ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    told = [line for line in ended.stderr.splitlines() if "listening at" not in line]
+    told = [line for line in ended.stderr.splitlines() if not re.match("fgserve: (listening at|chat page:)", line)]
     assert ended.returncode == 1, ended.stderr
     assert len(told) == 1
     assert told[0].startswith(f"{tool}: error: model/model.safetensors is missing, and there is pytorch_model.bin")
@@ -62,3 +65,18 @@ def test_an_unknown_flag_is_one_line_that_says_what_takes_its_place(
             parser.parse_args([*others, given])
         assert ended.value.code == 2
         assert capsys.readouterr().err == f"{parser.prog}: error: {hint}; {parser.prog} --help lists the options\n"
+
+
+@pytest.mark.parametrize("make_parser", [gen_parser, serve_parser])
+def test_a_shell_completes_options_and_files(
+    make_parser: Callable[[], ArgumentParser], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        make_parser().parse_args(["--print-completion", "bash"])
+    script = capsys.readouterr().out
+    (name,) = re.findall(r"^complete .*-F (\w+)", script, re.M)
+    (tmp_path / "some.yaml").touch()
+    for words, completed in (("--max-step-t", "--max-step-tokens"), ("--adapter some", "some.yaml")):
+        typed = f"COMP_WORDS=(tool {words}); COMP_CWORD={len(words.split())}; {name}; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(["bash", "-c", script + typed], cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.split() == [completed], done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -249,3 +250,25 @@ def test_a_step_number_is_written_after_all_warps_have_read_it() -> None:
         before, store, _ = ptx.partition("st.global.b32")  # the first of 4 bytes; words are stored as vectors
         assert store
         assert "bar.sync" in before
+
+
+NORMS = """
+from fastgen.kernels.norm import rms_norm, rms_norm_fp8, sum_norm
+x, weight = zeros(300, 4096), zeros(4096)
+rms_norm.launch(x, weight, 1e-5)
+rms_norm.launch(x, weight, 1e-5, x)
+rms_norm_fp8.launch(x, weight, 1e-5)
+rms_norm_fp8.launch(x, weight, 1e-5, x)
+sum_norm.launch(x, x, zeros(2, 300, 4096), 1, weight, 1e-5, x)
+"""
+
+
+def test_all_kernels_of_norms_sum_in_one_order() -> None:
+    """The order is the layout of the tensor that the reduction takes, and which it may reorder freely. A step whose
+    halves are summed over the ranks uses another kernel than one that is not cut."""
+    layouts = []
+    for kernel in compiled(NORMS):
+        (name,) = set(re.findall(r"tt\.reshape .* allow_reorder : tensor<4096xf32, (#\w+)>", kernel["ttgir"]))
+        layouts += re.findall(rf"^{name} = (.*)", kernel["ttgir"], re.MULTILINE)
+    assert len(layouts) == 5
+    assert len(set(layouts)) == 1

@@ -17,7 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from adapters import ALL, CONFIG, adapter
-from conftest import FAMILIES, Checkpoint, check_idle, new_weights
+from bitwise import alone, preempting, random_options, random_requests
+from bitwise import answers as answers_of
+from conftest import FAMILIES, VOCAB, Checkpoint, check_idle, new_weights
 from hash_model import hopeful
 from ranks_program import CLOSE, REQUESTS, SCORED, SHORT, STARTS, answers, check_close, contents, run_ranks
 from safetensors.torch import load_file
@@ -74,6 +76,21 @@ def test_ranks_answer_and_score_as_one_process(split: Generator, whole: Generato
 def generate_forever(gen: Generator) -> None:
     while True:
         gen.generate([[5, 6, 7]] * 8, SHORT)
+
+
+def test_the_schedule_never_shows_in_the_answers_of_two_ranks(llama: Path) -> None:
+    """Requests in chunks, preempted, from cached pages and in batches have the bits that each has alone."""
+    how: dict[str, Any] = {"device": "cpu", "tensor_parallel": 2}
+    requests = random_requests(VOCAB, 6, 100, 20)
+    with Generator(llama, **how, prefix_cache=False) as gen:
+        assert gen.config.deterministic
+        expected = alone(gen, requests)
+    with Generator(llama, **how, **random_options(1, 200) | {"prefix_cache": True}) as gen:
+        preempting(gen, steps=19)
+        for _ in range(2):  # with a cold cache and a warm one
+            assert answers_of(gen, requests) == expected
+        assert gen.stats.preemptions > 3
+        assert gen.stats.cached_tokens > 50
 
 
 def test_two_generators_of_ranks_one_of_which_is_interrupted_traced_and_loses_a_rank(

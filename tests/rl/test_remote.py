@@ -103,8 +103,10 @@ def test_a_request_fails_alone_and_wrong_params_before_all(gen: RemoteGenerator)
 def test_a_stream_takes_requests_and_none_and_ends_them_when_it_is_closed(gen: RemoteGenerator, server: Server) -> None:
     outputs = list(gen.stream([None, Request([5, 6], SHORT), None, Request([7], SHORT), None]))
     assert [output.error for output in outputs] == [None, None]
-    with pytest.raises(TypeError, match="stream takes Requests, not str"):
-        next(gen.stream(["hello"]))  # type: ignore[list-item]
+    (output,) = gen.stream([5, 6], SHORT)
+    assert output.completions == outputs[[len(each.prompt_token_ids) for each in outputs].index(2)].completions
+    with pytest.raises(TypeError, match="stream takes prompts and Requests, not float"):
+        next(gen.stream(iter([5.0])))  # type: ignore[list-item]
     stream = gen.stream(Request([5, 6, number], SHORT if number == 10 else LONG) for number in range(10, 16))
     assert len(next(stream).completions) == 2
     until(lambda: server.stats()["running"])  # the others are sent while this one is read

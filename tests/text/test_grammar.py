@@ -20,7 +20,7 @@ from grammars import MARKS, accepts, allowed, byte_level, rule_of, walk
 import fastgen
 from fastgen import Generator, SamplingParams
 from fastgen.text import grammar as grammars
-from fastgen.text.grammar import Compiler, choice_rule, json_rule, regex_rule
+from fastgen.text.grammar import Compiler, choice_rule, json_rule, lark_grammar, regex_rule
 from fastgen.text.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -232,6 +232,22 @@ def test_choices_and_patterns_are_taken_literally(vocabulary: Vocabulary, compil
     for rule, text, fits in cases:
         ids = [*(encoded(tokenizer, text) if text else []), ends[0]]
         assert accepts(compiler.compile(f"start: {rule}"), ids, size) == fits, (rule[:100], text)
+
+
+def test_grammars_in_ebnf_are_translated(vocabulary: Vocabulary, compiler: Compiler) -> None:
+    tokenizer, size, ends = vocabulary
+    mask = compiler.compile(lark_grammar('root ::= number ("," number)*\nnumber ::= [0-9]+ | "::="'))
+    for text, fits in (("12,::=,3", True), ("12,,3", False), ("12,", False)):
+        assert accepts(deepcopy(mask), [*encoded(tokenizer, text), ends[0]], size) == fits
+    lark = 'start: "::=" x\nx: "a"'
+    assert lark_grammar(lark) == lark
+    for wrong, reason in (
+        ("root ::= other", "'other' not found"),
+        ("a ::= (", r"Expected '\)'"),
+        ("::=" * 9999, "maximum"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            lark_grammar(wrong)
 
 
 def test_the_same_grammar_is_compiled_once(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:

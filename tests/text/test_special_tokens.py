@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,15 @@ def oracle(tokenizer: Tokenizer, hostile: str) -> tuple[list[int], str]:
     return ids, text.replace("ZQZ", hostile)
 
 
+def with_json(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have their arguments as JSON, as clients send them, which hides special tokens."""
+    hidden = deepcopy(messages)
+    for message in hidden:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"]).replace("<", "\\u003c")
+    return hidden
+
+
 def test_text_of_a_user_never_becomes_a_special_token(tokenizer: Tokenizer) -> None:
     special = special_texts(tokenizer)
     ids_of = set(tokenizer.hf.convert_tokens_to_ids(special))
@@ -188,6 +198,7 @@ def test_text_of_a_user_never_becomes_a_special_token(tokenizer: Tokenizer) -> N
         parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
         assert tokenizer.encode_chat(parts, variables=variables) == ids
         assert tokenizer.encode(text, special=False) != ids, "a prompt that is text may have special tokens"
+        assert tokenizer.encode_chat(with_json(messages), variables=variables) == ids
     tokenizer.allow_special_tokens = True
     assert tokenizer.encode_chat(messages, variables=variables) == hf_ids(tokenizer, messages, variables)
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from fastgen.cli.gen.rows import Row
-from fastgen.cli.gen.work import Record, RowRequests, seed_of
+from fastgen.cli.gen.work import Model, Record, RowRequests, batch_record, seed_of
+from fastgen.cli.serve.fields import Strict
 from fastgen.cli.serve.prompts import GenerationReply, GenerationRequest, ModelFacts, grammar_field, prepare
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, Strict, check_request, refused
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest, check_request, refused
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.request import SHARED, Event, RequestOutput, SamplingParams
-
-if TYPE_CHECKING:
-    from fastgen.generator import Generator
 
 
 class Line(Strict):
@@ -32,11 +29,10 @@ class BatchJob:
     name: name of the model. defaults: sampling parameters that a body does not set. seed: the job's seed, as in RowJob.
     """
 
-    def __init__(self, gen: Generator, name: str, defaults: SamplingParams, seed: int) -> None:
-        vocabulary = None if gen.tokenizer is None else Vocabulary(gen.tokenizer)
-        self._model = ModelFacts(
-            name, gen.tokenizer, vocabulary, defaults, gen.model_config.vocab_size, gen.max_model_len
-        )
+    def __init__(self, model: Model, name: str, defaults: SamplingParams, seed: int) -> None:
+        vocabulary = None if model.tokenizer is None else Vocabulary(model.tokenizer)
+        size, context = model.model_config.vocab_size, model.max_model_len
+        self._model = ModelFacts(name, model.tokenizer, vocabulary, defaults, size, context)
         self._seed = seed
 
     def ask(self, row: Row) -> RowRequests:
@@ -74,7 +70,7 @@ def _answer(
         body: Any = reply.whole(event for prompt, output in enumerate(outputs) for event in _events(prompt, output))
     except ApiError as error:
         return _failed(row, error)
-    return _record(row, 200, body), None
+    return batch_record(row, 200, body), None
 
 
 def _events(prompt: int, output: RequestOutput) -> list[Event]:
@@ -88,11 +84,4 @@ def _events(prompt: int, output: RequestOutput) -> list[Event]:
 
 
 def _failed(row: Row, error: ApiError) -> tuple[Record, str | None]:
-    return _record(row, error.status, error.body), error.message
-
-
-def _record(row: Row, status: int, body: Mapping[str, Any]) -> Record:
-    """Return the record of a row. Its id holds the row's index, for which OpenAI's format has no other place."""
-    response = {"status_code": status, "request_id": f"req_{row.index}", "body": body}
-    custom_id = row.columns.get("custom_id")
-    return {"id": f"batch_req_{row.index}", "custom_id": custom_id, "response": response, "error": None}
+    return batch_record(row, error.status, error.body), error.message

@@ -10,12 +10,16 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastgen.cli.command import UsageError
 from fastgen.cli.gen.rows import Row
 from fastgen.cli.options import SAMPLING
 from fastgen.request import Prompt, Request, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from fastgen.model.config import ModelConfig
+    from fastgen.text.tokenizer import Tokenizer
 
 Record = dict[str, Any]
 
@@ -37,6 +41,17 @@ class RowRequests:
 
     requests: Sequence[tuple[Prompt, SamplingParams]]
     finish: Callable[[list[RequestOutput]], tuple[Record, str | None]]
+
+
+class Model(Protocol):
+    """The facts about a model that turn rows into requests: a Generator's, or those that a dry run loads."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def model_config(self) -> ModelConfig: ...
+    @property
+    def max_model_len(self) -> int: ...
 
 
 State = Callable[[Record], tuple[int, bool]]
@@ -170,6 +185,20 @@ def parsed(value: Any) -> Any:
         return value
 
 
+def given_by(row: Row) -> dict[str, Any]:
+    """Return the sampling parameters that the columns of a row set."""
+    given = {name: value for name in PARAMS if (value := row.columns.get(name)) is not None}
+    return {name: value if name == "stop" else parsed(value) for name, value in given.items()}
+
+
+def batch_record(row: Row, status: int, body: Mapping[str, Any]) -> Record:
+    """Return the record of a row of a batch file. Its id holds the row's index, for which OpenAI's format has no other
+    place."""
+    response = {"status_code": status, "request_id": f"req_{row.index}", "body": body}
+    custom_id = row.columns.get("custom_id")
+    return {"id": f"batch_req_{row.index}", "custom_id": custom_id, "response": response, "error": None}
+
+
 @dataclass(frozen=True)
 class RowJob:
     """A job on rows with one prompt each. Its records have the completions.
@@ -178,6 +207,7 @@ class RowJob:
     seed: seed that the seeds of rows without one are derived from.
     template: template of the prompts; None if rows have prompts.
     chat: send text prompts as the message of a user.
+    system: system prompt of conversations that have none; None for no prompt.
     logprobs: add token ids and logprobs to the records.
     prefix: prefix for the names of the added columns.
     """
@@ -186,6 +216,7 @@ class RowJob:
     seed: int
     template: str | None = None
     chat: bool = False
+    system: str | None = None
     logprobs: bool = False
     prefix: str = ""
 
@@ -197,14 +228,24 @@ class RowJob:
         try:
             if row.error is not None:
                 raise ValueError(row.error)
-            check_added(self._added, row.columns)
-            requests = [(self._prompt(row.columns), self._params(row))]
+            requests = [(self.prompt(row.columns), self._params(row))]
             return RowRequests(requests, lambda outputs: self._finish(row, outputs[0]))
         except (ValueError, TypeError) as error:
             reason = str(error)
-            return RowRequests([], lambda _: (self._record(row, reason), reason))
+            return RowRequests([], lambda _: (self.record(row, reason), reason))
 
-    def _prompt(self, columns: Mapping[str, Any]) -> Prompt:
+    def prompt(self, columns: Mapping[str, Any]) -> str | list[Any]:
+        """Return the prompt of a row: text, ids or messages. Raises ValueError or TypeError."""
+        check_added(self._added, columns)
+        prompt = self._prompt(columns)
+        if self.system is None:
+            return prompt
+        if isinstance(prompt, str) or not all(isinstance(each, dict) for each in prompt):
+            raise ValueError("a system prompt goes with messages; leave --system out for prompt_token_ids")
+        own = prompt and prompt[0].get("role") == "system"
+        return prompt if own else [{"role": "system", "content": self.system}, *prompt]
+
+    def _prompt(self, columns: Mapping[str, Any]) -> str | list[Any]:
         if self.template is not None:
             return self._text(fill(self.template, columns))
         given = [name for name in PROMPTS if columns.get(name) is not None]
@@ -223,13 +264,14 @@ class RowJob:
             for each in value
         ]
 
-    def _text(self, text: str) -> Prompt:
+    def _text(self, text: str) -> str | list[Any]:
         return [{"role": "user", "content": text}] if self.chat else text
 
     def _params(self, row: Row) -> SamplingParams:
-        given = {name: value for name in PARAMS if (value := row.columns.get(name)) is not None}
-        given = {name: value if name == "stop" else parsed(value) for name, value in given.items()}
-        given.setdefault("seed", seed_of(self.seed, row.index))
+        return self.params_with({"seed": seed_of(self.seed, row.index), **given_by(row)})
+
+    def params_with(self, given: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters of a row that sets the given ones. Raises ValueError or TypeError."""
         params = replace(self.params, **given)
         if isinstance(params.n, int) and params.n > MAX_SAMPLES:
             raise ValueError(f"n is {params.n}; it may be at most {MAX_SAMPLES}: repeat the row for more")
@@ -237,16 +279,17 @@ class RowJob:
 
     def _finish(self, row: Row, output: RequestOutput) -> tuple[Record, str | None]:
         if output.error is not None:
-            return self._record(row, output.error), output.error
+            return self.record(row, output.error), output.error
         made = output.completions
         texts = [completion.text for completion in made]
         reasons = [completion.finish_reason for completion in made]
         values = [texts, reasons, len(output.prompt_token_ids), [len(completion.token_ids) for completion in made]]
         if self.logprobs:
             values += [[getattr(completion, name) for completion in made] for name in LOGPROBS]
-        return self._record(row, None, values), None
+        return self.record(row, None, values), None
 
-    def _record(self, row: Row, error: str | None, values: list[Any] | None = None) -> Record:
+    def record(self, row: Row, error: str | None, values: list[Any] | None = None) -> Record:
+        """Return the record of a row. values: those of the added columns after the error, if the row has not failed."""
         index, reason, *names = self._added
         own = {index: row.index, reason: error}
         # Index and error come first in the line and override columns of the same name.

@@ -9,16 +9,18 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from pydantic_core import to_json
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastgen.async_engine.client import EngineError, EventStream
 from fastgen.cli.serve.compat import messages, responses
+from fastgen.cli.serve.metrics import Meter
 from fastgen.cli.serve.prompts import GenerationRequest, grammar_field, prepare
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, refused
 from fastgen.cli.serve.replies import ChatReply
-from fastgen.cli.serve.service import Meter, Service, expire
+from fastgen.cli.serve.service import Service, expire
 from fastgen.request import Event
 
 log = logging.getLogger(__name__)
@@ -33,15 +35,21 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(to_json(content), status, headers, "application/json")
 
 
-def error_response(error: ApiError, path: str, headers: dict[str, str] | None = None) -> Response:
-    """Return the response for an error, in the format of the API that the path belongs to."""
+def is_anthropic(scope: Scope) -> bool:
+    """Return whether a request is one of Anthropic's API, by its path or by the header that its clients send."""
+    path = scope["path"]
+    return path.endswith(("/messages", "/messages/count_tokens")) or "anthropic-version" in Headers(scope=scope)
+
+
+def error_response(error: ApiError, scope: Scope, headers: dict[str, str] | None = None) -> Response:
+    """Return the response for an error, in the format of the API that the request belongs to."""
     headers = dict(headers or {})
     if error.status == 503:
         headers["Retry-After"] = str(RETRY_SECONDS)
     body = error.body
-    if path.endswith(("/messages", "/messages/count_tokens")):
+    if is_anthropic(scope):
         body = messages.error_body(error)
-    elif path.endswith("/responses"):
+    elif scope["path"].endswith(("/responses", "/responses/input_tokens")):
         body = responses.renamed(error).body
     return json_response(body, error.status, headers)
 
@@ -126,6 +134,7 @@ class GenerationResponse(Response):
             with model.engine.submit(prompts, params, every_step=bool(request.stream)) as stream:
                 turns = _observed(stream, leave, meter, field)
                 await (self._send_stream if request.stream else self._send_whole)(turns, send)
+            meter.end()
 
     async def _send_stream(self, turns: AsyncIterator[list[Event]], send: Send) -> None:
         reply = self._reply
@@ -157,7 +166,8 @@ async def _send_body(send: Send, body: bytes, more: bool = False) -> None:
 def _sizes(request: GenerationRequest) -> list[int]:
     """Estimate the number of tokens of each prompt."""
     if isinstance(request, ChatRequest):
-        return [sum(len(message.text or "") for message in request.messages) // CHARS]
+        said = (len(message.text or "") + len(message.reasoning_content or "") for message in request.messages)
+        return [sum(said) // CHARS]
     return [len(prompt) // CHARS if isinstance(prompt, str) else len(prompt) for prompt in request.prompts]
 
 

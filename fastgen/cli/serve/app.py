@@ -25,10 +25,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastgen import __version__
 from fastgen.cli.command import note
-from fastgen.cli.serve.answers import GenerationResponse, as_api_error, error_response, json_response, limited
-from fastgen.cli.serve.compat.messages import CountRequest, MessageReply, MessageRequest, count_tokens
+from fastgen.cli.serve.answers import (
+    GenerationResponse,
+    as_api_error,
+    error_response,
+    is_anthropic,
+    json_response,
+    limited,
+)
+from fastgen.cli.serve.compat import messages, responses
+from fastgen.cli.serve.compat.messages import CountRequest, MessageReply, MessageRequest
 from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
 from fastgen.cli.serve.compat.translation import BlockReply
+from fastgen.cli.serve.embeddings import EmbeddingRequest, embed
+from fastgen.cli.serve.fields import FieldPolicy, Strict
 from fastgen.cli.serve.options import LOCAL, ServerOptions
 from fastgen.cli.serve.page import chat_page, docs_page
 from fastgen.cli.serve.prompts import GenerationRequest, detokenize, needed, tokenize, tokenizer_info
@@ -38,7 +48,6 @@ from fastgen.cli.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     RequestT,
-    Strict,
     TokenizeRequest,
     read_request,
 )
@@ -48,6 +57,7 @@ from fastgen.cli.serve.service import ServedModel, Service
 PROBES = ("/health", "/ping", "/ready")
 OPEN = ("/", "/docs", "/openapi.json", "/metrics", *PROBES)  # routes that need no API key
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # ids of another form are replaced
+TWICE = re.compile("/{2,}")
 LARGE = 65536  # size in bytes above which bodies are parsed in a thread
 # A body above the size limit is read up to this multiple of the limit, so that its client receives the error.
 DISCARDED = 8
@@ -80,8 +90,9 @@ def make_app(service: Service) -> Starlette:
 
 
 class _Report:
-    """Middleware that gives each request an id (its X-Request-Id or a new one), counts its status and, if --access-log
-    is set, logs it. The status 499 means that the client left before its answer was complete."""
+    """Middleware that gives each request an id (its X-Request-Id or a new one), counts its status and logs it, unless
+    --no-access-log is set or it is a successful probe. The status 499 means that the client left before its answer was
+    complete."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -89,6 +100,7 @@ class _Report:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        scope["path"] = plain_path(scope["path"])
         given = Headers(scope=scope).get("x-request-id", "")
         name = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         start, status = time.monotonic(), 500
@@ -112,12 +124,21 @@ class _Report:
             await self._app(scope, receive_watched, send_named)
         finally:
             self._service.metrics.responses.labels(status).inc()
-            if self._service.options.access_log:
+            probe = status == 200 and scope["path"].removeprefix("/v1") in (*PROBES, "/metrics")
+            if self._service.options.access_log and not probe:
                 path = quote(scope["path"])  # without line breaks, and never with the query
-                end = f"id={name} {scope.get('meter', '')}".rstrip()
+                host, _ = scope.get("client") or ("unknown", 0)
+                end = f"client={host} id={name} {scope.get('meter', '')}".rstrip()
                 moment = time.strftime("%Y-%m-%dT%H:%M:%S%z")
                 seconds = time.monotonic() - start
                 note("fgserve", f"{moment} {scope['method']} {path} {status} {seconds:.3f}s {end}")
+
+
+def plain_path(path: str) -> str:
+    """Return a path without doubled and trailing slashes, but with the name of a model as it is."""
+    before, models, name = path.partition("/models/")
+    plain = TWICE.sub("/", f"/{before}").rstrip("/")
+    return plain + models + name if models else plain or "/"
 
 
 class _Guard:
@@ -144,14 +165,14 @@ class _Guard:
         path, host = scope["path"].removeprefix("/v1"), headers.get("host", "localhost")
         if self._key is not None and path not in OPEN and not self._knows_key(headers):
             error = ApiError(401, "the API key is wrong or missing; send it as a bearer token", code="invalid_api_key")
-            app = error_response(error, scope["path"], {"WWW-Authenticate": "Bearer"})
+            app = error_response(error, scope, {"WWW-Authenticate": "Bearer"})
         elif scope["method"] == "POST" and self._is_foreign(headers):
             message = f"pages of {headers['origin']} may not use this server; --allow-origin allows it"
-            app = error_response(ApiError(403, message, code="foreign_origin"), scope["path"])
+            app = error_response(ApiError(403, message, code="foreign_origin"), scope)
         elif scope["method"] != "POST" and self._named and path not in PROBES and not self._is_own(host):
             message = f"this server answers at localhost and addresses, not at {host}; --allow-origin http://{host} or "
             message += "--api-key changes that"
-            app = error_response(ApiError(403, message, code="foreign_host"), scope["path"])
+            app = error_response(ApiError(403, message, code="foreign_host"), scope)
         await app(scope, receive, send)
 
     def _knows_key(self, headers: Headers) -> bool:
@@ -196,17 +217,17 @@ def _is_address(host: str | None) -> bool:
 
 async def _handle(request: Request, error: Exception) -> Response:
     """Answer an error of a route or of the routing, or an unexpected one, which uvicorn logs."""
-    path = request.url.path
     if isinstance(error, ClientDisconnect):
         return Response(status_code=400)  # nobody reads it: the client has gone
     if not isinstance(error, HTTPException):
-        return error_response(as_api_error(error), path)
+        return error_response(as_api_error(error), request.scope)
+    path = request.url.path
     allowed = " or ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
     code, message = {
         404: ("not_found", f"there is no {path}; see /openapi.json"),
         405: ("method_not_allowed", f"{request.method} is not allowed at {path}; use {allowed}"),
     }.get(error.status_code, (None, str(error.detail)))
-    return error_response(ApiError(error.status_code, message, code=code), path, dict(error.headers or {}))
+    return error_response(ApiError(error.status_code, message, code=code), request.scope, dict(error.headers or {}))
 
 
 class _Routes:
@@ -214,13 +235,17 @@ class _Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        options = service.options
+        self._policy = FieldPolicy(options.strict, options.ignore_unknown, partial(note, "fgserve"))
         self._created = int(time.time())
         self._posts: dict[str, tuple[type[Strict], Answerer]] = {
             "/chat/completions": (ChatRequest, self._generate),
             "/completions": (CompletionRequest, self._generate),
+            "/embeddings": (EmbeddingRequest, self._embed),
             "/responses": (ResponseRequest, partial(self._translate, ResponseReply)),
+            "/responses/input_tokens": (ResponseRequest, partial(self._compute, responses.count_tokens)),
             "/messages": (MessageRequest, partial(self._translate, MessageReply)),
-            "/messages/count_tokens": (CountRequest, partial(self._compute, count_tokens)),
+            "/messages/count_tokens": (CountRequest, partial(self._compute, messages.count_tokens)),
             "/tokenize": (TokenizeRequest, partial(self._compute, tokenize)),
             "/detokenize": (DetokenizeRequest, partial(self._compute, detokenize)),
         }
@@ -260,6 +285,10 @@ class _Routes:
     ) -> Response:
         return GenerationResponse(self._service, await asyncio.to_thread(wanted.chat), partial(reply, wanted))
 
+    async def _embed(self, wanted: EmbeddingRequest, request: Request) -> Response:
+        async with limited(self._service, request.receive):
+            return json_response(await embed(self._service, wanted))
+
     async def _compute(self, function: Callable[..., Any], wanted: Any, request: Request) -> Response:
         facts = self._service.choose(wanted.model).facts
         async with limited(self._service, request.receive):
@@ -270,17 +299,21 @@ class _Routes:
         return json_response(tokenizer_info(needed(model.facts.tokenizer)))
 
     async def models(self, request: Request) -> Response:
-        """List the models that are ready."""
-        ready = [model for model in self._service.models.values() if model.ready]
-        return json_response({"object": "list", "data": [self._card(model) for model in ready]})
+        """List the models that are ready, for Anthropic's clients in the form of their API."""
+        cards = [self._card(model, request) for model in self._service.models.values() if model.ready]
+        return json_response(
+            messages.model_list(cards) if is_anthropic(request.scope) else {"object": "list", "data": cards}
+        )
 
     async def model(self, request: Request) -> Response:
         """Describe the model that requests with this `model` use. /models/ lists all models."""
         if not request.path_params["name"]:
             return await self.models(request)
-        return json_response(self._card(self._service.choose(request.path_params["name"])))
+        return json_response(self._card(self._service.choose(request.path_params["name"]), request))
 
-    def _card(self, model: ServedModel) -> dict[str, Any]:
+    def _card(self, model: ServedModel, request: Request) -> dict[str, Any]:
+        if is_anthropic(request.scope):
+            return messages.model_card(model.name, self._created, model.facts.max_model_len)
         return {
             "id": model.name,
             "object": "model",
@@ -321,6 +354,8 @@ class _Routes:
             schemas |= {**schema.pop("$defs", {}), kind.__name__: schema}
             body = {"required": True, "content": {"application/json": {"schema": {"$ref": place + kind.__name__}}}}
             paths[f"/v1{path}"] = {"post": {"requestBody": body, "responses": answers}}
+        if self._service.options.ignore_unknown:
+            schemas = {name: {**schema, "additionalProperties": True} for name, schema in schemas.items()}
         info = {"title": "fgserve", "version": __version__}
         components: dict[str, Any] = {"schemas": schemas}
         described: dict[str, Any] = {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
@@ -344,5 +379,5 @@ class _Routes:
         if size > limit:
             raise ApiError(413, f"the body is larger than {limit} bytes; send less", code="request_too_large")
         if size > LARGE:
-            return await asyncio.to_thread(read_request, kind, bytes(body), options.strict)
-        return read_request(kind, bytes(body), options.strict)
+            return await asyncio.to_thread(read_request, kind, bytes(body), self._policy)
+        return read_request(kind, bytes(body), self._policy)

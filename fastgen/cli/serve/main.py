@@ -23,7 +23,7 @@ from fastgen.async_engine.log_pipe import LOG_SECONDS, LogPipe
 from fastgen.cli.command import note, run_tool
 from fastgen.cli.serve.answers import FAREWELL_SECONDS
 from fastgen.cli.serve.app import make_app
-from fastgen.cli.serve.options import Options, ServerOptions, read_options
+from fastgen.cli.serve.options import Options, ServerOptions, note_address, read_options
 from fastgen.cli.serve.service import Service, import_tokenizers
 
 UNREAD_SECONDS = 120  # a connection is closed if the client has read nothing for this long
@@ -166,7 +166,7 @@ async def serve(options: Options) -> None:
     loop.run_in_executor(None, import_tokenizers)  # while the first engine loads
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    note("fgserve", f"listening at {server_options.url(listener.getsockname()[1])}")
+    note_address(server_options, listener.getsockname()[1])
     serving = asyncio.create_task(server.serve([listener]))
     keeping = asyncio.create_task(service.run())
     stopped = asyncio.create_task(stopping.wait())

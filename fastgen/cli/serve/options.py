@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
+from fastgen.cli.command import note
 from fastgen.cli.options import API_KEY, MODEL, Parser, Value, add_flag, read_yaml
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.option import Option, option, options_of
@@ -28,6 +29,9 @@ class ServerOptions:
     api_key: str | None = option(None, "API key that clients have to send", unset="no key is needed")
     page: bool = option(True, "serve a chat page at / and a page with all routes and fields at /docs")
     strict: bool = option(False, "refuse fields of OpenAI's API that have no effect here")
+    ignore_unknown: bool = option(
+        False, "ignore fields of requests that are not supported, and log each name once, instead of a 400"
+    )
     allow_origin: str | None = option(
         None, "origins of web pages whose scripts may use this server (CORS), separated by spaces; * allows any",
         unset="only pages of this server",
@@ -57,7 +61,10 @@ class ServerOptions:
         60.0, "seconds without a step, while there is work, after which /health is 503", low=0, above=True
     )
     restart: bool = option(True, "restart an engine that has died (only once)")
-    access_log: bool = option(False, "log one line per request, without its text")
+    access_log: bool = option(True, "log one line per request, without its text")
+    log_interval: float = option(
+        10.0, "seconds between lines with the throughput, which an idle server does not log; 0 logs none", low=0
+    )
     verbose: bool = option(False, "log what the engines do, and tracebacks")
     rollout: bool = option(
         False, "serve routes for a trainer: new weights, pause and sleep. An engine that dies is not restarted"
@@ -97,6 +104,13 @@ class ServerOptions:
     def url(self, port: int) -> str:
         """Return the URL of the server. port: the actual port, which may be another one if the option `port` is 0."""
         return f"http{'s' if self.ssl_certfile else ''}://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
+
+
+def note_address(options: ServerOptions, port: int) -> None:
+    """Print the URLs of the server and of its chat page on stderr. port: as in `ServerOptions.url`."""
+    note("fgserve", f"listening at {options.url(port)}")
+    if options.page:
+        note("fgserve", f"chat page: {options.url(port)}/")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The pages of fgserve: a chat (page.html), and Swagger UI for /openapi.json."""
+"""The pages of fgserve: a chat (page.html, page.css, page.js, vendor/), and Swagger UI for /openapi.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+FOLDER = Path(__file__).parent
 SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5.35.0/"
 
 DOCS = f"""<!doctype html>
@@ -28,10 +28,20 @@ DOCS = f"""<!doctype html>
 """
 
 
-def _hash_of(tag: str, text: str) -> str:
-    """Return the CSP hash of the only inline element with this tag."""
-    (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    return f"'sha256-{b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+def _with_files(name: str) -> str:
+    """Return a page with the style sheets and scripts that it names inside, so that it is one file for the browser."""
+    text = (FOLDER / name).read_text(encoding="utf-8")
+    for found in re.finditer(r'<link rel="stylesheet" href="(\S+)">|<script src="(\S+)"></script>', text):
+        style, script = found.groups()
+        tag, content = "style" if style else "script", (FOLDER / (style or script)).read_text(encoding="utf-8")
+        text = text.replace(found[0], f"<{tag}>{content}</{tag}>")
+    return text
+
+
+def _hashes_of(tag: str, text: str) -> str:
+    """Return the CSP hashes of the inline elements with this tag."""
+    contents = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    return " ".join(f"'sha256-{b64encode(hashlib.sha256(content.encode()).digest()).decode()}'" for content in contents)
 
 
 def _page(text: str, policy: dict[str, str]) -> Callable[[Request], HTMLResponse]:
@@ -55,18 +65,19 @@ def _page(text: str, policy: dict[str, str]) -> Callable[[Request], HTMLResponse
     return lambda request: HTMLResponse(text, headers=headers)
 
 
-# The browser applies only the chat page's own script and style, and keeps scripts from writing HTML.
+PAGE = _with_files("page.html")
+# The browser applies only the chat page's own scripts and style, and only DOMPurify can make HTML of a text.
 chat_page = _page(
     PAGE,
     {
-        "script-src": _hash_of("script", PAGE),
-        "style-src": _hash_of("style", PAGE),
+        "script-src": _hashes_of("script", PAGE),
+        "style-src": _hashes_of("style", PAGE),
         "require-trusted-types-for": "'script'",
-        "trusted-types": "'none'",
+        "trusted-types": "dompurify",
     },
 )
 # The page of all routes and fields uses the script and style of one release of Swagger UI.
 docs_page = _page(
     DOCS,
-    {"script-src": f"{SWAGGER} {_hash_of('script', DOCS)}", "style-src": f"{SWAGGER} 'unsafe-inline'"},
+    {"script-src": f"{SWAGGER} {_hashes_of('script', DOCS)}", "style-src": f"{SWAGGER} 'unsafe-inline'"},
 )

@@ -22,10 +22,12 @@ from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, 
 from fastgen.cli.serve.tools import Calling
 from fastgen.request import SamplingParams
 from fastgen.text.grammar import json_rule, params_rule
+from fastgen.text.reasoning import AnswerParser, ReasoningCounter, find_reasoning, starts_open
 from fastgen.text.tokenizer import CLEARLY_MORE, Tokenizer
 
 # Maximum number of prompt tokens, logprobs and alternatives in a response; making so large a response needs 1 GB.
 MAX_ECHOED = 4_000_000
+THINKING = "enable_thinking"  # the variable of chat templates that turns thinking on or off
 
 GenerationRequest = ChatRequest | CompletionRequest
 GenerationReply = ChatReply | CompletionReply
@@ -58,9 +60,9 @@ def prepare(
     else:
         prompts = [encode_text(prompt, model, bool(request.echo)) for prompt in request.prompts]
         reply = CompletionReply(request, model.name, prompts, model.vocabulary)
-        _check_echo(request, reply)
         rule = structure_rule(request)
         grammar = None if rule is None else f"start: {rule}"
+    _check_size(request, reply)
     params = replace(request.sampling_params(model.defaults), grammar=grammar)
     try:
         params.validate(model.vocab_size)
@@ -81,7 +83,23 @@ def _prepare_chat(
         grammar = calling.grammar(structure_rule(request) or answer_rule(request.response_format))
     except ValueError as error:
         raise refused(error, grammar_field(request)) from None
-    return make_reply(request, model.name, PromptTokens(ids), model.vocabulary, calling.parser), grammar
+    parsing = answer_parsing(request, tokenizer, ids, calling)
+    return make_reply(request, model.name, PromptTokens(ids), model.vocabulary, *parsing), grammar
+
+
+def answer_parsing(
+    request: ChatRequest, tokenizer: Tokenizer, ids: Sequence[int], calling: Calling
+) -> tuple[Callable[[], AnswerParser | None], Callable[[], ReasoningCounter | None]]:
+    """Return functions that make a parser of an answer and a counter of its reasoning tokens; they return None for
+    answers that are only text, and that have no reasoning. ids: the prompt."""
+    if (syntax := find_reasoning(tokenizer)) is None:
+        return (lambda: None if (calls := calling.parser()) is None else AnswerParser(None, tools=calls)), lambda: None
+    inside = starts_open(tokenizer, ids)
+    shown = None if request.separate_reasoning is False else syntax
+    return (
+        lambda: AnswerParser(shown, inside, calling.parser()),
+        lambda: ReasoningCounter(tokenizer, inside),
+    )
 
 
 def answer_rule(wanted: ResponseFormat | None) -> str | None:
@@ -92,13 +110,13 @@ def answer_rule(wanted: ResponseFormat | None) -> str | None:
 
 
 def structure_rule(request: GenerationRequest) -> str | None:
-    """Return the grammar rule of a request's structured_outputs, or None. Raises ApiError."""
-    if request.structured_outputs is None:
-        return None
-    try:
-        return params_rule(request.structured_outputs.params)
-    except (ValueError, TypeError) as error:
-        raise refused(error, "structured_outputs") from None
+    """Return the grammar rule of the structure that a request asks for by its own fields, or None. Raises ApiError."""
+    for field, structure in request.structures.items():
+        try:
+            return params_rule(structure.params)
+        except (ValueError, TypeError) as error:
+            raise refused(error, field) from None
+    return None
 
 
 def calling_of(request: ChatRequest, tokenizer: Tokenizer) -> Calling:
@@ -112,8 +130,8 @@ def calling_of(request: ChatRequest, tokenizer: Tokenizer) -> Calling:
 
 def grammar_field(request: GenerationRequest) -> str:
     """Return the name of the field that a request's grammar comes from."""
-    if request.structured_outputs is not None:
-        return "structured_outputs"
+    for field in request.structures:
+        return field
     wanted = request.response_format if isinstance(request, ChatRequest) else None
     return "tools" if wanted is None or wanted.type == "text" else "response_format"
 
@@ -133,6 +151,9 @@ def encode_chat(
     """Apply the chat template to a request's messages and tools, and return the ids. most: as in Tokenizer.encode.
     Raises ApiError."""
     variables = {"tools": calling.template_tools, **(request.chat_template_kwargs or {})}
+    thinking = request.thinking if isinstance(request, ChatRequest) else None
+    if thinking is not None and THINKING in str(tokenizer.hf.chat_template):
+        variables.setdefault(THINKING, thinking)
     try:
         messages = calling.template_messages(request.messages or ())
         continued = bool(request.continue_final_message)
@@ -187,20 +208,22 @@ def _check_ids(ids: Sequence[int], param: str, vocab_size: int) -> None:
         raise ApiError(400, message, param, "invalid_value")
 
 
-def _check_echo(request: CompletionRequest, reply: CompletionReply) -> None:
-    """Check the size of a response that repeats a prompt for each choice. Raises ApiError."""
-    if not request.echo and not request.return_token_ids:
-        return
-    entries = 1 + (request.logprobs or 0 if request.echo else 0)  # number of entries per token
-    if (count := reply.prompt_tokens * request.choices * entries) > MAX_ECHOED:
-        param = "echo" if request.echo else "return_token_ids"
-        raise ApiError(
-            400,
-            f"{param} repeats the prompt for each choice: {count} tokens and logprobs, above the maximum of "
-            f"{MAX_ECHOED}. Send fewer prompts, or lower n or logprobs.",
-            param,
-            "invalid_value",
-        )
+def _check_size(request: GenerationRequest, reply: GenerationReply) -> None:
+    """Check the size of a response that repeats its prompts, those of completions for each choice. Raises ApiError."""
+    entries, copies = {}, 1  # entries: the number of entries for each token of a prompt, by field
+    if request.prompt_logprobs is not None:
+        entries["prompt_logprobs"] = 2 * (1 + request.prompt_logprobs)  # objects, which take more memory
+    if isinstance(request, CompletionRequest):
+        copies = request.choices
+        if request.echo:
+            entries["echo"] = 1 + (request.logprobs or 0)
+        elif request.return_token_ids:
+            entries["return_token_ids"] = 1
+    if (count := reply.prompt_tokens * copies * sum(entries.values())) > MAX_ECHOED:
+        param = max(entries, key=lambda name: entries[name])
+        each = " for each choice" if copies > 1 else ""
+        message = f"{param} repeats the prompt{each}: {count} tokens and logprobs, above the maximum of {MAX_ECHOED}. "
+        raise ApiError(400, f"{message}Send fewer prompts, or lower n or {param}.", param, "invalid_value")
 
 
 # ------------------------------------------------------------------------------------------------- routes
@@ -226,6 +249,14 @@ def check_length(ids: Sequence[int], param: str, model: ModelFacts) -> None:
         least = "at least " if len(ids) > model.max_model_len + CLEARLY_MORE else ""  # the tokenizer has stopped there
         message = f"{param} has {least}{len(ids)} tokens, above this model's maximum context length of "
         raise ApiError(400, f"{message}{model.max_model_len}; shorten it", param, "context_length_exceeded")
+
+
+def count_tokens(chat: ChatRequest, model: ModelFacts) -> int:
+    """Return the number of tokens of a chat's prompt. Raises ApiError."""
+    tokenizer = needed(model.tokenizer)
+    ids = encode_chat(chat, tokenizer, calling_of(chat, tokenizer), model.max_model_len)
+    check_length(ids, "messages", model)
+    return len(ids)
 
 
 def detokenize(request: DetokenizeRequest, model: ModelFacts) -> dict[str, str]:

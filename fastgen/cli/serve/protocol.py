@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, LiteralString, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
+    BeforeValidator,
     Field,
     FiniteFloat,
     ValidationError,
-    ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic_core import ErrorDetails, from_json
 from typing_extensions import TypedDict
 
-from fastgen.names import nearest
+from fastgen.cli.serve.fields import HINTS, NEUTRAL, NOTED, UNUSED, FieldPolicy, History, Items, Some, Strict, wrong
 from fastgen.request import MAX_BIASES, MAX_LOGPROBS, SamplingParams
-from fastgen.text.tokenizer import content_text
+from fastgen.text.grammar import lark_grammar
 
 COMPLETION_TOKENS = 16  # default max_tokens of /completions, as in OpenAI's API
 MAX_CHOICES = 128
@@ -33,21 +32,8 @@ MAX_STOPS = 64  # maximum number of stop strings, and of bad_words
 MAX_WORD = 1000  # maximum number of characters of one of the bad_words
 INT32 = 2**31 - 1
 
-UNSUPPORTED = "is not supported; leave it out"
-_OLD_CALLS = "is the old form of tool calls, which is not supported; use tools, tool_choice and tool_calls"
-_OLD_STRUCTURE = "is an older name, which is not supported; use structured_outputs with json, regex, choice or grammar"
-HINTS = {
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _OLD_STRUCTURE),
-    "functions": _OLD_CALLS,
-    "function_call": _OLD_CALLS,
-    "suffix": "is not supported; write the tokens of your model for a text before and after a gap into the prompt",
-    "truncate_prompt_tokens": "is not supported; shorten the prompt",
-    "prompt_logprobs": "is not supported; use echo and logprobs of /completions",
-}  # {unsupported field: what to do instead}
+TEXT_ONLY = "the model reads text only"
 
-_T = TypeVar("_T")
-Items = Annotated[list[_T], Field(fail_fast=True)]  # checked up to the first wrong item: a body may have very many
-Some = Annotated[list[_T], Field(min_length=1, fail_fast=True)]
 _TokenId = Annotated[int, Field(ge=0, le=INT32)]
 _Biased = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 _Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
@@ -74,62 +60,6 @@ class ApiError(Exception):
 # ------------------------------------------------------------------------------------------------- parts
 
 
-def wrong(field: str, message: str, code: LiteralString = "invalid_value") -> PydanticCustomError:
-    """Return an error about a field. message: the rest of a sentence that begins with the field's name."""
-    return PydanticCustomError(code, "{field} {message}", {"field": field, "message": message})
-
-
-def _describe(schema: dict[str, Any], kind: type[Strict]) -> None:
-    """Add to the JSON schema of a part: other fields must be null, and some fields have no effect."""
-    schema["additionalProperties"] = {"type": "null"}
-    for name in sorted(kind.without_effect):
-        schema["properties"].setdefault(name, {})["description"] = "accepted without effect"
-
-
-class Strict(BaseModel):
-    """A part of a request. Unknown fields are errors, types are not converted, and null means that a field is left out.
-
-    without_effect: names of fields that are accepted and dropped; those that the class also declares are checked. They
-    are errors if the validation's context has "strict".
-    """
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, protected_namespaces=(), json_schema_extra=_describe
-    )
-    without_effect: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, data: Any, info: ValidationInfo) -> Any:
-        if not isinstance(data, dict):
-            return data
-        strict, given = bool(info.context and info.context.get("strict")), {}
-        for name, value in data.items():  # stops at the first unknown field, since there may be very many
-            ignored = name in cls.without_effect
-            if value is not None and (strict if ignored else not cls._knows(name)):
-                near = "" if ignored else nearest(name, cls.model_fields)
-                usual = f"{UNSUPPORTED} (the nearest field is {near})" if near else UNSUPPORTED
-                raise wrong(name, HINTS.get(name, usual), "unsupported_parameter")
-            if value is not None and (not ignored or name in cls.model_fields):
-                given[name] = value
-        return given
-
-    @classmethod
-    def _knows(cls, name: str) -> bool:
-        return name in cls.model_fields or any(field.alias == name for field in cls.model_fields.values())
-
-
-class History(Strict):
-    """A part of a message. Clients send messages back with keys that servers and libraries have added. These are
-    dropped, except for keys that hold a part of what was said, which are errors."""
-
-    model_config = ConfigDict(extra="ignore", json_schema_extra=None)
-
-    @classmethod
-    def _knows(cls, name: str) -> bool:
-        return name not in ("audio", "function_call")
-
-
 class StreamOptions(Strict):
     """Options of a stream.
 
@@ -146,6 +76,23 @@ class TextPart(TypedDict):
     text: str
 
 
+class RefusalPart(TypedDict):
+    type: Literal["refusal"]
+    refusal: str
+
+
+def _check_part(part: Any) -> Any:
+    """Refuse a part that is not text with a reason, instead of the list of types."""
+    if isinstance(part, dict) and (kind := part.get("type")) not in ("text", "refusal"):
+        if kind is None:
+            raise wrong("type", "is required", "missing_required_parameter")
+        raise wrong("type", f"is {kind!r:.40}, and {TEXT_ONLY}; give parts of the type text")
+    return part
+
+
+_Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
 class CalledFunction(History):
     """A call of a function. arguments: a JSON object as text, which is incomplete if max_tokens has cut it off."""
 
@@ -159,25 +106,48 @@ class ToolCall(History):
     function: CalledFunction
 
 
-Content = str | Some[TextPart]
+Content = str | Items[Annotated[_Part, BeforeValidator(_check_part)]]
+
+
+def _thought(message: dict[str, Any]) -> str | None:
+    """Return the reasoning of an earlier answer, from the field that its server has put it into."""
+    details = message.get("reasoning_details")  # OpenRouter's
+    parts = [part for part in details if isinstance(part, dict)] if isinstance(details, list) else []
+    texts = [part.get("text") or part.get("summary") for part in parts]
+    joined = "".join(text for text in texts if isinstance(text, str))
+    found = (message.get("reasoning_content"), message.get("reasoning"), joined)
+    return next((text for text in found if isinstance(text, str) and text), None)
 
 
 class ChatMessage(History):
+    """A message of a chat. reasoning_content: reasoning of an earlier answer, which may also have other names."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
+    reasoning_content: Annotated[str | None, WithJsonSchema({})] = None
     name: str | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
 
     @property
     def text(self) -> str | None:
-        text: str | None = content_text(self.content)
-        return text
+        if isinstance(self.content, list):
+            return "\n".join(part["text"] if part["type"] == "text" else part["refusal"] for part in self.content)
+        return self.content
+
+    @model_validator(mode="before")
+    @classmethod
+    def _find_reasoning(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {**data, "reasoning_content": _thought(data) if data.get("role") == "assistant" else None}
 
     @model_validator(mode="after")
     def _check_role(self) -> ChatMessage:
-        if self.content is None and not self.tool_calls:
-            raise wrong("content", "is required, except in a message with tool_calls", "missing_required_parameter")
+        if self.content is None and self.role != "assistant":
+            raise wrong("content", "is required, except in a message of the assistant", "missing_required_parameter")
+        if self.content == [] and self.role != "assistant":
+            raise wrong("content", "is empty; give at least 1 item")
         if self.role == "tool" and self.tool_call_id is None:
             raise wrong("tool_call_id", "is required in a message of a tool", "missing_required_parameter")
         for field, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
@@ -290,9 +260,17 @@ class StructuredOutputs(Strict):
 
     @property
     def params(self) -> SamplingParams:
-        """The same structure as parameters of the engine."""
+        """The same structure as parameters of the engine. Raises ValueError."""
         schema = {"type": "object"} if self.json_object else self.json_
-        return SamplingParams(json_schema=schema, regex=self.regex, choice=self.choice, grammar=self.grammar)
+        grammar = None if self.grammar is None else lark_grammar(self.grammar)
+        return SamplingParams(json_schema=schema, regex=self.regex, choice=self.choice, grammar=grammar)
+
+
+# {field of a request: the field of structured_outputs that it is another name of}, in SGLang and older versions of vLLM
+STRUCTURES = {
+    "regex": "regex", "json_schema": "json", "ebnf": "grammar",
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- requests
@@ -305,7 +283,8 @@ class GenerationFields(Strict):
     without_effect = frozenset({
         "best_of", "metadata", "modalities", "prediction", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "verbosity",
-    })  # fmt: skip
+    }) | UNUSED | NOTED.keys()  # fmt: skip
+    neutral = NEUTRAL
 
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)  # must equal n
     modalities: Items[Literal["text"]] | None = None
@@ -315,12 +294,13 @@ class GenerationFields(Strict):
     top_k: int | None = Field(None, ge=-1, le=INT32, description="0 and -1 are all")
     min_p: FiniteFloat | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop: str | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_BIASES, fail_fast=True)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     presence_penalty: FiniteFloat | None = Field(None, ge=-2, le=2)
     frequency_penalty: FiniteFloat | None = Field(None, ge=-2, le=2)
     repetition_penalty: FiniteFloat | None = Field(None, gt=0)
+    repeat_penalty: FiniteFloat | None = Field(None, gt=0, description="the same as repetition_penalty")
     logit_bias: dict[_Biased, _Bias] | None = Field(None, max_length=MAX_BIASES)
     allowed_token_ids: Some[_TokenId] | None = None
     bad_words: Annotated[list[_Word], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
@@ -328,10 +308,18 @@ class GenerationFields(Strict):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "untruncated_logprobs"] | None = None
     structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    ebnf: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Some[str] | None = None
+    guided_grammar: str | None = None
     user: str | None = None
 
     @field_validator("logit_bias", mode="before")
@@ -348,7 +336,23 @@ class GenerationFields(Strict):
             raise wrong("best_of", "must equal n: answers are not ranked", "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "is only allowed when stream is true")
+        if (
+            None not in (self.repeat_penalty, self.repetition_penalty)
+            and self.repeat_penalty != self.repetition_penalty
+        ):
+            raise wrong("repeat_penalty", "and repetition_penalty mean the same and differ; give one of them")
+        if len(names := list(self.structures)) > 1:
+            raise wrong(names[1], f"is given together with {names[0]}; give one of them")
+        if self.prompt_logprobs is not None and self.stream:
+            raise wrong("prompt_logprobs", "is not available when stream is true; leave one of them out")
         return self
+
+    @property
+    def structures(self) -> dict[str, StructuredOutputs]:
+        """The structure of the answers by the name of its field; a checked request has at most one."""
+        own = {} if self.structured_outputs is None else {"structured_outputs": self.structured_outputs}
+        given = {name: value for name in STRUCTURES if (value := getattr(self, name)) is not None}
+        return own | {name: StructuredOutputs(**{STRUCTURES[name]: value}) for name, value in given.items()}
 
     @property
     def drawn(self) -> str:
@@ -366,18 +370,40 @@ class GenerationFields(Strict):
         return self.stream_options or StreamOptions()
 
     def _sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
-        given = {name: value for name in COPIED if (value := getattr(self, name)) is not None}
+        given: dict[str, Any] = {name: value for name in COPIED if (value := getattr(self, name)) is not None}
         if self.top_p is not None:
             given["top_p"] = float(self.top_p) or 1.0
-        return replace(defaults, **given, **others)
+        if self.repeat_penalty is not None:
+            given["repetition_penalty"] = self.repeat_penalty
+        if self.stop == "":
+            given["stop"] = None
+        return replace(defaults, **given | others)
 
 
 # Fields with the same name and meaning in SamplingParams.
-COPIED = (GenerationFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()) - {"top_p"}
+COPIED = (GenerationFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()) - {"top_p", *STRUCTURES}
+
+
+class Reasoning(Strict):
+    """The reasoning that is asked for, in OpenRouter's form and that of /responses."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    without_effect = frozenset({"max_tokens", "summary", "generate_summary", "context", "mode"})
 
 
 class ChatRequest(GenerationFields):
-    """A request to /chat/completions."""
+    """A request to /chat/completions.
+
+    separate_reasoning: false leaves the reasoning in the content, as the model has written it.
+    """
+
+    without_effect = GenerationFields.without_effect - {"reasoning_effort"}
+    neutral = NEUTRAL | {
+        "add_special_tokens": (False, "a chat template has its own special tokens"),
+        "echo": (False, "use continue_final_message, and join the texts"),
+    }
 
     messages: Some[ChatMessage] = Field(examples=[[{"role": "user", "content": "a"}]])
     max_tokens: int | None = Field(None, ge=1)
@@ -391,6 +417,11 @@ class ChatRequest(GenerationFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    reasoning: Reasoning | None = None
+    reasoning_effort: str | None = Field(None, description="none turns thinking off where the chat template can")
+    enable_thinking: bool | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
@@ -408,8 +439,8 @@ class ChatRequest(GenerationFields):
             raise wrong("tool_choice", f"names {unknown[0]!r}, which is not among the tools")
         if self.tool_choice == "required" and not names:
             raise wrong("tool_choice", "is 'required', and there are no tools")
-        if self.structured_outputs is not None and self.response_format is not None:
-            raise wrong("response_format", "is given together with structured_outputs; give one of them")
+        if self.structures and self.response_format is not None:
+            raise wrong("response_format", f"is given together with {next(iter(self.structures))}; give one of them")
         check_continued(self)
         return self
 
@@ -417,6 +448,18 @@ class ChatRequest(GenerationFields):
     def limit(self) -> int | None:
         """The maximum number of tokens of an answer; None if the request has no limit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def thinking(self) -> bool | None:
+        """True or False to turn thinking on or off, and None to leave it to the chat template."""
+        asked = self.reasoning or Reasoning()
+        on = asked.enabled if self.enable_thinking is None else self.enable_thinking
+        return False if on is None and "none" in (asked.effort, self.reasoning_effort) else on
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """True if the response has the reasoning."""
+        return self.include_reasoning is not False and not (self.reasoning and self.reasoning.exclude)
 
     @property
     def alternatives(self) -> int | None:
@@ -446,6 +489,9 @@ _Prompts = str | Some[str] | Some[_Id] | Some[Some[_Id]]
 class CompletionRequest(GenerationFields):
     """A request to /completions. logprobs: number of alternatives per token. echo: answers begin with the prompt."""
 
+    without_effect = GenerationFields.without_effect | {"include_reasoning", "separate_reasoning"}
+    neutral = NEUTRAL | {"add_special_tokens": (True, "give the prompt as ids"), "suffix": ("", HINTS["suffix"])}
+
     prompt: _Prompts
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -453,8 +499,9 @@ class CompletionRequest(GenerationFields):
 
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
-        if self.max_tokens == 0 and not self.echo:
-            raise wrong("max_tokens", "is 0, so the answer would be empty; give at least 1, or set echo")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            message = "is 0, so the answer would be empty; give at least 1, or set echo or prompt_logprobs"
+            raise wrong("max_tokens", message)
         if (self.logprobs or self.echo) and self.drawn != "raw_logprobs":
             raise wrong("logprobs_mode", "goes with logprobs=0 and without echo: alternatives and scores are raw")
         if self.max_tokens == 0 and self.choices > 1:
@@ -477,9 +524,10 @@ class CompletionRequest(GenerationFields):
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """Return the parameters for the engine. defaults: values of fields that are left out."""
         limit = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        scores = self.logprobs if self.echo else None
-        if limit == 0 and scores is None:
-            scores = 0  # the engine requires prompt_logprobs if there is nothing to generate
+        counts = [count for count in (self.logprobs if self.echo else None, self.prompt_logprobs) if count is not None]
+        if limit == 0:
+            counts.append(0)  # the engine requires prompt_logprobs if there is nothing to generate
+        scores = max(counts, default=None)
         return self._sampling_params(defaults, max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scores)
 
 
@@ -521,19 +569,19 @@ class DetokenizeRequest(Strict):
 RequestT = TypeVar("RequestT", bound=Strict)
 
 
-def read_request(kind: type[RequestT], body: bytes, strict: bool = False) -> RequestT:
+def read_request(kind: type[RequestT], body: bytes, policy: FieldPolicy | None = None) -> RequestT:
     """Parse a body and check it as `check_request` does. Raises ApiError, which names the wrong field."""
     try:
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
-    return check_request(kind, data, strict)
+    return check_request(kind, data, policy)
 
 
-def check_request(kind: type[RequestT], data: Any, strict: bool = False) -> RequestT:
-    """Check the value of a body. strict: refuse fields without effect. Raises ApiError, which names the wrong field."""
+def check_request(kind: type[RequestT], data: Any, policy: FieldPolicy | None = None) -> RequestT:
+    """Check the value of a body. Raises ApiError, which names the wrong field."""
     try:
-        return kind.model_validate(data, context={"strict": strict})
+        return kind.model_validate(data, context=policy)
     except ValidationError as error:
         raise _api_error(error, data) from None
 

@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 
 from fastgen.cli.command import needed, note
 from fastgen.cli.serve.app import make_app
-from fastgen.cli.serve.options import Options, gpus, make_options
+from fastgen.cli.serve.options import Options, gpus, make_options, note_address
 from fastgen.cli.serve.service import Service, import_tokenizers
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def serve_replicas(options: Options, port: int) -> None:
             check_room(server.replicas or 1, CPU=server.replica_cpus)
             http = {"host": server.host, "port": port}
             serve.start(http_options=http, logging_config={"log_level": "INFO" if server.verbose else "ERROR"})
-            note("fgserve", f"listening at {server.url(port)}")
+            note_address(server, port)
             try:
                 _deploy(options)
                 note("fgserve", f"ready: {', '.join(model.name for model in options.models)}")

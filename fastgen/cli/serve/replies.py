@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from fastgen.async_engine.client import joined
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest
 from fastgen.request import Event
+from fastgen.text.reasoning import CallParser, ReasoningCounter
 from fastgen.text.tokenizer import Tokenizer
-from fastgen.text.tool_calls import ToolParser, joined_message
+from fastgen.text.tool_calls import joined_message
 
 LOWEST = -9999.0  # replaces minus infinity, which JSON does not have
 
@@ -108,6 +110,22 @@ class _BaseReply(Generic[Request]):
             chunk["usage"] = None
         return chunk
 
+    def _prompt_scores(self, event: Event) -> list[dict[str, Any] | None]:
+        """Return vLLM's `prompt_logprobs`: for each token of a prompt, the entries of the token and of its alternatives
+        by id. The first token has none. The rank of a token that is not among the alternatives is unknown."""
+        assert event.prompt_logprobs is not None
+        found: list[dict[str, Any] | None] = []
+        tops = event.prompt_top_logprobs or [{}] * len(event.prompt_logprobs)
+        for token, logprob, top in zip(self.prompts[int(event.id)].ids, event.prompt_logprobs, tops, strict=True):
+            best = list(islice(top.items(), self.request.prompt_logprobs))
+            entries = {token: (logprob, None), **{id: (value, rank) for rank, (id, value) in enumerate(best, 1)}}
+            found.append({str(id): self._score(id, *entry) for id, entry in entries.items()} if found else None)
+        return found
+
+    def _score(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = None if self._vocabulary is None else self._vocabulary.text(token)
+        return {"logprob": max(LOWEST, logprob), "rank": rank, "decoded_token": text}
+
     def _count(self, event: Event) -> None:
         """Count an event. Raises ApiError if its sample has failed, which fails the whole request."""
         if event.finish_reason in ("error", "abort"):
@@ -123,7 +141,11 @@ class _BaseReply(Generic[Request]):
 
 
 class ChatReply(_BaseReply[ChatRequest]):
-    """The response to a chat. make_parser: returns the tool-call parser of a choice, or None if there are no tools."""
+    """The response to a chat.
+
+    make_parser: returns the parser of a choice, or None if its text is the content. make_counter: returns the counter
+    of a choice's reasoning tokens, or None if the model has no reasoning.
+    """
 
     prefix, kind = "chatcmpl", "chat.completion.chunk"
 
@@ -133,11 +155,23 @@ class ChatReply(_BaseReply[ChatRequest]):
         model: str,
         prompt: PromptTokens,
         vocabulary: Vocabulary | None,
-        make_parser: Callable[[], ToolParser | None] = lambda: None,
+        make_parser: Callable[[], CallParser | None] = lambda: None,
+        make_counter: Callable[[], ReasoningCounter | None] = lambda: None,
     ) -> None:
         super().__init__(request, model, [prompt], vocabulary)
         self._parsers = [make_parser() for _ in range(request.choices)]
+        self._counters = [counter for _ in range(request.choices) if (counter := make_counter()) is not None]
         self._called: set[int] = set()  # indices of choices with a tool call
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        reasoning = sum(counter.count for counter in self._counters)
+        return {**super().usage, "completion_tokens_details": {"reasoning_tokens": reasoning}}
+
+    def _count(self, event: Event) -> None:
+        super()._count(event)
+        if self._counters:
+            self._counters[event.index].push(event.token_ids)
 
     def push(self, events: Iterable[Event]) -> list[dict[str, Any]]:
         """Return the chunks for new events. Each choice begins with its role and ends with its finish_reason."""
@@ -156,7 +190,7 @@ class ChatReply(_BaseReply[ChatRequest]):
         if not deltas and ids and (logprobs is not None or self.request.return_token_ids):
             deltas = [{}]  # tokens without text yet
         for delta in deltas:
-            yield self._chunk(self._choice(index, logprobs, ids=ids, delta=delta))
+            yield self._chunk(self._choice(index, logprobs, ids=ids, delta=_named(delta)))
             logprobs, ids = None, []  # they are sent with the first delta
         if event.finish_reason is not None:
             yield self._chunk(self._choice(index, None, self._reason(event), (), event.weight_versions, delta={}))
@@ -168,15 +202,19 @@ class ChatReply(_BaseReply[ChatRequest]):
         deltas = parser.push(event.text, event.finish_reason is not None)
         if any("tool_calls" in delta for delta in deltas):
             self._called.add(event.index)
-        return deltas
+        shown = self.request.shows_reasoning
+        return deltas if shown else [delta for delta in deltas if "reasoning" not in delta]
 
     def _reason(self, event: Event) -> str | None:
         return "tool_calls" if event.finish_reason == "stop" and event.index in self._called else event.finish_reason
 
     def whole(self, events: Iterable[Event]) -> dict[str, Any]:
         """Return the complete response for all events of the request."""
-        choices = [self._choice_of(event) for event in joined(list(events))]
+        merged = joined(list(events))
+        choices = [self._choice_of(event) for event in merged]
         reply = {**self._envelope(choices), "object": "chat.completion", "usage": self.usage}
+        if self.request.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = self._prompt_scores(merged[0])
         if self.request.return_token_ids:
             reply["prompt_token_ids"] = self.prompts[0].ids
         return reply
@@ -184,6 +222,8 @@ class ChatReply(_BaseReply[ChatRequest]):
     def _choice_of(self, event: Event) -> dict[str, Any]:
         self._count(event)
         message = {**joined_message(self._deltas(event)), "refusal": None}
+        if self._counters and self.request.shows_reasoning:  # null if the model has not thought
+            message["reasoning_content"] = message["reasoning"] = message.get("reasoning_content")
         logprobs, reason = self._logprobs(event), self._reason(event)
         return self._choice(event.index, logprobs, reason, event.token_ids, event.weight_versions, message=message)
 
@@ -202,6 +242,11 @@ class ChatReply(_BaseReply[ChatRequest]):
     def _alternative(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._vocabulary.raw(token)
         return {"token": self._vocabulary.text(token), "logprob": max(LOWEST, logprob), "bytes": list(raw)}
+
+
+def _named(delta: dict[str, Any]) -> dict[str, Any]:
+    """Return a delta with both names of reasoning, of DeepSeek's API and of vLLM's."""
+    return {**delta, "reasoning_content": delta["reasoning"]} if "reasoning" in delta else delta
 
 
 # ------------------------------------------------------------------------------------------------- completions
@@ -251,6 +296,8 @@ class CompletionReply(_BaseReply[CompletionRequest]):
         choice = self._choice(index, logprobs, reason, event.token_ids, versions, text=text)
         if self.request.return_token_ids and first:
             choice["prompt_token_ids"] = prompt.ids
+        if self.request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._prompt_scores(self._scores[int(event.id)])
         return choice
 
     def _logprobs(self, event: Event, index: int, first: bool) -> dict[str, list[Any]]:
@@ -283,7 +330,7 @@ class CompletionReply(_BaseReply[CompletionRequest]):
                 found["token_logprobs"].append(None)
                 found["top_logprobs"].append(None)
                 continue
-            top = dict(tops[position]) if tops else {}
+            top = dict(islice(tops[position].items(), self.request.logprobs)) if tops else {}
             found["token_logprobs"].append(max(LOWEST, top.setdefault(token, logprob)))
             named: dict[str, float] = {}
             for other, value in top.items():  # best first, so that of tokens with equal names the best is kept

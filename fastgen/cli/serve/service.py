@@ -1,4 +1,4 @@
-"""The served models: their engines, the facts that requests need, the limits of waiting requests, and metrics."""
+"""The served models: their engines, the facts that requests need, and the limits of waiting requests."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import asyncio
 import gc
 import logging
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
 from fastgen.async_engine.client import AsyncGenerator
 from fastgen.cli.command import note
+from fastgen.cli.serve.metrics import Metrics, Throughput
 from fastgen.cli.serve.options import ModelOptions, Options
 from fastgen.cli.serve.prompts import ModelFacts
 from fastgen.cli.serve.protocol import ApiError
 from fastgen.cli.serve.replies import Vocabulary
-from fastgen.request import Event
-from fastgen.text.tokenizer import Tokenizer, importing
+from fastgen.engine.stats import Stats
+from fastgen.text.reasoning import template_parser
+from fastgen.text.tokenizer import TOKENIZER_OPTIONS, Tokenizer, importing
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +80,17 @@ class ServedModel:
 
     def _make_engine(self, **changes: Any) -> AsyncGenerator:
         """Return an engine that has not started yet. changes: arguments that replace those of the options."""
-        arguments = {**self._options.generator, **changes}
+        arguments = {**self._arguments, **changes}
         return AsyncGenerator(self._options.model, name=self.name, grammar_timeout=self._grammar_timeout, **arguments)
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments of the engine. It does not see a chat template of the options, and so gets the reasoning parser
+        that belongs to it."""
+        arguments, template = dict(self._options.generator), self._options.chat_template
+        if template is not None and arguments.get("reasoning_parser") is None:
+            arguments["reasoning_parser"] = template_parser(template)
+        return arguments
 
     async def start(self) -> None:
         """Start the engine and read the tokenizer. Raises what AsyncGenerator.start raises."""
@@ -95,8 +101,8 @@ class ServedModel:
         info = self.engine.info
         tokenizer = vocabulary = None
         if info.tokenizer is not None:
-            allowed = bool(self._options.generator.get("allow_special_tokens", False))
-            tokenizer = Tokenizer(Path(info.tokenizer), allow_special_tokens=allowed)
+            given = {name: value for name, value in self._arguments.items() if name in TOKENIZER_OPTIONS}
+            tokenizer = Tokenizer(Path(info.tokenizer), **given)
             if self._options.chat_template is not None:
                 tokenizer.hf.chat_template = self._options.chat_template
             tokenizer.encode(
@@ -140,7 +146,7 @@ class Service:
         limits = (self.options.max_queued_requests, self.options.max_queued_tokens)
         seconds = self.options.grammar_timeout
         self.models = {model.name: ServedModel(model, AdmissionQueue(*limits), seconds) for model in options.models}
-        self.metrics = Metrics(self.models)
+        self.metrics = Metrics(self.stats)
         self.loaded = asyncio.Event()
         self.expired = False
         self.deadlines: set[asyncio.Timeout] = set()
@@ -151,6 +157,8 @@ class Service:
         """Start the models one after another and keep them running. Raises the error of the first that fails."""
         try:
             async with asyncio.TaskGroup() as group:
+                if self.options.log_interval:
+                    group.create_task(self._log_throughput(self.options.log_interval))
                 for model in self.models.values():
                     await model.start()
                     note("fgserve", f"{model.name}: {model.engine.info.summary}")
@@ -161,6 +169,18 @@ class Service:
                 note("fgserve", f"ready: {', '.join(self.models)}")
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+    def stats(self) -> dict[str, Stats]:
+        """Return the current statistics of each model's engine, by the name of the model."""
+        return {name: model.engine.stats for name, model in self.models.items()}
+
+    async def _log_throughput(self, interval: float) -> None:
+        """Log the throughput of each model every `interval` seconds, but nothing of idle models."""
+        throughput = Throughput(self.stats)
+        while True:
+            await asyncio.sleep(interval)
+            for line in throughput.lines():
+                note("fgserve", line)
 
     async def close(self) -> None:
         """End the engines."""
@@ -231,94 +251,3 @@ def import_tokenizers() -> None:
         finally:
             del sys.modules["torch"]
             logger.removeFilter(silence)
-
-
-# ------------------------------------------------------------------------------------------------- metrics
-
-GAUGES = {
-    "running": "running sequences",
-    "waiting": "sequences waiting for a lane",
-    "pages_used": "pages of the KV cache held by sequences",
-    "pages": "pages of the KV cache",
-}
-COUNTERS = {
-    "requests": "requests accepted by the engine",
-    "finished": "finished requests",
-    "aborted": "aborted requests",
-    "prompt_tokens": "prompt tokens",
-    "generated_tokens": "generated tokens",
-    "cached_tokens": "known tokens whose KV was found in a cache",
-    "prefilled_tokens": "known tokens whose KV was computed",
-    "preemptions": "preempted sequences",
-    "steps": "steps of the engine",
-    "drafted": "drafted tokens that were verified",
-    "accepted": "drafted tokens that were accepted",
-    "saved_steps": "decode steps avoided by speculation",
-}
-SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
-GAPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-
-
-class Metrics(Collector):
-    """All metrics of a server, in Prometheus' format: counts of each model's engine, and latencies of requests. The
-    counts start at 0 again when an engine is restarted."""
-
-    def __init__(self, models: Mapping[str, ServedModel]) -> None:
-        self._models = models
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        self.queue = self._histogram("queue", "from a request's arrival to its first step", SECONDS)
-        self.first = self._histogram("first_token", "from a request's arrival to its first token", SECONDS)
-        self.responses = Counter("fastgen_responses", "HTTP responses", ["status"], registry=self._registry)
-        self.gap = self._histogram("inter_token", "between tokens of a sample; their mean if it is not streamed", GAPS)
-
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        name = f"fastgen_{name}_seconds"
-        return Histogram(name, f"seconds {help}", ["model"], buckets=buckets, registry=self._registry)
-
-    def collect(self) -> Iterable[Metric]:
-        for kind, counts in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-            for name, help in counts.items():
-                family = kind(f"fastgen_{name}", help, labels=["model"])
-                for model in self._models.values():
-                    family.add_metric([model.name], getattr(model.engine.stats, name))
-                yield family
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
-
-
-class Meter:
-    """The measurements of one request from its arrival on. As text, it is the end of the line in the access log."""
-
-    def __init__(self, metrics: Metrics, model: str) -> None:
-        self._queue, self._first = metrics.queue.labels(model), metrics.first.labels(model)
-        self._gap = metrics.gap.labels(model)
-        self._arrival = time.monotonic()
-        self._last: dict[tuple[str | int, int], float] = {}  # {(prompt, sample): time of its last tokens}
-        self._queued: float | None = None  # seconds until the first step
-        self._first_token: float | None = None  # seconds until the first token
-        self.model, self.prompt_tokens, self._tokens = model, 0, 0
-
-    def observe(self, events: Iterable[Event]) -> None:
-        """Record new events. The `id` of an event is the index of its prompt."""
-        now = time.monotonic()
-        for event in events:
-            self._tokens += len(event.token_ids)
-            if self._queued is None and event.started is not None:
-                self._queued = event.started - self._arrival
-                self._queue.observe(self._queued)
-            if not event.token_ids:
-                continue
-            key = (event.id, event.index)
-            if key in self._last:
-                self._gap.observe((now - self._last[key]) / len(event.token_ids))
-            elif self._first_token is None:
-                self._first_token = now - self._arrival
-                self._first.observe(self._first_token)
-            self._last[key] = now
-
-    def __str__(self) -> str:
-        found = f"model={self.model} prompt_tokens={self.prompt_tokens} completion_tokens={self._tokens}"
-        times = {"queue": self._queued, "first_token": self._first_token}
-        return " ".join([found, *(f"{name}={value:.3f}s" for name, value in times.items() if value is not None)])

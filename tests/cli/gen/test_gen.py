@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
 import tracemalloc
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,14 +13,15 @@ from typing import Any
 
 import pytest
 from generating import PROMPTS, SHORT, Fggen, by_row, read, write
-from tqdm import tqdm
 
 import fastgen
 from fastgen import Generator, SamplingParams
 from fastgen.cli.gen import main
 from fastgen.cli.gen.outputs import Lines
+from fastgen.cli.gen.progress import Progress
 from fastgen.cli.gen.rows import read_rows
-from fastgen.cli.gen.work import RowJob, seed_of, state_by, work
+from fastgen.cli.gen.work import Done, RowJob, seed_of, state_by, work
+from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.request import Completion, Request, RequestOutput
 
 # ------------------------------------------------------------------------------------------------- rows
@@ -105,7 +108,6 @@ def test_the_summary_and_the_status(
     write("in.jsonl", "nonsense", *rows * 4)
     assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == status
     said, errors = capsys.readouterr().err, 5 if status else 1
-    assert "1/5 [" in said, "at once, and not after LOG_SECONDS"
     records = by_row("out.jsonl")
     prompts = sum(record["prompt_tokens"] or 0 for record in records)
     generated = sum(sum(record["completion_tokens"] or ()) for record in records)
@@ -113,6 +115,80 @@ def test_the_summary_and_the_status(
     assert f"fggen: {failed} rows have failed; one error is: line 1 of in.jsonl cannot be read" in said
     assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT) == status, "and so it does again"
     assert f"nothing is left to do of 5 rows, {errors} of them errors" in capsys.readouterr().err
+
+
+def test_a_system_prompt_begins_conversations_that_have_none(fggen: Fggen) -> None:
+    user = {"role": "user", "content": "hello"}
+    own, other = ({"role": "system", "content": text} for text in ("be kind", "be short"))
+    write("in.jsonl", {"prompt": "hello"}, {"messages": [user]}, {"messages": [own, user]}, {"prompt_token_ids": [5]})
+    write("same.jsonl", {"messages": [other, user]}, {"messages": [other, user]}, {"messages": [own, user]})
+    assert fggen("in.jsonl", "-o", "out.jsonl", "--system", "be short", *SHORT) == 0
+    assert fggen("same.jsonl", "-o", "same_out.jsonl", *SHORT) == 0
+    *found, ids = by_row("out.jsonl")
+    names = ("completions", "prompt_tokens")
+    assert [[row[name] for name in names] for row in found] == [
+        [row[name] for name in names] for row in by_row("same_out.jsonl")
+    ]
+    assert "leave --system out for prompt_token_ids" in ids["error"]
+
+
+def test_answers_have_the_structure_that_is_asked_for(fggen: Fggen, capsys: pytest.CaptureFixture[str]) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    write("in.jsonl", *PROMPTS[:2])
+    Path("schema.json").write_text(json.dumps({**schema, "additionalProperties": False}))
+    for name, options in (("json", ["--json-schema", "schema.json"]), ("regex", ["--regex", "[ab]{3}"])):
+        assert fggen("in.jsonl", "-o", f"{name}.jsonl", *options, "--max-tokens", 60) == 0
+    assert fggen("in.jsonl", "-o", "choice.jsonl", "--choice", "yes", "no", "--choice", "may be") == 0
+    texts = {name: [row["completions"][0] for row in by_row(f"{name}.jsonl")] for name in ("json", "regex", "choice")}
+    assert all(json.loads(text) in ({"a": True}, {"a": False}) for text in texts["json"])
+    assert all(set(text) <= set("ab") and len(text) == 3 for text in texts["regex"])
+    assert set(texts["choice"]) <= {"yes", "no", "may be"}
+    assert fggen("in.jsonl", "-o", "json.jsonl", "--json-schema", '{"type": "string"}') == 1
+    assert "was begun with another max_tokens, json_schema, as" in capsys.readouterr().err
+    assert fggen("in.jsonl", "-o", "bad.jsonl", "--json-schema", '{"type": "nothing"}') == 1
+    assert "fggen: error: json_schema: " in capsys.readouterr().err
+    assert read("bad.jsonl") == []
+
+
+def test_a_limit_can_be_raised(fggen: Fggen, capsys: pytest.CaptureFixture[str]) -> None:
+    write("in.jsonl", *PROMPTS)
+    assert fggen("in.jsonl", "-o", "whole.jsonl", *SHORT) == 0
+    for limit, rows in ((2, 2), (2, 2), (1, 2), (4, 4)):
+        assert fggen("in.jsonl", "-o", "out.jsonl", "--limit", limit, "--ordered", *SHORT) == 0
+        assert len(by_row("out.jsonl")) == rows
+    assert capsys.readouterr().err.count("nothing is left to do") == 2
+    assert fggen("in.jsonl", "-o", "out.jsonl", "--ordered", *SHORT) == 0
+    assert read("out.jsonl") == by_row("whole.jsonl")
+
+
+def test_a_dry_run_shows_prompts_and_loads_only_the_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = find_tokenizer(None, resolve("fastgen-tiny"))
+    assert tokenizer is not None
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(main, "_load", lambda args: pytest.fail("the model is loaded"))
+    rows = [{"topic": "foxes"}, {"topic": None}, {"topic": "the other\nthings"}, {"topic": "unseen"}]
+    command = ["fastgen-tiny", write("in.jsonl", *rows), "--dry-run", "--template", "About {topic}"]
+    assert main.main([*command, "--system", "be short"]) == 0
+    said = capsys.readouterr()
+    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": "About foxes"}]
+    ids, text = tokenizer.read_chat(messages)
+    first, wrong, last = said.out.split("--- row ")[1:]
+    assert first == f"0: {len(ids)} tokens\n{text}\n"
+    assert wrong == "1\nerror: the row has no topic, which the template needs\n"
+    assert "About the other\nthings" in last
+    assert "fggen: dry run: 3 of 4 rows, 1 of them errors, " in said.err
+    assert main.main([*command, "--limit", "1"]) == 0
+    assert capsys.readouterr().out == f"--- row 0: {len(tokenizer.encode('About foxes'))} tokens\nAbout foxes\n"
+    body = {"messages": messages, "response_format": {"type": "json_object"}}
+    batch = {"custom_id": "x", "url": "/v1/chat/completions", "body": body}
+    write("batch.jsonl", batch, {**batch, "body": {**body, "max_tokens": 10**6}})
+    assert main.main(["fastgen-tiny", "batch.jsonl", "--dry-run"]) == 0
+    first, wrong = capsys.readouterr().out.split("--- row ")[1:]
+    assert first == f"0: {len(ids)} tokens\n{tokenizer.decode(ids, special=True)}\n"
+    assert "maximum context length" in wrong
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["batch.jsonl", "in.jsonl"]
 
 
 # ------------------------------------------------------------------------------------------------- bad rows
@@ -233,26 +309,50 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, bad: bool) -> None:
         echo = Echo()
         with output.opened():
             tracemalloc.start()
-            tally, _ = main.write_all(work(job.ask, read_rows([path]), echo.stream), output, tqdm(disable=True))
+            progress = Progress(count)
+            main.write_all(work(job.ask, read_rows([path]), echo.stream), output, progress)
             peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
             assert sorted(index for index, _ in output.recover(retry=False)) == list(range(count))
         assert echo.most <= Echo.lanes
-        assert (tally.rows, tally.errors) == (count, count * bad)
+        assert (progress.tally.rows, progress.tally.errors) == (count, count * bad)
     assert peaks[1] < peaks[0] + 60_000, "the larger file has 1 MB"
 
 
 # ------------------------------------------------------------------------------------------------- the command
 
 
+WRONG_OPTIONS = (
+    *(["--temperature", "-1"], ["--stop", ""], ["--n", "0"], ["--what"], ["--top-p", "0"], ["--limit", "0"]),
+    *(["--json-schema", "{"], ["--json-schema", "no.json"], ["--regex", "a", "--choice", "b"]),
+)
+
+
 def test_options_are_checked_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    for options in (["--temperature", "-1"], ["--stop", ""], ["--n", "0"], ["--what"], ["--top-p", "0"]):
+    for options in WRONG_OPTIONS:
         with pytest.raises(SystemExit) as ended:
             main.main(["model", "nothing.jsonl", "-o", "out.jsonl", *options])
         assert ended.value.code == 2
     with pytest.raises(SystemExit):
+        main.main(["model", "nothing.jsonl"])
+    assert "the following arguments are required: -o" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         main.main(["--version"])
     assert f"fggen {fastgen.__version__}" in capsys.readouterr().out
+
+
+def test_outside_a_terminal_the_progress_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fastgen.cli.gen.progress.LINE_SECONDS", 0.02)
+    with Progress(total=8, initial=2) as progress:
+        time.sleep(0.1)
+        progress.add(Done(0, {}, None, 3, 50))
+        progress.add(Done(1, {}, "wrong", 3, 0))
+        time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "fggen: 2/8 rows"
+    assert re.fullmatch(r"fggen: 4/8 rows, 1 errors, \d+\.\d tok/s, 00:00 left", lines[-1])
 
 
 def test_options_reach_the_generator(

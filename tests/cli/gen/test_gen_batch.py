@@ -129,7 +129,16 @@ def test_a_batch_goes_on_where_it_was_left(answer: Answer, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    "options", [("--template", "{a}"), ("--n", "2"), ("--logprobs",), ("--chat",), ("-o", "o.parquet")]
+    "options",
+    [
+        ("--template", "{a}"),
+        ("--system", "x"),
+        ("--regex", "x"),
+        ("--n", "2"),
+        ("--logprobs",),
+        ("--chat",),
+        ("-o", "o.parquet"),
+    ],
 )
 def test_what_a_batch_has_no_place_for(
     answer: Answer, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]

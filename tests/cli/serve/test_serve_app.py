@@ -119,6 +119,20 @@ def test_requests_about_tokens_have_an_end(monkeypatch: pytest.MonkeyPatch) -> N
     assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
 
 
+def test_unknown_fields_can_be_ignored(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(app, "tokenize", lambda wanted, _: {"count": len(wanted.prompt)})
+    monkeypatch.setattr(ServedModel, "check_ready", lambda _: None)
+    monkeypatch.setattr(ServedModel, "facts", None, raising=False)
+    for flag, status in ((), 400), (("--ignore-unknown",), 200):
+        client = TestClient(app.make_app(Service(read_options(flag, {}))), "http://localhost")
+        told = [client.post("/tokenize", json={"prompt": "abc", "colour": "red"}) for _ in range(2)]
+        assert [reply.status_code for reply in told] == [status] * 2
+        described = client.get("/openapi.json").json()["components"]["schemas"]["TokenizeRequest"]
+        assert described["additionalProperties"] == (True if flag else {"type": "null"})
+    assert told[0].json() == {"count": 3}
+    assert capfd.readouterr().err.count("fgserve: the field 'colour' of a request is ignored") == 1
+
+
 def test_tokens_and_models(server: Server, client: OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == "fastgen-tiny"

@@ -38,7 +38,7 @@ Content-Type: application/json\r
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server(STUB, "--api-key=secret", f"--allow-origin={PAGE}", "--read-timeout=0.4", "--access-log") as server:
+    with Server(STUB, "--api-key=secret", f"--allow-origin={PAGE}", "--read-timeout=0.4") as server:
         yield server.await_ready()
     assert "Traceback" not in server.said
 
@@ -72,6 +72,11 @@ def test_keys_paths_and_methods_as_clients_write_them(server: Server) -> None:
         assert HTTP.head(server.url + path).status_code == server.get(path).status_code == 200
     assert server.get("/v1/models/", headers=KEY).json() == server.get("/v1/models", headers=KEY).json()
     assert server.get("/version", headers=KEY).json()["version"]
+    for path in ("//v1//completions", "/v1/completions/", "/completions//"):
+        assert server.post(path, ASKED, headers=KEY).json()["choices"][0]["text"] == "xxx"
+        assert server.post(path, ASKED).status_code == 401
+    assert server.get("//v1//health/").status_code == 200
+    assert server.get("//v1//models").status_code == 401
 
 
 def test_a_web_page_of_another_server_cannot_post(server: Server) -> None:
@@ -148,12 +153,15 @@ def test_each_request_has_an_id_and_a_line_in_the_log(server: Server) -> None:
     assert re.fullmatch("[0-9a-f]{32}", wrong.headers["x-request-id"])
     assert (count(200) - before[0], count(401) - before[1]) == (4, 1), "two were for the metrics"
     line = (
-        r"fgserve: [-0-9T:+]+ POST /v1/completions 200 0\.\d{3}s id=abc:1 model=fastgen-tiny prompt_tokens=2 "
-        r"completion_tokens=3 queue=0\.\d{3}s first_token=0\.\d{3}s"
+        r"fgserve: [-0-9T:+]+ POST /v1/completions 200 0\.\d{3}s client=127\.0\.0\.1 id=abc:1 "
+        r"model=fastgen-tiny prompt_tokens=2 completion_tokens=3 queue=0\.\d{3}s first_token=0\.\d{3}s"
     )
     assert len(re.findall(f"^{line}$", server.said, re.M)) == 2
-    assert re.search(rf"POST /v1/completions 401 \S+ id={wrong.headers['x-request-id']}$", server.said, re.M)
+    assert re.search(rf"POST /v1/completions 401 \S+ client=\S+ id={wrong.headers['x-request-id']}$", server.said, re.M)
     assert "secret" not in server.said
+    assert "GET /metrics" not in server.said, "no line for a successful probe"
+    assert server.get("/v1/ready/").status_code == 401
+    server.await_said("GET /v1/ready/ 401", 5)
 
 
 def test_a_client_that_goes_has_a_status_of_its_own(server: Server) -> None:
@@ -169,11 +177,11 @@ def test_a_client_that_goes_has_a_status_of_its_own(server: Server) -> None:
         after = server.stats()
         assert after["aborted_total"] - before["aborted_total"] == 1
         assert after["generated_tokens_total"] - before["generated_tokens_total"] < 2 / STEP_SECONDS
-        assert re.search(rf"POST /completions 499 \S+ id=gone-{stream:d} ", server.said)
+        assert re.search(rf"POST /completions 499 \S+ client=\S+ id=gone-{stream:d} ", server.said)
 
 
 def test_a_log_that_nobody_reads_stops_nothing() -> None:
-    command = [sys.executable, *STUB, "--access-log"]
+    command = [sys.executable, *STUB]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         url = process.stderr.readline().split()[-1]

@@ -414,5 +414,5 @@ def test_a_signal_while_a_model_loads_ends_that(start: Start) -> None:
     engines = server.engines()
     server.process.send_signal(signal.SIGTERM)
     status, said = server.end()
-    assert (status, said.count("\n")) == (0, 1), said
+    assert (status, said.count("\n")) == (0, 2), said
     assert not any(map(alive, engines))

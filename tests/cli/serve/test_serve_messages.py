@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic import Anthropic
-from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.pagination import SyncPage
+from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from serving import Server
 
@@ -17,7 +19,8 @@ from fastgen.cli.serve.compat.messages import MessageReply, MessageRequest, erro
 from fastgen.cli.serve.protocol import ApiError, read_request
 from fastgen.cli.serve.replies import PromptTokens
 from fastgen.request import Event
-from fastgen.text.tool_calls import HERMES, ToolParser
+from fastgen.text.tools.formats import HERMES
+from fastgen.text.tools.parser import Function
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 SCHEMA = {
@@ -57,6 +60,21 @@ def test_an_answer_is_that_of_a_chat(caller: Server, client: Anthropic) -> None:
     read = (reply.usage.input_tokens, reply.usage.cache_read_input_tokens or 0)
     assert counted.input_tokens == sum(read) == chat.usage.prompt_tokens
     Message.model_validate(post(caller).json())
+
+
+def test_models_are_listed_as_the_package_reads_them(caller: Server, client: Anthropic) -> None:
+    (model,) = listed = list(client.models.list())
+    assert (model.id, model.type, model.max_input_tokens) == ("fastgen-tiny", "model", 512)
+    assert client.models.retrieve("fastgen-tiny") == listed[0]
+    assert abs(time.time() - model.created_at.timestamp()) < 3600
+    for path in ("/v1/models", "/v1/models/fastgen-tiny"):
+        ours = caller.get(path, headers={"authorization": "Bearer secret"}).json()
+        theirs = caller.get(path, headers={"x-api-key": "secret", "anthropic-version": "2023-06-01"}).json()
+        assert ours["object"] in ("list", "model")
+        TypeAdapter(ModelInfo if theirs.get("type") else SyncPage[ModelInfo]).validate_python(theirs)
+    with pytest.raises(anthropic.AuthenticationError) as raised, Anthropic(base_url=caller.url, api_key="x") as wrong:
+        wrong.models.list()
+    assert raised.value.body["error"]["type"] == "authentication_error"
 
 
 def test_an_agent_calls_and_gets_the_result(client: Anthropic) -> None:
@@ -145,7 +163,7 @@ def test_a_wrong_key_is_an_authentication_error(caller: Server) -> None:
 def reply_of(**fields: Any) -> MessageReply:
     request = read_request(MessageRequest, json.dumps({"messages": ASKED, "max_tokens": 9, **fields}).encode())
     chat = request.chat()
-    return MessageReply(request, chat, "m", PromptTokens([1, 2]), None, lambda: ToolParser(HERMES, {"add"}))
+    return MessageReply(request, chat, "m", PromptTokens([1, 2]), None, lambda: HERMES.parser([Function("add")]))
 
 
 def test_text_and_calls_are_blocks_in_their_order() -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import openai
 import pytest
-from asking import CALLS, Answer, Asker, check, endpoint_of, expected, params_of, save_caller, sent, to
+from asking import Answer, Asker, check, endpoint_of, expected, params_of, save_caller, sent, to
 from pydantic import BaseModel, Field
 from serving import FGSERVE, Server, until
 
@@ -21,11 +21,13 @@ from fastgen.request import RequestOutput
 
 pytestmark = pytest.mark.timeout(120)
 
+SERVED = ("hermes", "mistral", "llama")  # formats of tool calls of the models
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("callers")
-    return {syntax: save_caller(syntax, folder / syntax) for syntax in CALLS}
+    return {syntax: save_caller(syntax, folder / syntax) for syntax in SERVED}
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +250,34 @@ def test_echo_and_logprobs_of_completions(asker: Asker, gen: Generator, tokens: 
     assert answer.usage == (len(output.prompt_token_ids), len(completion.token_ids), len(ids))
 
 
+@ENDPOINTS
+def test_prompt_logprobs_are_those_of_a_generator(asker: Asker, gen: Generator, endpoint: str) -> None:
+    """The alternatives of an echo may be fewer. Streams have none."""
+    prompt = PROMPTS[endpoint]
+    output = expected(gen, prompt, max_tokens=1, prompt_logprobs=3)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_top_logprobs is not None
+    asked: dict[str, Any] = {"model": "hermes", **to(prompt), "max_tokens": 1, "extra_body": {"prompt_logprobs": 3}}
+    create = endpoint_of(asker.client, prompt).create
+    reply = create(**asked, n=2, **({} if endpoint == "chat" else {"echo": True, "logprobs": 1})).model_dump()
+    vocabulary = Vocabulary(needed(gen.tokenizer))
+    for told in [reply["prompt_logprobs"]] if endpoint == "chat" else [c["prompt_logprobs"] for c in reply["choices"]]:
+        assert told[0] is None
+        for place, (token, entries) in enumerate(zip(output.prompt_token_ids[1:], told[1:], strict=True), 1):
+            top = output.prompt_top_logprobs[place]
+            assert entries[str(token)]["logprob"] == output.prompt_logprobs[place]
+            assert [entries[str(id)]["logprob"] for id in top] == list(top.values())
+            assert [entries[str(id)]["rank"] for id in top] == [1, 2, 3]
+            assert entries.keys() == {str(token), *map(str, top)}
+            assert token in top or entries[str(token)]["rank"] is None
+            assert all(entry["decoded_token"] == vocabulary.text(int(id)) for id, entry in entries.items())
+    if endpoint == "text":
+        assert {len(top) for top in reply["choices"][0]["logprobs"]["top_logprobs"][1:]} <= {1, 2}
+    with pytest.raises(openai.BadRequestError, match="not available when stream is true") as raised:
+        create(**asked, stream=True)
+    assert raised.value.param == "prompt_logprobs"
+
+
 # ------------------------------------------------------------------------------------------------ usage
 
 
@@ -313,6 +343,9 @@ STRUCTURES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("chat", {"structured_outputs": {"regex": LETTERS}}, {"regex": LETTERS}),
     ("text", {"structured_outputs": {"choice": CHOICE}}, {"choice": CHOICE}),
     ("chat", {"structured_outputs": {"grammar": GRAMMAR}}, {"grammar": GRAMMAR}),
+    ("chat", {"regex": LETTERS}, {"regex": LETTERS}),
+    ("text", {"json_schema": json.dumps(SCHEMA)}, {"json_schema": Sum}),
+    ("chat", {"ebnf": 'root ::= "a" end-rule\nend-rule ::= "c" | "d"'}, {"grammar": GRAMMAR}),
 ]  # fmt: skip
 
 
@@ -332,7 +365,7 @@ def test_answers_have_the_wanted_structure(asker: Asker, gen: Generator) -> None
 
 # ------------------------------------------------------------------------------------------------ tools
 
-SYNTAXES = pytest.mark.parametrize("syntax", CALLS)
+SYNTAXES = pytest.mark.parametrize("syntax", SERVED)
 
 
 @pytest.fixture(scope="module")
@@ -412,6 +445,8 @@ STRUCTURE = "structured_outputs"
         ("both", {STRUCTURE: {"regex": "a\\"}}, STRUCTURE, "backslash"),
         ("both", {STRUCTURE: {"regex": "(" * 3000 + ")" * 3000}}, STRUCTURE, "invalid regex"),
         ("both", {STRUCTURE: {"grammar": "begin: x"}}, STRUCTURE, "start"),
+        ("both", {"ebnf": "root ::= other"}, "ebnf", "'other' not found"),
+        ("both", {"regex": "(a"}, "regex", "unclosed group"),
         ("chat", {"response_format": BAD_FORMAT}, "response_format", "response_format: Invalid type: objekt"),
         ("chat", {"tools": BAD_TOOLS, "tool_choice": "required"}, "tools", "objekt"),
         ("chat", {"tools": BAD_TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice",

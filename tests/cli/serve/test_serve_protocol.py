@@ -15,13 +15,14 @@ from serving import ROOT
 
 from fastgen.cli.serve.compat.messages import MessageRequest
 from fastgen.cli.serve.compat.responses import ResponseRequest
+from fastgen.cli.serve.fields import NOTED, FieldPolicy, Strict
+from fastgen.cli.serve.fields import UNUSED as FOREIGN
 from fastgen.cli.serve.prompts import ModelFacts, prepare
 from fastgen.cli.serve.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Strict,
     TokenizeRequest,
     check_request,
     read_request,
@@ -107,11 +108,14 @@ UNUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 def test_a_field_without_effect_is_taken_unless_the_server_is_strict(kind: Any) -> None:
-    assert UNUSED.keys() == kind.without_effect
-    fields = {**UNUSED, "stream": True, "stream_options": {"include_obfuscation": False}}
-    assert params_of(kind, **fields, user="x") == params_of(kind)
-    strict = partial(check_request, kind, strict=True)
-    for name, value in UNUSED.items():
+    own = {"reasoning_effort"} if kind is ChatRequest else {"include_reasoning", "separate_reasoning"}
+    assert UNUSED.keys() ^ own == kind.without_effect - FOREIGN - NOTED.keys()
+    unused = {name: UNUSED.get(name, "x") for name in kind.without_effect}
+    assert params_of(kind, **unused, stream=True, stream_options={"include_obfuscation": False}, user="x") == params_of(
+        kind
+    )
+    strict = partial(check_request, kind, policy=FieldPolicy(strict=True))
+    for name, value in unused.items():
         error = refusal(partial(strict, {**NEEDED[kind], name: value}))
         assert error is not None
         assert (error.param, error.code) == (name, "unsupported_parameter")
@@ -126,7 +130,7 @@ def test_a_field_without_effect_is_taken_unless_the_server_is_strict(kind: Any) 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 def test_the_documentation_lists_every_field(kind: Any) -> None:
     text = (ROOT / "docs" / "serving.md").read_text()
-    names = kind.model_fields.keys() | kind.without_effect
+    names = kind.model_fields.keys() | kind.without_effect | kind.neutral.keys()
     assert [name for name in names if f"`{name}`" not in text and name != "model"] == []
 
 
@@ -146,11 +150,11 @@ SENT_BACK: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_keys_that_others_add_to_messages_are_dropped(strict: bool) -> None:
-    request = check_request(ChatRequest, {"messages": [*HELLO, *SENT_BACK]}, strict)
+    request = check_request(ChatRequest, {"messages": [*HELLO, *SENT_BACK]}, FieldPolicy(strict))
     _, cut, plain, called, parts = (message.model_dump(exclude_none=True) for message in request.messages)
     function = {"name": "f", "arguments": '{"x": 1'}
     assert cut == {"role": "assistant", "tool_calls": [{"id": "abcdefghi", "type": "function", "function": function}]}
-    assert plain == {"role": "assistant", "content": "x"}
+    assert plain == {"role": "assistant", "content": "x", "reasoning_content": "y"}
     assert called["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
     assert parts == {"role": "user", "content": [{"type": "text", "text": "x"}]}
 
@@ -325,6 +329,9 @@ def test_an_echo_that_would_fill_the_memory_is_refused() -> None:
         ({**whole, "n": 2}, 150_000, "echo"),
         ({"echo": True, "n": 128}, 200_000, "echo"),
         ({**ids, "n": 128}, 200_000, "return_token_ids"),
+        ({"prompt_logprobs": 9}, 200_000, None),
+        ({"prompt_logprobs": 9}, 200_001, "prompt_logprobs"),
+        ({"prompt_logprobs": 4, "n": 3}, 150_000, "prompt_logprobs"),
     ):
         error = refused_by(facts(), prompt=[5] * length, **fields)
         assert (error and (error.status, error.param)) == (param and (400, param))

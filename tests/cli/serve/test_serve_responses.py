@@ -14,10 +14,12 @@ from pydantic import BaseModel, TypeAdapter
 from serving import Server
 
 from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
+from fastgen.cli.serve.fields import FieldPolicy
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, read_request
 from fastgen.cli.serve.replies import PromptTokens
 from fastgen.request import Event
-from fastgen.text.tool_calls import HERMES, ToolParser
+from fastgen.text.tools.formats import HERMES
+from fastgen.text.tools.parser import Function
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 SCHEMA = {
@@ -58,6 +60,12 @@ def test_an_answer_is_that_of_a_chat(caller: Server, client: OpenAI) -> None:
     assert (reply.status, reply.incomplete_details, reply.metadata) == ("completed", None, {"a": "b"})
     data = post(caller, input=ASKED).json()
     Response.model_validate(data)
+    count = client.responses.input_tokens.count
+    assert count(model="any", instructions="Be brief.", input=ASKED, text=idle["text"]).input_tokens == counts[0]
+    assert count(model="any", instructions="Be brief.", input=ASKED, tools=[ADD]).input_tokens > counts[0]
+    with pytest.raises(openai.BadRequestError, match="maximum context length of 512") as raised:
+        count(model="any", input="a b " * 600)
+    assert raised.value.param == "input"
     assert (data["object"], data["tools"], data["tool_choice"], data["store"]) == ("response", [], "auto", False)
 
 
@@ -162,7 +170,7 @@ def test_an_error_names_the_field(client: OpenAI, case: str) -> None:
 def reply_of(**fields: Any) -> ResponseReply:
     request = read_request(ResponseRequest, json.dumps({"input": "a", **fields}).encode())
     chat = request.chat()
-    return ResponseReply(request, chat, "m", PromptTokens([1, 2]), None, lambda: ToolParser(HERMES, {"add"}))
+    return ResponseReply(request, chat, "m", PromptTokens([1, 2]), None, lambda: HERMES.parser([Function("add")]))
 
 
 def test_text_and_calls_are_items_in_their_order() -> None:
@@ -223,5 +231,5 @@ def test_a_request_of_codex() -> None:
 
 def test_fields_without_effect_are_refused_where_that_is_wanted() -> None:
     with pytest.raises(ApiError, match="store is not supported"):
-        read_request(ResponseRequest, b'{"input": "a", "store": true}', strict=True)
-    assert isinstance(read_request(ResponseRequest, b'{"input": "a"}', strict=True).chat(), ChatRequest)
+        read_request(ResponseRequest, b'{"input": "a", "store": true}', FieldPolicy(strict=True))
+    assert isinstance(read_request(ResponseRequest, b'{"input": "a"}', FieldPolicy(strict=True)).chat(), ChatRequest)

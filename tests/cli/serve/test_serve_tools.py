@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import template
-from grammars import MARKS, accepts, add, byte_level, walk
+from asking import CALLS, template
+from grammars import accepts, add, byte_level, walk
 
 from fastgen import SamplingParams
 from fastgen.cli.serve.compat.messages import MessageRequest
@@ -21,9 +21,11 @@ from fastgen.cli.serve.protocol import ApiError, ChatMessage, ChatRequest, Chose
 from fastgen.cli.serve.tools import Calling
 from fastgen.text.grammar import Compiler, json_rule
 from fastgen.text.tokenizer import Tokenizer
-from fastgen.text.tool_calls import HERMES, LLAMA, MISTRAL, find_syntax
+from fastgen.text.tool_calls import parse_message
+from fastgen.text.tools.formats import FORMATS, LLAMA, MISTRAL
 
-SYNTAXES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
+SYNTAXES = {name: FORMATS[name] or MISTRAL if name != "llama" else LLAMA for name in CALLS}
+BARE = ("llama", "pythonic")  # calls without a mark
 
 WEATHER = {
     "type": "object",
@@ -51,11 +53,11 @@ def calling_of(tokenizer: Tokenizer, tools: list[dict[str, Any]], **asked: Any) 
 Model = tuple[str, Tokenizer, Compiler, int]
 
 
-@pytest.fixture(scope="module", params=[(name, marks) for name in SYNTAXES for marks in (MARKS, ())], ids=str)
+@pytest.fixture(scope="module", params=[(name, marks) for name in SYNTAXES for marks in (True, False)], ids=str)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """Each syntax, with marks as tokens and with marks as text."""
     name, marks = request.param
-    tokenizer = byte_level(tmp_path_factory.mktemp(name), marks, template(name))
+    tokenizer = byte_level(tmp_path_factory.mktemp(name), CALLS[name][0] if marks else (), template(name))
     size = len(tokenizer.hf)
     return name, tokenizer, Compiler(tokenizer, size, [0, 1]), size
 
@@ -97,7 +99,7 @@ def test_a_required_call_is_made(model: Model) -> None:
         check(name, arguments)
     assert {name for calls in answers for name, _ in calls} == {"get", "get_weather"}
     assert min(map(len, answers)) == 1
-    assert (max(map(len, answers)) > 1) == (model[0] != "llama")
+    assert model[0] != "llama" or max(map(len, answers)) == 1
 
 
 def test_a_named_function_is_called_once_in_every_dialect(model: Model) -> None:
@@ -129,21 +131,22 @@ def chosen(mode: str, name: str = "get") -> ChosenTools:
 
 
 def test_only_chosen_tools_are_called(model: Model) -> None:
-    name, tokenizer, _, _ = model
-    rng = random.Random(2)
+    tokenizer, rng = model[1], random.Random(2)
     for _ in range(4):
         assert {function for function, _ in forced(model, rng, choice=chosen("required"))} == {"get"}
     calling = calling_of(tokenizer, TOOLS, choice=chosen("auto"))
     assert calling.template_tools == calling_of(tokenizer, TOOLS).template_tools, "the model is shown all"
     assert takes(model, calling.grammar(), "Hello")
-    assert takes(model, calling.grammar(), call_text(name, "{}").replace("get_weather", "get"))
-    assert not takes(model, calling.grammar(), call_text(name, RIGHT), ended=False)
+    assert takes(model, calling.grammar(), written(tokenizer, ("get", "{}")))
+    assert not takes(model, calling.grammar(), written(tokenizer, ("get_weather", RIGHT)), ended=False)
 
 
-def call_text(name: str, body: str) -> str:
-    key = SYNTAXES[name].arguments
-    said = f'{{"name": "get_weather", "{key}": {body}}}'
-    return {"hermes": f"<tool_call>\n{said}\n</tool_call>", "mistral": f"[TOOL_CALLS] [{said}]", "llama": said}[name]
+def written(tokenizer: Tokenizer, *calls: tuple[str, str]) -> str:
+    """Return the text of calls (name and arguments) as the chat template writes them, without Mistral's ids in JSON."""
+    said = [{"id": "a" * 9, "type": "function", "function": {"name": name, "arguments": body}} for name, body in calls]
+    messages = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": None, "tool_calls": said}]
+    text = tokenizer.render_chat(messages, add_generation_prompt=False)
+    return text.rpartition("<|assistant|>")[2].removesuffix("<|end|>").replace(', "id": "aaaaaaaaa"', "")
 
 
 RIGHT, WRONG = '{"city": "Paris", "days": [3]}', '{"city": "Rome", "days": [3]}'
@@ -152,20 +155,22 @@ RIGHT, WRONG = '{"city": "Paris", "days": [3]}', '{"city": "Rome", "days": [3]}'
 @pytest.mark.parametrize("parallel", [True, False])
 def test_calls_are_as_templates_write_them_and_strict_ones_leave_text_free(model: Model, parallel: bool) -> None:
     name, tokenizer, _, _ = model
+    right, wrong = (written(tokenizer, ("get_weather", body)) for body in (RIGHT, WRONG))
     for tools in (TOOLS, STRICT):
         grammar = calling_of(tokenizer, tools, choice="required", parallel=parallel).grammar()
-        assert takes(model, grammar, call_text(name, RIGHT))
-        for wrong in (call_text(name, WRONG), "Hello", ""):
-            assert not takes(model, grammar, wrong, ended=not wrong)
+        assert takes(model, grammar, right)
+        for other in (wrong, "Hello", ""):
+            assert not takes(model, grammar, other, ended=not other)
+        if name != "llama":
+            assert takes(model, grammar, written(tokenizer, ("get_weather", RIGHT), ("get", "{}"))) == parallel
     grammar = calling_of(tokenizer, STRICT, parallel=parallel).grammar()
     text = "Let me <see>: [x] é"
-    before = "" if name == "llama" else text
-    once = before + call_text(name, RIGHT)
-    for right in ("", text, once):
-        assert takes(model, grammar, right)
-    assert not takes(model, grammar, before + call_text(name, WRONG), ended=False)
-    if name == "hermes":
-        assert takes(model, grammar, f"{once}\n{call_text(name, RIGHT)}") == parallel
+    before = "" if name in BARE else text
+    for answer in ("", text, before + right):
+        assert takes(model, grammar, answer)
+    assert not takes(model, grammar, before + wrong, ended=False)
+    if SYNTAXES[name].separate:
+        assert takes(model, grammar, f"{text}{right}\n{right}") == parallel
     assert (calling_of(tokenizer, TOOLS, parallel=parallel).grammar() is None) == parallel
 
 
@@ -173,14 +178,63 @@ def test_an_answer_with_a_grammar_may_be_a_call(model: Model) -> None:
     name, tokenizer, _, _ = model
     rule = json_rule({"properties": {"x": {"type": "null"}}}, strict=False)
     grammar = calling_of(tokenizer, TOOLS).grammar(rule)
-    mark = LLAMA.opens if name == "llama" else ""
-    for right in ('{"x": null}', mark + call_text(name, RIGHT)):
+    mark = LLAMA.opens if name in BARE else ""
+    for right in ('{"x": null}', mark + written(tokenizer, ("get_weather", RIGHT))):
         assert takes(model, grammar, right)
-    for wrong in (mark + call_text(name, WRONG), '{"x": 5}', "Hello"):
+    for wrong in (mark + written(tokenizer, ("get_weather", WRONG)), '{"x": 5}', "Hello"):
         assert not takes(model, grammar, wrong, ended=False)
     for calling in (Calling(tokenizer, []), calling_of(tokenizer, TOOLS, choice="none")):
         assert calling.grammar(rule) == f"start: {rule}"
         assert calling.grammar() is None
+
+
+def function(strict: bool = False, **properties: Any) -> list[dict[str, Any]]:
+    schema = {"type": "object", "properties": properties, "required": [name for name in properties if name != "b"]}
+    return [{"type": "function", "function": {"name": "get", "parameters": schema, "strict": strict}}]
+
+
+def test_arguments_one_by_one(model: Model) -> None:
+    """Arguments in tags and in Python are those of the schema, and what the grammar takes is parsed again."""
+    name, tokenizer, _, _ = model
+    if name not in ("qwen3_coder", "pythonic"):
+        return
+    nullable: Any = {"anyOf": [{"enum": ["x", "null"]}, {"type": "null"}]}
+    truth, number = {"type": "boolean"}, {"type": "integer"}
+    tools = function(True, a={"type": "string"}, b={"type": ["string", "null"]}, c=truth, d=number, e=nullable)
+    calling = calling_of(tokenizer, tools, choice="required")
+    hard = {"a": 'two\n"lines" </parameter> é', "b": "null, }", "c": True, "d": 5, "e": "x"}
+    for arguments in (hard, {"a": "", "c": False, "d": -1, "e": None}):
+        text = written(tokenizer, ("get", json.dumps(arguments)))
+        assert takes(model, calling.grammar(), text)
+        parser = calling.parser()
+        assert parser is not None
+        ((_, _, found),) = add(parser.push(text, last=True))[1]
+        assert json.loads(found) == arguments
+    for arguments in ({"a": ""}, {**hard, "d": "x"}, {**hard, "f": 1}, {**hard, "e": "y"}):
+        assert not takes(model, calling.grammar(), written(tokenizer, ("get", json.dumps(arguments))))
+    free = calling_of(
+        tokenizer, [{"type": "function", "function": {"name": "get", "parameters": {}}}], choice="required"
+    )
+    for arguments in ({}, {"x": "1", "y": "z"}):
+        assert takes(model, free.grammar(), written(tokenizer, ("get", json.dumps(arguments))))
+
+
+def test_what_a_format_cannot_enforce_is_an_error(model: Model) -> None:
+    name, tokenizer, _, _ = model
+    limited = {"a": {"type": "string", "maxLength": 5}}
+    merged = {"type": "object", "anyOf": [{"properties": {"a": {"type": "string"}}}]}
+    cases = [
+        ("qwen3_coder", function(True, **limited), "the text 'a' of the strict function get has limits"),
+        ("qwen3_coder", function(**{"a>b": {}}), "cannot be in a tag"),
+        ("pythonic", function(**{"a b": {}}), "is no name in Python"),
+        *((each, [{"type": "function", "function": {"name": "get", "parameters": merged, "strict": True}}], "anyOf")
+          for each in ("qwen3_coder", "pythonic")),
+    ]  # fmt: skip
+    for each, tools, message in cases:
+        if each == name:
+            with pytest.raises(ValueError, match=message):
+                calling_of(tokenizer, tools, choice="required").grammar()
+    assert calling_of(tokenizer, function(**limited), choice="required").grammar() is not None
 
 
 def test_parameters_are_of_an_object(model: Model) -> None:
@@ -202,18 +256,35 @@ def read(messages: list[dict[str, Any]]) -> list[ChatMessage]:
     return read_request(ChatRequest, json.dumps({"messages": messages}).encode()).messages
 
 
-def test_the_template_reveals_the_syntax(model: Model, talker: Path) -> None:
-    assert find_syntax(model[1]) is SYNTAXES[model[0]]
-    assert find_syntax(Tokenizer(talker)) is None
+def test_the_template_reveals_the_format(model: Model, talker: Path) -> None:
+    assert model[1].tool_syntax is SYNTAXES[model[0]]
+    assert Tokenizer(talker).tool_syntax is None
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Par', "[1]", "[" * 100_000])
-def test_arguments_that_are_no_object_come_back_as_text(model: Model, arguments: str) -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "get", "arguments": arguments}}
-    messages = [{"role": "assistant", "tool_calls": [call]}]
-    (told,) = Calling(model[1], []).template_messages(read(messages))
-    assert told["tool_calls"][0]["function"] == {"name": "get", "arguments": arguments}
-    assert json.dumps(arguments) in model[1].hf.apply_chat_template([told], tokenize=False)
+HARD = {
+    "city": 'a "}]\'" {\\ é',
+    "days": [1, {"x": None}],
+    "text": "two\nlines </b> `",
+    "no": None,
+    "yes": True,
+    "n": -1.5,
+}
+TYPED = {"type": "object", "properties": {"city": {"type": "string"}, "text": {"type": ["string", "null"]}}}
+
+
+def test_what_a_template_writes_is_parsed_again(model: Model) -> None:
+    """The calls of an answer, in the history of the next prompt, are written as they were, also after a cut."""
+    name, tokenizer, _, _ = model
+    tools = [{"name": "get", "parameters": TYPED}, {"name": "get_weather"}]
+    calls = [("get", json.dumps(HARD)), ("get_weather", "{}")][: 1 if name == "llama" else 2]
+    text = written(tokenizer, *calls)
+    message = parse_message(text, tokenizer, tools)
+    assert message["content"] == ""
+    found = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+    assert found == [(name, json.loads(body)) for name, body in calls]
+    again = written(tokenizer, *((name, json.dumps(arguments)) for name, arguments in found))
+    assert again == text
+    assert json.dumps("Par")[:-1] in json.dumps(written(tokenizer, ("get", '{"city": "Par')))
 
 
 def test_a_model_without_tools_refuses_them(talker: Path) -> None:

@@ -1,4 +1,4 @@
-"""Anthropic's /messages and /messages/count_tokens, translated to a chat and back.
+"""Anthropic's /messages and /messages/count_tokens, translated to a chat and back, and its form of /models.
 
 Source: https://docs.anthropic.com/en/api/messages, and the requests of Claude Code. Tests check the answers against the
 types of the anthropic package.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import from_json, to_json
 
-from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, translated
-from fastgen.cli.serve.prompts import ModelFacts, calling_of, check_length, encode_chat, needed
-from fastgen.cli.serve.protocol import INT32, ApiError, ChatRequest, Items, Some, Strict, check_request, wrong
+from fastgen.cli.serve import prompts
+from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, thought, translated
+from fastgen.cli.serve.fields import NEUTRAL, NOTED, UNUSED, Items, Some, Strict, wrong
+from fastgen.cli.serve.prompts import ModelFacts
+from fastgen.cli.serve.protocol import INT32, TEXT_ONLY, ApiError, ChatRequest, check_request
 from fastgen.request import SamplingParams
 
 ERRORS = {
@@ -27,6 +30,13 @@ ERRORS = {
     503: "overloaded_error",
     504: "timeout_error",
 }  # {status: type}; other statuses are an invalid_request_error
+
+# {kind of a block: (type of its deltas, field of their text)}
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 # ------------------------------------------------------------------------------------------------- requests
 
@@ -51,11 +61,13 @@ def _messages_of_block(role: str, block: Any) -> list[dict[str, Any]]:
             return [called(id, name, to_json(given).decode())]
         case {"type": "tool_result", "tool_use_id": str(id)}:
             return [{"role": "tool", "tool_call_id": id, "content": text_of(block.get("content"))}]
-        case {"type": "thinking" | "redacted_thinking"}:  # chat templates do not take earlier thoughts
+        case {"type": "thinking", "thinking": str(text)}:
+            return thought(text)
+        case {"type": "redacted_thinking"}:
             return []
     raise ValueError(
         "has a block of another type than text (with text), tool_use (id, name, input), tool_result (tool_use_id) and "
-        "thinking"
+        f"thinking; {TEXT_ONLY}"
     )
 
 
@@ -95,13 +107,20 @@ class OutputConfig(Strict):
     without_effect = frozenset({"effort"})
 
 
+class Thinking(Strict):
+    """Whether the model thinks. Its tokens are not limited."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    without_effect = frozenset({"budget_tokens", "display"})
+
+
 class CountRequest(Strict):
     """A request to /messages/count_tokens; its fields are also those of /messages."""
 
     without_effect = frozenset({
         "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
-        "thinking",
-    })  # fmt: skip
+    }) | UNUSED | NOTED.keys()  # fmt: skip
+    neutral = NEUTRAL
 
     model: str | None = None
     messages: Some[dict[str, Any]] = Field(examples=[[{"role": "user", "content": "a"}]])
@@ -109,6 +128,7 @@ class CountRequest(Strict):
     tools: Items[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -124,12 +144,15 @@ class CountRequest(Strict):
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = translated(system, "system", _messages_of) + translated(self.messages, "messages", _messages_of)
         messages = merged(messages)
-        begun = messages[-1:] and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+        last = messages[-1] if messages else {}
+        begun = last.get("role") == "assistant" and "tool_calls" not in last and "content" in last
         data: dict[str, Any] = {"messages": messages, "continue_final_message": bool(begun), **self._fields()}
         data["tools"] = [tool.for_chat() for tool in self.tools or ()]
         if self.tool_choice is not None:
             data["tool_choice"] = self.tool_choice.for_chat()
             data["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
+            data["enable_thinking"] = self.thinking.type == "enabled"
         if self.output_config is not None and (wanted := self.output_config.format) is not None:
             schema = {"name": "answer", "schema": wanted.schema_, "strict": True}
             data["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -169,10 +192,7 @@ class _Chat(ChatRequest):
 
 def count_tokens(request: CountRequest, model: ModelFacts) -> dict[str, int]:
     """Answer /messages/count_tokens. Raises ApiError."""
-    chat, tokenizer = request.chat(), needed(model.tokenizer)
-    ids = encode_chat(chat, tokenizer, calling_of(chat, tokenizer), model.max_model_len)
-    check_length(ids, "messages", model)
-    return {"input_tokens": len(ids)}
+    return {"input_tokens": prompts.count_tokens(request.chat(), model)}
 
 
 # ------------------------------------------------------------------------------------------------- responses
@@ -189,15 +209,18 @@ class MessageReply(BlockReply):
         yield {"type": "message_start", "message": {**self._message([]), "stop_reason": None}}
 
     def open(self, block: Block) -> Iterable[dict[str, Any]]:
-        yield {"type": "content_block_start", "index": block.index, "content_block": _content(replace(block, text=""))}
+        started = self._content(replace(block, text=""))
+        started |= {"signature": ""} if block.kind == "reasoning" else {}
+        yield {"type": "content_block_start", "index": block.index, "content_block": started}
 
     def grow(self, block: Block, piece: str, logprobs: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-        delta = {"type": "text_delta", "text": piece}
-        if block.name is not None:
-            delta = {"type": "input_json_delta", "partial_json": piece}
-        yield {"type": "content_block_delta", "index": block.index, "delta": delta}
+        kind, field = DELTAS[block.kind]
+        yield {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, field: piece}}
 
     def close(self, block: Block) -> Iterable[dict[str, Any]]:
+        if block.kind == "reasoning":
+            delta = {"type": "signature_delta", "signature": self._signature(block)}
+            yield {"type": "content_block_delta", "index": block.index, "delta": delta}
         yield {"type": "content_block_stop", "index": block.index}
 
     def end(self) -> list[dict[str, Any]]:
@@ -205,7 +228,7 @@ class MessageReply(BlockReply):
         return [{"type": "message_delta", "delta": delta, "usage": self._usage}, {"type": "message_stop"}]
 
     def body(self) -> dict[str, Any]:
-        return self._message([_content(block) for block in self.blocks])
+        return self._message([self._content(block) for block in self.blocks])
 
     def error(self, error: ApiError) -> list[dict[str, Any]]:
         return [error_body(error)]
@@ -236,13 +259,20 @@ class MessageReply(BlockReply):
         usage = self.usage
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         counts = {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
-        return {**counts, "cache_creation_input_tokens": 0, "output_tokens": usage["completion_tokens"]}
+        counts |= {"cache_creation_input_tokens": 0, "output_tokens": usage["completion_tokens"]}
+        thinking = usage["completion_tokens_details"]["reasoning_tokens"]
+        return {**counts, "output_tokens_details": {"thinking_tokens": thinking}}
 
+    def _content(self, block: Block) -> dict[str, Any]:
+        if block.kind == "text":
+            return {"type": "text", "text": block.text}
+        if block.kind == "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": self._signature(block)}
+        return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block.text)}
 
-def _content(block: Block) -> dict[str, Any]:
-    if block.name is None:
-        return {"type": "text", "text": block.text}
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block.text)}
+    def _signature(self, block: Block) -> str:
+        """Return the signature of a thinking block. It proves nothing; some clients drop blocks without one."""
+        return f"{self.id.rpartition('-')[2]}{block.index}"
 
 
 def _input(arguments: str) -> dict[str, Any]:
@@ -262,3 +292,25 @@ def error_body(error: ApiError) -> dict[str, Any]:
         message = f"prompt is too long: {message}"  # Claude Code then shortens it
     kind = ERRORS.get(error.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message, "details": {"error_code": error.code}}}
+
+
+# ------------------------------------------------------------------------------------------------- models
+
+
+def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
+    """Return the description of a model. created: Unix time of the start of the server, in seconds."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": max_model_len,
+        "max_tokens": max_model_len,
+    }
+
+
+def model_list(cards: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the list of all models, which is a single page."""
+    ids = [card["id"] for card in cards]
+    return {"data": cards, "has_more": False, "first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}

@@ -12,12 +12,18 @@ from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, translated
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, Items, Strict, check_request, wrong
+from fastgen.cli.serve import prompts
+from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, thought, translated
+from fastgen.cli.serve.fields import NEUTRAL, NOTED, UNUSED, Items, Strict, wrong
+from fastgen.cli.serve.prompts import ModelFacts
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, Reasoning, check_request
 from fastgen.request import MAX_LOGPROBS
 
 # {field of a chat that an error may name: its name in /responses}
 NAMES = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
+
+PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}  # of the ids of items, by the kind of a block
+TEXTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}  # names of events
 
 
 def renamed(error: ApiError) -> ApiError:
@@ -43,8 +49,9 @@ def _messages_of(item: dict[str, Any]) -> list[dict[str, Any]]:
             return [called(id, flat(item.get("namespace"), name), arguments)]
         case {"type": "function_call_output", "call_id": str(id), "output": output}:
             return [{"role": "tool", "tool_call_id": id, "content": text_of(output)}]
-        case {"type": "reasoning"}:  # chat templates do not take earlier thoughts
-            return []
+        case {"type": "reasoning"}:
+            parts = item.get("content") or item.get("summary") or ()
+            return thought("\n".join(part["text"] for part in parts if isinstance(part.get("text"), str)))
     raise ValueError(
         "must have the type message (with role and content), function_call (call_id, name, arguments), "
         "function_call_output (call_id, output) or reasoning; nothing is stored: a client that sends references sends "
@@ -82,8 +89,9 @@ class ResponseRequest(Strict):
 
     without_effect = frozenset({
         "client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user",
-    })  # fmt: skip
+        "prompt_cache_retention", "safety_identifier", "service_tier", "store", "stream_options", "user",
+    }) | UNUSED | NOTED.keys()  # fmt: skip
+    neutral = NEUTRAL
 
     model: str | None = None
     input: str | Items[dict[str, Any]]
@@ -101,6 +109,7 @@ class ResponseRequest(Strict):
     truncation: Literal["disabled"] | None = None
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     metadata: dict[str, Any] | None = None
 
     @model_validator(mode="before")
@@ -130,6 +139,7 @@ class ResponseRequest(Strict):
         names = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "chat_template_kwargs")
         data: dict[str, Any] = {name: getattr(self, name) for name in names}
         data |= {"messages": merged(messages), "max_tokens": self.max_output_tokens}
+        data["reasoning"] = None if self.reasoning is None else self.reasoning.model_dump()
         data |= {"logprobs": True, "top_logprobs": self.top_logprobs} if self.logprobs else {}
         functions = [_nested(function, name=flat(space, function["name"])) for space, function in self.functions()]
         data["tools"] = [{"type": "function", "function": function} for function in functions]
@@ -141,11 +151,16 @@ class ResponseRequest(Strict):
         return check_request(ChatRequest, data)
 
 
+def count_tokens(request: ResponseRequest, model: ModelFacts) -> dict[str, Any]:
+    """Answer /responses/input_tokens. Raises ApiError."""
+    return {"object": "response.input_tokens", "input_tokens": prompts.count_tokens(request.chat(), model)}
+
+
 # ------------------------------------------------------------------------------------------------- responses
 
 
 class ResponseReply(BlockReply):
-    """The reply to a request to /responses. Each block of the answer is an item: a message or a call."""
+    """The reply to a request to /responses. Each block of the answer is an item: a message, reasoning or a call."""
 
     def __init__(self, request: ResponseRequest, *chat: Any) -> None:
         super().__init__(*chat)
@@ -161,22 +176,21 @@ class ResponseReply(BlockReply):
 
     def open(self, block: Block) -> Iterable[dict[str, Any]]:
         yield self._event("output_item.added", block, item=self._item(block, "in_progress", []))
-        if block.name is None:
+        if block.kind != "call":
             yield self._inner("content_part.added", block, part=_part(block))
 
     def grow(self, block: Block, piece: str, logprobs: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-        if block.name is None:
-            yield self._inner("output_text.delta", block, delta=piece, logprobs=logprobs)
-        else:
-            yield self._inner("function_call_arguments.delta", block, delta=piece)
+        scores = {"logprobs": logprobs} if block.kind == "text" else {}
+        yield self._inner(f"{TEXTS[block.kind]}.delta", block, delta=piece, **scores)
 
     def close(self, block: Block) -> Iterable[dict[str, Any]]:
         item = self._item(block, self._status, [_part(block)])
-        if block.name is None:
-            yield self._inner("output_text.done", block, text=block.text, logprobs=block.logprobs)
-            yield self._inner("content_part.done", block, part=_part(block))
-        else:
+        if block.kind == "call":
             yield self._inner("function_call_arguments.done", block, arguments=block.text, name=item["name"])
+        else:
+            scores = {"logprobs": block.logprobs} if block.kind == "text" else {}
+            yield self._inner(f"{TEXTS[block.kind]}.done", block, text=block.text, **scores)
+            yield self._inner("content_part.done", block, part=_part(block))
         yield self._event("output_item.done", block, item=item)
 
     def end(self) -> list[dict[str, Any]]:
@@ -205,16 +219,18 @@ class ResponseReply(BlockReply):
 
     def _inner(self, kind: str, block: Block, **fields: Any) -> dict[str, Any]:
         """Return an event inside an item."""
-        place = {"content_index": 0} if block.name is None else {}
+        place = {} if block.kind == "call" else {"content_index": 0}
         return self._event(kind, block, item_id=self._id(block), **place, **fields)
 
     def _id(self, block: Block) -> str:
-        return f"{'msg' if block.name is None else 'fc'}_{self._hex}{block.index}"
+        return f"{PREFIXES[block.kind]}_{self._hex}{block.index}"
 
     def _item(self, block: Block, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
         """Return an item of the output. content: the parts of a message."""
         item: dict[str, Any] = {"id": self._id(block), "status": status}
-        if block.name is None:
+        if block.kind == "reasoning":
+            return {**item, "type": "reasoning", "summary": [], "content": content}
+        if block.kind == "text":
             return {**item, "type": "message", "role": "assistant", "content": content}
         namespace, name = self._functions.get(block.name, (None, block.name))
         call = {"type": "function_call", "call_id": block.id, "name": name, "arguments": block.text}
@@ -250,6 +266,8 @@ class ResponseReply(BlockReply):
 
 
 def _part(block: Block) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
 
 
@@ -259,6 +277,6 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }

@@ -5,13 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from fastgen.cli.serve.protocol import ApiError
+from fastgen.cli.serve.protocol import TEXT_ONLY, ApiError
 from fastgen.cli.serve.replies import ChatReply
 from fastgen.request import Event
 
 SYSTEM = ("system", "developer")
+Kind = Literal["text", "reasoning", "call"]
+KINDS: dict[str, Kind] = {"reasoning": "reasoning", "content": "text"}  # {part of a delta: the kind of its block}
 
 
 def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -26,7 +28,8 @@ def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             found.append({**message, "role": role})
             continue
         last = found[-1]
-        last["content"] = "\n\n".join(filter(None, (last.get("content"), message.get("content"))))
+        for name in ("content", "reasoning_content"):
+            last[name] = "\n\n".join(filter(None, (last.get(name), message.get(name))))
         if "tool_calls" in message:
             last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
     return found
@@ -41,9 +44,13 @@ def text_of(content: Any) -> str:
         match part:
             case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
                 texts.append(text)
+            case {"type": "refusal", "refusal": str(text)}:
+                texts.append(text)
             case _:
                 kind = part.get("type") if isinstance(part, dict) else part
-                raise ValueError(f"has content of the type {kind!r:.40}; give text, or parts of the type text")
+                raise ValueError(
+                    f"has content of the type {kind!r:.40}; give text, or parts of the type text: {TEXT_ONLY}"
+                )
     return "\n".join(texts)
 
 
@@ -65,13 +72,19 @@ def called(id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"id": id, "type": "function", "function": function}]}
 
 
+def thought(text: str) -> list[dict[str, Any]]:
+    """Return the messages with an earlier reasoning of the assistant: one, or none if the text is empty."""
+    return [{"role": "assistant", "reasoning_content": text}] if text else []
+
+
 @dataclass
 class Block:
-    """A part of an answer: a text, or a call with an id and a name, whose `text` is its arguments."""
+    """A part of an answer: a text, reasoning, or a call with an id and a name, whose `text` is its arguments."""
 
     index: int
+    kind: Kind
     id: str = ""
-    name: str | None = None
+    name: str = ""
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -113,32 +126,34 @@ class BlockReply(ChatReply, ABC):
             yield from self._end_block()
 
     def _take(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if content := delta.get("content"):
-            if not self._open or self.blocks[-1].name is not None:
-                yield from self._begin_block()
-            yield from self._grow(content)
+        for name, kind in KINDS.items():
+            if text := delta.get(name):
+                if not self._open or self.blocks[-1].kind != kind:
+                    yield from self._begin_block(kind)
+                yield from self._grow(text)
         for piece in delta.get("tool_calls", ()):
             if "id" in piece:
-                yield from self._begin_block(piece["id"], piece["function"]["name"])
+                yield from self._begin_block("call", piece["id"], piece["function"]["name"])
             if arguments := piece["function"].get("arguments"):
                 yield from self._grow(arguments)
 
-    def _begin_block(self, id: str = "", name: str | None = None) -> Iterator[dict[str, Any]]:
+    def _begin_block(self, kind: Kind = "text", id: str = "", name: str = "") -> Iterator[dict[str, Any]]:
         yield from self._end_block()
-        self.blocks.append(Block(len(self.blocks), id, name))
+        self.blocks.append(Block(len(self.blocks), kind, id, name))
         self._open = True
         yield from self.open(self.blocks[-1])
 
     def _grow(self, piece: str) -> Iterator[dict[str, Any]]:
-        block, scores = self.blocks[-1], self._scores
-        self._scores = []
+        block, scores = self.blocks[-1], list[dict[str, Any]]()
+        if block.kind != "reasoning":  # which has no place for logprobs; the text after it has them
+            scores, self._scores = self._scores, scores
         block.text += piece
         block.logprobs += scores
         yield from self.grow(block, piece, scores)
 
     def _end_block(self) -> Iterator[dict[str, Any]]:
         if self._open:
-            if self._scores and self.blocks[-1].name is None:
+            if self._scores and self.blocks[-1].kind == "text":
                 yield from self._grow("")  # the logprobs of a stop token
             self._open = False
             yield from self.close(self.blocks[-1])

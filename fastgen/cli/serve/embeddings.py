@@ -1,0 +1,61 @@
+"""/embeddings, in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from typing import Any, ClassVar, Literal, cast
+
+from fastgen.async_engine.client import EngineError
+from fastgen.cli.serve.fields import Some, Strict
+from fastgen.cli.serve.prompts import ModelFacts, check_length, encode_text
+from fastgen.cli.serve.protocol import ApiError, refused
+from fastgen.cli.serve.service import Service
+
+PROMPTS = 32  # number of inputs per call of the engine, which sends other requests' tokens between two calls
+
+
+class EmbeddingRequest(Strict):
+    """A request to /embeddings. encoding_format: "base64" means the bytes of little-endian float32 numbers."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"user"})
+
+    model: str | None = None
+    input: str | Some[str] | Some[int] | Some[Some[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        one = isinstance(self.input, str) or isinstance(self.input[0], int)
+        return cast(list[str | list[int]], [self.input] if one else self.input)
+
+
+def encode_inputs(request: EmbeddingRequest, model: ModelFacts) -> list[list[int]]:
+    """Return the ids of each input. Raises ApiError."""
+    found = [encode_text(prompt, model).ids for prompt in request.prompts]
+    for ids in found:
+        check_length(ids, "input", model)
+    return found
+
+
+async def embed(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
+    """Answer /embeddings. Raises ApiError."""
+    model, states = service.choose(request.model), list[list[float]]()
+    inputs = await service.compute(encode_inputs, request, model.facts)
+    with model.queue.enter(list(map(len, inputs)), 1):
+        try:
+            for at in range(0, len(inputs), PROMPTS):
+                states += await model.engine.call("embed", inputs[at : at + PROMPTS])
+        except EngineError as error:
+            raise ApiError(500, str(error), code="engine_error") from None
+        except (ValueError, TypeError) as error:
+            raise refused(error) from None
+        except RuntimeError as error:  # the weights are asleep or torn
+            raise ApiError(503, str(error), code="not_ready") from None
+    packed: list[Any] = list(states)
+    if request.encoding_format == "base64":
+        packed = [base64.b64encode(struct.pack(f"<{len(state)}f", *state)).decode() for state in states]
+    data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(packed)]
+    count = sum(map(len, inputs))
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return {"object": "list", "model": model.name, "data": data, "usage": usage}

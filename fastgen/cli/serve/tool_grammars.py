@@ -1,0 +1,187 @@
+"""Grammars of tool calls, in each format. The right sides of rules are in llguidance's variant of Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from fastgen.text.grammar import FREE_FORMATS, choice_rule, json_rule, quoted
+from fastgen.text.tools.json_calls import DeepSeek, Mistral, MistralHeads, ObjectSyntax
+from fastgen.text.tools.parser import Function, Syntax
+from fastgen.text.tools.python_calls import Pythonic
+from fastgen.text.tools.values import python_text, resolved, types_of
+from fastgen.text.tools.xml_calls import QwenCoder
+
+Mark = Callable[[str], str]  # returns the rule of a mark
+
+_ANY = ("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "if")  # may add other arguments
+_FREE = {"type", "title", "description", "default", "examples", "deprecated", "format", "anyOf", "oneOf"}
+_ANY_NAME = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+_TAG_ENDS = "\n</parameter>\n"
+
+
+def calls_rule(syntax: Syntax, first: str, mark: Mark, parallel: bool) -> str:
+    """Return the right side of a rule for all calls of an answer, which uses the rule `call`.
+
+    first: rule of the mark of the first call. parallel: there may be several.
+    """
+
+    def repeated(separator: str, each: str) -> str:
+        return f"({separator} {each})*" if parallel else ""
+
+    match syntax:
+        case Mistral():
+            return f'{first} " "? "[" call {repeated(quoted(", "), "call")} "]"'
+        case MistralHeads():
+            return f"{first} call {repeated(mark(syntax.opens), 'call')}"
+        case DeepSeek():
+            begins, _, ends = syntax.each
+            each = f"{mark(begins)} call {mark(ends)}"
+            return f"{first} {each} {repeated(quoted(chr(10)) if syntax.fenced else '', each)} {mark(syntax.closes)}"
+        case Pythonic():
+            return f'{first} "[" call {repeated(quoted(", "), "call")} "]"'
+        case _ if syntax.closes:  # Hermes and Qwen3-Coder
+            rest = f'"\\n" call "\\n" {mark(syntax.closes)}'
+            return f"{first} {rest} {repeated(quoted(chr(10)), f'{mark(syntax.opens)} {rest}')}"
+    return f"{first} call"
+
+
+def call_rules(syntax: Syntax, functions: Sequence[Function], mark: Mark) -> list[str]:
+    """Return the rule `call`: the name and arguments of one function, as the templates write them; and rules for it.
+    Raises ValueError for a function whose calls cannot be enforced in the format."""
+    rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
+    for i, function in enumerate(functions):
+        if isinstance(syntax, QwenCoder):
+            rules += _tag_rules(f"call_{i}", function)
+        elif isinstance(syntax, Pythonic):
+            rules += _python_rules(f"call_{i}", function)
+        else:
+            rules.append(f"call_{i}: {_json_call(syntax, function, mark)}")
+    if isinstance(syntax, QwenCoder):  # a lazy rule ends at the first occurrence of its end
+        rules += [f"tag_text[lazy]: TAG_TEXT {quoted(_TAG_ENDS)}", r"TAG_TEXT: /(.|\n)*/"]
+    return rules
+
+
+def _json_call(syntax: Syntax, function: Function, mark: Mark) -> str:
+    name, arguments = function.name, json_rule(function.parameters, strict=function.strict)
+    match syntax:
+        case ObjectSyntax():
+            return f'{quoted(f"""{{"name": {json.dumps(name)}, "{syntax.arguments}": """)} {arguments} "}}"'
+        case MistralHeads():
+            id = f"{mark('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/" if syntax.ids else ""
+            return f"{quoted(name)} {id} {mark('[ARGS]')} {arguments}"
+        case DeepSeek(fenced=True):
+            head = f"{quoted('function')} {mark(syntax.each[1])} {quoted(f'{name}{chr(10)}```json{chr(10)}')}"
+            return f"{head} {arguments} {quoted(f'{chr(10)}```')}"
+        case DeepSeek():
+            return f"{quoted(name)} {mark(syntax.each[1])} {arguments}"
+    raise AssertionError(f"{syntax} has no grammar")
+
+
+# ------------------------------------------------------------------------------------------------- arguments one by one
+
+
+def _parameters(function: Function) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+    """Yield the name and schema of each argument, and whether it is required."""
+    schema = resolved(function.parameters, function.parameters)
+    properties, required = schema.get("properties"), schema.get("required")
+    for name, inner in properties.items() if isinstance(properties, Mapping) else ():
+        yield name, resolved(inner, function.parameters), isinstance(required, list) and name in required
+
+
+def _takes_others(function: Function) -> bool:
+    """Return whether a function may have arguments that its schema does not list. Raises ValueError if it is strict and
+    its schema is more than a list."""
+    schema = resolved(function.parameters, function.parameters)
+    adding = [word for word in _ANY if schema.get(word) not in (None, False)]
+    if adding and function.strict:
+        raise ValueError(
+            f"in this model's format of tools, the arguments of a strict function are listed in properties; those of "
+            f"{function.name} also come from {adding[0]}: remove it, or leave strict out"
+        )
+    listed = function.strict or schema.get("properties") or schema.get("additionalProperties") is False
+    return bool(adding) or not listed
+
+
+def _literal_rule(schema: Mapping[str, Any], function: Function) -> str:
+    """Return the rule of an argument in JSON, or with the words of Python that templates write."""
+    named = {word: function.parameters[word] for word in ("$defs", "definitions") if word in function.parameters}
+    types = types_of(schema, function.parameters) if schema.keys().isdisjoint({"enum", "const"}) else frozenset()
+    words = [*(("True", "False") if "boolean" in types else ()), *(("None",) if "null" in types else ())]
+    return f"({' | '.join([json_rule({**named, **schema}, strict=function.strict), *map(quoted, words)])})"
+
+
+def _tag_rules(rule: str, function: Function) -> list[str]:
+    """Return the rules of a call in tags."""
+    items, rules = [], []
+    for place, (name, schema, required) in enumerate(_parameters(function)):
+        if not re.fullmatch(r"[^<>\r\n]+", name):
+            raise ValueError(f"the argument {name!r} of {function.name} cannot be in a tag; rename it")
+        begins, value = quoted(f"<parameter={name}>\n"), _tag_value(name, schema, function)
+        rules.append(f"{rule}_{place}: {begins} {value}")
+        items.append(f"{rule}_{place}" + "?" * (not required))
+    if _takes_others(function):
+        rules.append(f'{rule}_other: "<parameter=" {_ANY_NAME} ">\\n" tag_text')
+        items.append(f"{rule}_other*")
+    begins, ends = quoted(f"<function={function.name}>\n"), quoted("</function>")
+    return [f"{rule}: {begins} {' '.join(items)} {ends}", *rules]
+
+
+def _tag_value(name: str, schema: Mapping[str, Any], function: Function) -> str:
+    """Return the rule of an argument in a tag, and of the end of the tag: text, or the JSON of another type."""
+    if values := _values(schema, function.parameters):
+        texts = ([value] if isinstance(value, str) else [json.dumps(value), python_text(value)] for value in values)
+        return f"{choice_rule(dict.fromkeys(chain(*texts)))} {quoted(_TAG_ENDS)}"
+    if "string" not in types_of(schema, function.parameters):
+        return f"{_literal_rule(schema, function)} {quoted(_TAG_ENDS)}"
+    if function.strict and not _is_free(schema, function.parameters):
+        raise ValueError(
+            f"the text {name!r} of the strict function {function.name} has limits that cannot be enforced in this "
+            "model's format of tools: keep only its type and description, or leave strict out"
+        )
+    return "tag_text"
+
+
+def _values(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
+    """Return all values that a schema allows, as for Literal["a", "b"] | None; None if it does not list them."""
+    schema = resolved(schema, root)
+    if "enum" in schema or "const" in schema:
+        return list(schema["enum"]) if "enum" in schema else [schema["const"]]
+    if schema.get("type") == "null":
+        return [None]
+    parts = [_values(part, root) for part in schema.get("anyOf", ())]
+    return [value for part in parts for value in part or ()] if parts and None not in parts else None
+
+
+def _is_free(schema: Any, root: Mapping[str, Any]) -> bool:
+    """Return whether a schema that allows strings allows all of them."""
+    schema = resolved(schema, root)
+    parts = [part for word in ("anyOf", "oneOf") for part in schema.get(word, ())]
+    return (
+        schema.keys() <= _FREE
+        and schema.get("format") in (None, *FREE_FORMATS)
+        and all(_is_free(part, root) for part in parts)
+    )
+
+
+def _python_rules(rule: str, function: Function) -> list[str]:
+    """Return the rules of a call in Python, with values in JSON, or True, False and None."""
+    rules, items = [], []
+    for place, (name, schema, required) in enumerate(_parameters(function)):
+        if not re.fullmatch(r"[^\W\d][\w-]*", name):
+            raise ValueError(f"the argument {name!r} of {function.name} is no name in Python; rename it")
+        rules.append(f"{rule}_{place}: {quoted(name + '=')} {_literal_rule(schema, function)}")
+        items.append((f"{rule}_{place}", required))
+    first = later = ""  # the rest of the arguments, if none comes before it and if some do
+    if _takes_others(function):
+        rules.append(f'{rule}_other: {_ANY_NAME} "=" {json_rule({}, strict=False)}')
+        later = f'(", " {rule}_other)*'
+        first = f"({rule}_other {later})?"
+    for item, required in reversed(items):
+        others = "" if required else f" | {first}" if first else ""
+        first = f"({item} {later}{others}){'?' * (not required and not others)}"
+        later = f'(", " {item}){"?" * (not required)} {later}'
+    return [f'{rule}: {quoted(function.name + "(")} {first} ")"', *rules]

@@ -1,0 +1,45 @@
+"""What a user gives to `generate` and `stream`: one prompt or many, or Requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from numbers import Integral
+from typing import Any
+
+from fastgen.request import Params, Prompt, Request
+
+
+def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """Return a list of prompts. A string, a dict, or a list that begins with an int or a message is one prompt. Raises
+    TypeError for other values than iterables."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
+    many: list[Any] = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    if many and isinstance(many[0], Request):
+        raise TypeError("a Request goes to `stream`; give prompts here")
+    return [many] if _begins_prompt(many) else many
+
+
+def _begins_prompt(many: list[Any] | tuple[Any, ...]) -> bool:
+    first = many[0] if many else None
+    message = isinstance(first, Mapping) and not first.keys().isdisjoint(("role", "content"))
+    return message or isinstance(first, Integral)
+
+
+def request_source(items: Prompt | Iterable[Request | Prompt | None], params: Params) -> Iterator[Request | None]:
+    """Return the requests of the items of `stream`, as they are read. params: of items that have none. Raises TypeError
+    for an item that is no Request, prompt or None."""
+
+    def request_of(item: Any) -> Request | None:
+        if item is None or isinstance(item, Request):
+            return item if item is None or params is None or item.params is not None else replace(item, params=params)
+        if not isinstance(item, str | Mapping | SequenceOf) and not hasattr(item, "tolist"):
+            raise TypeError(f"stream takes prompts and Requests, not {type(item).__name__}")
+        return Request(item, params)
+
+    one = isinstance(items, str | Mapping) or (isinstance(items, list | tuple) and _begins_prompt(items))
+    return map(request_of, [items] if one else items)

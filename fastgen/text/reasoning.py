@@ -1,0 +1,268 @@
+"""Reasoning in answers: the marks around it, a parser of whole answers, and grammars for what comes after it.
+
+A model that thinks writes its reasoning between two marks, and then its answer. Some chat templates write the opening
+mark themselves (R1-Distill, QwQ), so that the answer begins inside the block; others leave it to the model (Qwen3,
+Magistral), or write an empty block if thinking is turned off (Qwen3 with enable_thinking=False).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count, groupby
+from typing import Any, Literal, Protocol
+
+from fastgen.text.grammar import quoted
+from fastgen.text.tokenizer import Detokenizer, Tokenizer, overlap
+
+BLANK = " \t\r\n"
+OFF = "off"
+
+
+@dataclass(frozen=True)
+class ReasoningSyntax:
+    """The marks before and after the reasoning of an answer."""
+
+    opens: str
+    closes: str
+
+    def begins_inside(self, text: str) -> bool:
+        """Return whether a whole answer seems to begin inside the reasoning: it has only the closing mark."""
+        before, mark, _ = text.partition(self.closes)
+        return bool(mark) and self.opens not in before
+
+
+THINK = ReasoningSyntax("<think>", "</think>")
+MISTRAL = ReasoningSyntax("[THINK]", "[/THINK]")
+PARSERS: dict[str, ReasoningSyntax | None] = {
+    OFF: None,
+    "think": THINK,
+    "mistral": MISTRAL,
+    **dict.fromkeys(("deepseek_r1", "deepseek-r1", "deepseek_v3", "qwen3", "qwen3-thinking", "olmo3", "glm45"), THINK),
+}
+"""The values of the option `reasoning_parser`: names of our own, then those that vLLM and SGLang use."""
+
+
+def find_reasoning(tokenizer: Tokenizer) -> ReasoningSyntax | None:
+    """Return the syntax of reasoning that the tokenizer's `reasoning_parser` names; if that is None, the one whose
+    marks are in the chat template or, where there is no template, among the added tokens. None: answers have no
+    reasoning. Raises ValueError for an unknown name."""
+    if (name := tokenizer.reasoning_parser) is not None:
+        if name not in PARSERS:
+            raise ValueError(f"reasoning_parser is {name!r}; it must be one of {', '.join(map(repr, PARSERS))}")
+        return PARSERS[name]
+    template = tokenizer.hf.chat_template
+    if template is not None:
+        return PARSERS[template_parser(str(template))]
+    return next((syntax for syntax in (MISTRAL, THINK) if None not in _mark_ids(syntax, tokenizer)), None)
+
+
+def template_parser(template: str) -> str:
+    """Return the name of the parser for the reasoning whose marks are in a chat template, or OFF."""
+    marked = {"mistral": MISTRAL, "think": THINK}
+    found = (name for name, syntax in marked.items() if syntax.opens in template or syntax.closes in template)
+    return next(found, OFF)
+
+
+def _mark_ids(syntax: ReasoningSyntax, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
+    """Return the ids of the marks, each None if the mark is not an added token."""
+    return tokenizer.added_ids.get(syntax.opens), tokenizer.added_ids.get(syntax.closes)
+
+
+def starts_open(tokenizer: Tokenizer, prompt: Sequence[int] | str) -> bool:
+    """Return whether the answer to a prompt (ids or text) begins inside the reasoning. Marks in earlier turns, such as
+    in the text of a user, do not count."""
+    return _state_after(tokenizer, prompt) == "open"
+
+
+def _state_after(tokenizer: Tokenizer, prompt: Sequence[int] | str) -> Literal["open", "closed", "none"]:
+    """Return the state that the last turn of a prompt leaves: inside the reasoning, after it, or without any."""
+    syntax = find_reasoning(tokenizer)
+    if syntax is None:
+        return "none"
+    ids = tokenizer.encode(prompt, special=False) if isinstance(prompt, str) else prompt
+    opens, closes = _mark_ids(syntax, tokenizer)
+    ends = tokenizer.special_ids | ({opens, closes} - {None})
+    at = next(
+        (at for at in range(len(ids) - 1, -1, -1) if ids[at] in ends), -1
+    )  # the end of the turn before, or a mark
+    if at >= 0 and ids[at] in (opens, closes):
+        return "open" if ids[at] == opens else "closed"
+    if opens is not None and closes is not None:
+        return "none"
+    text = tokenizer.decode(ids[at + 1 :], special=True)
+    opened, closed = text.rfind(syntax.opens), text.rfind(syntax.closes)
+    return "none" if opened == closed else "open" if opened > closed else "closed"
+
+
+# ------------------------------------------------------------------------------------------------- answers
+
+
+class CallParser(Protocol):
+    """A parser of the text after the reasoning, such as ToolParser."""
+
+    def push(self, text: str, last: bool = False) -> list[dict[str, Any]]:
+        """Return the deltas that a piece of text adds. last: this is the last piece."""
+
+
+class AnswerParser:
+    """An incremental parser of one answer: reasoning, then content and tool calls.
+
+    A delta is {"reasoning": text}, {"content": text} or {"tool_calls": [...]}. The reasoning ends at the first closing
+    mark; calls inside it are part of its text. White space around it is dropped. An answer that is cut off inside the
+    reasoning has no content. The result does not depend on how the text is cut into pieces.
+
+    reasoning: None for an answer without it. starts_open: the answer begins inside the reasoning; see `starts_open`.
+    tools: parser of the text after the reasoning; None: all of it is content.
+    """
+
+    def __init__(
+        self, reasoning: ReasoningSyntax | None, starts_open: bool = False, tools: CallParser | None = None
+    ) -> None:
+        self._syntax, self._starts_open, self._tools = reasoning, starts_open, tools
+        self._text = ""  # text that is not reported yet
+        self._deltas: list[dict[str, Any]] = []
+        self._reasoned = False  # some reasoning was reported
+        self._state: Callable[[bool], bool] = self._read_content if reasoning is None else self._read_beginning
+
+    def push(self, text: str, last: bool = False) -> list[dict[str, Any]]:
+        """Return the deltas that a piece of text adds. last: this is the last piece."""
+        self._text += text
+        while self._state(last):
+            pass
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    # Each state consumes a part of the text, and returns True if the next state can go on.
+
+    def _read_beginning(self, last: bool) -> bool:
+        assert self._syntax is not None
+        begun = self._text.lstrip(BLANK)
+        if begun.startswith(self._syntax.opens):
+            self._text, self._state = begun[len(self._syntax.opens) :], self._read_reasoning
+        elif last or not self._syntax.opens.startswith(begun):
+            self._state = self._read_reasoning if self._starts_open else self._read_content
+        else:
+            return False
+        return True
+
+    def _read_reasoning(self, last: bool) -> bool:
+        assert self._syntax is not None
+        reasoning, mark, rest = self._text.partition(self._syntax.closes)
+        if not mark and not last:
+            reasoning = reasoning[: len(reasoning) - overlap(reasoning, self._syntax.closes)]
+        if mark or not last:
+            reasoning = reasoning.rstrip(BLANK)
+        self._text = rest if mark else self._text[len(reasoning) :]
+        said = reasoning if self._reasoned else reasoning.lstrip(BLANK)
+        if said:
+            self._deltas.append({"reasoning": said})
+            self._reasoned = True
+        if mark:
+            self._state = self._skip_blank
+        return bool(mark)
+
+    def _skip_blank(self, last: bool) -> bool:
+        self._text = self._text.lstrip(BLANK)
+        if self._text:
+            self._state = self._read_content
+        return bool(self._text)
+
+    def _read_content(self, last: bool) -> bool:
+        content, self._text = self._text, ""
+        if self._tools is not None:
+            self._deltas += self._tools.push(content, last)
+        elif content:
+            self._deltas.append({"content": content})
+        return False
+
+
+class ReasoningCounter:
+    """A count of the reasoning tokens of one answer, without the marks where these are tokens, as vLLM counts.
+
+    count: number of reasoning tokens so far. starts_open: see `starts_open`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, starts_open: bool) -> None:
+        self.count = 0
+        self._tokenizer, self._syntax = tokenizer, find_reasoning(tokenizer)
+        self._opens, self._closes = (None, None) if self._syntax is None else _mark_ids(self._syntax, tokenizer)
+        self._state = "over" if self._syntax is None else "inside" if starts_open else "before"
+        self._detokenizer = Detokenizer(tokenizer, ())
+        self._text = ""  # the end of the text, where the marks are not tokens
+
+    def push(self, ids: Iterable[int]) -> None:
+        """Add the next tokens of the answer."""
+        for id in ids:
+            if self._state == "over":
+                return
+            if self._closes is None or self._opens is None:
+                self._push_text(id)
+            elif id == self._opens:
+                self._state = "inside"
+            elif self._state == "before":
+                self._state = "over" if self._tokenizer.decode([id]).strip(BLANK) else "before"
+            elif id == self._closes:
+                self._state = "over"
+            else:
+                self.count += 1
+
+    def _push_text(self, id: int) -> None:
+        """Add a token, and look for marks in the text."""
+        assert self._syntax is not None
+        opens, closes = self._syntax.opens, self._syntax.closes
+        self._text += self._detokenizer.push([id])
+        begun = self._text.lstrip(BLANK)
+        if self._state == "before" and begun.startswith(opens):
+            self._state, self._text = "inside", begun[len(opens) :]
+        elif self._state == "before":
+            self._state = "before" if opens.startswith(begun) else "over"
+        elif closes in self._text:
+            self._state = "over"
+        else:
+            self.count, self._text = self.count + 1, self._text[-len(closes) :]
+
+
+# ------------------------------------------------------------------------------------------------- grammars
+
+
+def after_reasoning(
+    grammar: str, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], eos_ids: Collection[int]
+) -> str:
+    """Return the grammar of an answer to a prompt whose text after the reasoning follows `grammar`.
+
+    If the prompt leaves the reasoning open, any text and the closing mark come first; if it has no marks, the model may
+    open and close the reasoning first. White space may follow. The grammar is unchanged if the prompt has closed the
+    reasoning, or if the model has none. Reasoning has no special tokens and none of `eos_ids`, which end an answer.
+    """
+    syntax = None if tokenizer is None else find_reasoning(tokenizer)
+    if syntax is None or tokenizer is None:
+        return grammar
+    state = _state_after(tokenizer, prompt_ids)
+    if state == "closed":
+        return grammar
+    opens, closes = _mark_ids(syntax, tokenizer)
+    if closes is None:  # a lazy rule ends at the first mark
+        thinking = [f"thinking[lazy]: TEXT {quoted(syntax.closes)}", r"TEXT: /(.|\n)*/"]
+    else:
+        kept_out = _ranges(tokenizer.special_ids, (*eos_ids, closes))
+        thinking = [f"thinking: <[^{kept_out}]>* <[{closes}]>"]
+    begins = quoted(syntax.opens) if opens is None else f"<[{opens}]>"
+    start = "reasoned" if state == "open" else f"{begins} reasoned | answer"
+    return "\n".join(
+        [
+            f"start: {start}",
+            r"reasoned: thinking /[ \t\r\n]{1,4}/? answer",
+            *thinking,
+            f"answer: %lark {{\n{grammar}\n}}",
+        ]
+    )
+
+
+@lru_cache(8)  # a tokenizer may have a thousand special tokens, and each request needs their ranges
+def _ranges(ids: frozenset[int], more: tuple[int, ...]) -> str:
+    """Return ids in llguidance's notation, such as "0-2,7"."""
+    ranks = count()
+    runs = [list(run) for _, run in groupby(sorted({*ids, *more}), lambda id: id - next(ranks))]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

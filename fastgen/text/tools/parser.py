@@ -1,0 +1,167 @@
+"""What all parsers of tool calls have in common: content around calls, and deltas of what was found."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import regex
+
+Pattern = Any  # a compiled pattern of `regex`, which has no types
+Found = Any  # a match of `regex`, or another object with `partial`
+
+BLANK = " \t\r\n"
+WS = r"[ \t\r\n]*+"
+SAMPLE = ("sample_function", {"key": "a b"})  # name and arguments of a call that shows how a template takes calls
+HELD = 8192  # maximum number of characters of a call before its arguments, or after them
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that a model may call. parameters: JSON schema of its arguments. strict: all of the schema holds."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class Syntax(ABC):
+    """The format in which a model writes calls.
+
+    opens: mark before the first call. closes: mark after the last one, or "". bare: where a call without its opening
+    mark is accepted, because the mark may be a special token that is not in the text, or because models leave it out;
+    the call must then name a known function.
+    """
+
+    opens: str
+    closes: str = ""
+    bare: Literal["", "start", "anywhere"] = ""
+
+    separate: ClassVar[bool] = False  # each call has both marks, so that text may stand between calls
+    typed: ClassVar[bool] = False  # the parser reads arguments by the schemas of the functions
+    short_ids: ClassVar[bool] = False  # the templates take only ids of nine letters and digits
+
+    @property
+    def first(self) -> str:
+        """The character with which a call without its mark begins."""
+        return self.opens[0]
+
+    @abstractmethod
+    def parser(self, functions: Collection[Function]) -> ToolParser:
+        """Return a parser of one answer. functions: those that calls without a mark may name."""
+
+    def forms(self, arguments: Mapping[str, Any] | str) -> list[tuple[str | None, Any]]:
+        """Return the forms in which chat templates of this format take an earlier call, the usual one first: the
+        content of a message without text, and the arguments.
+
+        arguments: an object, or a text that is no JSON object, as after a cut.
+        """
+        return [("", arguments)]
+
+    def shows(self, text: str) -> bool:
+        """Return whether the text of a conversation has the call SAMPLE, as a model would write it."""
+        return SAMPLE[0] in text
+
+
+class ToolParser(ABC):
+    """An incremental parser of one answer.
+
+    Text around calls is content, except white space next to a call; so is text that only resembles a call. A call is
+    reported when its name is known and its arguments begin. The arguments follow as the model writes them, so the last
+    call of a truncated answer may be incomplete. The result does not depend on how the text is cut into pieces.
+
+    starts: characters with which a call may begin. calls: number of calls reported so far.
+    """
+
+    def __init__(self, starts: Iterable[str]) -> None:
+        self.calls = 0
+        self._text = ""  # text that is not reported yet
+        self._deltas: list[dict[str, Any]] = []
+        self._said = False  # some content was reported
+        self._after_call = False  # no content since the last call
+        self._starts = regex.compile("|".join(map(regex.escape, sorted(starts))))
+        self._state: Callable[[bool], bool] = self._read_content
+
+    def push(self, text: str, last: bool = False) -> list[dict[str, Any]]:
+        """Return the deltas that a piece of text adds. last: this is the last piece."""
+        self._text += text
+        while self._text and self._state(last):
+            pass
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    @abstractmethod
+    def _match_call(self, at: int, last: bool) -> Found:
+        """Match the beginning of a call at an index of the text; see `_match` for the result."""
+
+    @abstractmethod
+    def _begin(self, found: Found) -> None:
+        """Report the call that was matched, consume its beginning, and set the state that reads on."""
+
+    def _match(self, pattern: Pattern, at: int, last: bool) -> Found:
+        """Match a pattern at an index. The match is `partial` if it depends on later text, and None if later text
+        cannot make it match."""
+        found = pattern.match(self._text, at, at + HELD, partial=True)
+        undecided = found is not None and found.partial
+        return None if undecided and (last or len(self._text) >= at + HELD) else found
+
+    def _is_first(self, at: int) -> bool:
+        """Return whether there is nothing but white space in the answer before an index of the text."""
+        return not self._said and not self.calls and not self._text[:at].strip(BLANK)
+
+    # Each state consumes a part of the text, and returns False if it needs more text.
+
+    def _read_content(self, last: bool) -> bool:
+        at = 0
+        while start := self._starts.search(self._text, at):
+            at = start.start()
+            found = self._match_call(at, last)
+            if found is not None and not found.partial:
+                self._say(self._text[:at].rstrip(BLANK))
+                self._begin(found)
+                return True
+            if found is not None:
+                break
+            at += 1
+        else:
+            at = len(self._text)
+        content = self._text[:at]
+        content = content if last else content.rstrip(BLANK)
+        self._text = self._text[len(content) :]
+        self._say(content)
+        return False
+
+    def _say(self, content: str) -> None:
+        content = content.lstrip(BLANK) if self._after_call else content
+        if content:
+            self._deltas.append({"content": content})
+            self._said, self._after_call = True, False
+
+    def _call(self, name: str) -> None:
+        """Report a new call."""
+        function = {"name": name, "arguments": ""}
+        call = {"index": self.calls, "id": new_call_id(), "type": "function", "function": function}
+        self._deltas.append({"tool_calls": [call]})
+        self.calls += 1
+        self._after_call = True
+
+    def _argue(self, arguments: str) -> None:
+        """Report a piece of the arguments of the last call."""
+        if arguments:
+            piece = {"index": self.calls - 1, "function": {"arguments": arguments}}
+            self._deltas.append({"tool_calls": [piece]})
+
+
+def new_call_id() -> str:
+    """Return nine letters and digits, the only form of id that Mistral's templates accept."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+def either(names: Iterable[str]) -> str:
+    """Return a pattern that matches any of these texts."""
+    return "|".join(map(regex.escape, names)) or "(?!)"

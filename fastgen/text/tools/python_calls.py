@@ -1,0 +1,149 @@
+"""Calls in Python, as Llama 3.2 writes them if a template asks for it: [f(a=1, b="x"), g()].
+
+Values are literals of Python or JSON. A call is reported when it is complete, and only if all of it can be read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import regex
+
+from fastgen.text.tools.parser import SAMPLE, WS, Found, Function, Syntax, ToolParser, either
+from fastgen.text.tools.values import UNREADABLE, json_text, python_text, read_literal
+
+_ARGUMENT = re.compile(r"\s*([^\W\d][\w-]*)\s*=\s*(.*?)\s*", re.DOTALL)
+_PLACES = regex.compile(r"""["'\\(){}\[\],]""")
+
+
+@dataclass(frozen=True)
+class Pythonic(Syntax):
+    """A list of calls, perhaps after a mark. Without the mark it must begin the answer."""
+
+    @property
+    def first(self) -> str:
+        return "["
+
+    def parser(self, functions: Collection[Function]) -> ToolParser:
+        return PythonParser(self.opens, [function.name for function in functions])
+
+    def forms(self, arguments: Mapping[str, Any] | str) -> list[tuple[str | None, Any]]:
+        """Templates go through the arguments, so a text becomes an argument. Some write values without quotes; those
+        get literals of Python."""
+        named = {"arguments": arguments} if isinstance(arguments, str) else arguments
+        return [("", named), ("", {name: python_text(value) for name, value in named.items()})]
+
+    def shows(self, text: str) -> bool:
+        return any(f"{name}={json_text(value)}" in text for name, value in SAMPLE[1].items())
+
+
+@dataclass(slots=True)
+class _Scan:
+    """A position inside the brackets of a call. at: index in the text of the parser, relative to the first bracket.
+    quote: the quotation mark of the string around it, or "". commas: places of the commas between arguments."""
+
+    at: int = 0
+    depth: int = 0
+    quote: str = ""
+    commas: list[int] = field(default_factory=list)
+    done: bool = False
+
+    def run(self, text: str, start: int) -> None:
+        """Read on in a text whose bracket is at `start`, up to the bracket that closes it."""
+        while not self.done and (found := _PLACES.search(text, start + self.at)):
+            char, end = found[0], found.end() - start
+            if self.quote and char == "\\":
+                if start + end == len(text):  # what it escapes is not there yet
+                    self.at = end - 1
+                    return
+                end += 1
+            elif char in "\"'":
+                self.quote = "" if char == self.quote else self.quote or char
+            elif not self.quote and char == ",":
+                self.commas += [end - 1] if self.depth == 1 else []
+            elif not self.quote and char != "\\":
+                self.depth += 1 if char in "([{" else -1
+                self.done = self.depth == 0
+            self.at = end
+        if not self.done:
+            self.at = max(self.at, len(text) - start)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that was looked for. end: index after it. partial: it depends on later text."""
+
+    name: str = ""
+    arguments: str = ""
+    end: int = 0
+    partial: bool = False
+
+
+class PythonParser(ToolParser):
+    """A parser of a list of calls in Python. known: names of the functions that may be called."""
+
+    def __init__(self, mark: str, known: Collection[str]) -> None:
+        super().__init__((mark[0], "["))
+        name = rf"(?P<name>{either(known)}){WS}\("
+        self._opens = {
+            True: regex.compile(rf"{regex.escape(mark)}{WS}\[{WS}{name}"),
+            False: regex.compile(rf"\[{WS}{name}"),
+        }
+        self._more = regex.compile(rf"{WS},{WS}{name}")
+        self._follows = regex.compile(rf"{WS}(?:,{WS})?+\]|{WS},{WS}{name}")
+        self._scan = _Scan()
+
+    def _match_call(self, at: int, last: bool) -> Found:
+        found = self._match(self._opens[True], at, last)
+        if found is None and self._is_first(at):
+            found = self._match(self._opens[False], at, last)
+        return found if found is None or found.partial else self._match_rest(found, last)
+
+    def _match_rest(self, head: Found, last: bool) -> _Call | None:
+        """Match a call after its opening bracket. Another call or the end of the list or of the answer must follow."""
+        start = head.end() - 1
+        self._scan.run(self._text, start)
+        follows = self._match(self._follows, start + self._scan.at, last=False) if self._scan.done else None
+        if not last and (not self._scan.done or (follows is not None and follows.partial)):
+            return _Call(partial=True)
+        scan, self._scan = self._scan, _Scan()
+        if follows is None:
+            return None
+        arguments = self._read_call(start, scan)
+        return None if arguments is None else _Call(head["name"], arguments, start + scan.at)
+
+    def _read_call(self, start: int, scan: _Scan) -> str | None:
+        """Return the JSON text of a call's arguments; None if they are no literals with names."""
+        ends = [start + place for place in (*scan.commas, scan.at - 1)]
+        pieces = [self._text[a + 1 : b] for a, b in zip([start, *ends], ends, strict=False)]
+        if not pieces[-1].strip():  # there are no arguments, or a comma ends them
+            pieces.pop()
+        arguments = {}
+        for piece in pieces:
+            found = _ARGUMENT.fullmatch(piece)
+            value = read_literal(found[2]) if found else UNREADABLE
+            if found is None or value is UNREADABLE:
+                return None
+            arguments[found[1]] = value
+        return json_text(arguments)
+
+    def _begin(self, found: _Call) -> None:
+        self._call(found.name)
+        self._argue(found.arguments)
+        self._text, self._state = self._text[found.end :], self._read_next
+
+    def _read_next(self, last: bool) -> bool:
+        """Read the next call, or the end of the list or of the answer; one of them is there."""
+        head = self._more.match(self._text)
+        if head is None:
+            self._text, self._state = self._text.partition("]")[2], self._read_content
+            return True
+        found = self._match_rest(head, last)
+        if found is None:
+            self._state = self._read_content
+        elif not found.partial:
+            self._begin(found)
+        return found is None or not found.partial

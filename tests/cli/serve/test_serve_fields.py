@@ -1,0 +1,170 @@
+"""fields.py: fields of other servers, unknown fields, and what the log says about them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from fastgen.cli.serve.app import plain_path
+from fastgen.cli.serve.compat.messages import MessageRequest
+from fastgen.cli.serve.compat.responses import ResponseRequest
+from fastgen.cli.serve.fields import MAX_NAMED, NEUTRAL, NOTED, UNUSED, FieldPolicy, Strict
+from fastgen.cli.serve.protocol import STRUCTURES, ApiError, ChatRequest, CompletionRequest, check_request
+from fastgen.request import SamplingParams
+
+HELLO = [{"role": "user", "content": "Hello"}]
+NEEDED: dict[type[Strict], dict[str, Any]] = {
+    ChatRequest: {"messages": HELLO},
+    CompletionRequest: {"prompt": "Hello"},
+    ResponseRequest: {"input": "Hello"},
+    MessageRequest: {"messages": HELLO, "max_tokens": 5},
+}
+KINDS = pytest.mark.parametrize("kind", NEEDED)
+
+
+def read(kind: Any, policy: FieldPolicy | None = None, **fields: Any) -> Any:
+    return check_request(kind, {**NEEDED[kind], **fields}, policy)
+
+
+def error_of(kind: Any, policy: FieldPolicy | None = None, **fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        read(kind, policy, **fields)
+    assert raised.value.status == 400
+    return raised.value
+
+
+@KINDS
+def test_fields_of_other_servers_are_accepted_where_they_change_nothing(kind: Any) -> None:
+    said: list[str] = []
+    policy = FieldPolicy(say=said.append)
+    fields = dict.fromkeys(UNUSED | NOTED.keys(), "any value") | {name: NEUTRAL[name][0] for name in NEUTRAL}
+    for _ in range(2):
+        assert read(kind, policy, **fields) == read(kind)
+    assert sorted(line.split("'")[1] for line in said) == sorted(NOTED), "each once, and the others never"
+    assert any(line.endswith("'num_ctx' of a request is ignored: " + NOTED["num_ctx"]) for line in said)
+
+
+@KINDS
+def test_a_value_that_would_change_the_answer_is_an_error_that_says_so(kind: Any) -> None:
+    special = error_of(kind, skip_special_tokens=False)
+    assert (special.param, special.code) == ("skip_special_tokens", "unsupported_parameter")
+    assert special.message == (
+        "skip_special_tokens is only supported as true: texts never show special tokens; return_token_ids returns "
+        "their ids"
+    )
+    for name in NEUTRAL:
+        assert error_of(kind, **{name: "other"}).param == name
+    assert error_of(kind, typical_p=True).param == "typical_p", "true is not 1"
+    assert read(kind, typical_p=1.0, top_a=0.0) == read(kind)
+
+
+def test_the_neutral_value_depends_on_the_endpoint() -> None:
+    assert read(ChatRequest, add_special_tokens=False, echo=False) == read(ChatRequest)
+    assert read(CompletionRequest, add_special_tokens=True, suffix="") == read(CompletionRequest)
+    assert "template" in error_of(ChatRequest, add_special_tokens=True).message
+    assert error_of(CompletionRequest, add_special_tokens=False).param == "add_special_tokens"
+    assert read(CompletionRequest, echo=True).echo
+
+
+@KINDS
+def test_unknown_fields_are_errors_unless_the_server_ignores_them(kind: Any) -> None:
+    assert "nearest field is temperature" in error_of(kind, temprature=0.5).message
+    assert "use max_tokens" in error_of(kind, num_predict=5).message
+    said: list[str] = []
+    policy = FieldPolicy(ignore_unknown=True, say=said.append)
+    for _ in range(2):
+        assert read(kind, policy, temprature=0.5, skip_special_tokens=False, functions=[]) == read(kind)
+    assert [line.split("'")[1] for line in said] == ["temprature", "skip_special_tokens", "functions"]
+    assert read(kind, policy, **{f"field{number}": 1 for number in range(2 * MAX_NAMED)}) == read(kind)
+    assert len(said) == MAX_NAMED
+    assert ["further" in line for line in said] == [False] * (len(said) - 1) + [True]
+    assert error_of(kind, policy, temperature="hot").param == "temperature"
+    if kind is ChatRequest:
+        audio = [{"role": "assistant", "content": "x", "audio": {"id": "a"}}]
+        assert error_of(kind, policy, messages=audio).param == "messages[0].audio", "a part of what was said"
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_the_schema_describes_what_is_accepted(kind: Any) -> None:
+    schema = kind.model_json_schema()
+    described = [*schema["properties"].items(), *schema["patternProperties"].items()]
+    for name in kind.without_effect | kind.neutral.keys() | kind.model_fields.keys():
+        (found,) = [each for pattern, each in described if re.fullmatch(pattern, name)]
+        assert found.get("enum", [None])[0] == kind.neutral.get(name, [None])[0]
+
+
+# ------------------------------------------------------------------------------------------------- other names
+
+
+def params_of(**fields: Any) -> SamplingParams:
+    params: SamplingParams = read(CompletionRequest, **fields).sampling_params(SamplingParams())
+    return params
+
+
+def test_other_names_of_a_penalty_and_of_structures() -> None:
+    assert params_of(repeat_penalty=1.5) == params_of(repetition_penalty=1.5)
+    assert error_of(ChatRequest, repeat_penalty=1.5, repetition_penalty=1.4).param == "repeat_penalty"
+    assert error_of(ChatRequest, repeat_penalty=0).param == "repeat_penalty"
+    values: dict[str, Any] = {"json": {"type": "object"}, "regex": "a+", "choice": ["a"], "grammar": 'start: "a"'}
+    for name, part in STRUCTURES.items():
+        (structure,) = read(ChatRequest, **{name: values[part]}).structures.values()
+        assert structure == read(ChatRequest, structured_outputs={part: values[part]}).structured_outputs
+        assert error_of(ChatRequest, **{name: values[part]}, response_format={"type": "text"}).message.endswith(
+            f"is given together with {name}; give one of them"
+        )
+        assert params_of(**{name: values[part]}) == params_of(), "the grammar is added after the tokenizer is known"
+    assert "given together with regex" in error_of(CompletionRequest, regex="a", ebnf="b").message
+    assert error_of(CompletionRequest, guided_choice=[]).param == "guided_choice"
+    assert read(ChatRequest, json_schema=json.dumps(values["json"])).structures["json_schema"].params.json_schema
+
+
+# ------------------------------------------------------------------------------------------------- habits
+
+
+def test_integers_may_have_a_point_and_a_stop_may_be_empty() -> None:
+    assert params_of(max_tokens=3.0, seed=2.0, top_k=4.0) == params_of(max_tokens=3, seed=2, top_k=4)
+    assert read(MessageRequest, max_tokens=7.0).max_tokens == 7
+    for value in (3.5, "3", True, [3.0]):
+        assert error_of(ChatRequest, max_tokens=value).param == "max_tokens"
+    assert error_of(ChatRequest, max_tokens=-1.0).param == "max_tokens"
+    assert params_of(stop="") == params_of()
+
+
+def test_what_an_assistant_may_have_said() -> None:
+    refusal = [{"type": "refusal", "refusal": "no"}, {"type": "text", "text": "never"}]
+    said = [{"role": "assistant", "content": content} for content in (None, [], "", refusal)]
+    assert [message.text or "" for message in read(ChatRequest, messages=said).messages] == ["", "", "", "no\nnever"]
+    assert read(ResponseRequest, input=[{"role": "assistant", "content": refusal}]).chat().messages[0].text
+    for content in (None, []):
+        assert error_of(ChatRequest, messages=[{"role": "user", "content": content}]).param == "messages[0].content"
+
+
+@pytest.mark.parametrize("part", ["image_url", "input_audio", "file"])
+def test_a_part_that_is_not_text_is_an_error_that_says_why(part: str) -> None:
+    content = [{"type": "text", "text": "a"}, {"type": part}]
+    error = error_of(ChatRequest, messages=[{"role": "user", "content": content}])
+    assert error.param == "messages[0].content[1].type"
+    assert "the model reads text only" in error.message
+    nothing = error_of(ChatRequest, messages=[{"role": "user", "content": [{"text": "a"}]}])
+    assert nothing.message == "messages[0].content[0].type is required"
+    for kind, field in ((MessageRequest, "messages"), (ResponseRequest, "input")):
+        with pytest.raises(ApiError, match="the model reads text only"):
+            read(kind, **{field: [{"role": "user", "content": content}]}).chat()
+
+
+@pytest.mark.parametrize(
+    ("path", "plain"),
+    [
+        ("/v1/chat/completions", "/v1/chat/completions"),
+        ("//v1//chat/completions//", "/v1/chat/completions"),
+        ("/", "/"),
+        ("//", "/"),
+        ("/v1/models/", "/v1/models/"),
+        ("//v1//models//tmp//x/", "/v1/models//tmp//x/"),
+    ],
+)
+def test_slashes(path: str, plain: str) -> None:
+    assert plain_path(path) == plain

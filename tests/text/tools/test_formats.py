@@ -1,0 +1,31 @@
+"""formats.py: formats by name, and by what chat templates say."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastgen.engine.options import GeneratorOptions
+from fastgen.text.tools.formats import FORMATS, HERMES, LLAMA, MISTRAL, MISTRAL_V11, MISTRAL_V13, find_format
+
+
+def test_a_name_overrides_the_template() -> None:
+    assert find_format("<tool_call>") is HERMES
+    assert find_format("<tool_call>", "llama3_json") is LLAMA
+    assert find_format(None, "hermes") is HERMES
+    assert find_format(None) is find_format("{{ messages }}") is None
+    for name, syntax in FORMATS.items():
+        assert find_format("", name) is (syntax or MISTRAL)
+
+
+@pytest.mark.parametrize(
+    ("template", "syntax"),
+    [("", MISTRAL), ("[TOOL_CALLS][ARGS]", MISTRAL_V13), ("[TOOL_CALLS][CALL_ID][ARGS]", MISTRAL_V11)],
+)
+def test_the_template_tells_the_version_of_mistral(template: str, syntax: object) -> None:
+    assert find_format(template, "mistral") is syntax
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known() -> None:
+    GeneratorOptions(tool_call_parser="qwen3_coder").check()
+    with pytest.raises(ValueError, match=r"tool_call_parser is 'gpt'; it must be one of 'hermes', .*'deepseek_v31'"):
+        GeneratorOptions(tool_call_parser="gpt").check()

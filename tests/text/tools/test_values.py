@@ -1,0 +1,77 @@
+"""values.py: literals of Python, and text whose type a schema tells."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fastgen.text.tools.values import TYPES, UNREADABLE, python_text, read_literal, typed_json, types_of
+
+ROOT = {"$defs": {"a/b": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": ["string", "null"]}, {"string", "null"}),
+        ({"enum": ["a", 1, None]}, {"string", "integer", "number", "null"}),
+        ({"const": True}, {"boolean"}),
+        ({"type": "string", "enum": ["a"]}, {"string"}),
+        ({"anyOf": [{"type": "array"}, {"const": "x"}]}, {"array", "string"}),
+        ({"allOf": [{"type": ["array", "string"]}, {"type": ["string", "null"]}]}, {"string"}),
+        ({"$ref": "#/$defs/a~1b"}, {"integer"}),
+        ({"$ref": "#/$defs/loop"}, TYPES),
+        ({"$ref": "#/nowhere"}, TYPES),
+        ({"type": "objekt"}, TYPES),
+        ({}, TYPES),
+        (True, TYPES),
+    ],
+)
+def test_types_of_schemas(schema: Any, types: set[str]) -> None:
+    assert types_of(schema, ROOT) == types
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "value"),
+    [
+        ("5", {"integer"}, 5),
+        (" 5.0 ", {"integer"}, 5.0),
+        ("5.5", {"integer"}, "5.5"),
+        ("5", {"string"}, "5"),
+        ("5", {"string", "null"}, "5"),
+        ("null", {"string", "null"}, None),
+        ("None", {"integer", "null"}, None),
+        ("True", {"boolean"}, True),
+        ("{'a': [1, True]}", {"object"}, {"a": [1, True]}),
+        ('{"a": "two\nlines"}', {"object"}, {"a": "two\nlines"}),
+        ("[1, 2", {"array"}, "[1, 2"),
+        ("NaN", {"number"}, "NaN"),
+        ("1e999", {"number"}, "1e999"),
+        ("9" * 5000, {"number"}, "9" * 5000),  # more digits than Python converts
+        ('a "b"', TYPES, 'a "b"'),
+        ("-1.5", TYPES, -1.5),
+    ],
+)
+def test_text_becomes_a_value_of_its_type(text: str, types: set[str], value: Any) -> None:
+    assert json.loads(typed_json(text, frozenset(types))) == value
+
+
+def test_literals_are_read_again() -> None:
+    value = {"a": ["x'\"\\\n", None, True, -1.5, 10**20], "é": {}}
+    assert read_literal(python_text(value)) == value
+    assert read_literal(repr(value)) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "a", "f()", "1 + 1", "b'x'", "1j", "...", "{**{}}", "f'{1}'", "[x for x in y]", "'\0\n'x"),
+        *(part * 100_000 + "1" for part in ("-", "(", "[", "not ", "{1:", "1+", "lambda:", "a if b else ", "a**")),
+    ],
+    ids=range(20),
+)
+def test_other_texts_are_unreadable(text: str) -> None:
+    assert read_literal(text) is UNREADABLE
