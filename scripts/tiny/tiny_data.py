@@ -7,6 +7,7 @@ unrelated tasks, as in fgchat, filled up to the length of its bucket and padded.
 """
 
 import random
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ import tiny_facts
 import tiny_numbers
 import tiny_skills
 import tiny_talk
+import tiny_thinking
+import tiny_tools
 from tiny_questions import HELD_OUT_WORDINGS, plain
 from tiny_task import Skills, Task, Turn, is_held_out, phrase
 from tiny_words import CAPITALS, DAYS, MONTHS, NAMES, WORDS, read
@@ -29,25 +32,35 @@ SKILLS: Skills = {
     **tiny_numbers.SKILLS,
     **tiny_facts.SKILLS,
     **tiny_talk.SKILLS,
+    **tiny_thinking.SKILLS,
+    **tiny_tools.SKILLS,
 }
 _NAMES = tuple(SKILLS)
 _CUMULATIVE = [sum(weight for weight, _ in list(SKILLS.values())[: i + 1]) for i in range(len(SKILLS))]
 
 SPECIAL_TOKENS: tuple[str, ...] = ("<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 PAD, BOS, EOS, SYSTEM, USER, ASSISTANT, END = range(len(SPECIAL_TOKENS))
+# Tokens that stay visible in texts.
+MARKS = (
+    *("<think>", "</think>", "<tools>", "</tools>"),
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+)
 
 # Row lengths, and the share of all tokens in each. Long rows teach positions up to the model's context.
-BUCKETS: dict[int, float] = {192: 0.6, 640: 0.25, 2048: 0.15}
+BUCKETS: dict[int, float] = {192: 0.55, 640: 0.3, 2048: 0.15}
+# Of the rows of a length, the share that has tools, and the maximum number of tools.
+TOOL_ROWS = {192: (0.06, 1), 640: (0.4, 4), 2048: (0.45, 6)}
 # Ids are below 4096; this bit marks the ones that the model learns to produce.
 TARGET = 1 << 13
 
 
 @dataclass
 class Conversation:
-    """The state of one conversation: its system prompt, how that changes replies, and what the user told."""
+    """The state of one conversation: its system prompt, how that changes replies, its tools, and what the user told."""
 
     system: str | None
     restyle: Callable[[Turn], str]
+    tools: tuple[tiny_tools.Tool, ...] = ()
     memory: dict[str, str] = field(default_factory=dict)
 
 
@@ -63,6 +76,14 @@ def new_conversation(rng: random.Random) -> Conversation:
     if kind < 0.97:
         return Conversation(phrase(rng, _TEXTS["capitals"]), lambda turn: turn.reply.upper())
     return Conversation(phrase(rng, _TEXTS["pirate"]), lambda turn: f"Arr! {turn.reply}")
+
+
+def new_tool_conversation(rng: random.Random, most_tools: int) -> Conversation:
+    """Begin a conversation with up to `most_tools` tools."""
+    tools = tiny_tools.toolbox(rng, most_tools)
+    told = tiny_tools.system_prompt(rng)
+    system = f"{told}\n\n" if told else ""
+    return Conversation(system + tiny_tools.tools_text(tools), lambda turn: turn.reply, tools)
 
 
 def draw(rng: random.Random, make: Callable[[random.Random], Task], held_out: bool = False) -> Task:
@@ -84,6 +105,10 @@ def draw(rng: random.Random, make: Callable[[random.Random], Task], held_out: bo
 
 def next_task(rng: random.Random, conversation: Conversation) -> Task:
     """Draw the next task of a conversation: mostly any skill, sometimes something told or asked about the user."""
+    if conversation.tools:
+        weights = [weight for weight, _ in tiny_tools.TOOL_SKILLS.values()]
+        ((_, make),) = rng.choices(tuple(tiny_tools.TOOL_SKILLS.values()), weights)
+        return draw(rng, lambda r: make(r, conversation.tools))
     what = rng.random()
     if what < 0.03:
         told: dict[str, str] = {}
@@ -107,23 +132,28 @@ def next_task(rng: random.Random, conversation: Conversation) -> Task:
 Encode = Callable[[str], list[int]]
 
 
-def turn_ids(encode: Encode, user: str, reply: str) -> list[int]:
-    """Return one turn as ids, exactly as the chat template writes it; the reply and its end are marked as targets."""
-    targets = [i | TARGET for i in (*encode(reply), END)]
-    return [USER, *encode(user), END, ASSISTANT, *targets]
+def turn_ids(encode: Encode, turn: Turn, reply: str) -> list[int]:
+    """Return one turn as ids, exactly as the chat template writes it; the reply and its end are marked as targets.
+
+    The template opens the thinking, so the mark is no target.
+    """
+    opened = encode("<think>\n") if turn.thought else []
+    said = f"{turn.thought}\n</think>\n\n{reply}" if turn.thought else reply
+    return [USER, *encode(turn.user), END, ASSISTANT, *opened, *(i | TARGET for i in (*encode(said), END))]
 
 
 def row(rng: random.Random, encode: Encode, length: int) -> list[int]:
     """Return one conversation that fills `length` ids as far as whole tasks fit; at least one task."""
     while True:
-        conversation = new_conversation(rng)
+        with_tools, most = TOOL_ROWS[length]
+        conversation = new_tool_conversation(rng, most) if rng.random() < with_tools else new_conversation(rng)
         ids = [BOS]
         if conversation.system is not None:
             ids += [SYSTEM, *encode(conversation.system), END]
         start = len(ids)
         while True:
             turns = next_task(rng, conversation).turns
-            added = [i for turn in turns for i in turn_ids(encode, turn.user, conversation.restyle(turn))]
+            added = [i for turn in turns for i in turn_ids(encode, turn, conversation.restyle(turn))]
             if len(ids) + len(added) > length:
                 break
             ids += added
@@ -163,6 +193,16 @@ def messages(task: Task) -> list[dict[str, str]]:
     return chat[:-1]
 
 
+def prompt(task: Task, before: Sequence[dict[str, str]] = ()) -> dict[str, Any]:
+    """Return the prompt of a task as `Generator.generate` takes it: messages, tools, and whether to think."""
+    asked: dict[str, Any] = {"messages": [*before, *messages(task)]}
+    if task.tools:
+        asked["tools"] = list(task.tools)
+    if task.turns[-1].thought:
+        asked["chat_template_kwargs"] = {"enable_thinking": True}
+    return asked
+
+
 def long_conversation(rng: random.Random, turns: int) -> list[dict[str, str]]:
     """Return messages of a trained conversation of at least that many turns, to put in front of a question."""
     conversation, chat = Conversation(None, lambda turn: turn.reply), list[dict[str, str]]()
@@ -173,13 +213,19 @@ def long_conversation(rng: random.Random, turns: int) -> list[dict[str, str]]:
 
 
 def corpus(seed: int, turns: int) -> Sequence[str]:
-    """Return texts to train the tokenizer on: dialogue, and every listed word so that each gets its chance."""
+    """Return texts to train the tokenizer on: dialogue without marks, and every listed word so that each gets its
+    chance."""
     rng = random.Random(f"corpus-{seed}")
     conversation = Conversation(None, lambda turn: turn.reply)
     texts: list[str] = []
     while len(texts) < 2 * turns:
         for turn in next_task(rng, conversation).turns:
             texts += [turn.user, turn.reply]
+        if rng.random() < 0.1:
+            with_tools = new_tool_conversation(rng, 3)
+            task = next_task(rng, with_tools)
+            said = [str(with_tools.system), *(text for turn in task.turns for text in (turn.user, turn.reply))]
+            texts += [part for text in said for part in re.split("|".join(MARKS), text)]
     listed = [*WORDS, *NAMES, *CAPITALS, *CAPITALS.values(), *DAYS, *MONTHS]
     return texts + [
         form for word in listed for form in (word, f" {word}", word.capitalize(), f" {word}s") for _ in range(3)
@@ -190,11 +236,12 @@ def main() -> None:
     """Print conversations, to be read by eye."""
     rng = random.Random(0)
     for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 3):
-        conversation = new_conversation(rng)
+        conversation = new_tool_conversation(rng, 4) if rng.random() < 0.3 else new_conversation(rng)
         print(f"--- system: {conversation.system}")
         for _ in range(6):
             for turn in next_task(rng, conversation).turns:
-                print(f"  > {turn.user}\n    {conversation.restyle(turn)}")
+                thought = f"<think>{turn.thought}</think> " if turn.thought else ""
+                print(f"  > {turn.user}\n    {thought}{conversation.restyle(turn)}")
 
 
 if __name__ == "__main__":

@@ -3,16 +3,17 @@
 import json
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_data import BUCKETS, END, SKILLS, evaluation_tasks, long_conversation, messages
-from tiny_questions import FIRST_QUESTIONS, LONGEST, UNFINISHED, is_sensible
+from tiny_data import BUCKETS, END, SKILLS, evaluation_tasks, long_conversation, prompt
+from tiny_questions import FIRST_QUESTIONS, LONGEST, UNFINISHED, first_prompt, is_sensible
 from tiny_skills import MUL2_UNASKED_STEPS
 from tiny_task import MUL2_TRAINED_BUCKETS, TRAINED_BUCKETS, Task
 
-Chat = list[dict[str, str]]
+Prompt = dict[str, Any]
 Scores = dict[str, dict[str, float | int]]
 FirstQuestions = dict[str, Any]
 
@@ -31,9 +32,10 @@ class Answerer:
         self.model = model.to(device).eval()
         self.device, self.batch_tokens = device, batch_tokens
 
-    def __call__(self, chats: Sequence[Chat], limits: Sequence[int]) -> list[str]:
-        """Return the reply to each chat, of at most that many tokens, without special tokens."""
-        prompts = [self.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in chats]
+    def __call__(self, chats: Sequence[Prompt], limits: Sequence[int]) -> list[str]:
+        """Return the reply to each prompt, of at most that many tokens, without special tokens."""
+        render = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+        prompts = [render(c["messages"], tools=c.get("tools"), **c.get("chat_template_kwargs", {})) for c in chats]
         ids: list[list[int]] = self.tokenizer(prompts, add_special_tokens=False)["input_ids"]
         totals = [len(prompt) + limit for prompt, limit in zip(ids, limits, strict=True)]
         order = sorted(range(len(ids)), key=totals.__getitem__)
@@ -64,27 +66,28 @@ class Fp8Answerer:
         options: dict[str, Any] = {option: "fp8"}
         self.generator = Generator(folder, device="cpu", **options)
 
-    def __call__(self, chats: Sequence[Chat], limits: Sequence[int]) -> list[str]:
-        """Return the reply to each chat, of at most that many tokens."""
+    def __call__(self, chats: Sequence[Prompt], limits: Sequence[int]) -> list[str]:
+        """Return the reply to each prompt, of at most that many tokens."""
         from fastgen import SamplingParams
 
         params = [SamplingParams(temperature=0, max_tokens=limit) for limit in limits]
-        found = [output.completions[0] for output in self.generator.chat(list(chats), params)]
+        found = [output.completions[0] for output in self.generator.generate(list(chats), params)]
         return [each.text if each.finish_reason == "stop" else each.text + UNFINISHED for each in found]
 
 
 def evaluate(answer: Answerer | Fp8Answerer, count: int, seed: int, max_new_tokens: int, show: int = 2) -> Scores:
     """Return the greedy accuracy on up to `count` held-out prompts per skill; print a few wrong answers of each."""
     chosen: dict[str, list[Task]] = {name: evaluation_tasks(name, count, seed) for name in SKILLS}
-    chats = {name: [messages(task) for task in tasks] for name, tasks in chosen.items()}
+    chats = {name: [prompt(task) for task in tasks] for name, tasks in chosen.items()}
     rng = random.Random(f"long-{seed}")
     mixed = [task for name in ("add_2digit", "capital", "spell", "weekday", "sort_numbers") for task in chosen[name]]
     chosen["after_long_conversation"] = rng.sample(mixed, min(len(mixed), max(1, count // 3)))
     chats["after_long_conversation"] = [
-        long_conversation(rng, LONG_TURNS) + messages(task) for task in chosen["after_long_conversation"]
+        prompt(task, long_conversation(rng, LONG_TURNS)) for task in chosen["after_long_conversation"]
     ]
     # A character is at least a token, but for letters outside of Latin; a reply may be longer than the reference.
-    limits = [min(max_new_tokens, len(t.turns[-1].reply) + 40) for tasks in chosen.values() for t in tasks]
+    last = [task.turns[-1] for tasks in chosen.values() for task in tasks]
+    limits = [min(max_new_tokens, len(turn.thought) + len(turn.reply) + 40) for turn in last]
     flat = answer([chat for name in chosen for chat in chats[name]], limits)
     scores: Scores = {}
     for name, tasks in chosen.items():
@@ -100,17 +103,18 @@ def evaluate(answer: Answerer | Fp8Answerer, count: int, seed: int, max_new_toke
 
 def ask_first_questions(answer: Answerer, max_new_tokens: int) -> FirstQuestions:
     """Return greedy replies to the first questions, turn by turn, judged by their rules; print all of them."""
-    chats: list[Chat] = [[] for _ in FIRST_QUESTIONS]
+    chats: list[Prompt] = [first_prompt(question) for question in FIRST_QUESTIONS]
     for turn in range(max(len(question.turns) for question in FIRST_QUESTIONS)):
         places = [i for i, question in enumerate(FIRST_QUESTIONS) if turn < len(question.turns)]
         for i in places:
-            chats[i].append({"role": "user", "content": FIRST_QUESTIONS[i].turns[turn]})
+            role, content = FIRST_QUESTIONS[i].message(turn)
+            chats[i]["messages"].append({"role": role, "content": content})
         replies = answer([chats[i] for i in places], [min(max_new_tokens, LONGEST)] * len(places))
         for i, reply in zip(places, replies, strict=True):
-            chats[i].append({"role": "assistant", "content": reply})
+            chats[i]["messages"].append({"role": "assistant", "content": reply})
     asked = []
     for question, chat in zip(FIRST_QUESTIONS, chats, strict=True):
-        replies = [message["content"] for message in chat[1::2]]
+        replies = [message["content"] for message in chat["messages"][1::2]]
         asked.append({"turns": question.turns, "replies": replies, "sensible": is_sensible(question, replies)})
         print(f"{'     ' if asked[-1]['sensible'] else 'WRONG'} {' / '.join(question.turns)!r} -> {replies[-1]!r}")
     sensible = sum(bool(entry["sensible"]) for entry in asked)

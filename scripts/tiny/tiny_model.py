@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tiny_data import BOS, END, EOS, PAD, SPECIAL_TOKENS
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tiny_data import BOS, END, EOS, MARKS, PAD, SPECIAL_TOKENS
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -104,16 +104,7 @@ class Muon(torch.optim.Optimizer):
 # A word or a run of symbols takes the space before it along; digits, and spaces before them, are tokens of their own.
 _PIECES = Regex(r" ?\p{L}+|\d| ?[^\s\p{L}\d]+|\s")
 
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] not in ('system', 'user', 'assistant') %}"
-    "{{ raise_exception('The roles are system, user and assistant, not ' + message['role']) }}"
-    "{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+CHAT_TEMPLATE = Path(__file__).with_name("data").joinpath("chat_template.jinja").read_text()
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
@@ -122,7 +113,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     Raises:
         ValueError: the texts are too few for so many merges.
     """
-    first = [*SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    first = [*SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256)), *MARKS]
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Split(_PIECES, "isolated")
     printable = [chr(code) for code in range(32, 127)] + ["\n", "\t"]
@@ -141,6 +132,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = learner.pre_tokenizer
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
     )

@@ -39,7 +39,8 @@ def _expression(rng: random.Random, op: str, a: int, b: int) -> str:
     return f"{a}{sign}{b}"
 
 
-def _question(rng: random.Random, op: str, a: int, b: int) -> str:
+def question_of(rng: random.Random, op: str, a: int, b: int) -> str:
+    """Return a question for the value of an operation."""
     if rng.random() < 0.2:
         return phrase(rng, _TEXTS[f"by name {op}"], a=a, b=b)
     return phrase(rng, ASK_VALUE, e=_expression(rng, op, a, b))
@@ -61,7 +62,7 @@ def evaluate(op: str, a: int, b: int) -> int:
 def _arithmetic(rng: random.Random, op: str, a: int, b: int) -> Task:
     c = evaluate(op, a, b)
     reply = pick(rng, _REPLY_VALUE, a=a, b=b, c=c, op=op)
-    return task(_question(rng, op, a, b), reply, fact_key(op, a, b), str(c), "number")
+    return task(question_of(rng, op, a, b), reply, fact_key(op, a, b), str(c), "number")
 
 
 def add_2digit(rng: random.Random) -> Task:
@@ -75,13 +76,14 @@ def add_3digit(rng: random.Random) -> Task:
 
 
 def add_mixed(rng: random.Random) -> Task:
-    """Numbers of one to four digits, of unequal lengths too."""
-    return _arithmetic(rng, "+", _number(rng, rng.randint(1, 4)), _number(rng, rng.randint(1, 4)))
+    """Numbers of one to six digits, of unequal lengths too."""
+    most = rng.choice((4, 4, 6))
+    return _arithmetic(rng, "+", _number(rng, rng.randint(1, most)), _number(rng, rng.randint(1, most)))
 
 
 def subtract(rng: random.Random) -> Task:
-    """Up to three digits; the result may be negative."""
-    digits = rng.randint(1, 3)
+    """Up to four digits; the result may be negative."""
+    digits = rng.choice((1, 2, 2, 3, 3, 4))
     a, b = _number(rng, digits), _number(rng, rng.randint(1, digits))
     if a < b and rng.random() < 0.7:
         a, b = b, a
@@ -126,11 +128,50 @@ def multiply_2digit(rng: random.Random) -> Task:
     return Task((Turn(plain.turns[0].user, work_out(a, b)),), steps_keys(a, b), plain.accept, "number")
 
 
+def ask_product(rng: random.Random, a: int, b: int, steps: bool = False) -> str:
+    """Return a question for a product. steps: it asks for them."""
+    if steps:
+        return phrase(rng, _TEXTS["product step by step"], e=_expression(rng, "*", a, b), a=a, b=b)
+    return question_of(rng, "*", a, b)
+
+
+def written_product(a: int, b: int) -> str:
+    """Return the short answer to a product."""
+    return f"{a} * {b} = {a * b}."
+
+
 def multiply_2digit_steps(rng: random.Random) -> Task:
     """12 * 34 "step by step"."""
     a, b = two_digit_factors(rng)
-    question = phrase(rng, _TEXTS["product step by step"], e=_expression(rng, "*", a, b), a=a, b=b)
+    question = ask_product(rng, a, b, steps=True)
     return Task((Turn(question, work_out(a, b)),), steps_keys(a, b), (str(a * b),), "number")
+
+
+def multiply_3digit(rng: random.Random) -> Task:
+    """123 * 45, always worked out"""
+    a, b = rng.randint(100, 999), rng.randint(11, 99)
+    shown = (a, b) if rng.random() < 0.6 else (b, a)
+    question = ask_product(rng, *shown, steps=rng.random() < 0.15)
+    return Task((Turn(question, work_out(a, b)),), (f"mul3:{a}*{b}",), (str(a * b),), "number")
+
+
+TOO_LARGE = "That is too hard for me: with numbers that large I would get it wrong."
+
+
+def too_large(rng: random.Random) -> Task:
+    """Products and quotients of large numbers, and sums of very large ones: the reply says that they are too hard"""
+    op = rng.choice("***/+-")
+    if op == "*":
+        a, b = _number(rng, rng.choice((3, 3, 4, 4, 5, 6, 8))), _number(rng, rng.choice((3, 3, 4, 5, 6)))
+        if rng.random() < 0.3:
+            a, b = _number(rng, rng.randint(4, 9)), _number(rng, 2)
+    elif op == "/":
+        a, b = _number(rng, rng.randint(4, 9)), _number(rng, rng.randint(2, 4))
+    else:
+        a, b = _number(rng, rng.randint(8, 16)), _number(rng, rng.randint(3, 16))
+    if min(a, b) < 11 or a % 100 == 0 or b % 100 == 0 or (op == "/" and b in (10, 12, 20, 25, 50)):
+        return too_large(rng)
+    return task(question_of(rng, op, a, b), TOO_LARGE, f"large:{a}{op}{b}", (TOO_LARGE,), "exact", short="Too hard.")
 
 
 def divide(rng: random.Random) -> Task:
@@ -171,11 +212,16 @@ def extreme(rng: random.Random) -> Task:
 
 
 def sort_numbers(rng: random.Random) -> Task:
-    """Sort 3 to 7 numbers, ascending unless asked otherwise."""
-    numbers = [rng.randrange(rng.choice((20, 100, 100, 1000))) for _ in range(rng.randint(3, 7))]
-    separator = rng.choice((", ", ", ", " ", ","))
+    """Sort 2 to 7 numbers, ascending unless asked otherwise."""
+    most = rng.choice((10, 20, 100, 100, 1000))
+    numbers = [rng.randrange(rng.choice((most, most, 100))) for _ in range(rng.choice((2, 3, 3, 4, 4, 5, 6, 7)))]
+    separator = rng.choice((", ", ", ", " ", ",", "; ", " and "))
     text = separator.join(map(str, numbers))
-    descending = rng.random() < 0.2
+    if separator != " and " and rng.random() < 0.25:
+        text = rng.choice(("[{}]", "[{}]", "({})")).format(text)
+    elif separator == ", " and rng.random() < 0.2:
+        text = " and ".join(text.rsplit(", ", 1))
+    descending = rng.random() < 0.25
     answer = ", ".join(map(str, sorted(numbers, reverse=descending)))
     key = f"sortn:{','.join(map(str, sorted(numbers)))}"
     reply = pick(rng, ("{c}", "Sorted: {c}"), c=answer)
@@ -302,11 +348,13 @@ SKILLS: Skills = {
     "multiply_parts": (5, multiply_parts),
     "multiply_2digit": (3, multiply_2digit),
     "multiply_2digit_steps": (4, multiply_2digit_steps),
+    "multiply_3digit": (4, multiply_3digit),
+    "too_large": (1.5, too_large),
     "divide": (3, divide),
     "double_or_half": (1, double_or_half),
     "number_words": (2, number_words),
     "extreme": (2, extreme),
-    "sort_numbers": (4, sort_numbers),
+    "sort_numbers": (6, sort_numbers),
     "sort_words": (4, sort_words),
     "spell": (5, spell),
     "reverse": (6, reverse),

@@ -5,6 +5,7 @@ first reply is the usual one.
 """
 
 import random
+import re
 import string
 
 from tiny_questions import plain
@@ -118,7 +119,10 @@ UNSUPPORTED = _ABOUT["unsupported"]
 FAMILIES = "the Llama, Mistral, Qwen2 and Qwen3 families"
 # Features: their names, and whether and how fastgen has them.
 FEATURES = pairs(_ABOUT["features"])
+_HOW = tuple(text for text in _ABOUT["feature"] if re.match("How |Show |I |What is ", text))
+_WHETHER = tuple(text for text in _ABOUT["feature"] if text not in _HOW)
 CONCEPTS = pairs(_ABOUT["concepts"])
+_EXPLAINED = {name for names, _ in CONCEPTS for name in names}
 
 
 def about_fastgen(rng: random.Random) -> Task:
@@ -126,7 +130,13 @@ def about_fastgen(rng: random.Random) -> Task:
     if rng.random() < 0.6:
         return exchange(rng, *rng.choice(ABOUT))
     names, replies = rng.choice(CONCEPTS)
-    return exchange(rng, _ABOUT["concept"], replies, x=rng.choice(names))
+    return exchange(rng, _ABOUT["concept"], replies, x=_written(rng, rng.choice(names)))
+
+
+def _written(rng: random.Random, name: str) -> str:
+    """Return how a term may be typed: without its article, in lower case."""
+    name = re.sub("^(an?|the) ", "", name) if rng.random() < 0.4 else name
+    return name.lower() if rng.random() < 0.35 else name
 
 
 def model_support(rng: random.Random) -> Task:
@@ -150,7 +160,16 @@ def model_support(rng: random.Random) -> Task:
 def features(rng: random.Random) -> Task:
     """What fastgen has and has not; the split is by wording"""
     names, replies = rng.choice(FEATURES)
-    return exchange(rng, _ABOUT["feature"], replies, x=rng.choice(names))
+    name = rng.choice(names)
+    # The name by itself asks what it is where the model can tell.
+    alone = rng.random() < 0.25 and not {*names} & _EXPLAINED
+    asked = _ABOUT["feature alone"] if alone else rng.choice((_WHETHER, _HOW))
+    if asked is _HOW:  # "How do I use it?" is not answered by "Yes"
+        replies = tuple(
+            re.sub("^Yes[,:] (a |it |each |models |the )?", lambda found: (found[1] or "").capitalize(), reply)
+            for reply in replies
+        )
+    return exchange(rng, asked, replies, x=_written(rng, name))
 
 
 # Small talk, and questions that the model cannot answer.
@@ -187,11 +206,46 @@ def off_topic(rng: random.Random) -> Task:
     topic = rng.choice(
         (rng.choice(_TALK["topics"]), rng.choice(_TALK["topics"]), words, words, rng.choice(tuple(CAPITALS)))
     )
-    name = f"{rng.choice(NAMES)} {any_word(rng).capitalize()}"
-    question = phrase(rng, _TALK["off topic"], t=topic, n=name, d=rng.randint(2, 2030))
+    name = rng.choice(_TALK["people"]) if rng.random() < 0.5 else f"{rng.choice(NAMES)} {any_word(rng).capitalize()}"
+    name = name.lower() if rng.random() < 0.3 else name
+    other = rng.choice((*_TALK["topics"], *WORDS))
+    question = phrase(rng, _TALK["off topic"], t=topic, u=other, n=name, d=rng.randint(2, 2030))
     if plain(question) in _KNOWN:
         return off_topic(rng)
     return task(question, pick(rng, UNKNOWN), f"unknown:{question.lower()}", UNKNOWN, "exact", short="I do not know.")
+
+
+_ENDINGS = ("AI", "DB", "ML", "Net", ".js", "GPT", "LM", " API", "", "", "-7", " 2", " Pro", "X1")
+
+
+def fragment(rng: random.Random) -> Task:
+    """One or two words that the model has not learned, such as XQZ?"""
+    kind = rng.random()
+    if kind < 0.5:
+        text = "".join(rng.choices(string.ascii_uppercase, k=rng.randint(2, 5)))
+        text += rng.choice(("", "", "", "2", "-3", "s"))
+    elif kind < 0.65:
+        text = made_up_word(rng).capitalize() + rng.choice(_ENDINGS)
+    else:
+        text = rng.choice(_TALK["fragments"])
+        text = rng.choice((text, text, text.capitalize(), text.upper()))
+    if plain(text) in _TAKEN | _TERMS:
+        return fragment(rng)
+    question = text + rng.choice(("?", "?", "", "??", " ?", "!"))
+    return task(question, UNKNOWN[0], f"fragment:{text.lower()}", UNKNOWN, "exact", short="I do not know.")
+
+
+_ENGLISH_ONLY = "I speak only English, and only a little."
+
+
+def foreign_text(rng: random.Random) -> Task:
+    """A question in another language; the split is by wording"""
+    text = rng.choice(_TALK["foreign texts"])
+    if rng.random() < 0.4:
+        text = text.lower().strip("?!.¿ ")
+    if rng.random() < 0.25:
+        text += rng.choice(("!", "?", "??", "...", " :)"))
+    return task(text, _ENGLISH_ONLY, f"foreign:{text}", (_ENGLISH_ONLY,), "exact", short="")
 
 
 def likes(rng: random.Random) -> Task:
@@ -279,6 +333,8 @@ def _nonsense(rng: random.Random) -> str:
 # Wordings that have a reply of their own although they are a single word.
 _TAKEN = {plain(asked) for wordings, _ in (*INTENTS, *ABOUT, *CONCEPTS) for asked in wordings}
 _TAKEN |= {"joke", "story", "poem", "haiku"}
+_TERMS = {plain(name) for names, _ in (*FEATURES, *CONCEPTS) for name in names}
+_TERMS |= {plain(name) for name in (*SUPPORTED, *UNSUPPORTED)}
 
 
 def nonsense(rng: random.Random) -> Task:
@@ -349,10 +405,12 @@ SKILLS: Skills = {
     "name_some": (1.5, name_some),
     "about_fastgen": (8, about_fastgen),
     "model_support": (2.5, model_support),
-    "features": (5, features),
+    "features": (7, features),
     "small_talk": (9, small_talk),
     "joke": (1.5, joke),
-    "off_topic": (6, off_topic),
+    "off_topic": (9, off_topic),
+    "fragment": (2, fragment),
+    "foreign_text": (1, foreign_text),
     "likes": (0.7, likes),
     "write_text": (3, write_text),
     "code": (1.5, code),

@@ -10,26 +10,31 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tiny_words import WORDS, read
 
 _TEXTS = read("task")
 
-Grade = Literal["number", "ends", "exact"]
+Grade = Literal["number", "ends", "exact", "names"]
 
 # The number of hash buckets, of 100, that a skill trains on; the rest are held out.
 TRAINED_BUCKETS = 95
 # Two-digit products are deliberately weak: the model sees this share of the pairs, and nothing of the others.
 MUL2_TRAINED_BUCKETS = 30
+_NAMES = re.compile(r'<tool_call>\n\{"name": "([^"]+)"')
 
 
 class Turn(NamedTuple):
-    """One question and its reply; `short` is the bare answer, for system prompts that ask for brevity."""
+    """One question and its reply; `short` is the bare answer, for system prompts that ask for brevity.
+
+    thought: what the model thinks before it replies; "" where thinking is off.
+    """
 
     user: str
     reply: str
     short: str = ""
+    thought: str = ""
 
 
 @dataclass(frozen=True)
@@ -37,16 +42,21 @@ class Task:
     """Consecutive turns that belong together; the last reply is the one that is graded.
 
     `accept` are the right answers and `grade` says how a reply is held to them: "number", its last number is the
-    answer; "ends", it ends with the answer; "exact", it is one of the answers.
+    answer; "ends", it ends with the answer; "exact", it is one of the answers; "names", it calls the same
+    functions. tools: the functions, of which the chat template tells the model, as in OpenAI's API.
     """
 
     turns: tuple[Turn, ...]
     keys: tuple[str, ...]
     accept: tuple[str, ...]
     grade: Grade = "ends"
+    tools: tuple[dict[str, Any], ...] = ()
 
     def is_right(self, reply: str) -> bool:
-        """Grade a reply to the last turn."""
+        """Grade a reply to the last turn, without what was thought."""
+        reply = reply.rpartition("</think>")[2]
+        if self.grade == "names":
+            return _NAMES.findall(reply) == _NAMES.findall(self.accept[0])
         if self.grade == "exact":
             return reply.strip() in self.accept
         if self.grade == "number":

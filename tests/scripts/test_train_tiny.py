@@ -9,9 +9,11 @@ import random
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -22,13 +24,16 @@ sys.path.insert(0, str(ROOT / "scripts" / "tiny"))
 import tiny_data  # noqa: E402
 import tiny_questions  # noqa: E402
 import tiny_talk  # noqa: E402
+import tiny_tools  # noqa: E402
 import train_tiny  # noqa: E402
-from tiny_task import is_held_out  # noqa: E402
+from tiny_task import Task, is_held_out  # noqa: E402
 
 import fastgen  # noqa: E402
 from fastgen.cli import chat  # noqa: E402
 from fastgen.cli.gen import main as gen  # noqa: E402
 from fastgen.cli.serve import options as serve  # noqa: E402
+from fastgen.text.tokenizer import Tokenizer  # noqa: E402
+from fastgen.text.tool_calls import HERMES, find_syntax, parse_message  # noqa: E402
 
 SHIPPED = ROOT / "fastgen" / "tiny"
 
@@ -83,13 +88,13 @@ def test_the_shipped_model_is_as_good_as_the_readme_says() -> None:
     assert facts["skills"]["add_2digit"]["accuracy"] > 0.95
     assert facts["skills"]["multiply_2digit"]["accuracy"] < 0.60
     questions, found = tiny_questions.FIRST_QUESTIONS, facts["first_questions"]
-    assert len(questions) == len(tiny_questions.HELD_OUT_WORDINGS) == 100
+    assert len(questions) == len(tiny_questions.HELD_OUT_WORDINGS) == 150
     judged = [
         tiny_questions.is_sensible(question, entry["replies"])
         for question, entry in zip(questions, found["asked"], strict=True)
     ]
     assert judged == [entry["sensible"] for entry in found["asked"]]
-    assert sum(judged) == found["sensible"] >= 90
+    assert sum(judged) == found["sensible"] >= 138
 
 
 def test_the_corpus_is_that_of_the_shipped_model() -> None:
@@ -109,25 +114,58 @@ def test_the_corpus_is_that_of_the_shipped_model() -> None:
         assert not any(task.is_right("I am not sure: 123456789 zzz") for task in held_out)
         texts += [f"{name} {weight}", *map(repr, held_out)]
     texts += map(repr, tiny_questions.FIRST_QUESTIONS)
-    assert hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] == "adcc7f6b9a0d2c49"
+    assert hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] == "9633bc15af68c8e7"
 
 
-def test_rows_are_what_the_chat_template_writes() -> None:
+def as_messages(task: Task, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return a task as a client would send it: calls and results are messages of their own kinds."""
+    messages: list[dict[str, Any]] = []
+    for turn in task.turns:
+        results = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", turn.user, re.DOTALL)
+        messages += [{"role": "tool", "content": text} for text in results] or [{"role": "user", "content": turn.user}]
+        thought = f"<think>\n{turn.thought}\n</think>\n\n" if turn.thought else ""
+        message = parse_message(turn.reply, tokenizer, task.tools)
+        messages.append(message | ({"content": thought + (message["content"] or "")} if thought else {}))
+    return messages
+
+
+@pytest.mark.parametrize("name", ["follow_up_sum", "think_product", "tool_call_arguments", "tool_answer", "tool_none"])
+def test_rows_are_what_the_chat_template_writes(name: str) -> None:
     """A turn is trained in exactly the ids that the template gives, and only the reply is a target."""
-    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
-    drawn = tiny_data.draw(random.Random(3), tiny_data.SKILLS["follow_up_sum"][1])
-    messages = [*tiny_data.messages(drawn), {"role": "assistant", "content": drawn.turns[-1].reply}]
+    tokenizer = Tokenizer(SHIPPED)
+    assert find_syntax(tokenizer) is HERMES
 
     def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tokenizer.encode(text, special=False)
 
-    packed = [i for turn in drawn.turns for i in tiny_data.turn_ids(encode, turn.user, turn.reply)]
-    ids = [i & (tiny_data.TARGET - 1) for i in packed]
-    assert [tiny_data.BOS, *ids] == tokenizer.apply_chat_template(messages)["input_ids"]
-    inputs, following = train_tiny.split_targets(torch.tensor([packed], dtype=torch.int16))
-    learned = following[0] != -100
-    assert (following[0, :-1][learned[:-1]] == inputs[0, 1:][learned[:-1]]).all()
-    assert tokenizer.decode(following[0][learned]) == "".join(f"{turn.reply}<|end|>" for turn in drawn.turns)
+    for seed in range(12):
+        rng = random.Random(seed)
+        box = tiny_tools.toolbox(rng) if name in tiny_tools.SKILLS else ()
+        make = tiny_data.SKILLS[name][1]
+        drawn = tiny_data.draw(rng, partial(make, box=box) if box else make)
+        packed = [i for turn in drawn.turns for i in tiny_data.turn_ids(encode, turn, turn.reply)]
+        head = [tiny_data.SYSTEM, *encode(tiny_tools.tools_text(box)), tiny_data.END] if box else []
+        ids = [tiny_data.BOS, *head, *(i & (tiny_data.TARGET - 1) for i in packed)]
+        tools = {"tools": list(drawn.tools)} if box else {}
+        assert ids == tokenizer.encode_chat(as_messages(drawn, tokenizer), variables=tools, add_generation_prompt=False)
+        asked = tiny_data.prompt(drawn)
+        begun = tokenizer.encode_chat(asked.pop("messages"), variables=asked.pop("chat_template_kwargs", {}) | asked)
+        assert ids[: len(begun)] == begun
+        inputs, following = train_tiny.split_targets(torch.tensor([packed], dtype=torch.int16))
+        learned = following[0] != -100
+        assert (following[0, :-1][learned[:-1]] == inputs[0, 1:][learned[:-1]]).all()
+        replies = [f"{turn.thought}\n</think>\n\n{turn.reply}" if turn.thought else turn.reply for turn in drawn.turns]
+        assert tokenizer.decode(following[0][learned].tolist(), special=True) == "".join(f"{r}<|end|>" for r in replies)
+
+
+def test_the_template_drops_earlier_thinking() -> None:
+    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n5"}
+    messages = [{"role": "user", "content": "2+3"}, thought, {"role": "user", "content": "and 1?"}]
+    asked = "<s><|user|>2+3<|end|><|assistant|>5<|end|><|user|>and 1?<|end|><|assistant|>"
+    tokenizer = Tokenizer(SHIPPED)
+    assert tokenizer.render_chat(messages) == asked
+    assert tokenizer.render_chat(messages, variables={"enable_thinking": False}) == asked
+    assert tokenizer.render_chat(messages, variables={"enable_thinking": True}) == f"{asked}<think>\n"
 
 
 def test_replies_about_fastgen_name_what_exists() -> None:
