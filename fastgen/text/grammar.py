@@ -94,7 +94,7 @@ def quoted(text: str) -> str:
 
 def lark_grammar(grammar: str) -> str:
     """Return a grammar in Lark. One in GBNF, the EBNF of llama.cpp and xgrammar, is translated. Raises ValueError."""
-    if "::=" not in grammar or re.search(r"(?m)^\s*(start\s*:(?!:)|%)", grammar):
+    if "::=" not in grammar or re.search(r"(?m)^[ \t]*+(start[ \t]*+:(?!:)|%)", grammar):
         return grammar
     if len(grammar) > MAX_GBNF:
         raise ValueError(f"grammar: it has {len(grammar)} characters of EBNF, above the maximum of {MAX_GBNF}")

@@ -245,6 +245,7 @@ def test_grammars_in_ebnf_are_translated(vocabulary: Vocabulary, compiler: Compi
         ("root ::= other", "'other' not found"),
         ("a ::= (", r"Expected '\)'"),
         ("::=" * 9999, "maximum"),
+        ("::=" + "\n" * 10**6, "maximum"),
     ):
         with pytest.raises(ValueError, match=reason):
             lark_grammar(wrong)

@@ -220,6 +220,7 @@ def test_broken_answers_are_parsed_the_same_from_any_pieces(name: str) -> None:
         (PYTHONIC, f"[get(a={'(' * 500}1{')' * 500})]"),
         (PYTHONIC, "[get(a=1) and so on"),
         (PYTHONIC, '[get(a="cut off'),
+        (PYTHONIC, f"[get(a='b{' ' * 20_000}c' d)]"),
         (PYTHONIC, "Say [get(a=1)]"),
     ],
 )

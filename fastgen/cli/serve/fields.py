@@ -19,6 +19,7 @@ from fastgen.names import nearest
 
 UNSUPPORTED = "is not supported; leave it out"
 MAX_NAMED = 200  # maximum number of fields that the log names, since clients may make up any number of them
+MAX_NAME = 100  # maximum number of characters of a name in the log
 
 _T = TypeVar("_T")
 Items = Annotated[list[_T], Field(fail_fast=True)]  # checked up to the first wrong item: a body may have very many
@@ -102,10 +103,11 @@ class FieldPolicy:
 
     def note(self, field: str, reason: str) -> None:
         """Log that a field is ignored, once for each name."""
+        field = field[:MAX_NAME]
         if field not in self._named and len(self._named) < MAX_NAMED:
             self._named.add(field)
             last = "; further names are not logged" if len(self._named) == MAX_NAMED else ""
-            self._say(f"the field {field[:100]!r} of a request is ignored: {reason}{last}")
+            self._say(f"the field {field!r} of a request is ignored: {reason}{last}")
 
 
 # ------------------------------------------------------------------------------------------------- checks

@@ -109,12 +109,16 @@ class ToolCall(History):
 Content = str | Items[Annotated[_Part, BeforeValidator(_check_part)]]
 
 
+def reasoning_texts(parts: Any) -> list[str]:
+    """Return the texts of a list of parts of reasoning. Other values have none, as encrypted parts."""
+    found = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    texts = (part.get("text") or part.get("summary") for part in found)
+    return [text for text in texts if isinstance(text, str)]
+
+
 def _thought(message: dict[str, Any]) -> str | None:
     """Return the reasoning of an earlier answer, from the field that its server has put it into."""
-    details = message.get("reasoning_details")  # OpenRouter's
-    parts = [part for part in details if isinstance(part, dict)] if isinstance(details, list) else []
-    texts = [part.get("text") or part.get("summary") for part in parts]
-    joined = "".join(text for text in texts if isinstance(text, str))
+    joined = "".join(reasoning_texts(message.get("reasoning_details")))  # OpenRouter's
     found = (message.get("reasoning_content"), message.get("reasoning"), joined)
     return next((text for text in found if isinstance(text, str) and text), None)
 
@@ -435,8 +439,8 @@ class ChatRequest(GenerationFields):
         if len(set(names)) < len(names):
             raise wrong("tools", "has two functions with the same name")
         chosen = [] if self.tool_choice is None or isinstance(self.tool_choice, str) else self.tool_choice.names
-        if unknown := [name for name in chosen if name not in names]:
-            raise wrong("tool_choice", f"names {unknown[0]!r}, which is not among the tools")
+        if unknown := set(chosen).difference(names):
+            raise wrong("tool_choice", f"names {min(unknown)!r}, which is not among the tools")
         if self.tool_choice == "required" and not names:
             raise wrong("tool_choice", "is 'required', and there are no tools")
         if self.structures and self.response_format is not None:

@@ -12,7 +12,7 @@ from fastgen.text.grammar import FREE_FORMATS, choice_rule, json_rule, quoted
 from fastgen.text.tools.json_calls import DeepSeek, Mistral, MistralHeads, ObjectSyntax
 from fastgen.text.tools.parser import Function, Syntax
 from fastgen.text.tools.python_calls import Pythonic
-from fastgen.text.tools.values import python_text, resolved, types_of
+from fastgen.text.tools.values import alternatives, listed, python_text, resolved, types_of
 from fastgen.text.tools.xml_calls import QwenCoder
 
 Mark = Callable[[str], str]  # returns the rule of a mark
@@ -87,9 +87,10 @@ def _json_call(syntax: Syntax, function: Function, mark: Mark) -> str:
 def _parameters(function: Function) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
     """Yield the name and schema of each argument, and whether it is required."""
     schema = resolved(function.parameters, function.parameters)
-    properties, required = schema.get("properties"), schema.get("required")
+    properties = schema.get("properties")
+    required = {name for name in listed(schema, "required") if isinstance(name, str)}
     for name, inner in properties.items() if isinstance(properties, Mapping) else ():
-        yield name, resolved(inner, function.parameters), isinstance(required, list) and name in required
+        yield name, resolved(inner, function.parameters), name in required
 
 
 def _takes_others(function: Function) -> bool:
@@ -147,23 +148,21 @@ def _tag_value(name: str, schema: Mapping[str, Any], function: Function) -> str:
 
 def _values(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
     """Return all values that a schema allows, as for Literal["a", "b"] | None; None if it does not list them."""
-    schema = resolved(schema, root)
-    if "enum" in schema or "const" in schema:
-        return list(schema["enum"]) if "enum" in schema else [schema["const"]]
-    if schema.get("type") == "null":
-        return [None]
-    parts = [_values(part, root) for part in schema.get("anyOf", ())]
-    return [value for part in parts for value in part or ()] if parts and None not in parts else None
+    found: list[Any] = []
+    for each in alternatives(schema, root):
+        if "const" in each or listed(each, "enum"):
+            found += listed(each, "enum") or [each["const"]]
+        elif each.get("type") == "null":
+            found.append(None)
+        elif not (listed(each, "anyOf") or listed(each, "oneOf")):
+            return None
+    return found
 
 
 def _is_free(schema: Any, root: Mapping[str, Any]) -> bool:
     """Return whether a schema that allows strings allows all of them."""
-    schema = resolved(schema, root)
-    parts = [part for word in ("anyOf", "oneOf") for part in schema.get(word, ())]
-    return (
-        schema.keys() <= _FREE
-        and schema.get("format") in (None, *FREE_FORMATS)
-        and all(_is_free(part, root) for part in parts)
+    return all(
+        each.keys() <= _FREE and each.get("format") in (None, *FREE_FORMATS) for each in alternatives(schema, root)
     )
 
 

@@ -43,8 +43,8 @@ class Calling:
             )
         self._required = choice == "required" if isinstance(choice, str) else choice.required
         self._parallel = parallel and not isinstance(choice, NamedTool)
-        chosen = [tool.function.name for tool in self._tools] if isinstance(choice, str) else choice.names
-        functions = [tool.function for tool in self._tools if tool.function.name in chosen]
+        chosen = None if isinstance(choice, str) else set(choice.names)
+        functions = [tool.function for tool in self._tools if chosen is None or tool.function.name in chosen]
         self._callable = [Function(each.name, each.takes, bool(each.strict)) for each in functions]
         assert self._callable or not self._required, "a required call has no function"
 

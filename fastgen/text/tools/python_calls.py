@@ -15,7 +15,7 @@ import regex
 from fastgen.text.tools.parser import SAMPLE, WS, Found, Function, Syntax, ToolParser, either
 from fastgen.text.tools.values import UNREADABLE, json_text, python_text, read_literal
 
-_ARGUMENT = re.compile(r"\s*([^\W\d][\w-]*)\s*=\s*(.*?)\s*", re.DOTALL)
+_ARGUMENT = re.compile(r"\s*([^\W\d][\w-]*)\s*=(.*)", re.DOTALL)
 _PLACES = regex.compile(r"""["'\\(){}\[\],]""")
 
 
@@ -121,7 +121,7 @@ class PythonParser(ToolParser):
         arguments = {}
         for piece in pieces:
             found = _ARGUMENT.fullmatch(piece)
-            value = read_literal(found[2]) if found else UNREADABLE
+            value = read_literal(found[2].strip()) if found else UNREADABLE
             if found is None or value is UNREADABLE:
                 return None
             arguments[found[1]] = value

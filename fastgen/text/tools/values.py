@@ -14,6 +14,7 @@ TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "o
 MOST_NESTED = 100  # signs and brackets in a row, above which Python's own parser may run out of stack
 MOST_REFS = 20  # references in a schema that lead to each other
 
+_ANYTHING: Mapping[str, Any] = {}  # the schema that allows everything
 _NAMES = {"true": True, "false": False, "null": None}  # of JSON, which models write in Python as well
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPED = "\n\\'\"abfnrtvxuUN01234567"  # of other characters Python keeps the backslash, with a warning
@@ -90,18 +91,45 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     schema that contains it."""
     for _ in range(MOST_REFS):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
-            return schema if isinstance(schema, Mapping) else {}
+            return schema if isinstance(schema, Mapping) else _ANYTHING
         names = schema["$ref"].removeprefix("#").split("/")[1:]
         schema = root
         for name in names:
             schema = schema.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
-    return {}
+    return _ANYTHING
 
 
-def types_of(schema: Any, root: Mapping[str, Any], deep: int = 0) -> frozenset[str]:
+def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a schema and, if it has anyOf or oneOf, the schemas there, those in them, and so on, each once. root: the
+    schema that contains it."""
+    found = {id(schema := resolved(schema, root)): schema}
+    left = [schema]
+    while left:
+        each = left.pop()
+        parts = [resolved(part, root) for word in ("anyOf", "oneOf") for part in listed(each, word)]
+        left += [part for part in parts if id(part) not in found]
+        found |= {id(part): part for part in parts}
+    return list(found.values())
+
+
+def listed(schema: Mapping[str, Any], word: str) -> list[Any]:
+    """Return the list that a schema has under a word; an empty one if it has none."""
+    value = schema.get(word)
+    return value if isinstance(value, list) else []
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the types of JSON that a schema allows; all if it does not say. root: the schema that contains it."""
-    schema = resolved(schema, root) if deep < MOST_REFS else {}
-    found = TYPES
+    return _types_of(schema, root, {}, 0)
+
+
+def _types_of(schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str]], deep: int) -> frozenset[str]:
+    """Do the work of types_of. known: the types of schemas by their `id`, since references may lead to a schema in very
+    many ways. deep: number of schemas that contain this one."""
+    schema = resolved(schema, root) if deep < MOST_REFS else _ANYTHING
+    if id(schema) in known:
+        return known[id(schema)]
+    found = known[id(schema)] = TYPES
     if "type" in schema:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         found = frozenset(map(str, named)) & TYPES or TYPES
@@ -111,9 +139,10 @@ def types_of(schema: Any, root: Mapping[str, Any], deep: int = 0) -> frozenset[s
     for word in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(word)
         if isinstance(parts, list) and parts:
-            allowed = [types_of(part, root, deep + 1) for part in parts]
+            allowed = [_types_of(part, root, known, deep + 1) for part in parts]
             found &= frozenset.intersection(*allowed) if word == "allOf" else frozenset.union(*allowed)
-    return found or TYPES
+    known[id(schema)] = found or TYPES
+    return known[id(schema)]
 
 
 def kinds_of(value: Any) -> frozenset[str]:

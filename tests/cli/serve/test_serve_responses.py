@@ -84,7 +84,14 @@ def test_an_agent_calls_and_gets_the_result(client: OpenAI) -> None:
         "output": [{"type": "input_text", "text": "7"}],
     }
     thought: Any = {"type": "reasoning", "id": "rs_1", "summary": []}
-    items = [*asked, thought, *(item.to_dict() for item in reply.output), result]
+    items = [
+        *asked,
+        thought,
+        {**thought, "content": "a"},
+        {**thought, "content": [5]},
+        *(item.to_dict() for item in reply.output),
+        result,
+    ]
     after = client.responses.create(model="any", input=items, tools=[ADD], temperature=0)
     called = {"type": "function", "id": call.call_id, "function": {"name": "add", "arguments": call.arguments}}
     turns: Any = [*asked, {"role": "assistant", "tool_calls": [called]}]

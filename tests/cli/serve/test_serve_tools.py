@@ -230,6 +230,8 @@ def test_what_a_format_cannot_enforce_is_an_error(model: Model) -> None:
         *((each, [{"type": "function", "function": {"name": "get", "parameters": merged, "strict": True}}], "anyOf")
           for each in ("qwen3_coder", "pythonic")),
     ]  # fmt: skip
+    for wrong in ({"enum": 5}, {"anyOf": 5}, {"type": "string", "oneOf": [5]}):  # are no limits
+        calling_of(tokenizer, function(a=wrong), choice="required").grammar()
     for each, tools, message in cases:
         if each == name:
             with pytest.raises(ValueError, match=message):

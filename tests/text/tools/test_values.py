@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastgen.text.tools.values import TYPES, UNREADABLE, python_text, read_literal, typed_json, types_of
+from fastgen.text.tools.values import TYPES, UNREADABLE, alternatives, python_text, read_literal, typed_json, types_of
 
 ROOT = {"$defs": {"a/b": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}}
 
@@ -32,6 +32,13 @@ ROOT = {"$defs": {"a/b": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}}
 )
 def test_types_of_schemas(schema: Any, types: set[str]) -> None:
     assert types_of(schema, ROOT) == types
+
+
+def test_references_of_which_each_leads_to_the_next_in_two_ways() -> None:
+    links = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}, {"$ref": f"#/$defs/a{i + 1}"}]} for i in range(40)}
+    root = {"$defs": {**links, "a40": {"$ref": "#/$defs/a0"}}}
+    assert types_of({"$ref": "#/$defs/a0"}, root) == TYPES
+    assert len(alternatives({"$ref": "#/$defs/a0"}, root)) == 40
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from fastgen.cli.serve import prompts
 from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, thought, translated
 from fastgen.cli.serve.fields import NEUTRAL, NOTED, UNUSED, Items, Strict, wrong
 from fastgen.cli.serve.prompts import ModelFacts
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, Reasoning, check_request
+from fastgen.cli.serve.protocol import ApiError, ChatRequest, Reasoning, check_request, reasoning_texts
 from fastgen.request import MAX_LOGPROBS
 
 # {field of a chat that an error may name: its name in /responses}
@@ -50,8 +50,7 @@ def _messages_of(item: dict[str, Any]) -> list[dict[str, Any]]:
         case {"type": "function_call_output", "call_id": str(id), "output": output}:
             return [{"role": "tool", "tool_call_id": id, "content": text_of(output)}]
         case {"type": "reasoning"}:
-            parts = item.get("content") or item.get("summary") or ()
-            return thought("\n".join(part["text"] for part in parts if isinstance(part.get("text"), str)))
+            return thought("\n".join(reasoning_texts(item.get("content") or item.get("summary"))))
     raise ValueError(
         "must have the type message (with role and content), function_call (call_id, name, arguments), "
         "function_call_output (call_id, output) or reasoning; nothing is stored: a client that sends references sends "

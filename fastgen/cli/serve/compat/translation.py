@@ -12,6 +12,7 @@ from fastgen.cli.serve.replies import ChatReply
 from fastgen.request import Event
 
 SYSTEM = ("system", "developer")
+TEXT_FIELDS = ("content", "reasoning_content")  # of a message
 Kind = Literal["text", "reasoning", "call"]
 KINDS: dict[str, Kind] = {"reasoning": "reasoning", "content": "text"}  # {part of a delta: the kind of its block}
 
@@ -19,20 +20,24 @@ KINDS: dict[str, Kind] = {"reasoning": "reasoning", "content": "text"}  # {part 
 def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a chat's messages in a form that most chat templates accept: adjacent messages of one role are joined,
     except results of tools, and a system message after the first message of another role becomes the user's."""
-    found: list[dict[str, Any]] = []
+    turns: list[tuple[str, list[dict[str, Any]]]] = []
     for message in messages:
         role = message["role"]
         if role in SYSTEM:
-            role = "user" if found and found[-1]["role"] != "system" else "system"
-        if not found or found[-1]["role"] != role or role == "tool":
-            found.append({**message, "role": role})
-            continue
-        last = found[-1]
-        for name in ("content", "reasoning_content"):
-            last[name] = "\n\n".join(filter(None, (last.get(name), message.get(name))))
-        if "tool_calls" in message:
-            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
-    return found
+            role = "user" if turns and turns[-1][0] != "system" else "system"
+        if not turns or turns[-1][0] != role or role == "tool":
+            turns.append((role, []))
+        turns[-1][1].append(message)
+    return [_joined(role, turn) for role, turn in turns]
+
+
+def _joined(role: str, turn: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one message for several messages of a role."""
+    if len(turn) == 1:
+        return {**turn[0], "role": role}
+    texts = {name: "\n\n".join(filter(None, (message.get(name) for message in turn))) for name in TEXT_FIELDS}
+    calls = [call for message in turn for call in message.get("tool_calls", ())]
+    return {"role": role, **texts, **({"tool_calls": calls} if calls else {})}
 
 
 def text_of(content: Any) -> str:
