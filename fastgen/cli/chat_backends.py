@@ -115,10 +115,10 @@ class LocalBackend(_Backend):
         if (thinking := self.settings.get("thinking")) is not None:
             prompt["chat_template_kwargs"] = {"enable_thinking": thinking}
         id = self._gen.add(prompt, replace(self._gen.default_params, **_sampling(self.settings)))
-        syntax = None if tokenizer is None else find_reasoning(tokenizer)
-        if tokenizer is None or syntax is None:
+        if tokenizer is None:
             return id, AnswerParser(None)
-        return id, AnswerParser(syntax, starts_open(tokenizer, encode_prompt(prompt, tokenizer)[0]))
+        ids, _ = encode_prompt(prompt, tokenizer)
+        return id, AnswerParser(find_reasoning(tokenizer), starts_open(tokenizer, ids))
 
     def check(self, messages: Sequence[Message]) -> None:
         self._gen.abort([self._add(messages)[0]])

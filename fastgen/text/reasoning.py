@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, groupby
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from fastgen.text.grammar import quoted
 from fastgen.text.tokenizer import Detokenizer, Tokenizer, overlap
+from fastgen.text.tools.parser import BLANK, ToolParser
 
-BLANK = " \t\r\n"
 OFF = "off"
 
 
@@ -84,9 +84,8 @@ def _state_after(tokenizer: Tokenizer, prompt: Sequence[int] | str) -> Literal["
     ids = tokenizer.encode(prompt, special=False) if isinstance(prompt, str) else prompt
     opens, closes = _mark_ids(syntax, tokenizer)
     ends = tokenizer.special_ids | ({opens, closes} - {None})
-    at = next(
-        (at for at in range(len(ids) - 1, -1, -1) if ids[at] in ends), -1
-    )  # the end of the turn before, or a mark
+    # The end of the turn before, or a mark.
+    at = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] in ends), -1)
     if at >= 0 and ids[at] in (opens, closes):
         return "open" if ids[at] == opens else "closed"
     if opens is not None and closes is not None:
@@ -97,13 +96,6 @@ def _state_after(tokenizer: Tokenizer, prompt: Sequence[int] | str) -> Literal["
 
 
 # ------------------------------------------------------------------------------------------------- answers
-
-
-class CallParser(Protocol):
-    """A parser of the text after the reasoning, such as ToolParser."""
-
-    def push(self, text: str, last: bool = False) -> list[dict[str, Any]]:
-        """Return the deltas that a piece of text adds. last: this is the last piece."""
 
 
 class AnswerParser:
@@ -118,7 +110,7 @@ class AnswerParser:
     """
 
     def __init__(
-        self, reasoning: ReasoningSyntax | None, starts_open: bool = False, tools: CallParser | None = None
+        self, reasoning: ReasoningSyntax | None, starts_open: bool = False, tools: ToolParser | None = None
     ) -> None:
         self._syntax, self._starts_open, self._tools = reasoning, starts_open, tools
         self._text = ""  # text that is not reported yet

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.cli.gen.main import make_parser as gen_parser
+from fastgen.cli.gen.options import make_parser as gen_parser
 from fastgen.cli.serve.options import make_parser as serve_parser
 from fastgen.model.loader import BUNDLED
 

@@ -30,7 +30,7 @@ from tiny_task import Task, is_held_out  # noqa: E402
 
 import fastgen  # noqa: E402
 from fastgen.cli import chat  # noqa: E402
-from fastgen.cli.gen import main as gen  # noqa: E402
+from fastgen.cli.gen import options as gen  # noqa: E402
 from fastgen.cli.serve import options as serve  # noqa: E402
 from fastgen.text.tokenizer import Tokenizer  # noqa: E402
 from fastgen.text.tool_calls import HERMES, find_syntax, parse_message  # noqa: E402

@@ -28,7 +28,6 @@ from fastgen.cli.gen.options import (
     check_files,
     read_arguments,
 )
-from fastgen.cli.gen.options import make_parser as make_parser
 from fastgen.cli.gen.outputs import Lines, Output, Parts, Stdout, begin, csv_columns, parquet_schema
 from fastgen.cli.gen.progress import Progress
 from fastgen.cli.gen.rows import CSV, PARQUET, Source, format_of, read_rows

@@ -37,7 +37,7 @@ class Calls(Protocol):
     needs_all: bool  # a 404 is an error of the job, since all rows have the same model
 
     def call(self, row: Row) -> Call:
-        """Return the request of a row. Raises ValueError or TypeError for a row that has none."""
+        """Return the request of a row that could be read. Raises ValueError or TypeError if it has none."""
 
     def finish(self, row: Row, call: Call, body: Any) -> tuple[Record, str | None]:
         """Return the record of a row whose request was answered, and its error, if any."""
@@ -61,13 +61,9 @@ class RowCalls:
     needs_all = True
 
     def call(self, row: Row) -> Call:
-        if row.error is not None:
-            raise ValueError(row.error)
         prompt, own = self.job.prompt(row.columns), given_by(row)
         self.job.params_with(own).validate(vocab_size=2**31)
-        # The server's seeds have a sign.
-        seed = {} if self.seed is None else {"seed": seed_of(self.seed, row.index) >> 1}
-        fields = {"model": self.model, **seed, **self.fields, **own}
+        fields = {"model": self.model, **_seed(self.seed, row), **self.fields, **own}
         chat = bool(prompt) and isinstance(prompt[0], dict)
         return Call(
             "/chat/completions" if chat else "/completions",
@@ -91,6 +87,11 @@ class RowCalls:
 
     def _finished(self, row: Row, reason: str) -> tuple[Record, str]:
         return self.job.record(row, reason), reason
+
+
+def _seed(seed: int | None, row: Row) -> dict[str, int]:
+    """Return the field `seed` of a row's request, if the job has a seed. Servers take seeds below 2^63."""
+    return {} if seed is None else {"seed": seed_of(seed, row.index) >> 1}
 
 
 def _with_structure(fields: Mapping[str, Any], chat: bool) -> dict[str, Any]:
@@ -125,13 +126,10 @@ class BatchCalls:
     needs_all = False
 
     def call(self, row: Row) -> Call:
-        if row.error is not None:
-            raise ValueError(row.error)
         url, body = row.columns.get("url"), row.columns["body"]
         if not isinstance(url, str) or not url.startswith("/v1/") or not isinstance(body, dict) or body.get("stream"):
             raise ValueError("a row needs a url such as /v1/chat/completions, and a body without stream")
-        seed = {} if self.seed is None else {"seed": seed_of(self.seed, row.index) >> 1}
-        return Call(url.removeprefix("/v1"), {**seed, **self.fields, **body, "model": self.model})
+        return Call(url.removeprefix("/v1"), {**_seed(self.seed, row), **self.fields, **body, "model": self.model})
 
     def finish(self, row: Row, call: Call, body: Any) -> tuple[Record, str | None]:
         return batch_record(row, 200, body), None
@@ -190,6 +188,8 @@ class _Server:
     async def _answer(self, row: Row) -> Done:
         """Return the record of a row. Raises an error of openai that is not due to the row."""
         try:
+            if row.error is not None:
+                raise ValueError(row.error)
             call = self._calls.call(row)
         except (ValueError, TypeError) as error:
             record, reason = self._calls.failed(row, 400, _error_body(str(error)))

@@ -182,6 +182,13 @@ class Strict(BaseModel):
         raise wrong(name, hint, "unsupported_parameter")
 
 
+class Body(Strict):
+    """The body of a request, where fields of other servers are accepted."""
+
+    without_effect = UNUSED | NOTED.keys()
+    neutral = NEUTRAL
+
+
 @cache
 def _integers(kind: type[Strict]) -> frozenset[str]:
     """Return the names of the fields that are integers."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fastgen.cli.serve.protocol import (
@@ -83,23 +84,11 @@ def _prepare_chat(
         grammar = calling.grammar(structure_rule(request) or answer_rule(request.response_format))
     except ValueError as error:
         raise refused(error, grammar_field(request)) from None
-    parsing = answer_parsing(request, tokenizer, ids, calling)
-    return make_reply(request, model.name, PromptTokens(ids), model.vocabulary, *parsing), grammar
-
-
-def answer_parsing(
-    request: ChatRequest, tokenizer: Tokenizer, ids: Sequence[int], calling: Calling
-) -> tuple[Callable[[], AnswerParser | None], Callable[[], ReasoningCounter | None]]:
-    """Return functions that make a parser of an answer and a counter of its reasoning tokens; they return None for
-    answers that are only text, and that have no reasoning. ids: the prompt."""
-    if (syntax := find_reasoning(tokenizer)) is None:
-        return (lambda: None if (calls := calling.parser()) is None else AnswerParser(None, tools=calls)), lambda: None
-    inside = starts_open(tokenizer, ids)
+    syntax, inside = find_reasoning(tokenizer), starts_open(tokenizer, ids)
     shown = None if request.separate_reasoning is False else syntax
-    return (
-        lambda: AnswerParser(shown, inside, calling.parser()),
-        lambda: ReasoningCounter(tokenizer, inside),
-    )
+    counter = None if syntax is None else partial(ReasoningCounter, tokenizer, inside)
+    parsing = (lambda: AnswerParser(shown, inside, calling.parser())), counter
+    return make_reply(request, model.name, PromptTokens(ids), model.vocabulary, *parsing), grammar
 
 
 def answer_rule(wanted: ResponseFormat | None) -> str | None:

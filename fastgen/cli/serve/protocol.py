@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, from_json
 from typing_extensions import TypedDict
 
-from fastgen.cli.serve.fields import HINTS, NEUTRAL, NOTED, UNUSED, FieldPolicy, History, Items, Some, Strict, wrong
+from fastgen.cli.serve.fields import HINTS, Body, FieldPolicy, History, Items, Some, Strict, wrong
 from fastgen.request import MAX_BIASES, MAX_LOGPROBS, SamplingParams
 from fastgen.text.grammar import lark_grammar
 
@@ -280,15 +280,14 @@ STRUCTURES = {
 # ------------------------------------------------------------------------------------------------- requests
 
 
-class GenerationFields(Strict):
+class GenerationFields(Body):
     """The fields that both generating endpoints share. SamplingParams documents most of them. Fields about billing,
     caching and safety and hints for other models have no effect."""
 
     without_effect = frozenset({
         "best_of", "metadata", "modalities", "prediction", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "verbosity",
-    }) | UNUSED | NOTED.keys()  # fmt: skip
-    neutral = NEUTRAL
+    }) | Body.without_effect  # fmt: skip
 
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)  # must equal n
     modalities: Items[Literal["text"]] | None = None
@@ -404,7 +403,7 @@ class ChatRequest(GenerationFields):
     """
 
     without_effect = GenerationFields.without_effect - {"reasoning_effort"}
-    neutral = NEUTRAL | {
+    neutral = Body.neutral | {
         "add_special_tokens": (False, "a chat template has its own special tokens"),
         "echo": (False, "use continue_final_message, and join the texts"),
     }
@@ -494,7 +493,7 @@ class CompletionRequest(GenerationFields):
     """A request to /completions. logprobs: number of alternatives per token. echo: answers begin with the prompt."""
 
     without_effect = GenerationFields.without_effect | {"include_reasoning", "separate_reasoning"}
-    neutral = NEUTRAL | {"add_special_tokens": (True, "give the prompt as ids"), "suffix": ("", HINTS["suffix"])}
+    neutral = Body.neutral | {"add_special_tokens": (True, "give the prompt as ids"), "suffix": ("", HINTS["suffix"])}
 
     prompt: _Prompts
     max_tokens: int | None = Field(None, ge=0)

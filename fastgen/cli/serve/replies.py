@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from fastgen.async_engine.client import joined
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest
 from fastgen.request import Event
-from fastgen.text.reasoning import CallParser, ReasoningCounter
+from fastgen.text.reasoning import AnswerParser, ReasoningCounter
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tool_calls import joined_message
 
@@ -143,8 +143,8 @@ class _BaseReply(Generic[Request]):
 class ChatReply(_BaseReply[ChatRequest]):
     """The response to a chat.
 
-    make_parser: returns the parser of a choice, or None if its text is the content. make_counter: returns the counter
-    of a choice's reasoning tokens, or None if the model has no reasoning.
+    make_parser: returns the parser of a choice; by default, its text is the content. make_counter: returns the counter
+    of a choice's reasoning tokens; None if the model has no reasoning.
     """
 
     prefix, kind = "chatcmpl", "chat.completion.chunk"
@@ -155,12 +155,12 @@ class ChatReply(_BaseReply[ChatRequest]):
         model: str,
         prompt: PromptTokens,
         vocabulary: Vocabulary | None,
-        make_parser: Callable[[], CallParser | None] = lambda: None,
-        make_counter: Callable[[], ReasoningCounter | None] = lambda: None,
+        make_parser: Callable[[], AnswerParser] = lambda: AnswerParser(None),
+        make_counter: Callable[[], ReasoningCounter] | None = None,
     ) -> None:
         super().__init__(request, model, [prompt], vocabulary)
         self._parsers = [make_parser() for _ in range(request.choices)]
-        self._counters = [counter for _ in range(request.choices) if (counter := make_counter()) is not None]
+        self._counters = [] if make_counter is None else [make_counter() for _ in range(request.choices)]
         self._called: set[int] = set()  # indices of choices with a tool call
 
     @property
@@ -196,10 +196,7 @@ class ChatReply(_BaseReply[ChatRequest]):
             yield self._chunk(self._choice(index, None, self._reason(event), (), event.weight_versions, delta={}))
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
-        parser = self._parsers[event.index]
-        if parser is None:
-            return [{"content": event.text}] if event.text else []
-        deltas = parser.push(event.text, event.finish_reason is not None)
+        deltas = self._parsers[event.index].push(event.text, event.finish_reason is not None)
         if any("tool_calls" in delta for delta in deltas):
             self._called.add(event.index)
         shown = self.request.shows_reasoning

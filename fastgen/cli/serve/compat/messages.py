@@ -16,7 +16,7 @@ from pydantic_core import from_json, to_json
 
 from fastgen.cli.serve import prompts
 from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, thought, translated
-from fastgen.cli.serve.fields import NEUTRAL, NOTED, UNUSED, Items, Some, Strict, wrong
+from fastgen.cli.serve.fields import Body, Items, Some, Strict, wrong
 from fastgen.cli.serve.prompts import ModelFacts
 from fastgen.cli.serve.protocol import INT32, TEXT_ONLY, ApiError, ChatRequest, check_request
 from fastgen.request import SamplingParams
@@ -114,13 +114,12 @@ class Thinking(Strict):
     without_effect = frozenset({"budget_tokens", "display"})
 
 
-class CountRequest(Strict):
+class CountRequest(Body):
     """A request to /messages/count_tokens; its fields are also those of /messages."""
 
     without_effect = frozenset({
         "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
-    }) | UNUSED | NOTED.keys()  # fmt: skip
-    neutral = NEUTRAL
+    }) | Body.without_effect  # fmt: skip
 
     model: str | None = None
     messages: Some[dict[str, Any]] = Field(examples=[[{"role": "user", "content": "a"}]])
@@ -133,9 +132,7 @@ class CountRequest(Strict):
     @model_validator(mode="before")
     @classmethod
     def _check_thread(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get(
-            "thread"
-        ):  # the tool runner of the anthropic package then goes on without one
+        if isinstance(data, dict) and data.get("thread"):  # Anthropic's own tool runner then goes on without one
             raise wrong("thread", "is not supported: nothing is stored here", "thread_unsupported_request")
         return data
 

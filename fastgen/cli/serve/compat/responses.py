@@ -14,7 +14,7 @@ from pydantic import Field, FiniteFloat, model_validator
 
 from fastgen.cli.serve import prompts
 from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, thought, translated
-from fastgen.cli.serve.fields import NEUTRAL, NOTED, UNUSED, Items, Strict, wrong
+from fastgen.cli.serve.fields import Body, Items, Strict, wrong
 from fastgen.cli.serve.prompts import ModelFacts
 from fastgen.cli.serve.protocol import ApiError, ChatRequest, Reasoning, check_request, reasoning_texts
 from fastgen.request import MAX_LOGPROBS
@@ -65,10 +65,7 @@ def _functions_of(tool: dict[str, Any]) -> list[tuple[str | None, dict[str, Any]
             return [(None, tool)]
         case {"type": "namespace", "name": str(name), "tools": list(tools)}:
             return [(name, function) for each in tools for _, function in _functions_of(each)]
-        case {
-            "type": "web_search",
-            "external_web_access": False,
-        }:  # a search of stored pages, which Codex offers by default
+        case {"type": "web_search", "external_web_access": False}:  # of stored pages, which Codex offers by default
             return []
     raise ValueError("must be of the type function or namespace: the server runs no tools itself, such as a search")
 
@@ -83,14 +80,13 @@ class Text(Strict):
     without_effect = frozenset({"verbosity"})
 
 
-class ResponseRequest(Strict):
+class ResponseRequest(Body):
     """A request to /responses. Its items and tools are checked after they have been translated to a chat."""
 
     without_effect = frozenset({
         "client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "safety_identifier", "service_tier", "store", "stream_options", "user",
-    }) | UNUSED | NOTED.keys()  # fmt: skip
-    neutral = NEUTRAL
+    }) | Body.without_effect  # fmt: skip
 
     model: str | None = None
     input: str | Items[dict[str, Any]]
