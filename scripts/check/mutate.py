@@ -52,6 +52,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("cli.serve.protocol", "tests/cli/serve/test_serve_fields.py"): [
         ("GenerationFields._sampling_params", 'if self.stop == "":', "if self.stop is None:"),
+    ],
+    ("cli.serve.parts", "tests/cli/serve/test_serve_fields.py"): [
         ("ChatMessage._check_role", 'if self.content == [] and self.role != "assistant":', "if self.content == []:"),
     ],
     ("engine.outputs", CALLS): [

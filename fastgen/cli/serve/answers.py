@@ -15,10 +15,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastgen.async_engine.client import EngineError, EventStream
+from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.compat import messages, responses
 from fastgen.cli.serve.metrics import Meter
 from fastgen.cli.serve.prompts import GenerationRequest, grammar_field, prepare
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, refused
+from fastgen.cli.serve.protocol import ChatRequest, refused
 from fastgen.cli.serve.replies import ChatReply
 from fastgen.cli.serve.service import Service, expire
 from fastgen.request import Event

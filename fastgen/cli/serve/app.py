@@ -33,6 +33,7 @@ from fastgen.cli.serve.answers import (
     json_response,
     limited,
 )
+from fastgen.cli.serve.checking import ApiError, RequestT, read_request
 from fastgen.cli.serve.compat import messages, responses
 from fastgen.cli.serve.compat.messages import CountRequest, MessageReply, MessageRequest
 from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
@@ -42,15 +43,7 @@ from fastgen.cli.serve.fields import FieldPolicy, Strict
 from fastgen.cli.serve.options import LOCAL, ServerOptions
 from fastgen.cli.serve.page import chat_page, docs_page
 from fastgen.cli.serve.prompts import GenerationRequest, detokenize, needed, tokenize, tokenizer_info
-from fastgen.cli.serve.protocol import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    RequestT,
-    TokenizeRequest,
-    read_request,
-)
+from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from fastgen.cli.serve.rollout import Rollout
 from fastgen.cli.serve.service import ServedModel, Service
 

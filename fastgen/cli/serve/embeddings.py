@@ -7,9 +7,10 @@ import struct
 from typing import Any, ClassVar, Literal, cast
 
 from fastgen.async_engine.client import EngineError
+from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.fields import Some, Strict
 from fastgen.cli.serve.prompts import ModelFacts, check_length, encode_text
-from fastgen.cli.serve.protocol import ApiError, refused
+from fastgen.cli.serve.protocol import refused
 from fastgen.cli.serve.service import Service
 
 PROMPTS = 32  # number of inputs per call of the engine, which sends other requests' tokens between two calls

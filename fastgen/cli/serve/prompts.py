@@ -10,15 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fastgen.cli.serve.protocol import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ResponseFormat,
-    TokenizeRequest,
-    refused,
-)
+from fastgen.cli.serve.checking import ApiError
+from fastgen.cli.serve.parts import ResponseFormat
+from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, refused
 from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
 from fastgen.cli.serve.tools import Calling
 from fastgen.request import SamplingParams

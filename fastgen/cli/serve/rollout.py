@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from fastgen.async_engine.client import AsyncGenerator, EngineError
 from fastgen.cli.serve.answers import limited
+from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.fields import Items, Some, Strict, wrong
-from fastgen.cli.serve.protocol import ApiError
 from fastgen.cli.serve.service import Service
 
 Tags = Some[Literal["weights", "kv_cache"]]

@@ -14,10 +14,10 @@ from typing import Any
 
 from fastgen.async_engine.client import AsyncGenerator
 from fastgen.cli.command import note
+from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.metrics import Metrics, Throughput
 from fastgen.cli.serve.options import ModelOptions, Options
 from fastgen.cli.serve.prompts import ModelFacts
-from fastgen.cli.serve.protocol import ApiError
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.engine.stats import Stats
 from fastgen.text.reasoning import template_parser

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from fastgen.cli.serve.app import plain_path
+from fastgen.cli.serve.checking import ApiError, check_request
 from fastgen.cli.serve.compat.messages import MessageRequest
 from fastgen.cli.serve.compat.responses import ResponseRequest
 from fastgen.cli.serve.fields import MAX_NAMED, NEUTRAL, NOTED, UNUSED, FieldPolicy, Strict
-from fastgen.cli.serve.protocol import STRUCTURES, ApiError, ChatRequest, CompletionRequest, check_request
+from fastgen.cli.serve.parts import STRUCTURES
+from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest
 from fastgen.request import SamplingParams
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -22,9 +22,9 @@ from serving import STUB, Server, alive, request_bytes, until
 from starlette.testclient import TestClient
 
 from fastgen.cli.serve.app import make_app
+from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.main import main
 from fastgen.cli.serve.options import read_options
-from fastgen.cli.serve.protocol import ApiError
 from fastgen.cli.serve.service import MAX_COMPUTED, Service
 from fastgen.processes import spawning as processes
 

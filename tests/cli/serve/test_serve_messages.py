@@ -15,8 +15,8 @@ from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from serving import Server
 
+from fastgen.cli.serve.checking import ApiError, read_request
 from fastgen.cli.serve.compat.messages import MessageReply, MessageRequest, error_body
-from fastgen.cli.serve.protocol import ApiError, read_request
 from fastgen.cli.serve.replies import PromptTokens
 from fastgen.request import Event
 from fastgen.text.tools.formats import HERMES

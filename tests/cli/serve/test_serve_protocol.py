@@ -13,20 +13,13 @@ from openai.types.chat import completion_create_params as chat_params
 from pydantic import ValidationError
 from serving import ROOT
 
+from fastgen.cli.serve.checking import ApiError, check_request, read_request
 from fastgen.cli.serve.compat.messages import MessageRequest
 from fastgen.cli.serve.compat.responses import ResponseRequest
 from fastgen.cli.serve.fields import NOTED, FieldPolicy, Strict
 from fastgen.cli.serve.fields import UNUSED as FOREIGN
 from fastgen.cli.serve.prompts import ModelFacts, prepare
-from fastgen.cli.serve.protocol import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    check_request,
-    read_request,
-)
+from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from fastgen.request import SamplingParams
 
 HELLO = [{"role": "user", "content": "Hello"}]

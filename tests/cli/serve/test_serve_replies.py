@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fastgen import Generator
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, CompletionRequest
+from fastgen.cli.serve.checking import ApiError
+from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest
 from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
 from fastgen.request import Event
 

@@ -13,9 +13,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from serving import Server
 
+from fastgen.cli.serve.checking import ApiError, read_request
 from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
 from fastgen.cli.serve.fields import FieldPolicy
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, read_request
+from fastgen.cli.serve.protocol import ChatRequest
 from fastgen.cli.serve.replies import PromptTokens
 from fastgen.request import Event
 from fastgen.text.tools.formats import HERMES

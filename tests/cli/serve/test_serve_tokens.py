@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from grammars import byte_level
 
+from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.compat.messages import CountRequest, MessageRequest, count_tokens
 from fastgen.cli.serve.compat.responses import ResponseRequest
 from fastgen.cli.serve.prompts import ModelFacts, detokenize, encode_chat, encode_text, tokenize
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, DetokenizeRequest, TokenizeRequest
+from fastgen.cli.serve.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.cli.serve.tools import Calling
 from fastgen.model.loader import resolve

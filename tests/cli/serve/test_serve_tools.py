@@ -13,11 +13,13 @@ from asking import CALLS, template
 from grammars import accepts, add, byte_level, walk
 
 from fastgen import SamplingParams
+from fastgen.cli.serve.checking import ApiError, read_request
 from fastgen.cli.serve.compat.messages import MessageRequest
 from fastgen.cli.serve.compat.responses import ResponseRequest
+from fastgen.cli.serve.parts import ChatMessage, ChosenTools, Tool
 from fastgen.cli.serve.prompts import ModelFacts, prepare
 from fastgen.cli.serve.prompts import calling_of as read_calling
-from fastgen.cli.serve.protocol import ApiError, ChatMessage, ChatRequest, ChosenTools, Tool, read_request
+from fastgen.cli.serve.protocol import ChatRequest
 from fastgen.cli.serve.tools import Calling
 from fastgen.text.grammar import Compiler, json_rule
 from fastgen.text.tokenizer import Tokenizer

@@ -15,10 +15,12 @@ from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import from_json, to_json
 
 from fastgen.cli.serve import prompts
+from fastgen.cli.serve.checking import ApiError, check_request
 from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, thought, translated
 from fastgen.cli.serve.fields import Body, Items, Some, Strict, wrong
+from fastgen.cli.serve.parts import TEXT_ONLY
 from fastgen.cli.serve.prompts import ModelFacts
-from fastgen.cli.serve.protocol import INT32, TEXT_ONLY, ApiError, ChatRequest, check_request
+from fastgen.cli.serve.protocol import INT32, ChatRequest
 from fastgen.request import SamplingParams
 
 ERRORS = {

@@ -13,10 +13,12 @@ from typing import Any, Literal
 from pydantic import Field, FiniteFloat, model_validator
 
 from fastgen.cli.serve import prompts
+from fastgen.cli.serve.checking import ApiError, check_request
 from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, thought, translated
 from fastgen.cli.serve.fields import Body, Items, Strict, wrong
+from fastgen.cli.serve.parts import reasoning_texts
 from fastgen.cli.serve.prompts import ModelFacts
-from fastgen.cli.serve.protocol import ApiError, ChatRequest, Reasoning, check_request, reasoning_texts
+from fastgen.cli.serve.protocol import ChatRequest, Reasoning
 from fastgen.request import MAX_LOGPROBS
 
 # {field of a chat that an error may name: its name in /responses}

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fastgen.cli.serve.protocol import TEXT_ONLY, ApiError
+from fastgen.cli.serve.checking import ApiError
+from fastgen.cli.serve.parts import TEXT_ONLY
 from fastgen.cli.serve.replies import ChatReply
 from fastgen.request import Event
 
