@@ -17,7 +17,8 @@ from fastgen.model.config import ModelConfig
 from fastgen.option import check_items
 from fastgen.ranks.protocol import on_all_ranks
 from fastgen.request import Prompt, PromptScore, Request, SamplingParams
-from fastgen.text.tokenizer import Detokenizer, Tokenizer, encode_prompt
+from fastgen.text.detokenizer import Detokenizer
+from fastgen.text.tokenizer import Tokenizer, encode_prompt
 
 
 class PromptTasks:

@@ -45,6 +45,7 @@ WITHOUT_TORCH = (
     "async_engine.client",
     "async_engine.loop",
     "rl.remote",
+    "text.detokenizer",
     "text.grammar",
     "text.reasoning",
     "text.tokenizer",

@@ -7,7 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from fastgen.request import Completion, Event, RequestOutput, Sequence, Status, Timings
-from fastgen.text.tokenizer import OutputText, Tokenizer
+from fastgen.text.detokenizer import OutputText
+from fastgen.text.tokenizer import Tokenizer
 
 
 @dataclass(eq=False)

@@ -13,8 +13,9 @@ from functools import lru_cache
 from itertools import count, groupby
 from typing import Any, Literal
 
+from fastgen.text.detokenizer import Detokenizer, overlap
 from fastgen.text.grammar import quoted
-from fastgen.text.tokenizer import Detokenizer, Tokenizer, overlap
+from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tools.parser import BLANK, ToolParser
 
 OFF = "off"

@@ -107,7 +107,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("names", "tests/test_names.py"): [
         ("_explain", "ours is None or hasattr(self, ours[1])", "True"),
     ],
-    ("text.tokenizer", "tests/text/test_tokenizer.py"): [
+    ("text.detokenizer", "tests/text/test_tokenizer.py"): [
         ("overlap", "range(min(len(text), len(stop) - 1), 0, -1)", "range(1, min(len(text), len(stop) - 1) + 1)"),
         ("StopFinder.push", "text[: at + len(stop) * self._shown], stop", "text[:at], stop"),
         ("Detokenizer.push", "if text.endswith(BROKEN) and not last:", "if text.endswith(BROKEN):"),
@@ -152,7 +152,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("cli.serve.tool_grammars", "tests/cli/serve/test_serve_tools.py"): [
         ("_python_rules", "(not required and not others)", "False"),
         ("_takes_others", "return bool(adding) or not listed", "return bool(adding)"),
-        ("_is_free", "schema.keys() <= _FREE and", ""),
+        ("_is_free", "each.keys() <= _FREE and", ""),
     ],
     ("model.sampler", "tests/model/test_sampler.py"): [
         ("_likeliest", "held < held[:, -1:] * rows.top_p", "held <= held[:, -1:] * rows.top_p"),

@@ -22,6 +22,7 @@ from fastgen.cli.serve.prompts import ModelFacts, prepare
 from fastgen.cli.serve.protocol import ChatRequest
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.request import Event
+from fastgen.text.detokenizer import Detokenizer
 from fastgen.text.grammar import Compiler
 from fastgen.text.reasoning import (
     MISTRAL,
@@ -34,7 +35,7 @@ from fastgen.text.reasoning import (
     starts_open,
     template_parser,
 )
-from fastgen.text.tokenizer import Detokenizer, Tokenizer
+from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tool_calls import joined_message, parse_message
 from fastgen.text.tools.formats import HERMES
 from fastgen.text.tools.parser import Function

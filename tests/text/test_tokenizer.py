@@ -1,4 +1,4 @@
-"""tokenizer.py: prompts of all kinds, incremental detokenization, and stop strings."""
+"""tokenizer.py and detokenizer.py: prompts of all kinds, incremental detokenization, and stop strings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from properties import EXAMPLES, holds_for
 from transformers import AutoTokenizer
 
 from fastgen.model.loader import BUNDLED
-from fastgen.text.tokenizer import BROKEN, CLEARLY_MORE, Detokenizer, StopFinder, Tokenizer, encode_prompt
+from fastgen.text.detokenizer import Detokenizer, StopFinder
+from fastgen.text.tokenizer import BROKEN, CLEARLY_MORE, Tokenizer, encode_prompt
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from pydantic import TypeAdapter
 from serve_stub import SCRIPT
 from serving import STUB, Server
 
-from fastgen.text.tokenizer import Detokenizer, Tokenizer
+from fastgen.text.detokenizer import Detokenizer
+from fastgen.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(120)
 
