@@ -152,9 +152,9 @@ def _reads_last_token(folder: Path) -> bool:
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
         needed = "modules.json and the config.json of its pooling, as models for sentence-transformers have them"
         raise ValueError(f"{folder.name} has no embeddings: embed needs {needed} ({error!r})") from None
-    modes = [name.removeprefix("pooling_mode_") for name, value in pooling.items() if value is True]
+    flags = [name.removeprefix("pooling_mode_") for name, value in pooling.items() if value is True]
     modes = (
-        [pooling["pooling_mode"]] if "pooling_mode" in pooling else [mode for mode in modes if "include" not in mode]
+        [pooling["pooling_mode"]] if "pooling_mode" in pooling else [each for each in flags if "include" not in each]
     )
     if modes != ["lasttoken"] or kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         what = f"{' and '.join(map(str, modes))} of {', '.join(kinds)}"

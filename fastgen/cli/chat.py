@@ -22,18 +22,11 @@ from fastgen.cli.options import API_KEY, MODEL, SAMPLING, Parser, add_flag, flag
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.request import SamplingParams
 
+# Options of a model that runs in this process.
 LOCAL = (
-    "model",
-    "reasoning_parser",
-    "adapter",
-    "quantization",
-    "kv_cache_dtype",
-    "speculate",
-    "dtype",
-    "device",
-    "tensor_parallel",
-    "generation_config",
-)  # options of a model that runs in this process
+    "model", "reasoning_parser", "adapter", "quantization", "kv_cache_dtype", "speculate", "dtype", "device",
+    "tensor_parallel", "generation_config",
+)  # fmt: skip
 SAMPLED = ("temperature", "top_p", "max_tokens")  # sampling parameters
 MODEL_NAMES = ("model", "url", "name")  # options that name the model
 SERVED = ("api_key", "name")  # options of a model on the server at --url

@@ -69,9 +69,9 @@ def show_request(ask: Ask, tokenizer: Tokenizer | None, row: Row) -> tuple[str, 
     texts, count = [], 0
     for prompt, _ in asked.requests:
         ids, text = encode_prompt(prompt, tokenizer)
-        texts.append(
-            tokenizer.decode(ids, special=True) if text is None and tokenizer is not None else text or str(ids)
-        )
+        if text is None:
+            text = str(ids) if tokenizer is None else tokenizer.decode(ids, special=True)
+        texts.append(text)
         count += len(ids)
     return "\n".join(texts), count
 

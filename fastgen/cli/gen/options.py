@@ -67,9 +67,7 @@ def make_parser() -> Parser:
     )
     option = parser.add_argument
     suffixes = ", ".join(SUFFIXES)
-    model_help = (
-        f"a hub id or a folder; {BUNDLED_NAME} is fastgen's own small model; with --url, its name on the server"
-    )
+    model_help = f"a hub id or a folder; {BUNDLED_NAME} is fastgen's own model; with --url, its name on the server"
     option("model", metavar="MODEL", help=model_help)
     option("inputs", metavar="INPUT", nargs="+", help=f"files, folders or globs ({suffixes}); - is JSONL on stdin")
     output_help = "JSONL or CSV file, or folder of Parquet files, depending on the suffix; - is JSONL on stdout"
@@ -85,15 +83,10 @@ def make_parser() -> Parser:
     group = parser.add_argument_group("sampling")
     for each in (*SAMPLING.values(), SEED):
         add_flag(group, each)
-    group.add_argument(
-        "--stop", metavar="TEXT", action="append", help="string that ends an answer; may be given several times"
-    )
-    group.add_argument(
-        "--json-schema",
-        metavar="FILE_OR_JSON",
-        type=_schema,
-        help="answers are JSON of this schema (default: any text)",
-    )
+    stop_help = "string that ends an answer; may be given several times"
+    group.add_argument("--stop", metavar="TEXT", action="append", help=stop_help)
+    schema_help = "answers are JSON of this schema (default: any text)"
+    group.add_argument("--json-schema", metavar="FILE_OR_JSON", type=_schema, help=schema_help)
     group.add_argument("--regex", metavar="REGEX", help="this expression matches each answer (default: any text)")
     choice_help = "each answer is one of these texts; may be given several times (default: any text)"
     group.add_argument("--choice", metavar="TEXT", nargs="+", action="extend", help=choice_help)
@@ -101,11 +94,8 @@ def make_parser() -> Parser:
     for each in GENERATOR.values():
         add_flag(group, each)
     group = parser.add_argument_group("Ray")
-    group.add_argument(
-        "--ray",
-        action="store_true",
-        help="run in Ray actors, on this machine or the cluster at RAY_ADDRESS (default: in this process)",
-    )
+    ray_help = "run in Ray actors, on this machine or the cluster at RAY_ADDRESS (default: in this process)"
+    group.add_argument("--ray", action="store_true", help=ray_help)
     for each in RAY:
         add_flag(group, each)
     group = parser.add_argument_group("server")

@@ -47,9 +47,7 @@ class Worker:
             for done in work(ask, self._arriving(), gen.stream):
                 self._under_way.pop(done.index).set_result(done)
         except Exception as error:
-            self._error = (
-                error  # set before the futures are read, since `do` adds its own before it checks for an error
-            )
+            self._error = error  # before the futures are read: `do` adds its own before it checks for an error
             for future in list(self._under_way.values()):
                 future.set_exception(error)
 

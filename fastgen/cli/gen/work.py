@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
-PARAMS = (
-    *SAMPLING,
-    "logit_bias",
-    "seed",
-    "stop",
-    "stop_token_ids",
-)  # columns that set sampling parameters of their row
+PARAMS = (*SAMPLING, "logit_bias", "seed", "stop", "stop_token_ids")  # columns with sampling parameters of their row
 LOGPROBS = ("token_ids", "logprobs", "raw_logprobs")
 MAX_SAMPLES = 10_000  # maximum `n` of a row, whose samples are in memory together
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 from fastgen.async_engine.client import EngineError
 from fastgen.cli.serve.checking import ApiError
@@ -19,7 +19,7 @@ PROMPTS = 32  # number of inputs per call of the engine, which sends other reque
 class EmbeddingRequest(Strict):
     """A request to /embeddings. encoding_format: "base64" means the bytes of little-endian float32 numbers."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset({"user"})
+    without_effect = frozenset({"user"})
 
     model: str | None = None
     input: str | Some[str] | Some[int] | Some[Some[int]]

@@ -89,7 +89,7 @@ def is_neutral(value: Any, neutral: Any) -> bool:
 
 
 class FieldPolicy:
-    """What a server does with fields that it does not use.
+    """The policy of a server for fields that it does not use.
 
     strict: refuse those without effect. ignore_unknown: ignore those that are not supported, instead of an error.
     say: logs a line; by default, nothing is logged.
