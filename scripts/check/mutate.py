@@ -123,10 +123,12 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("text.tools.parser", "tests/text/test_tool_calls.py"): [
         ("ToolParser._match", "(last or len(self._text) >= at + HELD)", "last"),
         ("ToolParser._is_first", "not self.calls and", ""),
+        ("Scan.run", "end += 1", "end += 0"),
+        ("Scan.run", "if self.depth == 1 else []", "if True else []"),
+        ("Scan.run", "self.at = max(self.at, len(text) - start)", "self.at = len(text) - start"),
         ("ToolParser._say", "content.lstrip(BLANK) if self._after_call else content", "content"),
     ],
     ("text.tools.json_calls", "tests/text/test_tool_calls.py"): [
-        ("_Nesting.end", "self.escaped = at == len(text)", "self.escaped = False"),
         ("DeepSeek.begins", 'rf"(?:{self.opens}{WS})?+" +', ""),
         ("JsonParser._match_call", "self._marked = False", "pass"),
     ],
@@ -136,9 +138,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("XmlParser._read_end", "if found is not None and found.partial:", "if False:"),
     ],
     ("text.tools.python_calls", "tests/text/test_tool_calls.py"): [
-        ("_Scan.run", "end += 1", "end += 0"),
-        ("_Scan.run", "if self.depth == 1 else []", "if True else []"),
-        ("PythonParser._match_rest", "scan, self._scan = self._scan, _Scan()", "scan = self._scan"),
+        ("PythonParser._match_rest", "scan, self._scan = self._scan, Scan(_PLACES)", "scan = self._scan"),
     ],
     ("text.tools.values", "tests/text/tools/test_values.py tests/text/test_tool_calls.py"): [
         ("typed_json", '(types - {"string"})', "types"),

@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 
 import regex
 
-from fastgen.text.tools.parser import SAMPLE, WS, Found, Function, Syntax, ToolParser, either
+from fastgen.text.tools.parser import SAMPLE, WS, Found, Function, Scan, Syntax, ToolParser, either
 
-_BRACKETS = regex.compile(r'["\\{}\[\]]')
+_PLACES = regex.compile(r'["\\{}\[\]]')
 _STRING = r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
 _OTHER = rf'(?:"(?:type|id)"{WS}:{WS}{_STRING}{WS},{WS})*+'
 # The end of a call after its arguments: further fields (text, a number, true, false or null), and the bracket of the
@@ -168,33 +168,6 @@ class DeepSeek(JsonSyntax):
 # ------------------------------------------------------------------------------------------------- the parser
 
 
-@dataclass(slots=True)
-class _Nesting:
-    """A position inside JSON. depth: number of open brackets. quoted: inside a string. escaped: after a backslash."""
-
-    depth: int = 0
-    quoted: bool = False
-    escaped: bool = False
-
-    def end(self, text: str) -> int | None:
-        """Return the index after the bracket that closes the outermost one, or None if `text` ends before it."""
-        at = 0
-        if self.escaped and text:
-            at, self.escaped = 1, False
-        while found := _BRACKETS.search(text, at):
-            at, char = int(found.end()), found[0]
-            if self.quoted and char == "\\":
-                self.escaped = at == len(text)
-                at += 1
-            elif char == '"':
-                self.quoted = not self.quoted
-            elif not self.quoted:
-                self.depth += 1 if char in "{[" else -1
-                if self.depth == 0:
-                    return at
-        return None
-
-
 class JsonParser(ToolParser):
     """A parser of calls with arguments in JSON, which it reports as they are written. known: names of functions that
     calls without a mark may have."""
@@ -202,7 +175,7 @@ class JsonParser(ToolParser):
     def __init__(self, syntax: JsonSyntax, known: Collection[str]) -> None:
         super().__init__({syntax.opens[0]} | ({syntax.first} if syntax.bare else set()))
         self._marked = True  # the current call has its mark
-        self._nesting = _Nesting()
+        self._scan = Scan(_PLACES)
         self._bare = syntax.bare
         # Patterns of the beginning of a call, and of the text after its arguments: {the call has its mark: pattern}.
         names = {True: None, False: known}
@@ -222,14 +195,17 @@ class JsonParser(ToolParser):
         name = found["name"]
         self._call(json.loads(name) if name.startswith('"') else name)
         self._text, self._state = self._text[found.end() - 1 :], self._read_arguments
-        self._nesting = _Nesting()
+        self._scan = Scan(_PLACES)
 
     def _read_arguments(self, last: bool) -> bool:
-        end = self._nesting.end(self._text)
-        self._argue(self._text[:end])
-        self._text = "" if end is None else self._text[end:]
-        self._state = self._read_arguments if end is None else self._read_next
-        return end is not None
+        self._scan.run(self._text)
+        piece = self._text[: self._scan.at]
+        self._argue(piece)
+        self._text = self._text[len(piece) :]
+        self._scan.at -= len(piece)
+        if self._scan.done:
+            self._state = self._read_next
+        return self._scan.done
 
     def _read_next(self, last: bool) -> bool:
         """Read the end of a call, then the mark that closes it, the end of a list, or the beginning of the next."""

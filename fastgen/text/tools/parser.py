@@ -157,6 +157,41 @@ class ToolParser(ABC):
             self._deltas.append({"tool_calls": [piece]})
 
 
+@dataclass(slots=True)
+class Scan:
+    """A position inside the brackets around the arguments of a call, in a text that grows.
+
+    places: pattern of one character, which matches brackets, quotation marks and backslashes, and commas where they are
+    wanted. at: index of the position, relative to the first bracket; whoever drops the text before it subtracts its
+    length. quote: the quotation mark of the string around it, or "". commas: indices of the commas inside no other
+    brackets. done: `at` is the index after the last bracket.
+    """
+
+    places: Pattern
+    at: int = 0
+    depth: int = 0
+    quote: str = ""
+    commas: list[int] = field(default_factory=list)
+    done: bool = False
+
+    def run(self, text: str, start: int = 0) -> None:
+        """Read on in a text whose first bracket is at `start`, up to the bracket that closes it."""
+        while not self.done and (found := self.places.search(text, start + self.at)):
+            char, end = found[0], int(found.end()) - start
+            if self.quote and char == "\\":
+                end += 1  # what it escapes may not be there yet
+            elif char in "\"'":
+                self.quote = "" if char == self.quote else self.quote or char
+            elif not self.quote and char == ",":
+                self.commas += [end - 1] if self.depth == 1 else []
+            elif not self.quote and char != "\\":
+                self.depth += 1 if char in "([{" else -1
+                self.done = self.depth == 0
+            self.at = end
+        if not self.done:
+            self.at = max(self.at, len(text) - start)
+
+
 def new_call_id() -> str:
     """Return nine letters and digits, the only form of id that Mistral's templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

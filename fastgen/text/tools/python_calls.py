@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import regex
 
-from fastgen.text.tools.parser import SAMPLE, WS, Found, Function, Syntax, ToolParser, either
+from fastgen.text.tools.parser import SAMPLE, WS, Found, Function, Scan, Syntax, ToolParser, either
 from fastgen.text.tools.values import UNREADABLE, json_text, python_text, read_literal
 
 _ARGUMENT = re.compile(r"\s*([^\W\d][\w-]*)\s*=(.*)", re.DOTALL)
@@ -40,35 +40,6 @@ class Pythonic(Syntax):
         return any(f"{name}={json_text(value)}" in text for name, value in SAMPLE[1].items())
 
 
-@dataclass(slots=True)
-class _Scan:
-    """A position inside the brackets of a call. at: index in the text of the parser, relative to the first bracket.
-    quote: the quotation mark of the string around it, or "". commas: places of the commas between arguments."""
-
-    at: int = 0
-    depth: int = 0
-    quote: str = ""
-    commas: list[int] = field(default_factory=list)
-    done: bool = False
-
-    def run(self, text: str, start: int) -> None:
-        """Read on in a text whose bracket is at `start`, up to the bracket that closes it."""
-        while not self.done and (found := _PLACES.search(text, start + self.at)):
-            char, end = found[0], found.end() - start
-            if self.quote and char == "\\":
-                end += 1  # what it escapes may not be there yet
-            elif char in "\"'":
-                self.quote = "" if char == self.quote else self.quote or char
-            elif not self.quote and char == ",":
-                self.commas += [end - 1] if self.depth == 1 else []
-            elif not self.quote and char != "\\":
-                self.depth += 1 if char in "([{" else -1
-                self.done = self.depth == 0
-            self.at = end
-        if not self.done:
-            self.at = max(self.at, len(text) - start)
-
-
 @dataclass(frozen=True)
 class _Call:
     """A call that was looked for. end: index after it. partial: it depends on later text."""
@@ -91,7 +62,7 @@ class PythonParser(ToolParser):
         }
         self._more = regex.compile(rf"{WS},{WS}{name}")
         self._follows = regex.compile(rf"{WS}(?:,{WS})?+\]|{WS},{WS}{name}")
-        self._scan = _Scan()
+        self._scan = Scan(_PLACES)
 
     def _match_call(self, at: int, last: bool) -> Found:
         found = self._match(self._opens[True], at, last)
@@ -106,13 +77,13 @@ class PythonParser(ToolParser):
         follows = self._match(self._follows, start + self._scan.at, last=False) if self._scan.done else None
         if not last and (not self._scan.done or (follows is not None and follows.partial)):
             return _Call(partial=True)
-        scan, self._scan = self._scan, _Scan()
+        scan, self._scan = self._scan, Scan(_PLACES)
         if follows is None:
             return None
         arguments = self._read_call(start, scan)
         return None if arguments is None else _Call(head["name"], arguments, start + scan.at)
 
-    def _read_call(self, start: int, scan: _Scan) -> str | None:
+    def _read_call(self, start: int, scan: Scan) -> str | None:
         """Return the JSON text of a call's arguments; None if they are no literals with names."""
         ends = [start + place for place in (*scan.commas, scan.at - 1)]
         pieces = [self._text[a + 1 : b] for a, b in zip([start, *ends], ends, strict=False)]
