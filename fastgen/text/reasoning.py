@@ -16,7 +16,7 @@ from typing import Any, Literal
 from fastgen.text.detokenizer import Detokenizer, overlap
 from fastgen.text.grammar import quoted
 from fastgen.text.tokenizer import Tokenizer
-from fastgen.text.tools.parser import BLANK, ToolParser
+from fastgen.text.tools.parser import BLANK, HELD, ToolParser, without_blank
 
 OFF = "off"
 
@@ -134,7 +134,7 @@ class AnswerParser:
         begun = self._text.lstrip(BLANK)
         if begun.startswith(self._syntax.opens):
             self._text, self._state = begun[len(self._syntax.opens) :], self._read_reasoning
-        elif last or not self._syntax.opens.startswith(begun):
+        elif last or not self._syntax.opens.startswith(begun) or len(self._text) > HELD:
             self._state = self._read_reasoning if self._starts_open else self._read_content
         else:
             return False
@@ -145,8 +145,10 @@ class AnswerParser:
         reasoning, mark, rest = self._text.partition(self._syntax.closes)
         if not mark and not last:
             reasoning = reasoning[: len(reasoning) - overlap(reasoning, self._syntax.closes)]
-        if mark or not last:
+        if mark:
             reasoning = reasoning.rstrip(BLANK)
+        elif not last:
+            reasoning = without_blank(reasoning)
         self._text = rest if mark else self._text[len(reasoning) :]
         said = reasoning if self._reasoned else reasoning.lstrip(BLANK)
         if said:
@@ -206,11 +208,12 @@ class ReasoningCounter:
         assert self._syntax is not None
         opens, closes = self._syntax.opens, self._syntax.closes
         self._text += self._detokenizer.push([id])
-        begun = self._text.lstrip(BLANK)
-        if self._state == "before" and begun.startswith(opens):
-            self._state, self._text = "inside", begun[len(opens) :]
-        elif self._state == "before":
-            self._state = "before" if opens.startswith(begun) else "over"
+        if self._state == "before":
+            self._text = self._text.lstrip(BLANK)
+            if self._text.startswith(opens):
+                self._state, self._text = "inside", self._text[len(opens) :]
+            elif not opens.startswith(self._text):
+                self._state = "over"
         elif closes in self._text:
             self._state = "over"
         else:

@@ -221,6 +221,7 @@ def test_broken_answers_are_parsed_the_same_from_any_pieces(name: str) -> None:
         (PYTHONIC, "[get(a=1) and so on"),
         (PYTHONIC, '[get(a="cut off'),
         (PYTHONIC, f"[get(a='b{' ' * 20_000}c' d)]"),
+        (HERMES, "a" + "\n" * 20_000 + "b"),
         (PYTHONIC, "Say [get(a=1)]"),
     ],
 )

@@ -17,7 +17,7 @@ Found = Any  # a match of `regex`, or another object with `partial`
 BLANK = " \t\r\n"
 WS = r"[ \t\r\n]*+"
 SAMPLE = ("sample_function", {"key": "a b"})  # name and arguments of a call that shows how a template takes calls
-HELD = 8192  # maximum number of characters of a call before its arguments, or after them
+HELD = 8192  # maximum number of characters that wait for later text: of a call around its arguments, or of white space
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class ToolParser(ABC):
         else:
             at = len(self._text)
         content = self._text[:at]
-        content = content if last else content.rstrip(BLANK)
+        content = content if last else without_blank(content)
         self._text = self._text[len(content) :]
         self._say(content)
         return False
@@ -190,6 +190,12 @@ class Scan:
             self.at = end
         if not self.done:
             self.at = max(self.at, len(text) - start)
+
+
+def without_blank(text: str) -> str:
+    """Return a text without the white space at its end, or all of it if that is more than HELD characters."""
+    stripped = text.rstrip(BLANK)
+    return stripped if len(text) - len(stripped) <= HELD else text
 
 
 def new_call_id() -> str:

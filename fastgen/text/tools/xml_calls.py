@@ -20,7 +20,7 @@ from typing import Any
 
 import regex
 
-from fastgen.text.tools.parser import WS, Found, Function, Syntax, ToolParser, either
+from fastgen.text.tools.parser import HELD, WS, Found, Function, Syntax, ToolParser, either
 from fastgen.text.tools.values import TYPES, typed_json, types_of
 
 _NAME = r"[^<>\r\n]++"
@@ -90,6 +90,8 @@ class XmlParser(ToolParser):
 
     def _read_value(self, last: bool) -> bool:
         found = _END.search(self._text, partial=True)
+        if found is not None and found.partial and not last and len(self._text) - found.start() > HELD:
+            found = None  # very much white space after a tag, which is a part of the value
         value = self._text if found is None else self._text[: found.start()]
         if self._types == _STRING:
             self._argue(json.dumps(value, ensure_ascii=False)[1:-1])
