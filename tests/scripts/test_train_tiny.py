@@ -33,7 +33,8 @@ from fastgen.cli import chat  # noqa: E402
 from fastgen.cli.gen import main as gen  # noqa: E402
 from fastgen.cli.serve import options as serve  # noqa: E402
 from fastgen.text.tokenizer import Tokenizer  # noqa: E402
-from fastgen.text.tool_calls import HERMES, find_syntax, parse_message  # noqa: E402
+from fastgen.text.tool_calls import parse_message  # noqa: E402
+from fastgen.text.tools.formats import HERMES  # noqa: E402
 
 SHIPPED = ROOT / "fastgen" / "tiny"
 
@@ -133,7 +134,7 @@ def as_messages(task: Task, tokenizer: Tokenizer) -> list[dict[str, Any]]:
 def test_rows_are_what_the_chat_template_writes(name: str) -> None:
     """A turn is trained in exactly the ids that the template gives, and only the reply is a target."""
     tokenizer = Tokenizer(SHIPPED)
-    assert find_syntax(tokenizer) is HERMES
+    assert tokenizer.tool_syntax is HERMES
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, special=False)
