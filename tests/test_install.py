@@ -221,6 +221,7 @@ def listens(port: int) -> bool:
         ("fgchat --url http://localhost:1", 1, "serve"),
         ("fggen fastgen-tiny in.jsonl -o out.parquet", 1, "parquet"),
         ("fggen fastgen-tiny in.jsonl -o out.jsonl --ray", 1, "ray"),
+        ("fggen fastgen-tiny in.jsonl -o out.jsonl --url http://localhost:1", 1, "openai"),
     ],
 )
 def test_an_extra_that_is_not_installed_is_a_line_with_the_command_that_installs_it(

@@ -118,6 +118,40 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("after_reasoning", "tokenizer.special_ids, (*eos_ids, closes)", "frozenset(), (closes,)"),
         ("ReasoningCounter.push", "elif id == self._closes:", "elif id == -1:"),
     ],
+    ("text.tools.parser", "tests/text/test_tool_calls.py"): [
+        ("ToolParser._match", "(last or len(self._text) >= at + HELD)", "last"),
+        ("ToolParser._is_first", "not self.calls and", ""),
+        ("ToolParser._say", "content.lstrip(BLANK) if self._after_call else content", "content"),
+    ],
+    ("text.tools.json_calls", "tests/text/test_tool_calls.py"): [
+        ("_Nesting.end", "self.escaped = at == len(text)", "self.escaped = False"),
+        ("DeepSeek.begins", 'rf"(?:{self.opens}{WS})?+" +', ""),
+        ("JsonParser._match_call", "self._marked = False", "pass"),
+    ],
+    ("text.tools.xml_calls", "tests/text/test_tool_calls.py"): [
+        ("XmlParser._read_value", """'"' if self._types == _STRING else""", ""),
+        ("XmlParser._read_value", '(last and "</parameter>" in found[0])', "False"),
+        ("XmlParser._read_end", "if found is not None and found.partial:", "if False:"),
+    ],
+    ("text.tools.python_calls", "tests/text/test_tool_calls.py"): [
+        ("_Scan.run", "end += 1", "end += 0"),
+        ("_Scan.run", "if self.depth == 1 else []", "if True else []"),
+        ("PythonParser._match_rest", "scan, self._scan = self._scan, _Scan()", "scan = self._scan"),
+    ],
+    ("text.tools.values", "tests/text/tools/test_values.py tests/text/test_tool_calls.py"): [
+        ("typed_json", '(types - {"string"})', "types"),
+        ("types_of", 'frozenset.intersection(*allowed) if word == "allOf" else', ""),
+        ("json_text", "return json.dumps(value, allow_nan=False)", "return None"),
+    ],
+    ("text.tools.history", "tests/text/tools/test_history.py"): [
+        ("_template_call", "read if isinstance(read, dict) else arguments", "read"),
+        ("_find_form", "if syntax.shows(texts[-1]):", "if True:"),
+    ],
+    ("cli.serve.tool_grammars", "tests/cli/serve/test_serve_tools.py"): [
+        ("_python_rules", "(not required and not others)", "False"),
+        ("_takes_others", "return bool(adding) or not listed", "return bool(adding)"),
+        ("_is_free", "schema.keys() <= _FREE and", ""),
+    ],
     ("model.sampler", "tests/model/test_sampler.py"): [
         ("_likeliest", "held < held[:, -1:] * rows.top_p", "held <= held[:, -1:] * rows.top_p"),
         ("_likeliest", "torch.minimum(short + 1, count)", "torch.minimum(short.clamp(min=1), count)"),
@@ -272,6 +306,26 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("LaneTable.take_changes", "self._starts, self._page_updates = [], []", "self._starts = []"),
         ("next_chunk", "spare = budget - min(oldest.prefill_left, reserve)", "spare = budget"),
         ("begins_like", "return tokens[at:end] == others[at:end] and", "return False and"),
+    ],
+    ("cli.wrapping", "tests/cli/test_wrapping.py"): [
+        ("Wrapper._place", "before + size > self._width()", "before + size >= self._width()"),
+        ("Wrapper._end_line", "self._code.strip().startswith(self._fence)", "self._code.startswith('```')"),
+    ],
+    ("cli.chat_commands", "tests/cli/test_chat.py tests/cli/test_chat_backends.py"): [
+        ("_regenerate", "chat.rounds.append(last)", "pass"),
+        ("_changed", "if each != name", "if each == name"),
+    ],
+    ("cli.chat_console", "tests/cli/test_chat.py"): [
+        ("Console._put", "self._thinking and not self._dumb", "not self._dumb"),
+    ],
+    ("cli.gen.server_backend", "tests/cli/gen/test_gen_server.py"): [
+        ("_Server.advance", "len(waiting) < concurrency", "len(waiting) <= concurrency"),
+        ("_Server._answer", "if status in WRONG_KEY or (status == NO_MODEL and self._calls.needs_all):", "if False:"),
+        ("RowCalls.call", "**self.fields, **own}", "**own, **self.fields}"),
+        ("RowCalls.finish", "if len(choices) == 1 else None", "* len(choices)"),
+    ],
+    ("cli.gen.main", "tests/cli/gen/test_gen.py"): [
+        ("run", "done[total:] = bytes([1]) * (source.total - total)", "pass"),
     ],
 }  # fmt: skip
 

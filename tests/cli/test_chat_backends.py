@@ -209,6 +209,15 @@ def test_an_error_is_a_line_and_the_chat_goes_on(
     assert [message["content"] for message in fake.asked[1][1]["messages"]] == kept
 
 
+def test_an_answer_is_kept_if_there_is_no_other(fake: Fake, pipe: Callable[..., Any]) -> None:
+    answers = iter([stream("first"), reply(503, ERROR), reply(400, ERROR), stream("last")])
+    fake.answer = lambda request: next(answers)(request)
+    status, shown, err = pipe("/regen\none\n/regen\n/regen\ntwo\n")
+    assert (status, shown) == (1, "first\nlast\n")
+    assert err.splitlines()[0] == "/regen: there is no answer yet"
+    assert [message["content"] for message in fake.asked[-1][1]["messages"]] == ["one", "first", "two"]
+
+
 @pytest.mark.parametrize(
     ("models", "line"),
     [

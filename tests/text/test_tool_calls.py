@@ -91,7 +91,7 @@ def random_arguments(rng: random.Random) -> dict[str, Any]:
         "'",
         "a\n",
     ]
-    hard += ["</parameter>\n x", "<", "`" * 3, "[TOOL_CALLS]"]
+    hard += ['say "', "</parameter>\n x", "<", "`" * 3, "[TOOL_CALLS]"]
     values: dict[str, Any] = {
         "a": rng.choice(hard),
         "b": rng.choice([5, None, -1.5, [rng.choice(hard)], {"k": True}]), "c": [rng.choice(hard)]
@@ -265,6 +265,7 @@ def test_text_without_a_call_is_content(syntax: Syntax, text: str) -> None:
             ],
         ),
         (PYTHONIC, '[get(a="half \\ud83d")]', "", [("get", '{"a": "half \\ud83d"}')]),
+        (PYTHONIC, "[get(a=1)] [add()]", "[add()]", [("get", '{"a": 1}')]),
         (PYTHONIC, "[get(a=1), get(b)]", ", get(b)]", [("get", '{"a": 1}')]),
         (
             QWEN_CODER,
@@ -273,7 +274,15 @@ def test_text_without_a_call_is_content(syntax: Syntax, text: str) -> None:
             "",
             [("get", '{"a": "5", "b": 5, "c": null, "d": "Say </parameter>."}')],
         ),
+        # Without the mark, each call of a list must name a known function.
+        (
+            MISTRAL,
+            '[{"name": "get", "arguments": {}}, {"name": "unknown", "arguments": {}}]',
+            ', {"name": "unknown", "arguments": {}}]',
+            [("get", "{}")],
+        ),
         # The answer is cut off within a call.
+        (QWEN_CODER, "<tool_call>\n<function=get>\n<parameter=a>\nq\n</parameter>\n", "", [("get", '{"a": "q"')]),
         (QWEN_CODER, "<tool_call>\n<function=get>\n<parameter=a>\nPar\n</para", "", [("get", '{"a": "Par')]),
         (QWEN_CODER, "<tool_call>\n<function=get>\n<parameter=b>\n[1, 2", "", [("get", '{"b": ')]),
         (PYTHONIC, "[get(a=1), ad", "", [("get", '{"a": 1}')]),
@@ -358,6 +367,11 @@ def test_a_function_in_python_tells_the_types_of_its_arguments(talker: Path) -> 
     assert call["function"] == {"name": "get", "arguments": {"a": "5", "b": 5}}
     with pytest.raises(ValueError, match="the function parse has no schema"):
         parse_message(text, tokenizer, [parse])
+
+
+def test_text_that_is_no_call_for_long_is_not_held() -> None:
+    text = '<tool_call>{"id": "' + "x" * HELD
+    assert "".join(delta["content"] for delta in HERMES.parser(FUNCTIONS).push(text)) == text
 
 
 def test_ids_are_what_mistral_takes() -> None:

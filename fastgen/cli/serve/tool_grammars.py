@@ -12,7 +12,7 @@ from fastgen.text.grammar import FREE_FORMATS, choice_rule, json_rule, quoted
 from fastgen.text.tools.json_calls import DeepSeek, Mistral, MistralHeads, ObjectSyntax
 from fastgen.text.tools.parser import Function, Syntax
 from fastgen.text.tools.python_calls import Pythonic
-from fastgen.text.tools.values import python_text, resolved, types_of
+from fastgen.text.tools.values import parts_of, python_text, resolved, types_of
 from fastgen.text.tools.xml_calls import QwenCoder
 
 Mark = Callable[[str], str]  # returns the rule of a mark
@@ -132,12 +132,12 @@ def _tag_rules(rule: str, function: Function) -> list[str]:
 
 def _tag_value(name: str, schema: Mapping[str, Any], function: Function) -> str:
     """Return the rule of an argument in a tag, and of the end of the tag: text, or the JSON of another type."""
-    if values := _values(schema, function.parameters):
+    if values := _values(schema, function.parameters, set()):
         texts = ([value] if isinstance(value, str) else [json.dumps(value), python_text(value)] for value in values)
         return f"{choice_rule(dict.fromkeys(chain(*texts)))} {quoted(_TAG_ENDS)}"
     if "string" not in types_of(schema, function.parameters):
         return f"{_literal_rule(schema, function)} {quoted(_TAG_ENDS)}"
-    if function.strict and not _is_free(schema, function.parameters):
+    if function.strict and not _is_free(schema, function.parameters, set()):
         raise ValueError(
             f"the text {name!r} of the strict function {function.name} has limits that cannot be enforced in this "
             "model's format of tools: keep only its type and description, or leave strict out"
@@ -145,25 +145,25 @@ def _tag_value(name: str, schema: Mapping[str, Any], function: Function) -> str:
     return "tag_text"
 
 
-def _values(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
-    """Return all values that a schema allows, as for Literal["a", "b"] | None; None if it does not list them."""
+def _values(schema: Any, root: Mapping[str, Any], seen: set[int]) -> list[Any] | None:
+    """Return all values that a schema allows, as for Literal["a", "b"] | None; None if it does not list them. seen: see
+    `parts_of`."""
     schema = resolved(schema, root)
-    if "enum" in schema or "const" in schema:
-        return list(schema["enum"]) if "enum" in schema else [schema["const"]]
-    if schema.get("type") == "null":
-        return [None]
-    parts = [_values(part, root) for part in schema.get("anyOf", ())]
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) or schema.get("type") == "null":
+        return values if isinstance(values, list) else [None]
+    parts = [_values(part, root, seen) for part in parts_of(schema, "anyOf", root, seen)]
     return [value for part in parts for value in part or ()] if parts and None not in parts else None
 
 
-def _is_free(schema: Any, root: Mapping[str, Any]) -> bool:
-    """Return whether a schema that allows strings allows all of them."""
+def _is_free(schema: Any, root: Mapping[str, Any], seen: set[int]) -> bool:
+    """Return whether a schema that allows strings allows all of them. seen: see `parts_of`."""
     schema = resolved(schema, root)
-    parts = [part for word in ("anyOf", "oneOf") for part in schema.get(word, ())]
+    parts = [part for word in ("anyOf", "oneOf") for part in parts_of(schema, word, root, seen)]
     return (
         schema.keys() <= _FREE
         and schema.get("format") in (None, *FREE_FORMATS)
-        and all(_is_free(part, root) for part in parts)
+        and all(_is_free(part, root, seen) for part in parts)
     )
 
 

@@ -20,12 +20,12 @@ def template_calls(messages: Messages, syntax: Syntax | None, render: Callable[[
     Arguments that are the JSON of an object become that object, or what else the template takes; those that are not, as
     after a cut, stay text. Results get the name of their function, which the template of Hermes requires.
 
-    render: function that returns the text of messages; it raises ValueError if the template fails. Raises ValueError if
-    the template leaves calls out.
+    syntax: the format of calls; None: messages are left alone. render: function that returns the text of messages; it
+    raises ValueError if the template fails. Raises ValueError if the template leaves calls out.
     """
-    if not any(message.get("tool_calls") or message.get("tool_call_id") for message in messages):
+    if syntax is None or not any(message.get("tool_calls") or message.get("tool_call_id") for message in messages):
         return messages
-    form = 0 if syntax is None else _find_form(syntax, render)
+    form = _find_form(syntax, render)
     names: dict[Any, Any] = {}
     written = []
     for message in messages:
@@ -33,7 +33,7 @@ def template_calls(messages: Messages, syntax: Syntax | None, render: Callable[[
         if message.get("tool_calls"):
             changed["tool_calls"] = [_template_call(call, syntax, form) for call in message["tool_calls"]]
             names |= {_get(call, "id"): _get(_get(call, "function"), "name") for call in changed["tool_calls"]}
-            if syntax is not None and not message.get("content"):
+            if not message.get("content"):
                 changed["content"] = syntax.forms({})[form][0]
         if (id := _template_id(message.get("tool_call_id"), syntax)) is not None:
             changed["tool_call_id"] = id
@@ -59,7 +59,7 @@ def _find_form(syntax: Syntax, render: Callable[[Messages], str]) -> int:
     return 0
 
 
-def _template_call(call: Any, syntax: Syntax | None, form: int) -> Any:
+def _template_call(call: Any, syntax: Syntax, form: int) -> Any:
     function = _get(call, "function")
     if not isinstance(function, Mapping):
         return call
@@ -68,7 +68,7 @@ def _template_call(call: Any, syntax: Syntax | None, form: int) -> Any:
         with suppress(ValueError, RecursionError):
             read = json.loads(arguments or "{}")
             arguments = read if isinstance(read, dict) else arguments
-    if syntax is not None and isinstance(arguments, str | Mapping):
+    if isinstance(arguments, str | Mapping):
         arguments = syntax.forms(arguments)[form][1]
     ids = {"id": _template_id(call["id"], syntax)} if "id" in call else {}
     return {**call, **ids, "function": {**function, "arguments": arguments}}
@@ -78,8 +78,8 @@ def _get(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, Mapping) else None
 
 
-def _template_id(id: Any, syntax: Syntax | None) -> Any:
+def _template_id(id: Any, syntax: Syntax) -> Any:
     """Return an id that Mistral's templates accept, even for a call from another server."""
-    if syntax is None or not syntax.short_ids or not isinstance(id, str) or re.fullmatch("[a-zA-Z0-9]{9}", id):
+    if not syntax.short_ids or not isinstance(id, str) or re.fullmatch("[a-zA-Z0-9]{9}", id):
         return id
     return hashlib.sha256(id.encode()).hexdigest()[:9]

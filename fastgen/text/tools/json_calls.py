@@ -235,8 +235,7 @@ class JsonParser(ToolParser):
         """Read the end of a call, then the mark that closes it, the end of a list, or the beginning of the next."""
         found = self._match(self._goes_on[self._marked], 0, last=False)
         if found is not None and found.partial:
-            self._text = "" if last else self._text  # if the answer ends here, the rest is a part of the closing mark
-            return False
+            return False  # if the answer ends here, the rest is a part of the closing mark
         if found is not None and found.groupdict().get("name"):
             self._begin(found)
         else:

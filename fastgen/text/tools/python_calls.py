@@ -56,10 +56,7 @@ class _Scan:
         while not self.done and (found := _PLACES.search(text, start + self.at)):
             char, end = found[0], found.end() - start
             if self.quote and char == "\\":
-                if start + end == len(text):  # what it escapes is not there yet
-                    self.at = end - 1
-                    return
-                end += 1
+                end += 1  # what it escapes may not be there yet
             elif char in "\"'":
                 self.quote = "" if char == self.quote else self.quote or char
             elif not self.quote and char == ",":

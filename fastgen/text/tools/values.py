@@ -98,9 +98,20 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def types_of(schema: Any, root: Mapping[str, Any], deep: int = 0) -> frozenset[str]:
-    """Return the types of JSON that a schema allows; all if it does not say. root: the schema that contains it."""
-    schema = resolved(schema, root) if deep < MOST_REFS else {}
+def parts_of(schema: Mapping[str, Any], word: str, root: Mapping[str, Any], seen: set[int]) -> list[Mapping[str, Any]]:
+    """Return the schemas under a keyword such as anyOf, without those that were `seen` before in a schema that contains
+    itself, or twice."""
+    parts = schema.get(word)
+    found = [resolved(part, root) for part in parts] if isinstance(parts, list) else []
+    new = [part for part in found if id(part) not in seen]
+    seen.update(map(id, new))
+    return new
+
+
+def types_of(schema: Any, root: Mapping[str, Any], seen: set[int] | None = None) -> frozenset[str]:
+    """Return the types of JSON that a schema allows; all if it does not say. root: the schema that contains it. seen:
+    see `parts_of`."""
+    schema, seen = resolved(schema, root), set() if seen is None else seen
     found = TYPES
     if "type" in schema:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
@@ -109,9 +120,7 @@ def types_of(schema: Any, root: Mapping[str, Any], deep: int = 0) -> frozenset[s
     if isinstance(values, list):
         found &= frozenset().union(*map(kinds_of, values)) or TYPES
     for word in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(word)
-        if isinstance(parts, list) and parts:
-            allowed = [types_of(part, root, deep + 1) for part in parts]
+        if allowed := [types_of(part, root, seen) for part in parts_of(schema, word, root, seen)]:
             found &= frozenset.intersection(*allowed) if word == "allOf" else frozenset.union(*allowed)
     return found or TYPES
 

@@ -73,8 +73,7 @@ class XmlParser(ToolParser):
         """Read the tag of an argument, or the end of the call. Other text ends the call."""
         found = self._match(_PARAMETER, 0, last=False)
         if found is not None and found.partial:
-            self._text = "" if last else self._text  # if the answer ends here, the rest is a part of a tag
-            return False
+            return False  # if the answer ends here, the rest is a part of a tag
         self._text = self._text if found is None else self._text[found.end() :]
         if found is None or found["key"] is None:
             self._argue("}")
@@ -100,9 +99,9 @@ class XmlParser(ToolParser):
         if ended:
             self._argue('"' if self._types == _STRING else typed_json(self._value, self._types))
             self._state = self._read_parameter
-        if found is None or (last and found.partial):  # if the answer ends here, the rest is a part of a tag
+        if found is None:
             self._text = ""
-        else:
+        else:  # if the answer ends in a part of a tag, that is left
             self._text = self._text[found.end() if ended else found.start() :]
         return ended
 
@@ -110,7 +109,6 @@ class XmlParser(ToolParser):
         """Read the mark after a call, if it is there."""
         found = self._match(_CLOSES, 0, last=False)
         if found is not None and found.partial:
-            self._text = "" if last else self._text
             return False
         self._text = self._text if found is None else self._text[found.end() :]
         self._state = self._read_content

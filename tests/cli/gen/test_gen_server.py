@@ -101,7 +101,7 @@ def test_what_is_sent_and_written(fake: Fake) -> None:
     user = {"role": "user", "content": "hello"}
     own = {"messages": [{**system, "content": "own"}, user]}
     biased = {"messages": [user], "n": 2, "logit_bias": {"5": 1.0}}
-    rows = [{"prompt": "hello", "id": 1}, biased, {"prompt": "x", "seed": 5}, own]
+    rows = [{"prompt": "hello", "id": 1}, biased, {"prompt": "x", "seed": 5, "temperature": 1}, own]
     write("in.jsonl", *rows, {"prompt_token_ids": [5]}, {"prompt": 3})
     options = ("--system", "be short", "--temperature", 0.5, "--seed", 3, "--json-schema", '{"type": "object"}')
     assert fggen(fake, *options, "--concurrency", 1, "--api-key", "secret") == 0
@@ -113,7 +113,7 @@ def test_what_is_sent_and_written(fake: Fake) -> None:
     assert fake.sent() == [
         {**same, "messages": [system, user], "seed": seeds[0]},
         {**same, "messages": [system, user], "seed": seeds[1], "n": 2, "logit_bias": {"5": 1.0}},
-        {**same, "messages": [system, {"role": "user", "content": "x"}], "seed": 5},
+        {**same, "messages": [system, {"role": "user", "content": "x"}], "seed": 5, "temperature": 1},
         {**same, **own, "seed": seeds[3]},
     ]
     found = by_row("out.jsonl")

@@ -160,8 +160,8 @@ def test_each_request_has_an_id_and_a_line_in_the_log(server: Server) -> None:
     assert re.search(rf"POST /v1/completions 401 \S+ client=\S+ id={wrong.headers['x-request-id']}$", server.said, re.M)
     assert "secret" not in server.said
     assert "GET /metrics" not in server.said, "no line for a successful probe"
-    assert server.get("/v1/ready/").status_code == 401
-    server.await_said("GET /v1/ready/ 401", 5)
+    assert server.get("/v1/readier").status_code == 401
+    server.await_said("GET /v1/readier 401", 5)
 
 
 def test_a_client_that_goes_has_a_status_of_its_own(server: Server) -> None:

@@ -212,6 +212,13 @@ def test_arguments_one_by_one(model: Model) -> None:
         assert json.loads(found) == arguments
     for arguments in ({"a": ""}, {**hard, "d": "x"}, {**hard, "f": 1}, {**hard, "e": "y"}):
         assert not takes(model, calling.grammar(), written(tokenizer, ("get", json.dumps(arguments))))
+    optional = calling_of(tokenizer, function(True, b={"type": "string"}), choice="required").grammar()
+    for arguments in ({}, {"b": "x"}):
+        assert takes(model, optional, written(tokenizer, ("get", json.dumps(arguments))))
+    itself: Any = function(a={"$ref": "#/$defs/a"})
+    itself[0]["function"]["parameters"]["$defs"] = {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}}
+    deep = calling_of(tokenizer, itself, choice="required").grammar()
+    assert takes(model, deep, written(tokenizer, ("get", '{"a": "x"}')))
     free = calling_of(
         tokenizer, [{"type": "function", "function": {"name": "get", "parameters": {}}}], choice="required"
     )

@@ -74,8 +74,9 @@ def test_a_text_that_is_no_object_is_not_lost() -> None:
     for syntax in (QWEN_CODER, PYTHONIC):
         (message,) = template_calls(history('{"a": "Par'), syntax, renderer(QUOTED))
         assert message["tool_calls"][0]["function"]["arguments"] == {"arguments": '{"a": "Par'}
-    (message,) = template_calls(history('{"a": "Par'), HERMES, renderer(QUOTED))
-    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": "Par'
+    for text in ('{"a": "Par', "[1]", "[" * 100_000):
+        (message,) = template_calls(history(text), HERMES, renderer(QUOTED))
+        assert message["tool_calls"][0]["function"]["arguments"] == text
 
 
 def test_a_template_that_leaves_calls_out_is_an_error() -> None:

@@ -9,7 +9,14 @@ import pytest
 
 from fastgen.text.tools.values import TYPES, UNREADABLE, python_text, read_literal, typed_json, types_of
 
-ROOT = {"$defs": {"a/b": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}}
+SELF = {"$ref": "#/$defs/self"}
+ROOT = {
+    "$defs": {
+        "a/b": {"type": "integer"},
+        "loop": {"$ref": "#/$defs/loop"},
+        "self": {"anyOf": [{"anyOf": [SELF] * 50}, SELF, {"type": "null"}, {"type": "object"}]},
+    }
+}
 
 
 @pytest.mark.parametrize(
@@ -24,6 +31,8 @@ ROOT = {"$defs": {"a/b": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}}
         ({"allOf": [{"type": ["array", "string"]}, {"type": ["string", "null"]}]}, {"string"}),
         ({"$ref": "#/$defs/a~1b"}, {"integer"}),
         ({"$ref": "#/$defs/loop"}, TYPES),
+        ({"anyOf": [SELF, {"type": "integer"}]}, TYPES),
+        ({"anyOf": 5}, TYPES),
         ({"$ref": "#/nowhere"}, TYPES),
         ({"type": "objekt"}, TYPES),
         ({}, TYPES),
@@ -42,6 +51,7 @@ def test_types_of_schemas(schema: Any, types: set[str]) -> None:
         ("5.5", {"integer"}, "5.5"),
         ("5", {"string"}, "5"),
         ("5", {"string", "null"}, "5"),
+        ('"a"', {"string", "null"}, '"a"'),
         ("null", {"string", "null"}, None),
         ("None", {"integer", "null"}, None),
         ("True", {"boolean"}, True),
