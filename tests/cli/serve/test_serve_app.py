@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from openai import OpenAI
 from serving import FGSERVE, Server, alive, descendants, request_bytes, until
