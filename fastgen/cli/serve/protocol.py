@@ -420,7 +420,7 @@ class ChatRequest(GenerationFields):
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     reasoning: Reasoning | None = None
-    reasoning_effort: str | None = Field(None, description="none turns thinking off where the chat template can")
+    reasoning_effort: str | None = Field(None, description="none turns thinking off, and low or more turns it on, where the chat template can")
     enable_thinking: bool | None = None
 
     @model_validator(mode="after")
@@ -454,7 +454,8 @@ class ChatRequest(GenerationFields):
         """True or False to turn thinking on or off, and None to leave it to the chat template."""
         asked = self.reasoning or Reasoning()
         on = asked.enabled if self.enable_thinking is None else self.enable_thinking
-        return False if on is None and "none" in (asked.effort, self.reasoning_effort) else on
+        effort = asked.effort or self.reasoning_effort
+        return on if on is not None or effort in (None, "minimal") else effort != "none"
 
     @property
     def shows_reasoning(self) -> bool:
