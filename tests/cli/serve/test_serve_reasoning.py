@@ -166,8 +166,11 @@ def test_thinking_is_turned_off_and_earlier_reasoning_is_given_back(server: Serv
         assert prompt_of(server, tokenizer, **fields) == plain
     for effort, thinks in (("none", False), ("minimal", None), ("low", True), ("high", True), (None, None)):
         for asked in ({"reasoning_effort": effort}, {"reasoning": {"effort": effort}}):
-            assert ChatRequest.model_validate({"messages": ASKED, **asked}).thinking is thinks
-            assert ChatRequest.model_validate({"messages": ASKED, "enable_thinking": False, **asked}).thinking is False
+            assert ChatRequest.model_validate({"messages": ASKED, **asked}).thinks is thinks
+            assert ChatRequest.model_validate({"messages": ASKED, "enable_thinking": False, **asked}).thinks is False
+    for kind, thinks in (("enabled", True), ("adaptive", None), ("disabled", False)):
+        form = {"type": kind, "budget_tokens": 9}
+        assert ChatRequest.model_validate({"messages": ASKED, "thinking": form}).thinks is thinks
     on = {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}
     assert prompt_of(server, tokenizer, **on) == plain, "the template's variable has the last word"
     details = [{"type": "reasoning.text", "text": "hm"}, {"type": "reasoning.encrypted", "data": "x"}]
