@@ -233,14 +233,14 @@ def after_reasoning(
     """Return the grammar of an answer to a prompt whose text after the reasoning follows `grammar`.
 
     If the prompt leaves the reasoning open, any text and the closing mark come first; if it has no marks, the model may
-    open and close the reasoning first. White space may follow. The grammar is unchanged if the prompt has closed the
-    reasoning, or if the model has none. Reasoning has no special tokens and none of `eos_ids`, which end an answer.
+    open and close the reasoning first. White space may follow. The grammar is unchanged if the model has no reasoning, if
+    the prompt has closed it, or if only a template that is asked to opens it, and has not. Reasoning has no special tokens and none of `eos_ids`, which end an answer.
     """
     syntax = None if tokenizer is None else find_reasoning(tokenizer)
     if syntax is None or tokenizer is None:
         return grammar
     state = _state_after(tokenizer, prompt_ids)
-    if state == "closed":
+    if state == "closed" or (state == "none" and _thinks_on_request(tokenizer)):
         return grammar
     opens, closes = _mark_ids(syntax, tokenizer)
     if closes is None:  # a lazy rule ends at the first mark
@@ -258,6 +258,19 @@ def after_reasoning(
             f"answer: %lark {{\n{grammar}\n}}",
         ]
     )
+
+
+def _thinks_on_request(tokenizer: Tokenizer) -> bool:
+    """Return whether the chat template opens the reasoning only if `enable_thinking` is true, as the bundled model's
+    does. Without the opening mark in its prompt such a model does not think, but a grammar that excludes what it would
+    say could still make the mark its most likely token."""
+    if "enable_thinking" not in str(tokenizer.hf.chat_template):
+        return False
+    asked, unasked = (
+        tokenizer.encode_chat([{"role": "user", "content": "hello"}], variables=variables)
+        for variables in ({"enable_thinking": True}, {})
+    )
+    return starts_open(tokenizer, asked) and not starts_open(tokenizer, unasked)
 
 
 @lru_cache(8)  # a tokenizer may have a thousand special tokens, and each request needs their ranges
