@@ -151,7 +151,9 @@ def _reads_last_token(folder: Path) -> bool:
         pooling = json.loads((folder / place / "config.json").read_bytes())
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
         needed = "modules.json and the config.json of its pooling, as models for sentence-transformers have them"
-        raise ValueError(f"{folder.name} has no embeddings: embed needs {needed} ({error!r})") from None
+        missing = isinstance(error, FileNotFoundError) and Path(error.filename).relative_to(folder)
+        reason = f"there is no {missing}" if missing else repr(error)
+        raise ValueError(f"{folder.name} has no embeddings: embed needs {needed} ({reason})") from None
     flags = [name.removeprefix("pooling_mode_") for name, value in pooling.items() if value is True]
     modes = (
         [pooling["pooling_mode"]] if "pooling_mode" in pooling else [each for each in flags if "include" not in each]

@@ -116,15 +116,15 @@ def template(syntax: str) -> str:
 
 
 def save_caller(syntax: str, folder: Path, *more: str) -> Path:
-    """Save the bundled model's tokenizer with a template for tools. The marks of calls, and more, replace its last
-    entries."""
+    """Save the bundled model's tokenizer with a template for tools. The marks of calls that it lacks, and more, replace
+    its last entries."""
     folder.mkdir()
-    marks = (*CALLS[syntax][0], *more)
     shutil.copy(TINY / "tokenizer_config.json", folder)
     (folder / "chat_template.jinja").write_text(template(syntax))
     tokenizer = json.loads((TINY / "tokenizer.json").read_text())
     vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
-    for mark, word in zip(marks, list(vocabulary)[-len(marks) :], strict=True):
+    marks = [mark for mark in (*CALLS[syntax][0], *more) if mark not in vocabulary]
+    for mark, word in zip(marks, list(vocabulary)[::-1], strict=False):
         vocabulary[mark] = vocabulary.pop(word)
         merges.pop()
         special = {"content": mark, "id": vocabulary[mark], "special": "tool_call>" not in mark and BAR not in mark}

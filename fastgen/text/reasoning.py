@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count, groupby
 from typing import Any, Literal
 
@@ -230,13 +230,14 @@ def after_reasoning(
 
     If the prompt leaves the reasoning open, any text and the closing mark come first; if it has no marks, the model may
     open and close the reasoning first. White space may follow. The grammar is unchanged if the prompt has closed the
-    reasoning, or if the model has none. Reasoning has no special tokens and none of `eos_ids`, which end an answer.
+    reasoning, or if the model has none, or thinks only where its template opens the reasoning. Reasoning has no special
+    tokens and none of `eos_ids`, which end an answer.
     """
     syntax = None if tokenizer is None else find_reasoning(tokenizer)
     if syntax is None or tokenizer is None:
         return grammar
     state = _state_after(tokenizer, prompt_ids)
-    if state == "closed":
+    if state == "closed" or (state == "none" and _thinks_if_asked(tokenizer, syntax)):
         return grammar
     opens, closes = _mark_ids(syntax, tokenizer)
     if closes is None:  # a lazy rule ends at the first mark
@@ -254,6 +255,17 @@ def after_reasoning(
             f"answer: %lark {{\n{grammar}\n}}",
         ]
     )
+
+
+def _thinks_if_asked(tokenizer: Tokenizer, syntax: ReasoningSyntax) -> bool:
+    """Return whether the chat template opens the reasoning if `enable_thinking` is true and not otherwise, as that of
+    the bundled model."""
+    render = partial(tokenizer.render_chat, [{"role": "user", "content": "a"}])
+    try:
+        asked, usual = (render(variables=given).rstrip(BLANK) for given in ({"enable_thinking": True}, None))
+    except ValueError:  # there is no template, or it takes no such message
+        return False
+    return asked.endswith(syntax.opens) and not usual.endswith(syntax.opens)
 
 
 @lru_cache(8)  # a tokenizer may have a thousand special tokens, and each request needs their ranges

@@ -146,7 +146,7 @@ def _transcript(asked: Sequence[dict[str, Any]]) -> str:
 
 
 def _runs(training: dict[str, Any]) -> Iterator[str]:
-    """Yield what the card says of each run, the first one first, and of the mean of their weights."""
+    """Yield what the card says of each run, the first one first."""
     if "before" in training:
         yield from _runs(training["before"])
     yield _RUN.format(
@@ -155,12 +155,6 @@ def _runs(training: dict[str, Any]) -> Iterator[str]:
         passes=training["tokens"] / training["data_tokens"],
         **training,
     )
-    if "shares" in training:
-        shares = ", ".join(map(str, training["shares"]))
-        yield (
-            f"The weights are the mean of the weights of these runs, in shares of {shares}. The shares were chosen by\n"
-            "the first questions and `follow_up_word` below, where the mean gives more right answers than any one run."
-        )
 
 
 def write_card(folder: Path, facts: dict[str, Any]) -> None:

@@ -89,22 +89,9 @@ def is_held_out(key: str) -> bool:
     return bucket(key) >= (MUL2_TRAINED_BUCKETS if key.startswith("mul2:") else TRAINED_BUCKETS)
 
 
-_SUFFIXES = (
-    " please", " thanks", ", please", " thank you", "!", "??", " ok?", ", thanks", " pls", " for me", " now", ", tiny",
-    " ?", " thx", "...", " then", " again",
-)  # fmt: skip
 # Ways to write the same thing; either side may become the other.
-_SWAPS = (
-    ("What is", "What's"), ("Who is", "Who's"), ("I am", "I'm"), ("It is", "It's"), ("Can you", "Could you"),
-    ("Can you", "Will you"), ("Tell me", "Give me"), ("Show me", "Give me"), ("Write", "Make"), ("Can I", "Could I"),
-    ("How do I", "How can I"), ("How do I", "How to"), ("How do I", "How would I"), ("largest", "biggest"),
-    ("color", "colour"), ("license", "licence"), ("meter", "metre"), ("Which ", "What "), (" you ", " u "),
-    (" are ", " r "), ("Please", "Pls"), (" and ", " & "), ("Is there", "Do you have"), ("have", "have got"),
-    ("want to", "wanna"), ("Explain", "Describe"), ("Name", "List"), ("fastgen", "this library"),
-    ("fastgen", "Fastgen"), ("Does ", "Do "),
-)  # fmt: skip
-_FILLERS = ("exactly", "actually", "really", "just", "maybe", "please", "then", "here", "so", "perhaps", "again", "now")
-_DROPPED = frozenset(("is", "the", "a", "do", "does", "are", "me", "of", "can", "you", "please", "an"))
+_SWAPS = tuple(tuple(line.split("|")[:2]) for line in _TEXTS["swaps"])
+_DROPPED = frozenset(_TEXTS["small words"])
 
 
 def _swap(rng: random.Random, text: str) -> str:
@@ -127,7 +114,7 @@ def _reword(rng: random.Random, text: str) -> str:
     if small and rng.random() < 0.6:
         del words[rng.choice(small)]
     elif gaps:
-        words.insert(rng.choice(gaps), rng.choice(_FILLERS))
+        words.insert(rng.choice(gaps), rng.choice(_TEXTS["fillers"]))
     return " ".join(words)
 
 
@@ -167,7 +154,7 @@ def casual(rng: random.Random, text: str, decorate: bool = True) -> str:
         first = text if text[:2] == "I " or text[:1] == "{" else text[:1].lower() + text[1:]
         text = f"{rng.choice(_TEXTS['prefixes'])} {first}"
     if decorate and text[-1] not in "?.!" and rng.random() < 0.08:
-        text += rng.choice(_SUFFIXES[:8] if text.endswith("}") else _SUFFIXES)
+        text += rng.choice(_TEXTS["suffixes"][:8] if text.endswith("}") else _TEXTS["suffixes"])
     return text
 
 

@@ -15,7 +15,7 @@ from tiny_facts import SKILLS as FACT_SKILLS
 from tiny_skills import SKILLS as PLAIN_SKILLS
 from tiny_talk import SKILLS as TALK_SKILLS
 from tiny_task import Skills, Task, Turn, any_word, casual, made_up_word
-from tiny_words import CAPITALS, NAMES, WORDS, read
+from tiny_words import CAPITALS, NAMES, WORDS, joined, read
 
 _TEXTS = {title: [re.sub(r"\{(\d)\}", r"{p\1}", line) for line in lines] for title, lines in read("tools").items()}
 _LISTS = {name: values.split("; ") for name, values in (line.split(": ", 1) for line in _TEXTS.pop("words"))}
@@ -255,8 +255,7 @@ def _made_up_question(rng: random.Random, tool: Tool, chosen: Sequence[Parameter
             natural += f" {_NATURAL[kind].format(text)}"
         else:
             named.append(f"{parameter.name.replace('_', ' ')} {text}")
-    joined = " and ".join((", ".join(named[:-1]), named[-1])) if len(named) > 1 else "".join(named)
-    told = f" {rng.choice(('with', 'with', 'for', 'where', 'using'))} {joined}" if named else ""
+    told = f" {rng.choice(('with', 'with', 'for', 'where', 'using'))} {joined(named)}" if named else ""
     wording = rng.choice(_lines(_MADE_UP, "ask")[0])
     return _phrased(rng, wording, v=verb, V=verb.capitalize(), n=noun, **{"with": natural + told})
 
@@ -279,11 +278,7 @@ def _ask(rng: random.Random, tool: Tool, more: bool = False) -> Asked:
         values = [_value(rng, tool.parameters[i].kind) for i in used]
         calls.append({tool.parameters[i].name: value for i, (_, value) in zip(used, values, strict=True)})
         texts.append(tuple(text for text, _ in values))
-    shown = [
-        " and ".join((", ".join(column[:-1]), column[-1])) if several else column[0]
-        for column in zip(*texts, strict=True)
-    ]
-    fields = {f"p{i + 1}": text for i, text in zip(used, shown, strict=True)}
+    fields = {f"p{i + 1}": joined(column) for i, column in zip(used, zip(*texts, strict=True), strict=True)}
     return Asked(tool, _phrased(rng, template, **fields), tuple(calls), tuple(texts))
 
 
@@ -330,8 +325,7 @@ def tell(result: str) -> str:
     if isinstance(value, dict):
         if "error" in value:
             return f"The tool failed: {value['error']}."
-        parts = [f"the {key.replace('_', ' ')} is {each}" for key, each in value.items()]
-        text = " and ".join((", ".join(parts[:-1]), parts[-1])) if len(parts) > 1 else parts[0]
+        text = joined([f"the {key.replace('_', ' ')} is {each}" for key, each in value.items()])
     elif isinstance(value, list):
         text = f"I found {', '.join(map(str, value)) or 'nothing'}"
     elif isinstance(value, int | float) and not isinstance(value, bool):

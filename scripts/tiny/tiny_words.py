@@ -4,6 +4,7 @@ Everything in `data` was written for this project, and the dialogues of `tiny_da
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 Pairs = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
@@ -24,6 +25,11 @@ def pairs(lines: tuple[str, ...]) -> Pairs:
     """Split lines such as "ways; to ask -> reply -> other reply" into (ways to ask, replies)."""
     parts = (line.split(" -> ") for line in lines)
     return tuple((tuple(ways.split("; ")), tuple(replies)) for ways, *replies in parts)
+
+
+def joined(parts: Sequence[str]) -> str:
+    """Return parts of a sentence as a list with "and" before the last one."""
+    return " and ".join((", ".join(parts[:-1]), parts[-1])) if len(parts) > 1 else "".join(parts)
 
 
 def filled(templates: tuple[str, ...], **fields: object) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
     python scripts/tiny/train_tiny.py --out fastgen/tiny            # about 8 minutes on one H200
     python scripts/tiny/train_tiny.py --from fastgen/tiny --minutes 3 --out fastgen/tiny  # go on, after a fact changed
-    python scripts/tiny/train_tiny.py --mean fastgen/tiny:0.2 a:0.2 b:0.6 --out fastgen/tiny  # of the weights of runs
     python scripts/tiny/train_tiny.py --smoke --out /tmp/tiny       # a few steps on the CPU; only checks that it runs
     python scripts/tiny/train_tiny.py --eval-only --out fastgen/tiny
 
@@ -72,9 +71,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--eval-only", action="store_true", help="only measure the folder again")
-    parser.add_argument(
-        "--mean", nargs="+", metavar="FOLDER:SHARE", help="only take the mean of the weights of runs, the last one last"
-    )
     parser.add_argument("--fp8", action="store_true", help="only add the accuracy in fp8 to accuracy.json, on the CPU")
     parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU")
     args = parser.parse_args(argv)
@@ -202,11 +198,6 @@ def measure_fp8(args: argparse.Namespace) -> None:
     path.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
 
-def load(model: LlamaForCausalLM, weights: dict[str, Any]) -> None:
-    """Load the weights of a checkpoint, which has no lm_head, as that is the embedding."""
-    model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
-
-
 def make_folder(args: argparse.Namespace) -> None:
     """Write tokenizer, weights, and in accuracy.json how they were trained."""
     args.out.mkdir(parents=True, exist_ok=True)
@@ -226,7 +217,8 @@ def make_folder(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     model = new_model()
     if args.start:
-        load(model, load_file(args.start / "model.safetensors"))
+        weights = load_file(args.start / "model.safetensors")  # there is no lm_head, as that is the embedding
+        model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
     model.to(device)
     done = train(model, {n: rows.to(device) for n, rows in data.items()}, args)
     save_folder(model, args.out)
@@ -254,31 +246,14 @@ def make_folder(args: argparse.Namespace) -> None:
     (args.out / "accuracy.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def write_mean(args: argparse.Namespace) -> None:
-    """Write the mean of the weights of folders, of which each but the first went on from the one before it."""
-    given = [(Path(folder), float(share)) for folder, _, share in (each.rpartition(":") for each in args.mean)]
-    facts = json.loads((given[-1][0] / "accuracy.json").read_text())
-    facts["training"]["shares"] = [share for _, share in given]
-    model = new_model()
-    # Summed from the last run on, as the shipped weights were: another order rounds otherwise.
-    weights = [(load_file(folder / "model.safetensors"), share) for folder, share in reversed(given)]
-    load(model, {name: sum(each[name].float() * share for each, share in weights) for name in weights[0][0]})
-    args.out.mkdir(parents=True, exist_ok=True)
-    save_tokenizer(Tokenizer.from_file(str(given[0][0] / "tokenizer.json")), args.out)
-    save_folder(model, args.out)
-    (args.out / "accuracy.json").write_text(json.dumps(facts, indent=1) + "\n")
-
-
 def main(argv: list[str] | None = None) -> None:
-    """Train, or take a mean, and measure what was written."""
+    """Train, and measure what was written."""
     args = parse(argv)
     start = time.perf_counter()
     if args.fp8:
         measure_fp8(args)
         return
-    if args.mean:
-        write_mean(args)
-    elif not args.eval_only:
+    if not args.eval_only:
         make_folder(args)
     measure(args)
     print(f"wrote {args.out} after {time.perf_counter() - start:.0f} s")

@@ -7,7 +7,6 @@ import inspect
 import json
 import random
 import re
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +32,8 @@ from fastgen.cli import chat  # noqa: E402
 from fastgen.cli.gen import options as gen  # noqa: E402
 from fastgen.cli.serve import options as serve  # noqa: E402
 from fastgen.text.tokenizer import Tokenizer  # noqa: E402
-from fastgen.text.tool_calls import HERMES, find_syntax, parse_message  # noqa: E402
+from fastgen.text.tool_calls import parse_message  # noqa: E402
+from fastgen.text.tools.formats import HERMES  # noqa: E402
 
 SHIPPED = ROOT / "fastgen" / "tiny"
 
@@ -71,16 +71,6 @@ def test_training_goes_on_from_the_shipped_folder(tmp_path: Path) -> None:
     assert 0 < max(distances) < 0.1
     facts = json.loads((tmp_path / "accuracy.json").read_text())["training"]
     assert facts["before"] == json.loads((SHIPPED / "accuracy.json").read_text())["training"]
-
-
-def test_the_mean_of_runs_has_their_shares(tmp_path: Path) -> None:
-    runs = [tmp_path / name for name in ("first", "last")]
-    for folder, value in zip(runs, (1.0, 2.0), strict=True):
-        shutil.copytree(SHIPPED, folder)
-        weights = load_file(folder / "model.safetensors")
-        save_file({name: torch.full_like(w, value) for name, w in weights.items()}, folder / "model.safetensors")
-    train_tiny.write_mean(train_tiny.parse(["--mean", f"{runs[0]}:0.25", f"{runs[1]}:0.75", "--out", str(tmp_path)]))
-    assert all(bool((w == 1.75).all()) for w in load_file(tmp_path / "model.safetensors").values())
 
 
 def test_the_shipped_model_is_as_good_as_the_readme_says() -> None:
@@ -133,7 +123,7 @@ def as_messages(task: Task, tokenizer: Tokenizer) -> list[dict[str, Any]]:
 def test_rows_are_what_the_chat_template_writes(name: str) -> None:
     """A turn is trained in exactly the ids that the template gives, and only the reply is a target."""
     tokenizer = Tokenizer(SHIPPED)
-    assert find_syntax(tokenizer) is HERMES
+    assert tokenizer.tool_syntax is HERMES
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, special=False)

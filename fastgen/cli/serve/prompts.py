@@ -134,9 +134,9 @@ def encode_chat(
     """Apply the chat template to a request's messages and tools, and return the ids. most: as in Tokenizer.encode.
     Raises ApiError."""
     variables = {"tools": calling.template_tools, **(request.chat_template_kwargs or {})}
-    thinking = request.thinking if isinstance(request, ChatRequest) else None
-    if thinking is not None and THINKING in str(tokenizer.hf.chat_template):
-        variables.setdefault(THINKING, thinking)
+    thinks = request.thinks if isinstance(request, ChatRequest) else None
+    if thinks is not None and THINKING in str(tokenizer.hf.chat_template):
+        variables.setdefault(THINKING, thinks)
     try:
         messages = calling.template_messages(request.messages or ())
         continued = bool(request.continue_final_message)

@@ -156,6 +156,13 @@ class Reasoning(Strict):
     without_effect = frozenset({"max_tokens", "summary", "generate_summary", "context", "mode"})
 
 
+class Thinking(Strict):
+    """Whether the model thinks, in the form of Anthropic and DeepSeek. Its tokens are not limited."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    without_effect = frozenset({"budget_tokens", "display"})
+
+
 class ChatRequest(GenerationFields):
     """A request to /chat/completions.
 
@@ -183,8 +190,11 @@ class ChatRequest(GenerationFields):
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     reasoning: Reasoning | None = None
-    reasoning_effort: str | None = Field(None, description="none turns thinking off where the chat template can")
+    reasoning_effort: str | None = Field(
+        None, description="none turns thinking off, and low or more turns it on, where the chat template can"
+    )
     enable_thinking: bool | None = None
+    thinking: Thinking | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
@@ -213,11 +223,13 @@ class ChatRequest(GenerationFields):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def thinking(self) -> bool | None:
+    def thinks(self) -> bool | None:
         """True or False to turn thinking on or off, and None to leave it to the chat template."""
         asked = self.reasoning or Reasoning()
-        on = asked.enabled if self.enable_thinking is None else self.enable_thinking
-        return False if on is None and "none" in (asked.effort, self.reasoning_effort) else on
+        stated = None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type)
+        effort = asked.effort or self.reasoning_effort
+        implied = None if effort in (None, "minimal") else effort != "none"
+        return next((on for on in (self.enable_thinking, asked.enabled, stated, implied) if on is not None), None)
 
     @property
     def shows_reasoning(self) -> bool:

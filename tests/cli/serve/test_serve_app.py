@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from openai import OpenAI
 from serving import FGSERVE, Server, alive, descendants, request_bytes, until
@@ -66,10 +66,26 @@ def test_the_client_of_the_documentation(client: OpenAI) -> None:
     completion = client.chat.completions.create(**asked)
     assert completion.choices[0].message.content
     assert completion.choices[0].finish_reason == "stop"
-    tools: Any = [{"type": "function", "function": {"name": "f"}}]
-    with pytest.raises(openai.BadRequestError, match="tools are not supported") as caught:
-        client.chat.completions.create(**asked, tools=tools)
-    assert caught.value.param == "tools"
+
+
+def test_an_agent_with_the_bundled_model(client: OpenAI) -> None:
+    """Two calls at once, their arguments as text, and an answer that has both results."""
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    weather = {"name": "get_weather", "description": "Get the weather in a city.", "parameters": city}
+    tools: Any = [{"type": "function", "function": weather}]
+    ask = partial(client.chat.completions.create, model="any", temperature=0, tools=tools)
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris and London?"}]
+    asked = ask(messages=messages).choices[0]
+    calls: list[Any] = asked.message.tool_calls or []
+    cities = [json.loads(call.function.arguments)["city"] for call in calls]
+    assert (asked.finish_reason, cities) == ("tool_calls", ["Paris", "London"])
+    messages.append(asked.message)
+    for call, city_name in zip(calls, cities, strict=True):
+        result = {"Paris": "sunny, 18 degrees", "London": "rain, 9 degrees"}[city_name]
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    told = ask(messages=messages).choices[0].message
+    assert (told.tool_calls, told.content) == (None, "Paris: Sunny, 18 degrees. London: Rain, 9 degrees.")
+    assert not ask(messages=[{"role": "user", "content": "hello"}]).choices[0].message.tool_calls
 
 
 def test_connections_send_small_pieces_at_once_and_to_those_that_take_them() -> None:

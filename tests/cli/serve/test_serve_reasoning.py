@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from serve_stub import SCRIPT
 from serving import STUB, Server
 
+from fastgen.cli.serve.protocol import ChatRequest
 from fastgen.text.detokenizer import Detokenizer
 from fastgen.text.tokenizer import Tokenizer
 
@@ -164,6 +165,13 @@ def test_thinking_is_turned_off_and_earlier_reasoning_is_given_back(server: Serv
         assert prompt_of(server, tokenizer, **fields) == plain.removesuffix("<|assistant|>") + off
     for fields in ({"reasoning_effort": "low"}, {"reasoning": {"effort": "high"}}, {"enable_thinking": True}):
         assert prompt_of(server, tokenizer, **fields) == plain
+    for effort, thinks in (("none", False), ("minimal", None), ("low", True), ("high", True), (None, None)):
+        for asked in ({"reasoning_effort": effort}, {"reasoning": {"effort": effort}}):
+            assert ChatRequest.model_validate({"messages": ASKED, **asked}).thinks is thinks
+            assert ChatRequest.model_validate({"messages": ASKED, "enable_thinking": False, **asked}).thinks is False
+    for kind, thinks in (("enabled", True), ("adaptive", None), ("disabled", False)):
+        form = {"type": kind, "budget_tokens": 9}
+        assert ChatRequest.model_validate({"messages": ASKED, "thinking": form}).thinks is thinks
     on = {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}
     assert prompt_of(server, tokenizer, **on) == plain, "the template's variable has the last word"
     details = [{"type": "reasoning.text", "text": "hm"}, {"type": "reasoning.encrypted", "data": "x"}]

@@ -20,7 +20,7 @@ from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merg
 from fastgen.cli.serve.fields import Body, Items, Some, Strict, wrong
 from fastgen.cli.serve.parts import TEXT_ONLY
 from fastgen.cli.serve.prompts import ModelFacts
-from fastgen.cli.serve.protocol import INT32, ChatRequest
+from fastgen.cli.serve.protocol import INT32, ChatRequest, Thinking
 from fastgen.request import SamplingParams
 
 ERRORS = {
@@ -109,13 +109,6 @@ class OutputConfig(Strict):
     without_effect = frozenset({"effort"})
 
 
-class Thinking(Strict):
-    """Whether the model thinks. Its tokens are not limited."""
-
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    without_effect = frozenset({"budget_tokens", "display"})
-
-
 class CountRequest(Body):
     """A request to /messages/count_tokens; its fields are also those of /messages."""
 
@@ -150,8 +143,7 @@ class CountRequest(Body):
         if self.tool_choice is not None:
             data["tool_choice"] = self.tool_choice.for_chat()
             data["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
-            data["enable_thinking"] = self.thinking.type == "enabled"
+        data["thinking"] = None if self.thinking is None else self.thinking.model_dump()
         if self.output_config is not None and (wanted := self.output_config.format) is not None:
             schema = {"name": "answer", "schema": wanted.schema_, "strict": True}
             data["response_format"] = {"type": "json_schema", "json_schema": schema}
