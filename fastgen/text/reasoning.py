@@ -233,14 +233,15 @@ def after_reasoning(
     """Return the grammar of an answer to a prompt whose text after the reasoning follows `grammar`.
 
     If the prompt leaves the reasoning open, any text and the closing mark come first; if it has no marks, the model may
-    open and close the reasoning first. White space may follow. The grammar is unchanged if the prompt has closed the
-    reasoning, or if the model has none. Reasoning has no special tokens and none of `eos_ids`, which end an answer.
+    open and close the reasoning first, unless no mark means that thinking is off. White space may follow. The grammar
+    is unchanged if the prompt has closed the reasoning, or if the model has none. Reasoning has no special tokens and
+    none of `eos_ids`, which end an answer.
     """
     syntax = None if tokenizer is None else find_reasoning(tokenizer)
     if syntax is None or tokenizer is None:
         return grammar
     state = _state_after(tokenizer, prompt_ids)
-    if state == "closed":
+    if state == "closed" or (state == "none" and _only_opens(tokenizer)):
         return grammar
     opens, closes = _mark_ids(syntax, tokenizer)
     if closes is None:  # a lazy rule ends at the first mark
@@ -258,6 +259,19 @@ def after_reasoning(
             f"answer: %lark {{\n{grammar}\n}}",
         ]
     )
+
+
+@lru_cache(8)
+def _only_opens(tokenizer: Tokenizer) -> bool:
+    """Return whether the chat template writes the opening mark if thinking is turned on, and none if it is off."""
+    try:
+        chats = [
+            tokenizer.render_chat([{"role": "user", "content": "Hello"}], {"enable_thinking": on})
+            for on in (True, False)
+        ]
+    except ValueError:  # there is no template, or it takes no such chat
+        return False
+    return [_state_after(tokenizer, chat) for chat in chats] == ["open", "none"]
 
 
 @lru_cache(8)  # a tokenizer may have a thousand special tokens, and each request needs their ranges

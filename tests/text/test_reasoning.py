@@ -57,6 +57,7 @@ QWQ = (
     "{% for m in messages %}" + TURN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1].lstrip() }}") % ""
     + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )  # fmt: skip
+SWITCH = QWQ.replace("<think>\n", "{% if enable_thinking %}<think>\n{% endif %}")
 MAGISTRAL = (
     "<s>[SYSTEM_PROMPT]Think within [THINK] and [/THINK].[/SYSTEM_PROMPT]{% for m in messages %}{% if m.role == 'user' "
     "%}[INST]{{ m.content }}[/INST]{% elif m.content is string %}{{ m.content }}<|end|>{% else %}{% for part in "
@@ -72,6 +73,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "qwen 3": (QWEN_3, TURNS, BARE),
     "qwq": (QWQ, TURNS, BARE),
     "marks are text": (QWQ, TURNS, ()),
+    "switch": (SWITCH, TURNS, BARE),
     "magistral": (MAGISTRAL, INST, ()),
     "plain": (PLAIN, TURNS, BARE),
 }
@@ -124,7 +126,7 @@ def test_the_last_turn_of_a_prompt_tells_whether_the_answer_begins_inside(
 ) -> None:
     tokenizer = tokenizers[family]
     opens, closes = marks_of(tokenizer)
-    expected = family not in ("qwen 3", "magistral")
+    expected = family not in ("qwen 3", "magistral", "switch")
     for text in ("hello", opens, f"{opens} {closes}", closes):
         chat = [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}, *ASKED]
         for messages in (chat, chat[:1]):
@@ -277,7 +279,7 @@ def test_a_grammar_begins_after_the_reasoning(tokenizers: dict[str, Tokenizer], 
     thinks = family != "plain"
     reasoned = f"hm {{x}}, </ <thi\n{closes}"
     assert allows(opens, f"{reasoned}\n\n{{xx}}") == allows(opens, f"{reasoned}{{x}}") == thinks
-    assert allows("hello", f"{opens}{reasoned}\n{{x}}") == thinks
+    assert allows("hello", f"{opens}{reasoned}\n{{x}}") == (thinks and family != "switch")
     assert allows(opens, "{x}") != thinks
     for prompt in ("hello", f"{opens}hm{closes}\n\n"):
         assert allows(prompt, "{x}")

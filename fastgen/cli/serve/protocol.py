@@ -427,7 +427,9 @@ class ChatRequest(GenerationFields):
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     reasoning: Reasoning | None = None
-    reasoning_effort: str | None = Field(None, description="none turns thinking off, and low or more turns it on, where the chat template can")
+    reasoning_effort: str | None = Field(
+        None, description="none turns thinking off, and low or more turns it on, where the chat template can"
+    )
     enable_thinking: bool | None = None
     thinking: Thinking | None = None
 
