@@ -44,7 +44,7 @@ NOTED = {
     **dict.fromkeys(("provider", "models", "route"), "requests are not sent on to others"),
     "transforms": "a prompt that is too long is a 400",
     "usage": "stream_options asks for the usage at the end of a stream",
-    "thinking_budget": "the number of reasoning tokens is not limited",
+    **dict.fromkeys(("thinking_budget", "thinking_token_budget"), "the number of reasoning tokens is not limited"),
 }  # {field: what holds instead}
 """Fields that are ignored as a user would expect, and named in the log."""
 
@@ -76,6 +76,7 @@ HINTS = {
     "chat_template": "is not supported; start the server with --chat-template",
     "documents": "is not supported; give variables of the template as chat_template_kwargs",
     "thinking": "is not supported; use reasoning_effort or chat_template_kwargs",
+    **dict.fromkeys(("think", "reasoning_format"), "is not supported; use enable_thinking or separate_reasoning"),
     "lora_path": "is not supported; start the server with --adapter",
     "options": "is Ollama's own form, which is not supported; give the options as fields of the request",
     "format": "is Ollama's own form, which is not supported; use response_format",

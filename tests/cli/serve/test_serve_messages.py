@@ -133,7 +133,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "system": ({"system": [{"type": "tool_use"}]}, r"system\[0\] has content of the type 'tool_use'"),
     "unknown": ({"n": 2}, "n is not supported"),
-    "tool": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools.0..type should be 'custom'"),
+    "tool": (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
+        r"tools.0..type is 'web_search_20250305': Anthropic's own tools are not supported; give",
+    ),
     "choice": ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "f"}}, "not among the tools"),
     "thread": ({"thread": {"type": "create"}}, "thread is not supported"),
     "max_tokens": ({"max_tokens": None}, "max_tokens is required"),

@@ -113,6 +113,10 @@ def test_a_named_function_of_a_namespace_is_called(caller: Server) -> None:
     events = events_of(caller, input="read", **fields)
     (item,) = events[-1]["response"]["output"]
     assert (item["type"], item["name"], item["namespace"]) == ("function_call", "read", "files")
+    chosen = {"type": "allowed_tools", "mode": "required", "tools": [fields["tool_choice"]]}
+    reply = post(caller, input="read", **{**fields, "tool_choice": chosen}).json()
+    assert [call["name"] for call in reply["output"]] == ["read"]
+    assert reply["tool_choice"] == chosen
     again = post(caller, input=[item, {**item, "type": "function_call_output", "output": "1"}])
     assert again.json()["status"] == "completed"
 

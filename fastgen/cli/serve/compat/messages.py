@@ -83,6 +83,16 @@ class ToolDefinition(Strict):
     strict: bool | None = None
     without_effect = frozenset({"defer_loading", "cache_control", "eager_input_streaming", "input_examples"})
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, data: Any) -> Any:
+        """Refuse another type before its fields, which are not those of a function."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if kind not in (None, "custom"):
+            message = f"is {kind!r:.40}: Anthropic's own tools are not supported; give a name and an input_schema"
+            raise wrong("type", message)
+        return data
+
     def for_chat(self) -> dict[str, Any]:
         given = {"description": self.description, "parameters": self.input_schema, "strict": self.strict}
         return {"type": "function", "function": {"name": self.name, **given}}

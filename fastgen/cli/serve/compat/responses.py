@@ -77,6 +77,14 @@ def _nested(part: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {name: value for name, value in part.items() if name != "type"} | changes
 
 
+def _choice(choice: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool_choice that names functions as a chat has it."""
+    kind, inner = choice.get("type"), _nested(choice)
+    if kind == "allowed_tools" and isinstance(tools := inner.get("tools"), list):
+        inner["tools"] = [_choice(tool) if isinstance(tool, dict) else tool for tool in tools]
+    return {"type": kind, kind if kind == "allowed_tools" else "function": inner}
+
+
 class Text(Strict):
     format: dict[str, Any] | None = None
     without_effect = frozenset({"verbosity"})
@@ -142,7 +150,7 @@ class ResponseRequest(Body):
         data["tools"] = [{"type": "function", "function": function} for function in functions]
         data["tool_choice"] = self.tool_choice
         if isinstance(self.tool_choice, dict):
-            data["tool_choice"] = {"type": self.tool_choice.get("type"), "function": _nested(self.tool_choice)}
+            data["tool_choice"] = _choice(self.tool_choice)
         if self.text is not None and (wanted := self.text.format) is not None:
             data["response_format"] = {"type": wanted.get("type"), "json_schema": _nested(wanted) or None}
         return check_request(ChatRequest, data)
