@@ -233,8 +233,9 @@ def after_reasoning(
     """Return the grammar of an answer to a prompt whose text after the reasoning follows `grammar`.
 
     If the prompt leaves the reasoning open, any text and the closing mark come first; if it has no marks, the model may
-    open and close the reasoning first. White space may follow. The grammar is unchanged if the model has no reasoning, if
-    the prompt has closed it, or if only a template that is asked to opens it, and has not. Reasoning has no special tokens and none of `eos_ids`, which end an answer.
+    open and close the reasoning first. White space may follow. The grammar is unchanged if the model has no reasoning,
+    if the prompt has closed it, or if the template opens it only on request and the prompt has no marks. Reasoning has
+    no special tokens and none of `eos_ids`, which end an answer.
     """
     syntax = None if tokenizer is None else find_reasoning(tokenizer)
     if syntax is None or tokenizer is None:
