@@ -24,8 +24,8 @@ from fastgen.request import SamplingParams
 
 # Options of a model that runs in this process.
 LOCAL = (
-    "model", "reasoning_parser", "adapter", "quantization", "kv_cache_dtype", "speculate", "dtype", "device",
-    "tensor_parallel", "generation_config",
+    "model", "reasoning_parser", "adapter", "quantization", "kv_cache_dtype", "kv_cache_gb", "memory_fraction",
+    "max_model_len", "speculate", "dtype", "device", "tensor_parallel", "generation_config",
 )  # fmt: skip
 SAMPLED = ("temperature", "top_p", "max_tokens")  # sampling parameters
 MODEL_NAMES = ("model", "url", "name")  # options that name the model
@@ -121,7 +121,9 @@ def _check_place(args: argparse.Namespace) -> None:
     for name in SERVED if args.url is None else LOCAL:
         if getattr(args, name) is not None:
             option = {"model": "MODEL", "name": "--model"}.get(name, flag(name))
-            needed = "a server; give its --url" if args.url is None else "a local model; leave it or --url out"
+            needed = "a local model; leave it or --url out"
+            if args.url is None:
+                needed = "a server; give its --url" + "; a local model needs no flag" * (name == "name")
             raise ValueError(f"{option} needs {needed}")
 
 

@@ -230,7 +230,8 @@ class ServerBackend(_Backend):
             with httpx.Client(headers=self._headers, timeout=timeout) as client:
                 yield client
         except httpx.HTTPError as error:
-            raise ServerError(f"no connection to {self._url}: {error or type(error).__name__}") from None
+            reason = str(error).rstrip(".") or type(error).__name__
+            raise ServerError(f"no connection to {self._url}: {reason}; is the server running?") from None
 
 
 Backend = LocalBackend | ServerBackend

@@ -12,7 +12,7 @@ from fastgen.cli.chat_backends import SETTINGS
 from fastgen.cli.chat_files import save
 from fastgen.cli.chat_session import Chat
 from fastgen.cli.command import one_line
-from fastgen.cli.options import read
+from fastgen.cli.options import read, written
 
 DEFAULT = "default"  # value that takes a setting back
 HINT = "/help lists the commands (for a message, put a space before the /)"
@@ -114,8 +114,8 @@ def _shown(chat: Chat, name: str) -> str:
     """Return the value of a setting in words."""
     value, default = chat.backend.settings.get(name), chat.backend.default(name)
     if value is not None:
-        return str(value)
-    return f"{SETTINGS[name].unset or 'not set' if default in (None, ()) else default} ({DEFAULT})"
+        return written(value)
+    return f"{SETTINGS[name].unset or 'not set' if default in (None, ()) else written(default)} ({DEFAULT})"
 
 
 def _save(chat: Chat, name: str) -> None:
@@ -157,7 +157,7 @@ COMMANDS = (
     Command(
         "/set",
         "[NAME VALUE]",
-        f"set temperature or another parameter; without NAME, list all;\nthe VALUE {DEFAULT} takes a setting back",
+        f"set temperature or another parameter; without\nNAME, list all; the VALUE {DEFAULT} takes one back",
         _set,
     ),
     Command("/save", "FILE", "save the conversation, for fgchat --resume FILE", _save),

@@ -45,7 +45,10 @@ def message(role: str, text: str) -> dict[str, str]:
 
 
 def save(conversation: Conversation, path: Path) -> None:
-    """Write a conversation to a file. Raises ValueError if the file exists and is no conversation, or OSError."""
+    """Write a conversation to a file. Raises ValueError if its folder does not exist or the file exists and is no
+    conversation, or OSError."""
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}")
     if path.exists():
         load(path)
     content = {"model": conversation.model, "settings": conversation.settings, "messages": conversation.messages()}
@@ -55,7 +58,9 @@ def save(conversation: Conversation, path: Path) -> None:
 
 
 def load(path: Path) -> Conversation:
-    """Read a conversation. Raises ValueError if the file is no conversation, or OSError."""
+    """Read a conversation. Raises ValueError if there is no such file or it is no conversation, or OSError."""
+    if not path.exists():
+        raise ValueError(f"there is no file {path}")
     try:
         content = json.loads(path.read_bytes())
         model, settings = dict(content["model"]), dict(content["settings"])

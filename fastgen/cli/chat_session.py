@@ -74,7 +74,7 @@ class Chat:
             self.console.note("")  # starts a new line, since with `| tee` the answer may not have been shown yet
         self.console.note(f"--- [{reply.num_tokens} tokens, {rate:.1f} tok/s]")
         if reply.finish_reason == "length" and reply.num_tokens == self.backend.max_tokens:
-            self.console.note(f"(cut at --max-tokens {self.backend.max_tokens})")
+            self.console.note(f"(cut at max_tokens {self.backend.max_tokens})")
         elif reply.finish_reason == "length":
             context = self.backend.max_model_len
             full = "the server's limit" if context is None else f"the context of {context} tokens is full"

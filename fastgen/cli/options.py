@@ -115,6 +115,11 @@ def read(option: Option, text: str) -> Value:
     return value
 
 
+def written(value: Any) -> str:
+    """Return the text that `read` reads as this value."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
 def read_yaml(option: Option, value: Any) -> Value:
     """Return the value of an option from its value in a YAML file. Raises ValueError, as `read` does."""
     if value is False and "off" in option.choices:
@@ -134,7 +139,8 @@ def read_yaml(option: Option, value: Any) -> Value:
 
 def add_flag(group: argparse._ActionsContainer, option: Option, help: str = "") -> None:
     """Add the flag of an option to a parser. Its value is None if the flag is not given."""
-    help = (help or f"{option.help} (default: {option.default_text})").replace("%", "%%")
+    help = re.sub("; in Python also [^;()]*[^;() ]", "", help or f"{option.help} (default: {option.default_text})")
+    help = help.replace("%", "%%")
     if option.kind is bool:
         action = argparse.BooleanOptionalAction
         group.add_argument(flag(option.name), action=action, default=None, help=help)

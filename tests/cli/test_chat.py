@@ -21,6 +21,7 @@ from terminal import BANNER, ROOT, STATS, ask, at_prompt, leave, said, spawn
 import fastgen
 from fastgen.cli import chat
 from fastgen.cli.chat_backends import LocalBackend, Reply
+from fastgen.cli.chat_commands import COMMANDS, listed
 from fastgen.cli.chat_console import Console
 from fastgen.cli.chat_files import Conversation
 from fastgen.cli.chat_session import Chat
@@ -85,6 +86,7 @@ def test_reset_and_wrong_commands(start):
     assert re.search(
         r"\n  Available commands:\n    /r <N> +-- reset (?s:.*)\n    /q +-- quit\n", ask(child, "/help", 2)
     )
+    assert max(map(len, listed(COMMANDS).splitlines())) < 80, "a line of help fits a terminal"
     assert "user:quit;" in ask(child, " quit", 3)
     assert leave(child, "quit") == 0
 
@@ -126,7 +128,7 @@ def test_text_typed_ahead_is_the_next_message_and_not_in_the_answer(start):
     child.sendline("count")
     child.expect(" 5 6 7 ")
     child.send("/r 1\nahead\n/m\nlines\n.\n\x04")
-    child.expect(r"\(cut at --max-tokens 300\)")
+    child.expect(r"\(cut at max_tokens 300\)")
     assert re.fullmatch(rf"[\d \n]+\n{STATS}\n", said(child))
     child.expect(pexpect.EOF)
     child.wait()
@@ -190,7 +192,7 @@ def test_commands_that_change_the_conversation_and_a_saved_one_goes_on(start, tm
     ask(child, f"/save {path}", 3)
     (tmp_path / "other").write_text("mine")
     assert "is not a conversation that /save has written" in ask(child, f"/save {tmp_path}/other", 3)
-    assert "\n/save: [Errno 2] No such file" in ask(child, f"/save {tmp_path}/no/file", 3)
+    assert f"\n/save: there is no folder {tmp_path}/no" in ask(child, f"/save {tmp_path}/no/file", 3)
     saved = json.loads(path.read_text())
     assert saved["model"] == {"model": "a/model"}
     assert saved["settings"] == {"top_p": 0.9, "temperature": 0.3, "max_tokens": 3}
@@ -233,7 +235,7 @@ def test_thinking_is_dimmed_and_can_be_turned_off(start, tmp_path):
     ask(child, f"/save {tmp_path}/saved", 3)
     first = {"role": "assistant", "content": "the answer", "reasoning_content": "let me see"}
     assert json.loads((tmp_path / "saved").read_text())["messages"][1] == first
-    assert "\n(thinking = False)\n" in ask(child, "/set thinking off", 3)
+    assert "\n(thinking = off)\n" in ask(child, "/set thinking off", 3)
     assert re.search(rf"think\nthe answer\n{STATS}", ask(child, "think", 4))
     child = start(PROGRAM, "--resume", f"{tmp_path}/saved", "--no-thinking", "--max-tokens", "2")
     at_prompt(child, 3)
@@ -306,7 +308,7 @@ def test_a_message_that_does_not_fit_is_refused_and_the_conversation_kept(pipe):
 def test_a_cut_answer_says_what_cut_it(pipe, capsys):
     _, out, err, _ = pipe("count", max_tokens=3)
     assert out == "1 2 3 \n"
-    assert err.endswith("\n(cut at --max-tokens 3)\n")
+    assert err.endswith("\n(cut at max_tokens 3)\n")
     reply = Reply("text", num_tokens=3, finish_reason="length")
     Chat(LocalBackend(FakeGenerator(), {}), Console()).report(reply, 1.0)
     assert capsys.readouterr().err.endswith("\n(cut: the context of 200 tokens is full; /r N goes back)\n")
@@ -355,6 +357,23 @@ def test_bad_options_exit_2(options, capsys):
     assert capsys.readouterr().err.splitlines()[-1].startswith("fgchat: error: ")
 
 
+@pytest.mark.parametrize(
+    ("options", "status", "why"),
+    [
+        (["--model", "folder"], 2, "--model needs a server; give its --url; a local model needs no flag;"),
+        (["folder", "--url", "http://localhost"], 2, "MODEL needs a local model; leave it or --url out;"),
+        (["--resume", "nowhere"], 2, "there is no file nowhere;"),
+        (["--help"], 0, ""),
+    ],
+)
+def test_wrong_options_and_help(options: list[str], status: int, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        chat.main(options)
+    out, err = capsys.readouterr()
+    assert (ended.value.code, err.startswith(f"fgchat: error: {why}")) == (status, status == 2), err
+    assert "in Python" not in out, "values that a command line cannot give"
+
+
 def test_options_go_over_the_models_defaults(monkeypatch, capsys):
     made = []
 
@@ -366,11 +385,12 @@ def test_options_go_over_the_models_defaults(monkeypatch, capsys):
     monkeypatch.setattr(fastgen, "Generator", make)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
     options = ["--top-p", "0.9", "--max-tokens", "5", "--seed", "3", "--system", "short", "--tensor-parallel", "4"]
+    options += ["--max-model-len", "99", "--memory-fraction", "0.5"]
     assert chat.main(["a/model", *options, "-v"]) == 0
     (gen,) = made
     assert gen.params == SamplingParams(temperature=0.3, top_k=7, top_p=0.9, max_tokens=5)
     assert gen.prompts[0][0] == {"role": "system", "content": "short"}
-    expected = {"seed": 3, "max_seqs": 1, "tensor_parallel": 4}
+    expected = {"seed": 3, "max_seqs": 1, "tensor_parallel": 4, "max_model_len": 99, "memory_fraction": 0.5}
     assert (gen.model, gen.options) == ("a/model", expected)
     assert gen.closed
     assert capsys.readouterr().err.endswith("some statistics\n")

@@ -47,10 +47,13 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
             assert re.search(rf"\nThis model's maximum context [^\n]*{hint}\n", refused)
             ask(child, "/r 1", 1)
             server.kill()
-            assert re.search(rf"\nerror: no connection to {url}/v1: [^\n]*refused\n$", ask(child, "hello", 1))
+            assert re.search(
+                rf"\nerror: no connection to {url}/v1: [^\n]*refused; is the server running\?\n$",
+                ask(child, "hello", 1),
+            )
             assert leave(child, "/q") == 0
         with spawn(tmp_path, *program, url) as child:
-            child.expect(r"fgchat: error: no connection to [^\n]*refused\r\n$")
+            child.expect(r"fgchat: error: no connection to [^\n]*refused; is the server running\?\r\n$")
 
 
 # A fake server
@@ -162,7 +165,7 @@ def test_what_is_sent(fake: Fake, pipe: Callable[..., Any]) -> None:
     assert body == {"model": "one", "messages": HELLO, **streamed}, "what is not given is not sent"
     assert err.endswith("\n(cut: the server's limit; /r N goes back)\n")
     assert re.search(STATS, err)[1] == "2", "pieces, where the server does not count"  # type: ignore[index]
-    assert pipe("hello\n", "--model", "one", "--max-tokens", "2")[2].endswith("\n(cut at --max-tokens 2)\n")
+    assert pipe("hello\n", "--model", "one", "--max-tokens", "2")[2].endswith("\n(cut at max_tokens 2)\n")
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
@@ -194,7 +197,11 @@ ERROR = {"error": {"message": "the engine died", "type": "server_error", "param"
         ),
         (stream("begun", end="", tail=b""), "begun\n", "error: the server has ended the answer early"),
         (stream(end="", tail=b"data: <html>\n\n"), "", "error: the server has sent what is no answer: b'<html>'"),
-        (lambda request: None, "", "error: no connection to URL/v1: Server disconnected without sending a response."),
+        (
+            lambda request: None,
+            "",
+            "error: no connection to URL/v1: Server disconnected without sending a response; is the server running?",
+        ),
     ],
 )
 def test_an_error_is_a_line_and_the_chat_goes_on(

@@ -210,7 +210,10 @@ def _csv_row(cells: dict[str | None, Any]) -> dict[str, Any]:
 
 
 def _json_row(line: bytes) -> dict[str, Any]:
-    columns = json.loads(line)
+    try:
+        columns = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(columns, dict):
         raise ValueError("it is not an object")
     return columns

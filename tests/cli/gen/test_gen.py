@@ -195,7 +195,7 @@ def test_a_dry_run_shows_prompts_and_loads_only_the_tokenizer(
 
 
 BAD = (
-    ("not json", "line 1 of in.jsonl cannot be read"),
+    ("not json", "line 1 of in.jsonl cannot be read: it is not JSON: Expecting value: "),
     ('{"prompt": "x"', "line 1 of in.jsonl cannot be read"),
     ("[1, 2]", "it is not an object"),
     ("[" * 10**5, "line 1 of in.jsonl cannot be read"),
