@@ -114,7 +114,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("text.reasoning", "tests/text/test_reasoning.py"): [
         ("AnswerParser._read_reasoning", " - overlap(reasoning, self._syntax.closes)]", "]"),
         ("_state_after", "tokenizer.special_ids | ({opens, closes} - {None})", "{opens, closes}"),
-        ("after_reasoning", 'if state == "closed":', 'if state == "none":'),
+        ("after_reasoning", 'if state == "closed" or (state == "none" and _only_opens(tokenizer)):', 'if state == "none":'),
         ("after_reasoning", "tokenizer.special_ids, (*eos_ids, closes)", "frozenset(), (closes,)"),
         ("ReasoningCounter.push", "elif id == self._closes:", "elif id == -1:"),
     ],
