@@ -142,7 +142,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("text.tools.values", "tests/text/tools/test_values.py tests/text/test_tool_calls.py"): [
         ("typed_json", '(types - {"string"})', "types"),
-        ("types_of", 'frozenset.intersection(*allowed) if word == "allOf" else', ""),
+        ("_types_of", 'frozenset.intersection(*allowed) if word == "allOf" else', ""),
         ("json_text", "return json.dumps(value, allow_nan=False)", "return None"),
     ],
     ("text.tools.history", "tests/text/tools/test_history.py"): [
