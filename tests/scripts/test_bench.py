@@ -110,7 +110,7 @@ def test_the_plot_of_a_result_is_a_picture(name: str, tmp_path: Path) -> None:
 def test_the_limit_is_what_was_worked_out_by_hand(model: str, gpus: int, name: str, known: float) -> None:
     workload = bench_limits.WORKLOADS[name]
     costs = bench_limits.Costs.of(parse_config(bench_limits.MODELS[model]))
-    limit = bench_limits.limit(costs, workload, bench_limits.H200.times(gpus), lanes=workload.sequences)
+    limit = bench_limits.limit(costs, workload, bench_limits.CARDS["h200"].times(gpus), lanes=workload.sequences)
     assert limit == pytest.approx(known, rel=2e-3)
 
 
