@@ -1,4 +1,4 @@
-"""How objects are shown: a line for `repr`, and HTML for outputs in a notebook."""
+"""The forms in which objects are shown: a line for `repr`, and HTML for outputs in a notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Generator does with prompts besides generating: logprobs, probabilities of choices, embeddings."""
+"""The methods of a Generator that read prompts and generate nothing: scores, probabilities of choices, embeddings."""
 
 from __future__ import annotations
 

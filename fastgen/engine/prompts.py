@@ -1,4 +1,4 @@
-"""What a user gives to `generate` and `stream`: one prompt or many, or Requests."""
+"""Turns the arguments of `generate` and `stream` (one prompt, many prompts, or Requests) into lists and requests."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class Reasoning(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model thinks, in the form of Anthropic and DeepSeek. Its tokens are not limited."""
+    """The switch of thinking in the form of Anthropic and DeepSeek. The number of reasoning tokens is not limited."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     without_effect = frozenset({"budget_tokens", "display"})

@@ -91,7 +91,7 @@ class Hermes(ObjectSyntax):
 
 
 class Mistral(ObjectSyntax):
-    """One list of objects, after a mark."""
+    """The format of Mistral v3: one list of objects, after a mark."""
 
     short_ids = True
 

@@ -1,4 +1,4 @@
-"""What all parsers of tool calls have in common: content around calls, and deltas of what was found."""
+"""The common part of all parsers of tool calls: content around calls, and deltas of what was found."""
 
 from __future__ import annotations
 
