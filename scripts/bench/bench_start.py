@@ -51,10 +51,13 @@ FIRST_WORD = """
 from fastgen.cli import chat
 
 
-def say(self, text, say=chat.Console.say):
+say_text = chat.Console.say
+
+
+def say(self, text, thinking=False):
     if text.strip():
         marks.setdefault("first_word", time.time())
-    say(self, text)
+    say_text(self, text, thinking)
 
 
 chat.Console.say = say
