@@ -21,8 +21,11 @@ class Round(NamedTuple):
 
 @dataclass
 class Conversation:
-    """A conversation. model: the arguments that name the model: "model", or "url" and perhaps "name" of a server.
-    settings: as in chat_backends. system: the system prompt."""
+    """A conversation.
+
+    model: the arguments that name the model: "model", or "url" and perhaps "name" of a server. settings: values of
+    SETTINGS in chat_backends.py, by name, without those left at their defaults. system: the system prompt, or None.
+    """
 
     model: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)

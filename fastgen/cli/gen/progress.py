@@ -1,4 +1,4 @@
-"""How far a job is: the counts of its rows, shown as a bar on a terminal and else as a line every ten seconds."""
+"""The progress of a job: counts of its rows, shown as a bar on a terminal and otherwise as a line every ten seconds."""
 
 from __future__ import annotations
 
