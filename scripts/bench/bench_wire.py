@@ -1,10 +1,15 @@
-"""Measures, as `bench.py gpu --wire`, new weights for a server of `fgserve --rollout`, from tensors of this process on
-the server's GPU, or on the first of two, while a request is in flight."""
+"""Measures, as `bench.py gpu --wire`, new weights for a server of `fgserve --rollout`, while a request is in flight.
+
+They are tensors of this process on the server's GPU, or on the first of two, where the server has the second. With two
+GPUs there is also a trainer of two ranks, one on each GPU, whose weights are DTensors, as FSDP has them. With
+`--quantization fp8` the server quantizes what it gets.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -14,35 +19,75 @@ from typing import Any
 
 import httpx
 import torch
+import torch.distributed as dist
 from bench_engine import write_report
 from bench_sleep import seconds, state_dict
 from reports import median_and_spread
 from serve_process import Server, model_folder
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.multiprocessing.spawn import spawn
 
 from fastgen.model.config import read_config
+from fastgen.model.parameters import checkpoint_shards
 from fastgen.rl.remote import RemoteGenerator
 
 REPEATS = 5
+TRAINER_RANKS = 2
 ROOM = 0.6  # share of the free memory, so that a second set of weights fits
 BEFORE = 20  # number of tokens of the running request before an update begins
 
 
 def bench_wire(arguments: argparse.Namespace) -> None:
     """Measure medians of seconds: of an update, and of the longest time without a token meanwhile."""
-    mine, theirs = "cpu", "cpu"
-    if not arguments.smoke:
-        mine, theirs = "cuda:0", f"cuda:{min(torch.cuda.device_count(), 2) - 1}"
+    smoke = arguments.smoke
+    gpus = 0 if smoke else torch.cuda.device_count()
+    mine, theirs = ("cpu", "cpu") if smoke else ("cuda:0", f"cuda:{min(gpus, 2) - 1}")
     room = str(arguments.memory_fraction or ROOM)
-    with model_folder(arguments.model, arguments.smoke) as (folder, flags):
+    with model_folder(arguments.model, smoke) as (folder, flags):
         assert folder is not None
+        flags += ["--quantization", arguments.quantization] if arguments.quantization else []
         server = Server(folder, ["--rollout", *flags, "--device", theirs, "--memory-fraction", room])
         weights = state_dict(read_config(Path(folder)), mine)  # while the server starts
         report: dict[str, Any] = {"weights_gb": sum(tensor.nbytes for tensor in weights.values()) / 1e9}
         with server:
-            best = "gloo" if arguments.smoke else "ipc" if mine == theirs else "nccl"
+            best = "gloo" if smoke else "ipc" if mine == theirs else "nccl"
             for backend, repeats in {best: REPEATS, "gloo": 1}.items():
                 report[backend] = updates(server.url, weights, None if backend == best else backend, repeats)
                 write_report(arguments, "wire", report)
+            if smoke or gpus > 1:
+                weights.clear()
+                out = Path(folder) / "shards.json"
+                spawn(trainer_rank, (folder, server.url, out, smoke), TRAINER_RANKS)
+                report["shards"] = json.loads(out.read_text())
+                write_report(arguments, "wire", report)
+
+
+def trainer_rank(rank: int, folder: str, url: str, out: Path, smoke: bool) -> None:
+    """Run a rank of a trainer that shards its weights; rank 0 writes the seconds of updates to `out`.
+
+    Weights are made and divided one at a time, so that no rank holds all of them.
+    """
+    device = "cpu" if smoke else f"cuda:{rank}"
+    if not smoke:
+        torch.cuda.set_device(device)
+    store = dist.FileStore(str(out.with_name("ranks")), TRAINER_RANKS)
+    dist.init_process_group("gloo" if smoke else "nccl", store=store, rank=rank, world_size=TRAINER_RANKS)
+    mesh = init_device_mesh("cpu" if smoke else "cuda", (TRAINER_RANKS,))
+    config = read_config(Path(folder))
+    dtype = torch.float32 if smoke else torch.bfloat16
+
+    def shard(shape: Iterable[int]) -> DTensor:
+        return distribute_tensor(torch.empty(*shape, dtype=dtype, device=device).normal_(0, 0.02), mesh, [Shard(0)])
+
+    weights = {name: shard(part.shape) for name, part in checkpoint_shards(config).items()}
+    if rank == 0:
+        out.write_text(json.dumps(updates(url, weights, None, REPEATS)))
+    else:
+        with RemoteGenerator(url) as gen:
+            for _ in range(REPEATS + 1):
+                gen.update_weights(weights)
+    dist.destroy_process_group()
 
 
 def updates(url: str, weights: Mapping[str, torch.Tensor], backend: str | None, repeats: int) -> dict[str, Any]:

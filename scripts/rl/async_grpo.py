@@ -118,7 +118,11 @@ class Sampler:
 
 
 def train(gen: RemoteGenerator, settings: Settings, device: str) -> dict[str, Any]:
-    """Train; return the learning curve, a point for each step, and the time of each part."""
+    """Train; return the learning curve, a point for each step, and the time of each part.
+
+    idle: shares of the loop's time, without evaluations, in which the trainer waits for samples, and in which the
+    server has no samples to work on.
+    """
     seconds: dict[str, float] = {}
     policy: Any = AutoModelForCausalLM.from_pretrained(resolve(None), dtype=torch.float32).to(device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, weight_decay=0.0)
@@ -152,8 +156,9 @@ def train(gen: RemoteGenerator, settings: Settings, device: str) -> dict[str, An
         print(", ".join(f"{key} {value:.4g}" for key, value in curve[-1].items()), flush=True)
     loop = sum(seconds[part] for part in PARTS)
     shares = {part: seconds[part] / loop for part in PARTS}
+    idle = {"trainer": shares["wait"], "server": max(1 - sampler.seconds / loop, 0.0)}
     return {"settings": asdict(settings), "seconds": seconds, "sampling_seconds": sampler.seconds, "shares": shares,
-            "curve": curve}  # fmt: skip
+            "idle": idle, "curve": curve}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
