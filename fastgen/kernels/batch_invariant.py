@@ -49,7 +49,7 @@ SIDES, TILE = 16, 4096  # the cost, in multiplications, of a row or column of a 
 FEW_IN_TRITON = 32
 """Tokens up to which these products are faster than cuBLAS in Triton. In Gluon it is hopper_products.ALL."""
 
-MOST = max(*FEW, hopper_products.ALL)  # tokens up to which these products can be faster than cuBLAS
+MOST = max(*FEW, *hopper_products.ALL.values())  # tokens up to which these products can be faster than cuBLAS
 
 SIZES = (1, 16, 32, 64, 65, 128, 129, 192, 256, 257, 512, 1024, 2048, 4096)
 """Numbers of tokens whose products are compiled at the start."""
@@ -147,7 +147,7 @@ def config(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, chip: Chi
     if dtype == torch.float32:
         return ProductConfig(*FLOAT32)
     padded = next((each for each in FEW if tokens <= each), None)
-    if hopper_products.runs_on(chip, dtype) and hopper_products.takes(tokens, outputs, chip):
+    if hopper_products.runs_on(chip, dtype) and hopper_products.takes(tokens, outputs, dtype.itemsize, chip):
         shape = hopper_products.tile_of(tokens, outputs, inputs, dtype.itemsize, chip)
         return ProductConfig(*shape, swap=True, token_tiles=-(-tokens // shape[0]))
     if padded:
@@ -192,7 +192,7 @@ def _stages(found: ProductConfig, programs: int, item_size: int, chip: Chip) -> 
 
 def pays(tokens: int, inputs: int, dtype: torch.dtype, chip: Chip) -> bool:
     """Return whether the product of `tokens` tokens and a weight [outputs, inputs] is faster here than in cuBLAS."""
-    most = hopper_products.ALL if hopper_products.runs_on(chip, dtype) else FEW_IN_TRITON
+    most = hopper_products.ALL[2] if hopper_products.runs_on(chip, dtype) else FEW_IN_TRITON
     return tokens <= most and dtype.itemsize == 2 and inputs % ALIGN == 0
 
 

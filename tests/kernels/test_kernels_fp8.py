@@ -21,7 +21,7 @@ from fastgen.kernels import fp8
 from fastgen.kernels.batch_invariant import Fused
 
 for outputs, inputs, swiglu in [(4096, 14336, False), (28672, 4096, True)]:
-    for tokens in (1, 64, 300):
+    for tokens in (1, 64, 128, 300):
         about["tokens"] = tokens
         for scales in (zeros(outputs, dtype=torch.float32), zeros(outputs // 128, inputs // 128, dtype=torch.float32)):
             fused = Fused(None if swiglu else zeros(tokens, outputs), swiglu, out_dtype=torch.bfloat16)
@@ -34,12 +34,12 @@ for outputs, inputs, swiglu in [(4096, 14336, False), (28672, 4096, True)]:
 def test_products_are_compiled_for_hopper() -> None:
     several = compiled(PRODUCTS)
     assert {each["kernel"] for each in several} == {"hopper_products", "hopper_fp8"}
-    assert len(several) == 12
+    assert len(several) == 16
     for made in several:
         check_hand_over(made["ptx"])
         assert made["shared"] <= 232_448
         products = set(re.findall(r"wgmma\.mma_async\S+", made["ptx"]))
-        sides = {1: [8], 64: [64], 300: [64, 128]}[made["tokens"]]
+        sides = {1: [8], 64: [64], 128: [64, 128], 300: [64, 128]}[made["tokens"]]
         assert products in [{f"wgmma.mma_async.sync.aligned.m64n{side}k32.f32.e4m3.e4m3"} for side in sides]
 
 

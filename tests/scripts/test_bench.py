@@ -60,6 +60,7 @@ def test_workloads_run_small(options: str, file: str, tmp_path: Path) -> None:
         pytest.param("--chat", {"cold_seconds", "warm_seconds"}, marks=pytest.mark.long),
         pytest.param("--load", {"gb_per_second", "spread"}, marks=pytest.mark.long),
         pytest.param("--busy", {"decode"}, marks=pytest.mark.long),
+        ("--step --only chat8 --quantization fp8", {"chat8"}),
         pytest.param("--perf", {"points"}, marks=pytest.mark.long),
         pytest.param("--speculate", {"streams"}, marks=pytest.mark.long),
         pytest.param("--wire", {"gloo"}, marks=pytest.mark.long),
