@@ -196,10 +196,10 @@ def pays(tokens: int, inputs: int, dtype: torch.dtype, chip: Chip) -> bool:
     return tokens <= most and dtype.itemsize == 2 and inputs % ALIGN == 0
 
 
-def fuses_rope(tokens: int) -> bool:
+def fuses_rope(tokens: int, dtype: torch.dtype, chip: Chip) -> bool:
     """Return whether the product's kernel computes rope. For many tokens a separate kernel is faster; both give the
     same bits."""
-    return tokens <= max(FEW)
+    return tokens <= (hopper_products.ROPE if hopper_products.runs_on(chip, dtype) else max(FEW))
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,9 @@ class Fused(NamedTuple):
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
-    chosen = config(len(x), *weight.shape, x.dtype, Chip.of(x.device))
-    if fused.rope is None or fuses_rope(len(x)):
+    chip = Chip.of(x.device)
+    chosen = config(len(x), *weight.shape, x.dtype, chip)
+    if fused.rope is None or fuses_rope(len(x), x.dtype, chip):
         return launch_as(chosen, x, weight, bias, fused)
     qkv = launch_as(chosen, x, weight, bias, fused._replace(rope=None))
     turned: Tensor = rope_write.launch(qkv, fused.rope.mapping, fused.rope.keys, fused.rope.values)

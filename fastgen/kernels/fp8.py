@@ -25,7 +25,7 @@ from fastgen.kernels.rope import rope_write
 BLOCK = 128  # rows and inputs per block with one scale
 LARGEST = 448.0
 LEAST_SCALE = 1 / (LARGEST * 512)  # also the scale of a row of zeros
-FEW = 64  # maximum number of rows for which more warps quantize each row
+FEW = 2  # maximum number of rows per processor for which more warps quantize each row
 ALIGN = 16  # the inputs of a weight are a multiple of it, so that rows begin at multiples of 16 bytes
 
 
@@ -75,8 +75,9 @@ def _quantize_launch(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, size = x.shape
     assert x.is_contiguous()
     values, scales = torch.empty_like(x, dtype=E4M3), x.new_empty(rows, dtype=torch.float32)
-    block, pdl = power_of_two(size), Chip.of(x.device).dependent_launch
-    warps = min(max(block // 1024, 1), 8) if rows > FEW else 16
+    chip, block = Chip.of(x.device), power_of_two(size)
+    pdl = chip.dependent_launch
+    warps = min(max(block // 1024, 1), 8) if rows > FEW * chip.processors else 16
     _quantize_kernel[(rows,)](x, values, scales, size, block, pdl, num_warps=warps, launch_pdl=pdl)
     return values, scales
 
@@ -146,7 +147,8 @@ def launch_as(kind: Kind, x: Tensor, x_scales: Tensor, weight: Quantized, bias: 
     if isinstance(kind, int):
         y = _launch_many(kind, x, x_scales, weight, bias, fused)
     else:
-        inside = fused if fuses_rope(kind.tokens * kind.token_tiles) else fused._replace(rope=None)
+        most = kind.tokens * kind.token_tiles
+        inside = fused if fuses_rope(most, E4M3, Chip.of(x.device)) else fused._replace(rope=None)
         y = batch_invariant.launch_as(kind, x, weight.values, bias, inside, (x_scales, weight.scales))
         if inside.rope is not None:
             return y

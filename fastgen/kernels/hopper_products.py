@@ -44,16 +44,13 @@ BETWEEN, HALVED = 128, 256  # depth for other weights, and for tiles with SIDE /
 TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128))
 """Choices of tokens and rows of a tile for more tokens than WIDE has. A tile of x loads for each tile of the weight."""
 
-SUMS = {
-    1: 64 * 128,
-    2: 128 * 128,
-}  # maximum number of sums of a tile, by bytes per input; fp8 takes twice the registers
 MOST = 256  # tokens up to which some products are faster here than in the kernels for many tokens
 ALL = {1: 64, 2: 128}  # ... and up to which all are, by bytes per input
+ROPE = 32  # tokens up to which rope inside a product is faster than a kernel of its own
 SPARE = 1.5  # maximum bytes of weight per halved tile, in units of the shared memory
 WARPS, REGISTERS = 4, 128  # registers per thread at the start, for two programs per processor
 LOADING_REGISTERS = constant(40)  # registers per thread of the loading warp's group; the others get the rest
-AHEAD, AHEAD_ROPE = 64, 32  # sums per thread up to which the epilogue's inputs load before the product; half in fp8
+AHEAD, AHEAD_ROPE = 64, 32  # sums per thread up to which the epilogue's inputs load before the product
 LEAST = 3  # the larger depth is taken if more stages than this fit
 
 
@@ -88,7 +85,8 @@ def _shape(tokens: int, outputs: int, item_size: int, chip: Chip) -> tuple[int, 
         programs = -(-tokens // tile) * -(-outputs // rows)
         return -(-programs // chip.processors) * max(tile * rows, 64 * (tile + rows)), programs
 
-    return min((each for each in TILES if math.prod(each) <= SUMS[item_size]), key=cost)
+    # In fp8 the sums of each chunk take as many registers as those of the tile.
+    return min((each for each in TILES if item_size == 2 or each[1] <= SIDE), key=cost)
 
 
 def tile_of(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) -> tuple[int, int, int, int, int]:
@@ -386,7 +384,7 @@ def launch(
     assert len(x) <= token_tiles * tile
     # If at least a quarter of the processors are free, the next kernel's first programs do not crowd on a few.
     early = 4 * token_tiles * tiles <= 3 * chip.processors
-    ahead = tile * side <= (AHEAD_ROPE if others[2] is not None else AHEAD) * x.element_size() * 16 * warps
+    ahead = tile * side <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * warps
     _product_kernel[(-(-len(x) // tile) * tiles,)](
         described(x, x_block), described(weight, [*block[:-1], depth // pieces]), *others, len(x), *sizes,
         tile, rows, heads, depth, stages, side, pieces, token_tiles > 1, ahead, early,
