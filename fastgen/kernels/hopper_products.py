@@ -46,6 +46,7 @@ TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128))
 
 MOST = 256  # tokens up to which some products are faster here than in the kernels for many tokens
 ALL = {1: 64, 2: 128}  # ... and up to which all are, by bytes per input
+AT_ONCE = {1: 2, 2: 1}  # maximum number of programs per processor for more than ALL tokens, by bytes per input
 ROPE = 32  # tokens up to which rope inside a product is faster than a kernel of its own
 SPARE = 1.5  # maximum bytes of weight per halved tile, in units of the shared memory
 WARPS, REGISTERS = 4, 128  # registers per thread at the start, for two programs per processor
@@ -63,30 +64,32 @@ def takes(tokens: int, outputs: int, item_size: int, chip: Chip) -> bool:
     """Return whether a product of `tokens` tokens is faster here than in the kernels for many tokens, which are in
     Triton or, for fp8, in fastgen.kernels.hopper_fp8.
 
-    It is for up to ALL tokens, and for up to MOST tokens if all tiles run at the same time. item_size: bytes per input.
+    It is for up to ALL tokens, and for up to MOST tokens if all tiles run at the same time, AT_ONCE per processor.
+    item_size: bytes per input.
     """
     if tokens <= ALL[item_size]:
         return True
     tile, rows = _shape(tokens, outputs, item_size, chip)
-    return tokens <= MOST and -(-tokens // tile) * -(-outputs // rows) <= chip.processors
+    programs = -(-tokens // tile) * -(-outputs // rows)
+    return tokens <= MOST and programs <= AT_ONCE[item_size] * chip.processors
 
 
 def _shape(tokens: int, outputs: int, item_size: int, chip: Chip) -> tuple[int, int]:
     """Return the tokens and rows of a tile that take the busiest processor the least time, for more tokens than WIDE
     has.
 
-    In a cycle, a processor loads 64 bytes, and its tensor cores multiply 2048 pairs of 2-byte numbers. Therefore a
-    tile's multiplications take tokens * rows / 128 cycles per 16 inputs, and its loads (tokens + rows) / 2 cycles; in
-    fp8 both take half as long.
+    In a cycle, a processor loads 64 bytes, and its tensor cores multiply 2048 pairs of numbers. Therefore a tile's
+    multiplications take tokens * rows / 128 cycles per 16 inputs, and its loads (tokens + rows) / 2 cycles.
     """
+    if item_size == 1:  # larger tiles were no faster, since a chunk's sums take as many registers as the tile's
+        return SIDE, SIDE
 
     def cost(shape: tuple[int, int]) -> tuple[int, int]:
         tile, rows = shape
         programs = -(-tokens // tile) * -(-outputs // rows)
         return -(-programs // chip.processors) * max(tile * rows, 64 * (tile + rows)), programs
 
-    # In fp8 the sums of each chunk take as many registers as those of the tile.
-    return min((each for each in TILES if item_size == 2 or each[1] <= SIDE), key=cost)
+    return min(TILES, key=cost)
 
 
 def tile_of(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) -> tuple[int, int, int, int, int]:

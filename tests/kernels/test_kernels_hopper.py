@@ -206,10 +206,11 @@ def test_tiles_fit_the_chip(outputs: int, inputs: int, item_size: int) -> None:
         tile, rows, depth, warps, stages = hopper_products.tile_of(tokens, outputs, inputs, item_size, H200)
         programs = 1 if -(-tokens // tile) * -(-outputs // rows) <= H200.processors else 2
         few = tokens <= hopper_products.ALL[item_size]
-        assert hopper_products.takes(tokens, outputs, item_size, H200) == (few or programs == 1)
+        at_once = -(-tokens // tile) * -(-outputs // rows) <= (3 - item_size) * H200.processors
+        assert hopper_products.takes(tokens, outputs, item_size, H200) == (few or at_once)
         assert programs * (stages * (tile + rows) * depth * item_size + 2048) <= H200.shared_memory
         assert tile * rows <= 64 * item_size * 32 * warps, "sums fit into registers"
-        assert stages > 1 + (tokens > 64 and (few or programs == 1))
+        assert stages > 1 + (tokens > 64)
         if tokens <= 64:
             assert tokens <= tile <= max(2 * tokens, 8)
             halved = (outputs, inputs) in ((4096, 4096), (2048, 8192), (3072, 2048))
