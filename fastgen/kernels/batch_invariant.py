@@ -47,9 +47,9 @@ MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 2, 3, 12  # programs per processor, a
 SIDES, TILE = 16, 4096  # the cost, in multiplications, of a row or column of a tile, and of a tile itself
 
 FEW_IN_TRITON = 32
-"""Tokens up to which these products are faster than cuBLAS in Triton. In Gluon it is hopper_products.ALL."""
+"""Tokens up to which these products are faster than cuBLAS in Triton. In Gluon it is hopper_products.ALL[2]."""
 
-MOST = max(*FEW, *hopper_products.ALL.values())  # tokens up to which these products can be faster than cuBLAS
+MOST = max(*FEW, hopper_products.ALL[2])  # tokens up to which these products can be faster than cuBLAS
 
 SIZES = (1, 16, 32, 64, 65, 128, 129, 192, 256, 257, 512, 1024, 2048, 4096)
 """Numbers of tokens whose products are compiled at the start."""

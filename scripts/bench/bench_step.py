@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine.runner import Runner
+from fastgen.engine.step import Launched
 from fastgen.kernels import fp8
 from fastgen.kernels.fp8 import quantize
 from fastgen.model import linear, quantized
@@ -111,6 +112,7 @@ class Steps:
     def __init__(self, generator: Generator, lanes: int, keys: int) -> None:
         runner: Runner = generator._runner
         self.runner, self.count, self.keys = runner, lanes, keys
+        self._before: Launched | None = None
         pages = -(-(keys + CHUNK + 1) // generator.config.page_size)
         assert lanes * pages <= generator.config.num_pages
         params = SamplingParams(temperature=1)
@@ -158,8 +160,6 @@ class Steps:
         if self._before is not None:
             self.runner.collect(self._before)
         self._before = launched
-
-    _before: Any = None
 
     def microseconds(self, run: Callable[[], None]) -> float:
         """Return the time of one of CHUNK steps."""
