@@ -77,8 +77,8 @@ def launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None:
             continue
         x = linear.weight.new_zeros(1, linear.weight.shape[1])
         for size in sizes:
-            found = batch_invariant.config(size, *linear.weight.shape, linear.weight.dtype, Chip.of(device))
-            rope = fused.rope if batch_invariant.fuses_rope(size) else None
+            found = batch_invariant.config(size, *linear.weight.shape, x.dtype, Chip.of(device))
+            rope = fused.rope if batch_invariant.fuses_rope(size, x.dtype, Chip.of(device)) else None
             batch_invariant.launch_as(found, x, linear.weight, linear.bias, fused._replace(rope=rope))
 
 

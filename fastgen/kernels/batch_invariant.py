@@ -47,9 +47,9 @@ MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 2, 3, 12  # programs per processor, a
 SIDES, TILE = 16, 4096  # the cost, in multiplications, of a row or column of a tile, and of a tile itself
 
 FEW_IN_TRITON = 32
-"""Tokens up to which these products are faster than cuBLAS in Triton. In Gluon it is hopper_products.ALL."""
+"""Tokens up to which these products are faster than cuBLAS in Triton. In Gluon it is hopper_products.ALL[2]."""
 
-MOST = max(*FEW, hopper_products.ALL)  # tokens up to which these products can be faster than cuBLAS
+MOST = max(*FEW, hopper_products.ALL[2])  # tokens up to which these products can be faster than cuBLAS
 
 SIZES = (1, 16, 32, 64, 65, 128, 129, 192, 256, 257, 512, 1024, 2048, 4096)
 """Numbers of tokens whose products are compiled at the start."""
@@ -147,7 +147,7 @@ def config(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, chip: Chi
     if dtype == torch.float32:
         return ProductConfig(*FLOAT32)
     padded = next((each for each in FEW if tokens <= each), None)
-    if hopper_products.runs_on(chip, dtype) and hopper_products.takes(tokens, outputs, chip):
+    if hopper_products.runs_on(chip, dtype) and hopper_products.takes(tokens, outputs, dtype.itemsize, chip):
         shape = hopper_products.tile_of(tokens, outputs, inputs, dtype.itemsize, chip)
         return ProductConfig(*shape, swap=True, token_tiles=-(-tokens // shape[0]))
     if padded:
@@ -192,14 +192,14 @@ def _stages(found: ProductConfig, programs: int, item_size: int, chip: Chip) -> 
 
 def pays(tokens: int, inputs: int, dtype: torch.dtype, chip: Chip) -> bool:
     """Return whether the product of `tokens` tokens and a weight [outputs, inputs] is faster here than in cuBLAS."""
-    most = hopper_products.ALL if hopper_products.runs_on(chip, dtype) else FEW_IN_TRITON
+    most = hopper_products.ALL[2] if hopper_products.runs_on(chip, dtype) else FEW_IN_TRITON
     return tokens <= most and dtype.itemsize == 2 and inputs % ALIGN == 0
 
 
-def fuses_rope(tokens: int) -> bool:
+def fuses_rope(tokens: int, dtype: torch.dtype, chip: Chip) -> bool:
     """Return whether the product's kernel computes rope. For many tokens a separate kernel is faster; both give the
     same bits."""
-    return tokens <= max(FEW)
+    return tokens <= (hopper_products.ROPE if hopper_products.runs_on(chip, dtype) else max(FEW))
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,9 @@ class Fused(NamedTuple):
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
-    chosen = config(len(x), *weight.shape, x.dtype, Chip.of(x.device))
-    if fused.rope is None or fuses_rope(len(x)):
+    chip = Chip.of(x.device)
+    chosen = config(len(x), *weight.shape, x.dtype, chip)
+    if fused.rope is None or fuses_rope(len(x), x.dtype, chip):
         return launch_as(chosen, x, weight, bias, fused)
     qkv = launch_as(chosen, x, weight, bias, fused._replace(rope=None))
     turned: Tensor = rope_write.launch(qkv, fused.rope.mapping, fused.rope.keys, fused.rope.values)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels import batch_invariant, hopper_fp8, hopper_products
-from fastgen.kernels.batch_invariant import Fused, config, finished
+from fastgen.kernels.batch_invariant import Fused, ProductConfig, config, finished, fuses_rope
 from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.pages import E4M3 as E4M3
 from fastgen.kernels.rope import rope_write
@@ -25,7 +25,7 @@ from fastgen.kernels.rope import rope_write
 BLOCK = 128  # rows and inputs per block with one scale
 LARGEST = 448.0
 LEAST_SCALE = 1 / (LARGEST * 512)  # also the scale of a row of zeros
-FEW = 64  # maximum number of rows for which more warps quantize each row
+FEW = 2  # maximum number of rows per processor for which more warps quantize each row
 ALIGN = 16  # the inputs of a weight are a multiple of it, so that rows begin at multiples of 16 bytes
 
 
@@ -75,8 +75,9 @@ def _quantize_launch(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, size = x.shape
     assert x.is_contiguous()
     values, scales = torch.empty_like(x, dtype=E4M3), x.new_empty(rows, dtype=torch.float32)
-    block, pdl = power_of_two(size), Chip.of(x.device).dependent_launch
-    warps = min(max(block // 1024, 1), 8) if rows > FEW else 16
+    chip, block = Chip.of(x.device), power_of_two(size)
+    pdl = chip.dependent_launch
+    warps = min(max(block // 1024, 1), 8) if rows > FEW * chip.processors else 16
     _quantize_kernel[(rows,)](x, values, scales, size, block, pdl, num_warps=warps, launch_pdl=pdl)
     return values, scales
 
@@ -113,44 +114,59 @@ def _rounded(x: Tensor) -> Tensor:
     return x.clamp_(-LARGEST, LARGEST).to(E4M3)
 
 
+Kind = ProductConfig | int
+"""A kind of kernel: tiles for few tokens (hopper_products), or rows of a tile's sides for many (hopper_fp8.SIDES)."""
+
+
 def _launch(x: Tensor, x_scales: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused) -> Tensor:
-    return launch_as(kind_of(len(x), len(weight.values), Chip.of(x.device)), x, x_scales, weight, bias, fused)
+    (tokens, inputs), outputs = x.shape, len(weight.values)
+    return launch_as(kind_of(tokens, outputs, inputs, Chip.of(x.device)), x, x_scales, weight, bias, fused)
 
 
-def kind_of(tokens: int, outputs: int, chip: Chip) -> tuple[int, int]:
-    """Return the kind of kernel, one of KINDS, for a number of tokens."""
-    padded = next((each for each in hopper_products.WIDE if tokens <= each), 0)
-    return padded, 0 if padded else hopper_fp8.rows_of(tokens, outputs, chip)
+def kind_of(tokens: int, outputs: int, inputs: int, chip: Chip) -> Kind:
+    """Return the fastest kind of kernel for a number of tokens."""
+    if hopper_products.takes(tokens, outputs, E4M3.itemsize, chip):
+        return config(tokens, outputs, inputs, E4M3, chip)
+    return hopper_fp8.rows_of(tokens, outputs, chip)
 
 
-KINDS = (*((tokens, 0) for tokens in hopper_products.WIDE), *((0, rows) for rows in hopper_fp8.SIDES))
-"""Kinds of kernels: (padded tokens, 0) for few tokens, and (0, rows of a tile's sides) for many tokens."""
+def kinds_of(outputs: int, inputs: int, chip: Chip) -> list[Kind]:
+    """Return all kinds of kernels that products with a weight may use."""
+    few = (kind_of(tokens, outputs, inputs, chip) for tokens in range(1, hopper_products.MOST + 1))
+    return [*dict.fromkeys((*few, *hopper_fp8.SIDES))]
 
 
-def launch_as(
-    kind: tuple[int, int], x: Tensor, x_scales: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused
-) -> Tensor:
+def launch_as(kind: Kind, x: Tensor, x_scales: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused) -> Tensor:
     """Compute the product with a kind of kernel that can take as many tokens; see the twin for the other arguments."""
-    (tokens, inputs), (outputs, _) = x.shape, weight.values.shape
-    assert weight.values.shape == (outputs, inputs)
+    assert x.shape[1] == weight.values.shape[1]
     assert x.dtype == weight.values.dtype == E4M3
     assert x.is_contiguous()
     assert weight.values.is_contiguous()
     assert weight.scales.is_contiguous()
-    assert inputs % ALIGN == 0
-    padded, rows = kind
-    if padded:
-        chosen = config(padded, outputs, inputs, E4M3, Chip.of(x.device))
-        return batch_invariant.launch_as(chosen, x, weight.values, bias, fused, (x_scales, weight.scales))
-    width = outputs // 2 if fused.swiglu else outputs
-    out = x.new_empty(tokens, width, dtype=fused.out_dtype) if fused.add is None else fused.add
-    assert out.shape == (tokens, width)
+    assert x.shape[1] % ALIGN == 0
+    if isinstance(kind, int):
+        y = _launch_many(kind, x, x_scales, weight, bias, fused)
+    else:
+        most = kind.tokens * kind.token_tiles
+        inside = fused if fuses_rope(most, E4M3, Chip.of(x.device)) else fused._replace(rope=None)
+        y = batch_invariant.launch_as(kind, x, weight.values, bias, inside, (x_scales, weight.scales))
+        if inside.rope is not None:
+            return y
+    if fused.rope is not None:
+        y = rope_write.launch(y, fused.rope.mapping, fused.rope.keys, fused.rope.values)
+    return y
+
+
+def _launch_many(
+    rows: int, x: Tensor, x_scales: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused
+) -> Tensor:
+    """Compute the product, without rope, in tiles of many tokens. rows: one of hopper_fp8.SIDES."""
+    width = len(weight.values) // 2 if fused.swiglu else len(weight.values)
+    out = x.new_empty(len(x), width, dtype=fused.out_dtype) if fused.add is None else fused.add
+    assert out.shape == (len(x), width)
     assert out.is_contiguous()
     add = fused.add is not None
     hopper_fp8.launch(x, weight.values, bias, out, x_scales, weight.scales, fused.swiglu, add, rows)
-    if fused.rope is not None:
-        turned: Tensor = rope_write.launch(out, fused.rope.mapping, fused.rope.keys, fused.rope.values)
-        return turned
     return out
 
 

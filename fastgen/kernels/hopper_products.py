@@ -1,4 +1,5 @@
-"""Products of up to 256 tokens on Hopper, in Gluon, with the same bits as fastgen.kernels.batch_invariant in Triton.
+"""Products of up to 256 tokens on Hopper, in Gluon, with the same bits as the kernels for many tokens: those of
+fastgen.kernels.batch_invariant in Triton, and of fastgen.kernels.hopper_fp8.
 
 One warp of a program loads the tiles (by TMA) that four other warps multiply. Otherwise memory would be idle for 3 us
 between each two kernels of a decode step. Therefore the first tiles of a weight load before the previous kernel has
@@ -43,7 +44,10 @@ BETWEEN, HALVED = 128, 256  # depth for other weights, and for tiles with SIDE /
 TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128))
 """Choices of tokens and rows of a tile for more tokens than WIDE has. A tile of x loads for each tile of the weight."""
 
-MOST, ALL = 256, 128  # tokens up to which some products, and all products, are faster here than in Triton
+MOST = 256  # tokens up to which some products are faster here than in the kernels for many tokens
+ALL = {1: 64, 2: 128}  # ... and up to which all are, by bytes per input
+AT_ONCE = {1: 2, 2: 1}  # maximum number of programs per processor for more than ALL tokens, by bytes per input
+ROPE = 32  # tokens up to which rope inside a product is faster than a kernel of its own
 SPARE = 1.5  # maximum bytes of weight per halved tile, in units of the shared memory
 WARPS, REGISTERS = 4, 128  # registers per thread at the start, for two programs per processor
 LOADING_REGISTERS = constant(40)  # registers per thread of the loading warp's group; the others get the rest
@@ -56,24 +60,29 @@ def runs_on(chip: Chip, dtype: torch.dtype) -> bool:
     return GLUON and chip.capability == (9, 0) and dtype.itemsize <= 2
 
 
-def takes(tokens: int, outputs: int, chip: Chip) -> bool:
-    """Return whether a product of `tokens` tokens is faster here than in Triton.
+def takes(tokens: int, outputs: int, item_size: int, chip: Chip) -> bool:
+    """Return whether a product of `tokens` tokens is faster here than in the kernels for many tokens, which are in
+    Triton or, for fp8, in fastgen.kernels.hopper_fp8.
 
-    It is for up to ALL tokens, and for up to MOST tokens if all tiles run at the same time.
+    It is for up to ALL tokens, and for up to MOST tokens if all tiles run at the same time, AT_ONCE per processor.
+    item_size: bytes per input.
     """
-    if tokens <= ALL:
+    if tokens <= ALL[item_size]:
         return True
-    tile, rows = _shape(tokens, outputs, chip)
-    return tokens <= MOST and -(-tokens // tile) * -(-outputs // rows) <= chip.processors
+    tile, rows = _shape(tokens, outputs, item_size, chip)
+    programs = -(-tokens // tile) * -(-outputs // rows)
+    return tokens <= MOST and programs <= AT_ONCE[item_size] * chip.processors
 
 
-def _shape(tokens: int, outputs: int, chip: Chip) -> tuple[int, int]:
+def _shape(tokens: int, outputs: int, item_size: int, chip: Chip) -> tuple[int, int]:
     """Return the tokens and rows of a tile that take the busiest processor the least time, for more tokens than WIDE
     has.
 
     In a cycle, a processor loads 64 bytes, and its tensor cores multiply 2048 pairs of numbers. Therefore a tile's
     multiplications take tokens * rows / 128 cycles per 16 inputs, and its loads (tokens + rows) / 2 cycles.
     """
+    if item_size == 1:  # larger tiles were no faster, since a chunk's sums take as many registers as the tile's
+        return SIDE, SIDE
 
     def cost(shape: tuple[int, int]) -> tuple[int, int]:
         tile, rows = shape
@@ -86,7 +95,7 @@ def _shape(tokens: int, outputs: int, chip: Chip) -> tuple[int, int]:
 def tile_of(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) -> tuple[int, int, int, int, int]:
     """Return the tokens, rows and depth of a tile, the warps and the stages, for a product of up to MOST tokens.
 
-    item_size: bytes per input, 2, or 1 for up to 64 tokens.
+    item_size: bytes per input, 1 or 2.
 
     Tiles are halved if the weight would otherwise occupy at most half of the processors, and the weight of half a
     tile's rows nearly fits into shared memory: the whole weight then loads before the previous kernel has ended. (The
@@ -95,11 +104,11 @@ def tile_of(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) 
     memory bandwidth. In fp8 the weight of a whole tile nearly fits.
     """
     if tokens > max(WIDE):
-        tile, rows = _shape(tokens, outputs, chip)
+        tile, rows = _shape(tokens, outputs, item_size, chip)
         programs = -(-tokens // tile) * -(-outputs // rows)
         room = chip.shared_memory // (1 if programs <= chip.processors else 2) - 3072
         depth = next((each for each in (128, 64) if room // ((tile + rows) * each * 2) > LEAST), 64)
-        return tile, rows, depth, WARPS, min(room // ((tile + rows) * depth * 2), 12)
+        return tile, rows, depth * 2 // item_size, WARPS, min(room // ((tile + rows) * depth * 2), 12)
     padded = next(each for each in WIDE if tokens <= each)
     rows, depth = WIDE[padded]
     wide = outputs >= rows * chip.processors

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from fastgen.device.chip import Chip
 from fastgen.kernels import fp8
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import RMSNorm, rms_norm_fp8
@@ -77,9 +78,10 @@ class Fp8Linear(Linear):
     def launch_all(self, fused: Fused, dtype: torch.dtype) -> None:
         """Launch each kind of kernel that the layer's products may use, with one row. fused: see `apply`. dtype: dtype
         of the input and the result."""
-        x, weight = self.weight.new_zeros(1, self.weight.shape[1]), fp8.Quantized(self.weight, self.scales)
+        outputs, inputs = self.weight.shape
+        x, weight = self.weight.new_zeros(1, inputs), fp8.Quantized(self.weight, self.scales)
         fused = fused._replace(out_dtype=fused.out_dtype or dtype)
-        for kind in fp8.KINDS:
+        for kind in fp8.kinds_of(outputs, inputs, Chip.of(x.device)):
             fp8.launch_as(kind, x, self.scales.new_ones(1), weight, self.bias, fused)
 
 

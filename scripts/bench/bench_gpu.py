@@ -35,6 +35,7 @@ import bench_parts
 import bench_sleep
 import bench_speculate
 import bench_start
+import bench_step
 import bench_turns
 import bench_wire
 from bench_engine import ceilings, machine, measure_workload, merge, ready_generator, report_path
@@ -65,6 +66,7 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "chat": (bench_start.bench_chat, "from process start to fgchat's first word"),
     "load": (bench_parts.bench_load, "loading a checkpoint from the page cache"),
     "busy": (bench_parts.bench_busy, "the share of a decode that the GPU is busy"),
+    "step": (bench_step.bench_step, "a decode step in its parts, and without each of them"),
     "perf": (bench_parts.bench_perf, "tokens/s over the tokens generated"),
     "turns": (bench_turns.bench_turns, "conversations, with and without the host tier"),
     "speculate": (bench_speculate.bench_speculate, "speculation over recorded answers"),
@@ -76,7 +78,7 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
 }
 """What can be measured instead of the workloads, with one flag each."""
 
-ONE_PROCESS = ("load", "busy", "scaling", "speculate", "wire")  # kinds that take no --tensor-parallel
+ONE_PROCESS = ("load", "busy", "step", "scaling", "speculate", "wire")  # kinds that take no --tensor-parallel
 
 
 def workload_names(text: str) -> list[str]:

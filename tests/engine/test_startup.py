@@ -105,7 +105,8 @@ def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
     for linear, behind in linears:
         for tokens in range(1, 5001):
             found = batch_invariant.config(tokens, *linear.weight.shape, torch.bfloat16, hopper)
-            now = behind if batch_invariant.fuses_rope(tokens) else behind._replace(rope=None)
+            within = batch_invariant.fuses_rope(tokens, torch.bfloat16, hopper)
+            now = behind if within else behind._replace(rope=None)
             assert about(linear.weight, now, found) in ran, tokens
 
 

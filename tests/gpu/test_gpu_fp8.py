@@ -14,6 +14,7 @@ from test_gpu_deterministic import SHAPES, TOKENS
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
+from fastgen.device.chip import Chip
 from fastgen.kernels import fp8
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.batch_invariant import Fused
@@ -49,6 +50,30 @@ def test_a_row_of_a_product_does_not_depend_on_their_number(name: str, blocks: b
     for tokens in TOKENS:
         assert torch.equal(rows(tokens), expected[:tokens]), tokens
     torch.testing.assert_close(expected, rows(MOST, fp8.product.twin), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("name", ["qkv", "o", "gate_up"])
+def test_all_kinds_of_kernels_give_the_same_bits(name: str, blocks: bool) -> None:
+    outputs, inputs = SHAPES[name]
+    torch.manual_seed(0)
+    weight = fp8.quantize_weight(torch.randn(outputs, inputs, device="cuda") * inputs**-0.5, blocks)
+    x, x_scales = fp8.quantize(torch.randn(256, inputs, device="cuda", dtype=torch.bfloat16))
+    residual = torch.randn(256, outputs, device="cuda", dtype=torch.bfloat16)
+
+    def rows(kind: fp8.Kind) -> Tensor:
+        tokens = 256 if isinstance(kind, int) else kind.tokens * kind.token_tiles
+        tokens -= tokens > 8  # so that a tile is not full
+        add = residual[:tokens].clone() if name == "o" else None
+        fused = Fused(add=add, swiglu=name == "gate_up", out_dtype=torch.bfloat16)
+        return fp8.launch_as(kind, x[:tokens], x_scales[:tokens].clone(), weight, None, fused)
+
+    kinds = fp8.kinds_of(outputs, inputs, Chip.of(x.device))
+    compile_ahead(lambda: [rows(kind) for kind in kinds], x.device)
+    expected = rows(kinds[-1])
+    for kind in kinds:
+        found = rows(kind)
+        assert torch.equal(found, expected[: len(found)]), kind
 
 
 @pytest.fixture

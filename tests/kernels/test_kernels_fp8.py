@@ -8,11 +8,12 @@ import re
 import pytest
 import torch
 from compiling import compiled
+from test_kernels_batch_invariant import H200
 from test_kernels_hopper import check_hand_over
 from torch import Tensor
 
-from fastgen.kernels import fp8
-from fastgen.kernels.batch_invariant import Fused
+from fastgen.kernels import fp8, hopper_products
+from fastgen.kernels.batch_invariant import Fused, ProductConfig, fuses_rope
 from fastgen.kernels.launch import KNOWN
 from fastgen.kernels.norm import rms_norm, rms_norm_fp8
 
@@ -21,7 +22,7 @@ from fastgen.kernels import fp8
 from fastgen.kernels.batch_invariant import Fused
 
 for outputs, inputs, swiglu in [(4096, 14336, False), (28672, 4096, True)]:
-    for tokens in (1, 64, 300):
+    for tokens in (1, 64, 128, 300):
         about["tokens"] = tokens
         for scales in (zeros(outputs, dtype=torch.float32), zeros(outputs // 128, inputs // 128, dtype=torch.float32)):
             fused = Fused(None if swiglu else zeros(tokens, outputs), swiglu, out_dtype=torch.bfloat16)
@@ -34,13 +35,31 @@ for outputs, inputs, swiglu in [(4096, 14336, False), (28672, 4096, True)]:
 def test_products_are_compiled_for_hopper() -> None:
     several = compiled(PRODUCTS)
     assert {each["kernel"] for each in several} == {"hopper_products", "hopper_fp8"}
-    assert len(several) == 12
+    assert len(several) == 16
     for made in several:
         check_hand_over(made["ptx"])
         assert made["shared"] <= 232_448
         products = set(re.findall(r"wgmma\.mma_async\S+", made["ptx"]))
-        sides = {1: [8], 64: [64], 300: [64, 128]}[made["tokens"]]
+        sides = {1: [8], 64: [64], 128: [64, 128], 300: [64, 128]}[made["tokens"]]
         assert products in [{f"wgmma.mma_async.sync.aligned.m64n{side}k32.f32.e4m3.e4m3"} for side in sides]
+
+
+@pytest.mark.usefixtures("fresh_configs")
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 14336), (28672, 4096), (6144, 4096), (2048, 8192)])
+def test_every_kind_of_product_is_known_ahead(outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `kinds_of` returns is compiled at the start."""
+    monkeypatch.setattr(hopper_products, "GLUON", True)
+    known = fp8.kinds_of(outputs, inputs, H200)
+    for tokens in range(1, 400):
+        kind = fp8.kind_of(tokens, outputs, inputs, H200)
+        assert kind in known
+        if isinstance(kind, ProductConfig):
+            assert kind.swap
+            assert tokens <= kind.tokens * kind.token_tiles < tokens + kind.tokens or tokens < 8
+            most = kind.tokens * kind.token_tiles
+            assert fuses_rope(most, fp8.E4M3, H200) == fuses_rope(tokens, torch.bfloat16, H200)
+    assert isinstance(fp8.kind_of(64, outputs, inputs, H200), ProductConfig)
+    assert isinstance(fp8.kind_of(257, outputs, inputs, H200), int)
 
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

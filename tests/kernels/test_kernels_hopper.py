@@ -195,21 +195,25 @@ def test_they_run_only_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batch_invariant.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 16
 
 
+@pytest.mark.parametrize("item_size", [1, 2])
 @pytest.mark.parametrize(
     ("outputs", "inputs"),
     [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (50257, 512), (2048, 8192), (3072, 2048)],
 )
-def test_tiles_fit_the_chip(outputs: int, inputs: int) -> None:
+def test_tiles_fit_the_chip(outputs: int, inputs: int, item_size: int) -> None:
     """Beyond ALL tokens these products are used only if all tiles run at the same time."""
     for tokens in range(1, hopper_products.MOST + 1):
-        tile, rows, depth, warps, stages = hopper_products.tile_of(tokens, outputs, inputs, 2, H200)
+        tile, rows, depth, warps, stages = hopper_products.tile_of(tokens, outputs, inputs, item_size, H200)
         programs = 1 if -(-tokens // tile) * -(-outputs // rows) <= H200.processors else 2
+        few = tokens <= hopper_products.ALL[item_size]
+        at_once = -(-tokens // tile) * -(-outputs // rows) <= (3 - item_size) * H200.processors
+        assert hopper_products.takes(tokens, outputs, item_size, H200) == (few or at_once)
+        assert programs * (stages * (tile + rows) * depth * item_size + 2048) <= H200.shared_memory
+        assert tile * rows <= 64 * item_size * 32 * warps, "sums fit into registers"
         assert stages > 1 + (tokens > 64)
-        assert programs * (stages * (tile + rows) * depth * 2 + 2048) <= H200.shared_memory
-        assert tile * rows <= 128 * 32 * warps, "sums fit into registers"
-        few = tokens <= hopper_products.ALL
-        assert hopper_products.takes(tokens, outputs, H200) == (few or programs == 1)
         if tokens <= 64:
             assert tokens <= tile <= max(2 * tokens, 8)
             halved = (outputs, inputs) in ((4096, 4096), (2048, 8192), (3072, 2048))
-            assert (rows < hopper_products.SIDE) == (HALVES and halved and tokens <= 32)
+            quarter = 4 * -(-outputs // hopper_products.SIDE) <= H200.processors
+            wanted = HALVES and tokens <= 32 and (halved if item_size == 2 else quarter)
+            assert (rows < hopper_products.SIDE) == wanted

@@ -17,6 +17,7 @@ import bench_engine  # noqa: E402
 import bench_gpu  # noqa: E402
 import bench_limits  # noqa: E402
 import bench_parts  # noqa: E402
+import bench_step  # noqa: E402
 import bench_turns  # noqa: E402
 import plot  # noqa: E402
 import serve_cost  # noqa: E402
@@ -60,6 +61,7 @@ def test_workloads_run_small(options: str, file: str, tmp_path: Path) -> None:
         pytest.param("--chat", {"cold_seconds", "warm_seconds"}, marks=pytest.mark.long),
         pytest.param("--load", {"gb_per_second", "spread"}, marks=pytest.mark.long),
         pytest.param("--busy", {"decode"}, marks=pytest.mark.long),
+        pytest.param("--step --only chat8 --quantization fp8", {"chat8"}, marks=pytest.mark.long),
         pytest.param("--perf", {"points"}, marks=pytest.mark.long),
         pytest.param("--speculate", {"streams"}, marks=pytest.mark.long),
         pytest.param("--wire", {"gloo", "shards"}, marks=pytest.mark.long),
@@ -121,6 +123,17 @@ def test_prompts_share_what_the_workload_says_and_nothing_with_another_run() -> 
     assert len({tuple(prompt[: workload.common]) for prompt in first}) == 1
     assert len({tuple(prompt[workload.common : workload.common + 8]) for prompt in first}) == len(first)
     assert first[0][:8] != second[0][:8]
+
+
+def test_the_products_of_a_step_are_told_apart() -> None:
+    product = "_product_kernel"
+    names = ["_advance_kernel", *[product] * 4, "void gather<int>", *[product] * 4, "_draw_kernel", product]
+    rows = bench_step.table([(float(end), name) for end, name in enumerate(["before", *names, *names])], layers=2)
+    assert {row["name"]: row["per_step"] for row in rows} == {
+        "_advance_kernel": 1, "void gather": 1, "_draw_kernel": 1, "product head": 1,
+        **{f"product {each}": 2 for each in bench_step.PRODUCTS},
+    }  # fmt: skip
+    assert sum(row["us_per_step"] for row in rows) == len(names)
 
 
 def test_busy_time_counts_what_overlaps_once() -> None:
