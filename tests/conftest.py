@@ -78,6 +78,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 24,
                         "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32, "num_attention_heads": 8}),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+        "mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.5}}),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastgen.model.config import RopeConfig
+from fastgen.model.quantization import Quantization
 
 LLAMA3_ROPE = {
     "factor": 8.0,
@@ -80,6 +81,35 @@ QWEN_14B = {
     "num_hidden_layers": 48, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "sliding_window": 131072,
 }  # fmt: skip
 
+MINISTRAL3_ROPE = {
+    "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0, "rope_type": "yarn",
+    "type": "yarn",
+}  # fmt: skip
+MINISTRAL3 = {
+    "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 262144, "model_type": "ministral3",
+    "num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_parameters": MINISTRAL3_ROPE, "sliding_window": None, "tie_word_embeddings": False, "use_cache": True,
+    "vocab_size": 131072,
+}  # fmt: skip
+MISTRAL_SMALL = {
+    "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+    "intermediate_size": 32768, "max_position_embeddings": 131072, "model_type": "mistral", "num_attention_heads": 32,
+    "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0,
+    "sliding_window": None, "use_cache": True, "vocab_size": 131072,
+}  # fmt: skip
+PIXTRAL = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "image_token_index": 10, "model_type": "mistral3",
+    "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
+    "vision_config": {"hidden_size": 1024, "model_type": "pixtral", "num_hidden_layers": 24, "patch_size": 14},
+    "vision_feature_layer": -1,
+}  # fmt: skip
+MISTRAL_FP8 = {
+    "activation_scheme": "static", "dequantize": False, "quant_method": "fp8", "weight_block_size": None,
+    "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+}  # fmt: skip
+
 # Name -> (config.json, generation_config.json or None, expected fields, number of parameters).
 KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], int]] = {
     "meta-llama/Llama-3.1-8B-Instruct": (
@@ -149,5 +179,21 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
          "top_p": 0.95},
         {"windows": (0,) * 36, "qk_norm": True, "qkv_bias": False, "eos_ids": (151645, 151643), "max_position": 40960},
         8_190_735_360,
+    ),
+    "mistralai/Ministral-3-8B-Instruct-2512": (  # the text; with vision, which is not loaded, they are 0.4 more
+        {**PIXTRAL, "text_config": MINISTRAL3, "dtype": "bfloat16", "quantization_config": MISTRAL_FP8},
+        {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 11, "max_length": 262144},
+        {"num_layers": 34, "head_size": 128, "max_position": 262144, "eos_ids": (2,), "tied": False,
+         "rope": RopeConfig("yarn", 1e6, 16.0, original_max_position=16384, mscale=1.0, mscale_all_dim=1.0,
+                            query_growth=0.1),
+         "quantization": Quantization("tensor", ("model.vision_tower", "model.multi_modal_projector", "lm_head"))},
+        8_489_553_920,
+    ),
+    "mistralai/Mistral-Small-3.1-24B-Instruct-2503": (  # the text
+        {**PIXTRAL, "text_config": MISTRAL_SMALL, "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0"},
+        {"bos_token_id": 1, "eos_token_id": 2},
+        {"num_heads": 32, "head_size": 128, "hidden_size": 5120, "rope": RopeConfig(theta=1e9), "tied": False,
+         "windows": (0,) * 40, "quantization": None},
+        23_572_403_200,
     ),
 }  # fmt: skip

@@ -35,7 +35,7 @@ class SlotMapping:
 
     positions: int64 [T]. slots: int64 [T], page * P + offset, negative if a token has no slot. cos, sin: float32
     [context, D / 2], tables for all positions. real: number of tokens before the padding, which has no slots. num_kv,
-    page_size: K and P of the pool.
+    page_size: K and P of the pool. query_scales: factors of the queries after rope, [T, 1, 1] in their dtype; None: 1.
     """
 
     positions: Tensor
@@ -45,6 +45,7 @@ class SlotMapping:
     real: int
     num_kv: int
     page_size: int
+    query_scales: Tensor | None = None
 
     @cached_property
     def turns(self) -> tuple[Tensor, Tensor]:

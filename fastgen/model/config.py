@@ -37,11 +37,17 @@ class _Family:
     window: str = ""
 
 
+_WRAPPERS = ("Mistral3ForConditionalGeneration", "mistral3")
+"""Models with vision whose text model runs: values of architectures and of model_type."""
+
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True),
     "MistralForCausalLM": _Family(
         "mistral", {"eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096}, window="sliding_window"
+    ),
+    "Ministral3ForCausalLM": _Family(
+        "ministral3", {"eos_token_id": 2, "num_key_value_heads": 8, "head_dim": 128}, window="sliding_window"
     ),
     "Qwen2ForCausalLM": _Family("qwen2", _QWEN, qkv_bias=True, window="use_sliding_window"),
     "Qwen3ForCausalLM": _Family(
@@ -58,7 +64,7 @@ _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
-    "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor")),
+    "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")),
 }
 _DTYPES = ("bfloat16", "float16", "float32")
 _LARGEST = 3e38  # float32 holds no larger number
@@ -82,6 +88,9 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn: pairs that turn more often than this in the original context stay
     beta_slow: float = 1.0  # yarn: pairs that turn less often are interpolated
     attention_factor: float | None = None  # yarn: factor of cos and sin; None: from `factor`
+    mscale: float = 0.0  # yarn: with `mscale_all_dim`, how the factor of cos and sin grows with `factor`; 0: not given
+    mscale_all_dim: float = 0.0  # yarn
+    query_growth: float = 0.0  # the growth of queries beyond the original context (Ministral 3: llama_4_scaling_beta)
 
 
 @dataclass(frozen=True)
@@ -184,6 +193,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     generation: the content of `generation_config.json`, whose eos ids take precedence. `pretraining_tp` is ignored,
     since it changes no result.
     """
+    config = _text_config(config)
     family = _family(config)
     config = {**family.absent, **config}
     _refuse_foreign(config)
@@ -227,12 +237,26 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     return {field: _number(generation, field) for field in GENERATION_CONFIG if generation.get(field) is not None}
 
 
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of the text model inside a model with vision, or else the config itself."""
+    if not {config.get("model_type"), *(config.get("architectures") or [])}.intersection(_WRAPPERS):
+        return config
+    inner = config.get("text_config")
+    if not inner:
+        raise _unsupported("text_config", inner, "the fields of the text model are needed")
+    parts = "architectures", "model_type", "text_config", "vision_config"
+    outer = {field: value for field, value in config.items() if field not in parts}
+    # transformers 5 writes true for the whole, also if the head has weights of its own.
+    tied = inner.get("tie_word_embeddings") and outer.get("tie_word_embeddings", True)
+    return {**outer, **inner, "tie_word_embeddings": tied}
+
+
 def _family(config: dict[str, Any]) -> _Family:
     of_types = {family.model_type: name for name, family in _FAMILIES.items()}
     names = config.get("architectures") or [of_types.get(config.get("model_type", ""))]
     if len(names) != 1 or names[0] not in _FAMILIES:
         fields = f"architectures={config.get('architectures')!r} (model_type={config.get('model_type')!r})"
-        raise ValueError(f"{fields} is not supported; fastgen runs {', '.join(_FAMILIES)}")
+        raise ValueError(f"{fields} is not supported; fastgen runs {', '.join(_FAMILIES)}, {_WRAPPERS[0]}")
     return _FAMILIES[names[0]]
 
 
@@ -281,7 +305,7 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     if any(isinstance(value, dict) for value in given.values()) or kind not in _ROPE_KINDS:
         raise _unsupported(field, given, f"a rope_type of {', '.join(_ROPE_KINDS)}, the same for all layers, is")
     # No checkpoint of a supported family sets these fields to anything but transformers' default.
-    for name, plain in (("partial_rotary_factor", 1), ("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
+    for name, plain in (("partial_rotary_factor", 1), ("truncate", True)):
         value = given.get(name, config.get(name))
         if value not in (None, plain):
             raise _unsupported(name, value)
@@ -289,7 +313,8 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     needed, optional = _ROPE_KINDS[kind]
     names = *needed, *(name for name in optional if given.get(name))
     numbers: dict[str, Any] = {name: _number(given, name, low=1e-6, high=1e6) for name in names}
-    rope = RopeConfig(kind, theta, **numbers)
+    growth = _number(given, "llama_4_scaling_beta", 0.0, low=0, high=1e6)
+    rope = RopeConfig(kind, theta, **numbers, query_growth=growth)
     if kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         low, high = rope.low_freq_factor, rope.high_freq_factor
         raise ValueError(f"low_freq_factor={low} has to lie between 0 and high_freq_factor={high}")

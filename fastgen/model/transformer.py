@@ -23,7 +23,7 @@ from fastgen.kernels.rope import SlotMapping, rope_write
 from fastgen.model.attention.interface import Attention, StepLayout
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.parameters import Parameters
-from fastgen.model.rope import rope_tables
+from fastgen.model.rope import query_scales, rope_tables
 from fastgen.parallel.residual import ReplicatedResidual, Residual, begin
 
 
@@ -63,6 +63,8 @@ class Transformer:
         self.config, self.group, self.layers = parameters.config, parameters.group, parameters.layers
         self.row_tile = parameters.row_tile
         self.cos, self.sin = (table.to(parameters.device) for table in rope_tables(self.config, context))
+        scales = query_scales(self.config.rope, context, self.config.max_position)
+        self.query_scales = None if scales is None else scales.to(parameters.device, parameters.dtype)[:, None, None]
 
     def forward(
         self, parts: Sequence[StepPart], pool: KVPool, attention: Attention, layers: Sequence[int] | None = None
@@ -108,10 +110,11 @@ class Transformer:
         with span("qkv"):
             if layer.head_norm is None and not pool.fp8:
                 rope = Fused(rope=RopeWrite(mapping, keys, values))
-                return part.residual.project(layer.qkv, layer.input_norm, rope)
-            qkv = part.residual.project(layer.qkv, layer.input_norm)
-            q: Tensor = rope_write(qkv, mapping, keys, values, layer.head_norm)
-            return q
+                q = part.residual.project(layer.qkv, layer.input_norm, rope)
+            else:
+                qkv = part.residual.project(layer.qkv, layer.input_norm)
+                q = rope_write(qkv, mapping, keys, values, layer.head_norm)
+            return q if mapping.query_scales is None else q.mul_(mapping.query_scales)
 
     def attend(self, part: StepPart, number: int, q: Tensor, attention: Attention) -> Tensor:
         """Return the attention of a layer's queries q [T, H, D], without padding: [real, H * D].
@@ -151,7 +154,8 @@ class Transformer:
     def slot_mapping(self, pool: KVPool, positions: Tensor, slots: Tensor, real: int) -> SlotMapping:
         """Return the SlotMapping of tokens whose keys and values go into `pool`."""
         num_kv, page_size = pool.keys.shape[2:4]
-        return SlotMapping(positions, slots, self.cos, self.sin, real, num_kv, page_size)
+        scales = None if self.query_scales is None else self.query_scales[positions]
+        return SlotMapping(positions, slots, self.cos, self.sin, real, num_kv, page_size, scales)
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Return logits, float32 [R, V], of rows x [R, hidden] of `forward`, in `out` if given; None on ranks above

@@ -23,6 +23,11 @@ TORN = "the weights are torn, as an update was cut short or failed"
 DROPPED = "the weights were dropped by sleep"
 UNEXPECTED = "the model of this config.json has no such parameter"
 
+WRAPPERS = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
+"""Beginnings of the names of a text model's tensors inside a model with vision: on disk, and in transformers 5."""
+UNUSED = tuple(f"{model}{part}." for model in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
+"""Beginnings of the names of tensors that text does not need."""
+
 QUANTIZED_BYTES = 16 << 20  # size of the pieces in which a weight is quantized
 
 
@@ -106,6 +111,12 @@ class Shard:
             piece.scales.copy_(found.scales)
 
 
+def text_name(name: str) -> str:
+    """Return the name that a tensor or module has in the text model, if it is named as inside a model with vision."""
+    start = next((start for start in WRAPPERS if name.startswith(start)), "")
+    return WRAPPERS.get(start, "") + name.removeprefix(start)
+
+
 class TensorMatcher:
     """A check of given tensors against the model's shards.
 
@@ -127,7 +138,7 @@ class TensorMatcher:
         """
         shard = self._targets.get(name)
         if shard is None:
-            if name.endswith(self._skipped) or name == "lm_head.weight":
+            if name.endswith(self._skipped) or name.startswith(UNUSED) or name == "lm_head.weight":
                 return None
             raise ValueError(f"unexpected tensor {name!r}; {self._unexpected}")
         if name in self._seen:
@@ -199,6 +210,7 @@ class Update:
         for item in self._reading(self._given.items() if isinstance(self._given, Mapping) else self._given):
             try:
                 name, tensor = _checked(item)
+                name = text_name(name)
                 known = matcher.find(name, tensor.shape, tensor.dtype) is not None
             except ValueError as error:
                 if str(error) not in faults:  # a thousand items without a name have the same fault

@@ -26,6 +26,10 @@ def count_parameters(c: ModelConfig) -> int:
 def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config of transformers 4 in the form of transformers 5."""
     config = dict(config)
+    if "text_config" in config:
+        dtype = config.pop("torch_dtype", None) or config["dtype"]
+        inner = {"torch_dtype": dtype, **config["text_config"]}
+        return {**config, "text_config": as_transformers_5(inner) if "rope_theta" in inner else inner, "dtype": dtype}
     rope = {"rope_type": "default", **(config.pop("rope_scaling", None) or {}), "rope_theta": config.pop("rope_theta")}
     return {**config, "rope_parameters": rope, "dtype": config.pop("torch_dtype")}
 
@@ -55,6 +59,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("MistralForCausalLM", {"sliding_window": 16}),
     ("MistralForCausalLM", {"sliding_window": None, "head_dim": 16}),
     ("MistralForCausalLM", {}),
+    ("Ministral3ForCausalLM", {"head_dim": 16, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}),
     ("Qwen2ForCausalLM", {**WINDOW, "max_window_layers": 2}),
     ("Qwen2ForCausalLM", {**WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 16}),
@@ -109,7 +114,7 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"num_local_experts": 8}, "num_local_experts=8"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale=0.7"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": "0.7"}}, "mscale='0.7'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling=.*dynamic"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor=None"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0"),
@@ -176,7 +181,7 @@ ROPES = some.fixed_dictionaries(
     {"rope_type": some.sampled_from(["default", "linear", "llama3", "yarn"])},
     optional=dict.fromkeys(
         ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "rope_theta",
-         "original_max_position_embeddings"], NUMBERS),
+         "original_max_position_embeddings", "mscale", "mscale_all_dim", "llama_4_scaling_beta"], NUMBERS),
 )  # fmt: skip
 FIELDS = sorted({"layer_types", "head_dim", *(field for config, *_ in KNOWN.values() for field in config)})
 CHANGES = some.dictionaries(some.sampled_from(FIELDS), VALUES, max_size=3)
