@@ -81,6 +81,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
         "mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.5}}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 24,
+                            "pad_token_id": 0}),
 }  # fmt: skip
 
 

@@ -196,4 +196,18 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
          "windows": (0,) * 40, "quantization": None},
         23_572_403_200,
     ),
+    "HuggingFaceTB/SmolLM3-3B": (
+        {"architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+         "bos_token_id": 128000, "eos_token_id": 128012, "hidden_act": "silu", "hidden_size": 2048,
+         "initializer_range": 0.02, "intermediate_size": 11008, "layer_types": ["full_attention"] * 36,
+         "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3",
+         "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16,
+         "num_hidden_layers": 36, "num_key_value_heads": 4, "pretraining_tp": 2, "rms_norm_eps": 1e-06,
+         "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None, "torch_dtype": "bfloat16",
+         "use_cache": False, "use_sliding_window": False, "vocab_size": 128256},
+        {"do_sample": True, "eos_token_id": 128012, "temperature": 0.6, "top_p": 0.95},
+        {"head_size": 128, "tied": True, "rope": RopeConfig(theta=5e6), "other_rope": RopeConfig("none"),
+         "other_layers": (3, 7, 11, 15, 19, 23, 27, 31, 35), "windows": (0,) * 36},
+        3_075_098_624,
+    ),
 }  # fmt: skip

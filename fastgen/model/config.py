@@ -25,7 +25,8 @@ class _Family:
     absent: the values that transformers assumes for absent fields; a field that is null stays null. qkv_bias: q, k and
     v always have biases. attention_bias: the field attention_bias adds biases to q, k, v and o. mlp_bias: the field
     mlp_bias adds biases to gate, up and down. qk_norm: see ModelConfig. window: name of the field that switches sliding
-    windows on, which may be the size itself ("sliding_window"); "" for families without windows.
+    windows on, which may be the size itself ("sliding_window"); "" for families without windows. no_rope: the field
+    no_rope_layers names layers without rope, by default every no_rope_layer_interval-th.
     """
 
     model_type: str
@@ -35,6 +36,7 @@ class _Family:
     mlp_bias: bool = False
     qk_norm: bool = False
     window: str = ""
+    no_rope: bool = False
 
 
 _WRAPPERS = ("Mistral3ForConditionalGeneration", "mistral3")
@@ -52,6 +54,11 @@ _FAMILIES = {
     "Qwen2ForCausalLM": _Family("qwen2", _QWEN, qkv_bias=True, window="use_sliding_window"),
     "Qwen3ForCausalLM": _Family(
         "qwen3", {**_QWEN, "head_dim": 128}, attention_bias=True, qk_norm=True, window="use_sliding_window"
+    ),
+    "SmolLM3ForCausalLM": _Family(
+        "smollm3",
+        {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0, "eos_token_id": 128001},
+        attention_bias=True, mlp_bias=True, window="use_sliding_window", no_rope=True,
     ),
 }
 # Fields that make a model something other than a dense text model, unless they are null, false, 0 or empty.
@@ -79,7 +86,7 @@ class RopeConfig:
     Sources: RoFormer (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), llama3 from Llama 3.1.
     """
 
-    kind: str = "default"  # default | linear | llama3 | yarn
+    kind: str = "default"  # default | linear | llama3 | yarn | none: no rotation
     theta: float = 10000.0
     factor: float = 1.0  # ratio of the stretched context to the original one
     low_freq_factor: float = 1.0  # llama3
@@ -116,6 +123,8 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
     quantization: Quantization | None = None  # of the linear layers
+    other_rope: RopeConfig = RopeConfig()  # the rope of the layers `other_layers`
+    other_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -198,6 +207,10 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     config = {**family.absent, **config}
     _refuse_foreign(config)
     num_layers, num_heads = _integer(config, "num_hidden_layers"), _integer(config, "num_attention_heads")
+    plain_layers = _layers_without_rope(config, num_layers) if family.no_rope else ()
+    if plain_layers and config.get("layer_types") is None:
+        kinds = ["sliding_attention" if layer in plain_layers else "full_attention" for layer in range(num_layers)]
+        config["layer_types"] = kinds if config.get("use_sliding_window") else None
     hidden_size = _integer(config, "hidden_size")
     attention_bias = family.attention_bias and bool(config.get("attention_bias"))
     return ModelConfig(
@@ -220,6 +233,8 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         eos_ids=_eos_ids(config, generation or {}),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         quantization=parse_quantization(config),
+        other_rope=RopeConfig("none") if plain_layers else RopeConfig(),
+        other_layers=plain_layers,
     )
 
 
@@ -296,6 +311,16 @@ def _windows(config: dict[str, Any], family: _Family, num_layers: int) -> tuple[
     if "sliding_attention" in types and not size:
         raise _unsupported("layer_types", types, "sliding_attention needs a sliding_window that is switched on")
     return tuple(size if kind == "sliding_attention" else 0 for kind in types)
+
+
+def _layers_without_rope(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    turned = config.get("no_rope_layers")  # 1 for a layer with rope
+    if turned is None:
+        interval = _integer(config, "no_rope_layer_interval", 4)
+        turned = [(layer + 1) % interval for layer in range(num_layers)]
+    if len(turned) < num_layers:
+        raise _unsupported("no_rope_layers", turned, f"one number per layer is needed, {num_layers} in all")
+    return tuple(layer for layer in range(num_layers) if not turned[layer])
 
 
 def _rope(config: dict[str, Any]) -> RopeConfig:

@@ -110,6 +110,7 @@ class Layer:
     gate_up: Linear
     down: Linear
     window: int
+    has_other_rope: bool
 
     @property
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
@@ -182,6 +183,7 @@ class Parameters:
             head_norm=HeadNorm(norms["head_norm.q"], norms["head_norm.k"], eps) if self.config.qk_norm else None,
             post_norm=RMSNorm(norms["post_norm.weight"], eps),
             window=self.config.windows[number],
+            has_other_rope=number in self.config.other_layers,
             **linears,
         )
 

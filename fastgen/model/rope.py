@@ -18,9 +18,11 @@ from fastgen.model.config import ModelConfig, RopeConfig
 CPU = torch.device("cpu")
 
 
-def rope_tables(config: ModelConfig, context: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, multiplied by the attention factor, both float32 [context, D / 2] on the CPU."""
-    frequencies, factor = rope_frequencies(config.rope, config.head_size, config.max_position)
+def rope_tables(config: ModelConfig, context: int, other: bool = False) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, multiplied by the attention factor, both float32 [context, D / 2] on the CPU. other: of the
+    rope of `other_layers`."""
+    rope = config.other_rope if other else config.rope
+    frequencies, factor = rope_frequencies(rope, config.head_size, config.max_position)
     angles = torch.arange(context, device=CPU).float()[:, None] * frequencies
     return angles.cos() * factor, angles.sin() * factor
 
@@ -30,6 +32,8 @@ def rope_frequencies(rope: RopeConfig, head_size: int, max_position: int) -> tup
     pairs = torch.arange(0, head_size, 2, dtype=torch.float32, device=CPU)
     periods = rope.theta ** (pairs / head_size)  # tokens per radian
     context = rope.original_max_position or max_position
+    if rope.kind == "none":  # turned by 0, which changes no bit, so that these layers run the same kernels
+        return torch.zeros_like(periods), 1.0
     if rope.kind == "linear":
         return 1.0 / periods / rope.factor, 1.0
     if rope.kind == "llama3":

@@ -11,7 +11,7 @@ head size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,9 @@ class Transformer:
         self.parameters = parameters
         self.config, self.group, self.layers = parameters.config, parameters.group, parameters.layers
         self.row_tile = parameters.row_tile
-        self.cos, self.sin = (table.to(parameters.device) for table in rope_tables(self.config, context))
+        kinds = (False, True) if self.config.other_layers else (False,)
+        tables = [rope_tables(self.config, context, other) for other in kinds]
+        self.turns = [(cos.to(parameters.device), sin.to(parameters.device)) for cos, sin in tables]
         scales = query_scales(self.config.rope, context, self.config.max_position)
         self.query_scales = None if scales is None else scales.to(parameters.device, parameters.dtype)[:, None, None]
 
@@ -106,7 +108,8 @@ class Transformer:
 
     def project_qkv(self, part: StepPart, number: int, pool: KVPool) -> Tensor:
         """Return a layer's queries [T, H, D], and write its keys and values into the pool."""
-        layer, mapping, keys, values = self.layers[number], part.mapping, pool.keys[number], pool.values[number]
+        layer, keys, values = self.layers[number], pool.keys[number], pool.values[number]
+        mapping = part.mapping.of_layer(layer.has_other_rope)
         with span("qkv"):
             if layer.head_norm is None and not pool.fp8:
                 rope = Fused(rope=RopeWrite(mapping, keys, values))
@@ -155,7 +158,8 @@ class Transformer:
         """Return the SlotMapping of tokens whose keys and values go into `pool`."""
         num_kv, page_size = pool.keys.shape[2:4]
         scales = None if self.query_scales is None else self.query_scales[positions]
-        return SlotMapping(positions, slots, self.cos, self.sin, real, num_kv, page_size, scales)
+        first, *others = (SlotMapping(positions, slots, *turns, real, num_kv, page_size, scales) for turns in self.turns)
+        return replace(first, other=others[0]) if others else first
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Return logits, float32 [R, V], of rows x [R, hidden] of `forward`, in `out` if given; None on ranks above

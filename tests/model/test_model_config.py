@@ -49,7 +49,7 @@ def test_known_models(name: str, tmp_path: Path) -> None:
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": [3, 4],
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": [3, 4], "pad_token_id": 0,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
 WINDOW = {"use_sliding_window": True, "sliding_window": 16}
@@ -60,6 +60,8 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("MistralForCausalLM", {"sliding_window": None, "head_dim": 16}),
     ("MistralForCausalLM", {}),
     ("Ministral3ForCausalLM", {"head_dim": 16, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}),
+    ("SmolLM3ForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    ("SmolLM3ForCausalLM", {**WINDOW, "no_rope_layers": [0, 1, 0], "tie_word_embeddings": False}),
     ("Qwen2ForCausalLM", {**WINDOW, "max_window_layers": 2}),
     ("Qwen2ForCausalLM", {**WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 16}),
@@ -133,6 +135,7 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"eos_token_id": "</s>"}, "eos_token_id=.*</s>"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window=0"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types="),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 1]}, "no_rope_layers=.*32 in all"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked_attention"] * 32}, "layer_types="),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 32}, "switched on"),
     ],
