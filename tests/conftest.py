@@ -83,6 +83,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.5}}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 24,
                             "pad_token_id": 0}),
+    "granite": ("Granite", {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3,
+                            "logits_scaling": 0.7, "tie_word_embeddings": True}),
 }  # fmt: skip
 
 

@@ -210,4 +210,17 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
          "other_layers": (3, 7, 11, 15, 19, 23, 27, 31, 35), "windows": (0,) * 36},
         3_075_098_624,
     ),
+    "ibm-granite/granite-3.3-8b-instruct": (
+        {"architectures": ["GraniteForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+         "attention_multiplier": 0.0078125, "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0,
+         "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12800,
+         "logits_scaling": 16.0, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "granite",
+         "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "pad_token_id": 0,
+         "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000.0,
+         "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 49159},
+        {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+        {"tied": True, "embedding_scale": 12.0, "attention_scale": 1 / 128, "branch_scale": 0.22,
+         "logits_divisor": 16.0, "rope": RopeConfig(theta=1e7), "eos_ids": (0,), "head_size": 128},
+        8_170_864_640,
+    ),
 }  # fmt: skip

@@ -24,6 +24,23 @@ class RMSNorm:
     eps: float
 
 
+@dataclass(frozen=True)
+class BranchEnd:
+    """What happens to the output of attention or of the MLP before it is added to the residual stream.
+
+    norm: an RMSNorm of the output, or None. factor: a number by which it is multiplied.
+    """
+
+    norm: RMSNorm | None
+    factor: float = 1.0
+
+    def apply(self, y: Tensor) -> Tensor:
+        """Return the end of the branch for its output y [T, N], which may be overwritten."""
+        if self.norm is not None:
+            y = rms_norm(y, self.norm.weight, self.norm.eps)
+        return y if self.factor == 1 else y.mul_(self.factor)
+
+
 @jit()
 def normed(x, weight, eps, N: tl.constexpr, DTYPE: tl.constexpr):
     """Return the RMSNorm of a row in DTYPE. x, weight: float32 [BLOCK], of which the first N numbers are the row's and

@@ -26,7 +26,8 @@ class _Family:
     v always have biases. attention_bias: the field attention_bias adds biases to q, k, v and o. mlp_bias: the field
     mlp_bias adds biases to gate, up and down. qk_norm: see ModelConfig. window: name of the field that switches sliding
     windows on, which may be the size itself ("sliding_window"); "" for families without windows. no_rope: the field
-    no_rope_layers names layers without rope, by default every no_rope_layer_interval-th.
+    no_rope_layers names layers without rope, by default every no_rope_layer_interval-th. multipliers: the fields of
+    Granite scale embeddings, attention, branches and logits.
     """
 
     model_type: str
@@ -37,6 +38,7 @@ class _Family:
     qk_norm: bool = False
     window: str = ""
     no_rope: bool = False
+    multipliers: bool = False
 
 
 _WRAPPERS = ("Mistral3ForConditionalGeneration", "mistral3")
@@ -58,8 +60,12 @@ _FAMILIES = {
     "SmolLM3ForCausalLM": _Family(
         "smollm3",
         {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0, "eos_token_id": 128001},
-        attention_bias=True, mlp_bias=True, window="use_sliding_window", no_rope=True,
+        attention_bias=True,
+        mlp_bias=True,
+        window="use_sliding_window",
+        no_rope=True,
     ),
+    "GraniteForCausalLM": _Family("granite", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True, multipliers=True),
 }
 # Fields that make a model something other than a dense text model, unless they are null, false, 0 or empty.
 _FOREIGN = (
@@ -125,6 +131,10 @@ class ModelConfig:
     quantization: Quantization | None = None  # of the linear layers
     other_rope: RopeConfig = RopeConfig()  # the rope of the layers `other_layers`
     other_layers: tuple[int, ...] = ()
+    embedding_scale: float = 1.0  # factor of the embeddings
+    attention_scale: float | None = None  # factor of the products of queries and keys; None: head_size ** -0.5
+    branch_scale: float = 1.0  # factor of the outputs of attention and MLP
+    logits_divisor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -142,6 +152,11 @@ class ModelConfig:
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * self.hidden_size * self.intermediate_size
         return self.num_layers * layer + self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+
+    @property
+    def adds_products(self) -> bool:
+        """Whether the outputs of o and down are added to the residual stream as they are."""
+        return self.branch_scale == 1
 
     @property
     def input_sizes(self) -> tuple[int, int, int]:
@@ -235,6 +250,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         quantization=parse_quantization(config),
         other_rope=RopeConfig("none") if plain_layers else RopeConfig(),
         other_layers=plain_layers,
+        **(_multipliers(config) if family.multipliers else {}),
     )
 
 
@@ -311,6 +327,12 @@ def _windows(config: dict[str, Any], family: _Family, num_layers: int) -> tuple[
     if "sliding_attention" in types and not size:
         raise _unsupported("layer_types", types, "sliding_attention needs a sliding_window that is switched on")
     return tuple(size if kind == "sliding_attention" else 0 for kind in types)
+
+
+def _multipliers(config: dict[str, Any]) -> dict[str, float]:
+    fields = {"embedding_scale": "embedding_multiplier", "attention_scale": "attention_multiplier",
+              "branch_scale": "residual_multiplier", "logits_divisor": "logits_scaling"}  # fmt: skip
+    return {flag: _number(config, field, 1.0, low=1e-6, high=1e6) for flag, field in fields.items()}
 
 
 def _layers_without_rope(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:

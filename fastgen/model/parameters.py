@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastgen.device import mkl
 from fastgen.device.memory import memory_on
-from fastgen.kernels.norm import RMSNorm
+from fastgen.kernels.norm import BranchEnd, RMSNorm
 from fastgen.kernels.rope import HeadNorm
 from fastgen.model.adapter import AdapterBases
 from fastgen.model.config import ModelConfig
@@ -100,7 +100,8 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
 
 @dataclass(eq=False)
 class Layer:
-    """The parameters of a layer. qkv stacks the rows of q, k and v; gate_up stacks the rows of gate and up."""
+    """The parameters of a layer. qkv stacks the rows of q, k and v; gate_up stacks the rows of gate and up. o_end,
+    down_end: what happens to the outputs of o and down before they are added to the residual stream."""
 
     input_norm: RMSNorm
     qkv: Linear
@@ -111,6 +112,8 @@ class Layer:
     down: Linear
     window: int
     has_other_rope: bool
+    o_end: BranchEnd | None
+    down_end: BranchEnd | None
 
     @property
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
@@ -178,12 +181,16 @@ class Parameters:
             place: self._linear([module for module in table if module.place == place], self.config.quantization)
             for place in LINEARS
         }
+        scale = self.config.branch_scale
+        end = BranchEnd(None, scale) if scale != 1 else None
         return Layer(
             input_norm=RMSNorm(norms["input_norm.weight"], eps),
             head_norm=HeadNorm(norms["head_norm.q"], norms["head_norm.k"], eps) if self.config.qk_norm else None,
             post_norm=RMSNorm(norms["post_norm.weight"], eps),
             window=self.config.windows[number],
             has_other_rope=number in self.config.other_layers,
+            o_end=end,
+            down_end=end,
             **linears,
         )
 

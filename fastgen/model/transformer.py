@@ -95,7 +95,10 @@ class Transformer:
         """Begin the residual streams with the embeddings of the tokens."""
         sizes, norm = [len(part.token_ids) for part in parts], self.layers[0].input_norm
         for number, part in enumerate(parts):
-            part.residual = begin(self.group, sizes, number, self._embedding_of(part.token_ids), norm)
+            x = self._embedding_of(part.token_ids)
+            if self.config.embedding_scale != 1:
+                x.mul_(self.config.embedding_scale)
+            part.residual = begin(self.group, sizes, number, x, norm)
 
     def _embedding_of(self, ids: Tensor) -> Tensor:
         """Return embeddings [T, hidden] of ids [T], zeros for ids that other ranks hold."""
@@ -143,7 +146,7 @@ class Transformer:
         with span("o"):
             if len(attended) < len(part.residual):
                 attended = F.pad(attended, (0, 0, 0, len(part.residual) - len(attended)))
-            part.residual.apply(layer.o, attended, layer.post_norm)
+            part.residual.apply(layer.o, attended, layer.post_norm, layer.o_end)
 
     def add_mlp(self, part: StepPart, number: int) -> None:
         """Add the MLP of the normed residual stream to it."""
@@ -152,13 +155,14 @@ class Transformer:
         layer, following = self.layers[number], self.layers[number + 1 : number + 2]
         with span("mlp"):
             hidden = part.residual.project(layer.gate_up, layer.post_norm, Fused(swiglu=True))
-            part.residual.apply(layer.down, hidden, following[0].input_norm if following else None)
+            part.residual.apply(layer.down, hidden, following[0].input_norm if following else None, layer.down_end)
 
     def slot_mapping(self, pool: KVPool, positions: Tensor, slots: Tensor, real: int) -> SlotMapping:
         """Return the SlotMapping of tokens whose keys and values go into `pool`."""
         num_kv, page_size = pool.keys.shape[2:4]
         scales = None if self.query_scales is None else self.query_scales[positions]
-        first, *others = (SlotMapping(positions, slots, *turns, real, num_kv, page_size, scales) for turns in self.turns)
+        sizes = real, num_kv, page_size
+        first, *others = (SlotMapping(positions, slots, *turns, *sizes, scales) for turns in self.turns)
         return replace(first, other=others[0]) if others else first
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
@@ -168,6 +172,8 @@ class Transformer:
         whole = self.group.size == 1 and len(padded) == len(x)  # nothing is left to gather, or to leave out
         fused = Fused(out_dtype=torch.float32, out=out if whole else None)
         own = self.parameters.lm_head.apply(padded, fused, self.parameters.norm)
+        if self.config.logits_divisor != 1:
+            own.div_(self.config.logits_divisor)
         return own if whole else self.group.gather(own[: len(x)], out)
 
     def _padded(self, x: Tensor) -> Tensor:
