@@ -223,4 +223,17 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
          "logits_divisor": 16.0, "rope": RopeConfig(theta=1e7), "eos_ids": (0,), "head_size": 128},
         8_170_864_640,
     ),
+    "microsoft/phi-4": (
+        {"architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+         "bos_token_id": 100257, "embd_pdrop": 0.0, "eos_token_id": 100265, "hidden_act": "silu", "hidden_size": 5120,
+         "initializer_range": 0.02, "intermediate_size": 17920, "max_position_embeddings": 16384, "model_type": "phi3",
+         "num_attention_heads": 40, "num_hidden_layers": 40, "num_key_value_heads": 10,
+         "original_max_position_embeddings": 16384, "pad_token_id": 100349, "resid_pdrop": 0.0,
+         "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 250000, "sliding_window": None,
+         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 100352},
+        {"bos_token_id": 100257, "eos_token_id": [100257, 100265], "pad_token_id": 100349},
+        {"fused_tensors": True, "head_size": 128, "num_kv_heads": 10, "windows": (0,) * 40,
+         "eos_ids": (100257, 100265), "max_position": 16384},
+        14_659_507_200,
+    ),
 }  # fmt: skip

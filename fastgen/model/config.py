@@ -27,7 +27,7 @@ class _Family:
     mlp_bias adds biases to gate, up and down. qk_norm: see ModelConfig. window: name of the field that switches sliding
     windows on, which may be the size itself ("sliding_window"); "" for families without windows. no_rope: the field
     no_rope_layers names layers without rope, by default every no_rope_layer_interval-th. multipliers: the fields of
-    Granite scale embeddings, attention, branches and logits.
+    Granite scale embeddings, attention, branches and logits. fused_tensors: see ModelConfig.
     """
 
     model_type: str
@@ -39,6 +39,7 @@ class _Family:
     window: str = ""
     no_rope: bool = False
     multipliers: bool = False
+    fused_tensors: bool = False
 
 
 _WRAPPERS = ("Mistral3ForConditionalGeneration", "mistral3")
@@ -66,6 +67,9 @@ _FAMILIES = {
         no_rope=True,
     ),
     "GraniteForCausalLM": _Family("granite", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True, multipliers=True),
+    "Phi3ForCausalLM": _Family(
+        "phi3", {"eos_token_id": 32000, "rms_norm_eps": 1e-5}, window="sliding_window", fused_tensors=True
+    ),
 }
 # Fields that make a model something other than a dense text model, unless they are null, false, 0 or empty.
 _FOREIGN = (
@@ -135,6 +139,7 @@ class ModelConfig:
     attention_scale: float | None = None  # factor of the products of queries and keys; None: head_size ** -0.5
     branch_scale: float = 1.0  # factor of the outputs of attention and MLP
     logits_divisor: float = 1.0
+    fused_tensors: bool = False  # the checkpoint has q, k and v in one tensor, and gate and up in another
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -250,6 +255,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         quantization=parse_quantization(config),
         other_rope=RopeConfig("none") if plain_layers else RopeConfig(),
         other_layers=plain_layers,
+        fused_tensors=family.fused_tensors,
         **(_multipliers(config) if family.multipliers else {}),
     )
 

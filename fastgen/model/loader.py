@@ -143,7 +143,9 @@ def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True)
             with _about(path):
                 shard = matcher.find(place, entry.get_shape(), _DTYPES.get(entry.get_dtype(), entry.get_dtype()))
             if shard is not None and shard.view.numel():
-                pieces += shard.pieces(shard.slice(file.get_tensor(name)), PIECE_BYTES)
+                tensor = file.get_tensor(name)
+                for part in shard.separated():
+                    pieces += part.pieces(part.slice(tensor), PIECE_BYTES)
     with _about(folder):
         matcher.check_complete()
     return pieces

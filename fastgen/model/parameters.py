@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from operator import attrgetter
 
 import torch
@@ -40,7 +41,9 @@ class Module:
     one fused layer, in the order of the table. shape: shape of the whole weight, [outputs, inputs], or [size] for a
     norm. split: dimension of the weight that is split into equal parts over the ranks, ROWS or COLUMNS; None if each
     rank holds the whole weight. bias: the module has a bias [outputs]. parts: number of KV heads, into which k and v
-    can be split; with more ranks, neighbouring ranks hold the same part. 0: there is one part per rank.
+    can be split; with more ranks, neighbouring ranks hold the same part. 0: there is one part per rank. first, total:
+    modules of one name are one tensor of `total` rows, in which this module's rows begin at `first`; total 0: the
+    tensor has no other rows.
     """
 
     name: str
@@ -49,6 +52,8 @@ class Module:
     split: int | None = None
     bias: bool = False
     parts: int = 0
+    first: int = 0
+    total: int = 0
 
     def part(self, rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
         """Return (start in dimension `split`, shape) of the part of the weight that a rank holds."""
@@ -57,6 +62,15 @@ class Module:
         shape, parts = list(self.shape), min(ranks, self.parts or ranks)
         shape[self.split] //= parts
         return rank * parts // ranks * shape[self.split], tuple(shape)
+
+
+def _together(name: str, modules: list[Module]) -> list[Module]:
+    """Return modules whose weights are one tensor of this name."""
+    ends = [*accumulate(module.shape[0] for module in modules)]
+    return [
+        replace(module, name=name, first=end - module.shape[0], total=ends[-1])
+        for module, end in zip(modules, ends, strict=True)
+    ]
 
 
 def model_table(c: ModelConfig) -> list[Module]:
@@ -86,14 +100,22 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
             Module(attention + "q_norm", "head_norm.q", (head,)),
             Module(attention + "k_norm", "head_norm.k", (head,)),
         ]
-    return [
-        *norms,
+    qkv = [
         Module(attention + "q_proj", "qkv", (heads, hidden), ROWS, c.qkv_bias),
         Module(attention + "k_proj", "qkv", (kv_heads * head, hidden), ROWS, c.qkv_bias, kv_heads),
         Module(attention + "v_proj", "qkv", (kv_heads * head, hidden), ROWS, c.qkv_bias, kv_heads),
-        Module(attention + "o_proj", "o", (hidden, heads), COLUMNS, c.o_bias),
+    ]
+    gate_up = [
         Module(mlp + "gate_proj", "gate_up", (inner, hidden), ROWS, c.mlp_bias),
         Module(mlp + "up_proj", "gate_up", (inner, hidden), ROWS, c.mlp_bias),
+    ]
+    if c.fused_tensors:
+        qkv, gate_up = _together(attention + "qkv_proj", qkv), _together(mlp + "gate_up_proj", gate_up)
+    return [
+        *norms,
+        *qkv,
+        Module(attention + "o_proj", "o", (hidden, heads), COLUMNS, c.o_bias),
+        *gate_up,
         Module(mlp + "down_proj", "down", (hidden, inner), COLUMNS, c.mlp_bias),
     ]
 
@@ -167,10 +189,10 @@ class Parameters:
 
     def _linear(self, modules: list[Module], form: Quantization | None = None) -> Linear:
         """Make the linear layer into which modules are fused. form: the model's form of fp8, if it has one."""
-        rows = {module.name: self._part(module)[1][0] for module in modules}
-        size_out, size_in = sum(rows.values()), self._part(modules[0])[1][1]
+        rows = [(module.name, self._part(module)[1][0]) for module in modules]
+        size_out, size_in = sum(size for _, size in rows), self._part(modules[0])[1][1]
         bias = self._new(size_out) if self._has_bias(modules[0]) else None
-        if form is not None and any(map(form.covers, rows)):
+        if form is not None and any(form.covers(name) for name, _ in rows):
             return Fp8Linear.zeros(form, rows, size_in, bias, self._new)
         return Linear(self._new(size_out, size_in), bias, self._batch_invariant)
 
@@ -209,22 +231,25 @@ class Parameters:
     def _shards(self, holder: Layer | Parameters, table: list[Module], form: str) -> dict[str, Shard]:
         """Return the shards of the modules in a table whose places are attributes of `holder`."""
         found, ends = dict[str, Shard](), Counter[str]()
-        for module in table:
+        for _, group in groupby(table, attrgetter("name")):
+            module, *others = modules = list(group)
             held = attrgetter(module.place)(holder)
-            start, shape = self._part(module)
-            rows = slice(ends[module.place], ends[module.place] + shape[0])
+            found_parts = [(each.first + start, shape[0]) for each in modules for start, shape in [self._part(each)]]
+            start, parts = found_parts[0][0], tuple(found_parts) if others else ()
+            rows = slice(ends[module.place], ends[module.place] + sum(size for _, size in found_parts))
             ends[module.place] = rows.stop
             weight = held.weight if isinstance(held, Linear) else held
-            shard = Shard(weight[rows], module.shape, module.split or 0, start)
+            whole = module.total or module.shape[0], *module.shape[1:]
+            shard = Shard(weight[rows], whole, module.split or 0, start, parts=parts)
             if isinstance(held, Fp8Linear):
                 found |= held.shards(module.name, shard, rows, form)
             else:
                 found[f"{module.name}.weight"] = shard
             if self._has_bias(module):
                 start = start if module.split == ROWS else 0
-                found[f"{module.name}.bias"] = Shard(held.bias[rows], module.shape[:1], 0, start)
+                found[f"{module.name}.bias"] = Shard(held.bias[rows], whole[:1], 0, start, parts=parts)
             elif module.bias:
-                found[f"{module.name}.bias"] = Shard(self.norm.weight.new_empty(0), module.shape[:1])
+                found[f"{module.name}.bias"] = Shard(self.norm.weight.new_empty(0), whole[:1])
         return found
 
     def pack(self) -> None:

@@ -43,6 +43,9 @@ class Shard:
     scales: scales of a view in fp8, float32 [rows], or [rows / 128, columns / 128] for blocks; weights are quantized as
     they are written. An fp8 view without scales takes numbers that are in fp8 already; the checkpoint then has the
     scales as a separate tensor, with a shard of its own, whose shape is () if there is one scale per tensor.
+
+    parts: (start, size) of each slice of a tensor that several modules share, such as qkv_proj; the view holds the
+    slices one after the other. (): one slice.
     """
 
     view: Tensor
@@ -50,6 +53,7 @@ class Shard:
     dim: int = 0
     start: int = 0
     scales: Tensor | None = None
+    parts: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         held = tuple(self.view.shape)
@@ -70,8 +74,23 @@ class Shard:
         return self.view.shape == self.shape or not self.shape
 
     def slice(self, tensor: Tensor) -> Tensor:
-        """Return the slice of a whole tensor [*shape], as a view of it."""
-        return tensor if self.is_whole else tensor.narrow(self.dim, self.start, self.view.shape[self.dim])
+        """Return the slice of a whole tensor [*shape]: a view of it, or a copy if there are `parts`."""
+        if self.is_whole:
+            return tensor
+        parts = self.parts or ((self.start, self.view.shape[self.dim]),)
+        found = [tensor.narrow(self.dim, start, size) for start, size in parts]
+        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+
+    def separated(self) -> Iterator[Shard]:
+        """Yield shards of one slice each, which are views of a whole tensor."""
+        if self.is_whole or not self.parts:
+            yield self
+            return
+        first, step = 0, 1 if self.scales is None else len(self.view) // len(self.scales)
+        for start, size in self.parts:
+            scales = None if self.scales is None else self.scales[first // step : (first + size) // step]
+            yield Shard(self.view[first : first + size], self.shape, 0, start, scales)
+            first += size
 
     def is_finite(self) -> bool:
         """Return whether all numbers are finite. In fp8, the scale of a number that is not finite is not finite."""

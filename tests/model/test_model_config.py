@@ -62,6 +62,8 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Ministral3ForCausalLM", {"head_dim": 16, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}),
     ("SmolLM3ForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     ("SmolLM3ForCausalLM", {**WINDOW, "no_rope_layers": [0, 1, 0], "tie_word_embeddings": False}),
+    ("Phi3ForCausalLM", {}),
+    ("Phi3ForCausalLM", {"sliding_window": 16}),
     ("GraniteForCausalLM", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 8, "attention_multiplier": 1}),
     ("Qwen2ForCausalLM", {**WINDOW, "max_window_layers": 2}),
     ("Qwen2ForCausalLM", {**WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
@@ -83,13 +85,14 @@ def test_what_transformers_saves(architecture: str, extra: dict[str, Any], tmp_p
 
     attention = model.model.layers[0].self_attn
     assert count_parameters(config) == sum(p.numel() for p in model.parameters())
-    assert (config.qkv_bias, config.o_bias) == (attention.q_proj.bias is not None, attention.o_proj.bias is not None)
+    projection = attention.qkv_proj if config.fused_tensors else attention.q_proj
+    assert (config.qkv_bias, config.o_bias) == (projection.bias is not None, attention.o_proj.bias is not None)
     assert config.head_size == attention.head_dim
     assert config.eos_ids == (3, 4)
     assert config.norm_eps == model.config.rms_norm_eps
     assert config.tied == model.config.tie_word_embeddings
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]
-    if architecture == "MistralForCausalLM":
+    if architecture in ("MistralForCausalLM", "Phi3ForCausalLM"):
         windows = [model.config.sliding_window] * 3
     assert config.windows == tuple(window or 0 for window in windows)
 
@@ -136,6 +139,8 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"eos_token_id": "</s>"}, "eos_token_id=.*</s>"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window=0"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types="),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75"),
+        ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}}, "rope_scaling=.*longrope"),
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling=0"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 1]}, "no_rope_layers=.*32 in all"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked_attention"] * 32}, "layer_types="),
