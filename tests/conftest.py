@@ -85,6 +85,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                             "pad_token_id": 0}),
     "granite": ("Granite", {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3,
                             "logits_scaling": 0.7, "tie_word_embeddings": True}),
+    "seed_oss": ("SeedOss", {"head_dim": 24, "attention_bias": True}),
     "phi3": ("Phi3", {"sliding_window": 20, "pad_token_id": 0}),
 }  # fmt: skip
 

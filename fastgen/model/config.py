@@ -23,17 +23,19 @@ class _Family:
     """The rules by which the fields of a model family's config.json become the flags of ModelConfig.
 
     absent: the values that transformers assumes for absent fields; a field that is null stays null. qkv_bias: q, k and
-    v always have biases. attention_bias: the field attention_bias adds biases to q, k, v and o. mlp_bias: the field
-    mlp_bias adds biases to gate, up and down. qk_norm: see ModelConfig. window: name of the field that switches sliding
-    windows on, which may be the size itself ("sliding_window"); "" for families without windows. no_rope: the field
-    no_rope_layers names layers without rope, by default every no_rope_layer_interval-th. multipliers: the fields of
-    Granite scale embeddings, attention, branches and logits. fused_tensors: see ModelConfig.
+    v always have biases. attention_bias: the field attention_bias adds biases to q, k, v and o; for o there may be
+    another field, out_bias. mlp_bias: the field mlp_bias adds biases to gate, up and down. qk_norm: see ModelConfig.
+    window: name of the field that switches sliding windows on, which may be the size itself ("sliding_window"); "" for
+    families without windows. no_rope: the field no_rope_layers names layers without rope, by default every
+    no_rope_layer_interval-th. multipliers: the fields of Granite scale embeddings, attention, branches and logits.
+    fused_tensors: see ModelConfig.
     """
 
     model_type: str
     absent: dict[str, Any]
     qkv_bias: bool = False
     attention_bias: bool = False
+    out_bias: str = "attention_bias"
     mlp_bias: bool = False
     qk_norm: bool = False
     window: str = ""
@@ -67,18 +69,31 @@ _FAMILIES = {
         no_rope=True,
     ),
     "GraniteForCausalLM": _Family("granite", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True, multipliers=True),
+    "SeedOssForCausalLM": _Family(
+        "seed_oss",
+        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "eos_token_id": 2},
+        attention_bias=True,
+        out_bias="attention_out_bias",
+        mlp_bias=True,
+    ),
+    "InternLM3ForCausalLM": _Family(
+        "internlm3", {"eos_token_id": 2, "head_dim": 128, "rms_norm_eps": 1e-5}, attention_bias=True, mlp_bias=True
+    ),
+    "MiMoForCausalLM": _Family("mimo", _QWEN, qkv_bias=True, window="use_sliding_window"),
     "Phi3ForCausalLM": _Family(
         "phi3", {"eos_token_id": 32000, "rms_norm_eps": 1e-5}, window="sliding_window", fused_tensors=True
     ),
 }
-# Fields that make a model something other than a dense text model, unless they are null, false, 0 or empty.
+# Fields that make a model something other than a dense text model, and older names of biases, unless they are null,
+# false, 0 or empty.
 _FOREIGN = (
     "num_experts", "num_local_experts", "n_routed_experts", "vision_config", "audio_config", "text_config",
-    "per_layer_config", "is_encoder_decoder",
+    "per_layer_config", "is_encoder_decoder", "bias", "qkv_bias",
 )  # fmt: skip
 # Kinds of rope: (required numbers, optional numbers).
 _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
+    "dynamic": ((), ()),  # it stretches only beyond max_position_embeddings, where no sequence gets
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
     "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")),
@@ -245,7 +260,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         norm_eps=_number(config, "rms_norm_eps", 1e-6, low=0, high=1),
         rope=_rope(config),
         qkv_bias=family.qkv_bias or attention_bias,
-        o_bias=attention_bias,
+        o_bias=family.attention_bias and bool(config.get(family.out_bias)),
         mlp_bias=family.mlp_bias and bool(config.get("mlp_bias")),
         qk_norm=family.qk_norm,
         tied=bool(config.get("tie_word_embeddings")),
@@ -367,7 +382,7 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     names = *needed, *(name for name in optional if given.get(name))
     numbers: dict[str, Any] = {name: _number(given, name, low=1e-6, high=1e6) for name in names}
     growth = _number(given, "llama_4_scaling_beta", 0.0, low=0, high=1e6)
-    rope = RopeConfig(kind, theta, **numbers, query_growth=growth)
+    rope = RopeConfig("default" if kind == "dynamic" else kind, theta, **numbers, query_growth=growth)
     if kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         low, high = rope.low_freq_factor, rope.high_freq_factor
         raise ValueError(f"low_freq_factor={low} has to lie between 0 and high_freq_factor={high}")

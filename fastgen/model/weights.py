@@ -25,8 +25,11 @@ UNEXPECTED = "the model of this config.json has no such parameter"
 
 WRAPPERS = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
 """Beginnings of the names of a text model's tensors inside a model with vision: on disk, and in transformers 5."""
-UNUSED = tuple(f"{model}{part}." for model in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
-"""Beginnings of the names of tensors that text does not need."""
+UNUSED = (
+    *(f"{model}{part}." for model in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
+    "model.mtp_layers.",
+)
+"""Beginnings of the names of tensors that text does not need: of images, and of MiMo's layers that draft tokens."""
 
 QUANTIZED_BYTES = 16 << 20  # size of the pieces in which a weight is quantized
 

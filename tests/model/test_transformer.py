@@ -62,6 +62,7 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3 rope": ("Llama", {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 1.0,
                                                   "high_freq_factor": 4.0, **STRETCHED}}),
     "yarn": ("Qwen3", {"rope_parameters": {"rope_type": "yarn", **STRETCHED}}),
+    "dynamic rope": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}),
     "linear rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
     "attention bias": ("Llama", {"attention_bias": True}),
     "Qwen3 with attention bias": ("Qwen3", {"attention_bias": True, "head_dim": 16}),
