@@ -85,6 +85,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                             "pad_token_id": 0}),
     "granite": ("Granite", {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3,
                             "logits_scaling": 0.7, "tie_word_embeddings": True}),
+    "olmo3": ("Olmo3", {"sliding_window": 20, "attention_bias": True, "rope_parameters": {
+        "full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+                           "original_max_position_embeddings": 64},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "exaone4": ("Exaone4", {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 24}),
     "seed_oss": ("SeedOss", {"head_dim": 24, "attention_bias": True}),
     "phi3": ("Phi3", {"sliding_window": 20, "pad_token_id": 0}),
 }  # fmt: skip

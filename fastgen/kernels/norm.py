@@ -41,6 +41,24 @@ class BranchEnd:
         return y if self.factor == 1 else y.mul_(self.factor)
 
 
+@dataclass(frozen=True)
+class WideNorm:
+    """The RMSNorms over all query heads together, and over all key heads. q, k: weights [H D] and [K D]."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+    def apply(self, qkv: Tensor) -> Tensor:
+        """Norm the queries and keys of qkv [T, (H + 2 K) D] in place, and return it."""
+        first = 0
+        for weight in (self.q, self.k):
+            part = qkv[:, first : first + len(weight)]
+            part.copy_(rms_norm(part.contiguous(), weight, self.eps))
+            first += len(weight)
+        return qkv
+
+
 @jit()
 def normed(x, weight, eps, N: tl.constexpr, DTYPE: tl.constexpr):
     """Return the RMSNorm of a row in DTYPE. x, weight: float32 [BLOCK], of which the first N numbers are the row's and

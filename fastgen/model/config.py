@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastgen.model.quantization import Quantization, parse_quantization
 from fastgen.option import Option
@@ -28,7 +28,9 @@ class _Family:
     window: name of the field that switches sliding windows on, which may be the size itself ("sliding_window"); "" for
     families without windows. no_rope: the field no_rope_layers names layers without rope, by default every
     no_rope_layer_interval-th. multipliers: the fields of Granite scale embeddings, attention, branches and logits.
-    fused_tensors: see ModelConfig.
+    fused_tensors, post_norm, wide_norm: see ModelConfig. pattern: without layer_types, every sliding_window_pattern-th
+    layer has no window. full_rope: what layers without windows have where others have windows: "" (the same rope),
+    "none" (no rope), or "stretched" (the config's stretching, which the others lack).
     """
 
     model_type: str
@@ -42,11 +44,16 @@ class _Family:
     no_rope: bool = False
     multipliers: bool = False
     fused_tensors: bool = False
+    post_norm: bool = False
+    wide_norm: bool = False
+    pattern: bool = False
+    full_rope: Literal["", "none", "stretched"] = ""
 
 
 _WRAPPERS = ("Mistral3ForConditionalGeneration", "mistral3")
 """Models with vision whose text model runs: values of architectures and of model_type."""
 
+_OLMO = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True),
@@ -69,6 +76,32 @@ _FAMILIES = {
         no_rope=True,
     ),
     "GraniteForCausalLM": _Family("granite", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True, multipliers=True),
+    "Olmo2ForCausalLM": _Family("olmo2", _OLMO, attention_bias=True, post_norm=True, wide_norm=True),
+    "Olmo3ForCausalLM": _Family(
+        "olmo3",
+        {**_OLMO, "rope_theta": 500000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
+        attention_bias=True,
+        post_norm=True,
+        wide_norm=True,
+        window="sliding_window",
+        pattern=True,
+        full_rope="stretched",
+    ),
+    "Exaone4ForCausalLM": _Family(
+        "exaone4",
+        {
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "eos_token_id": 2,
+        },
+        qk_norm=True,
+        post_norm=True,
+        window="sliding_window",
+        pattern=True,
+        full_rope="none",
+    ),
     "SeedOssForCausalLM": _Family(
         "seed_oss",
         {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "eos_token_id": 2},
@@ -155,6 +188,8 @@ class ModelConfig:
     branch_scale: float = 1.0  # factor of the outputs of attention and MLP
     logits_divisor: float = 1.0
     fused_tensors: bool = False  # the checkpoint has q, k and v in one tensor, and gate and up in another
+    post_norm: bool = False  # attention and MLP have an RMSNorm of their output instead of their input
+    wide_norm: bool = False  # an RMSNorm over all heads of q together, and one of k, before rope
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -176,7 +211,7 @@ class ModelConfig:
     @property
     def adds_products(self) -> bool:
         """Whether the outputs of o and down are added to the residual stream as they are."""
-        return self.branch_scale == 1
+        return self.branch_scale == 1 and not self.post_norm
 
     @property
     def input_sizes(self) -> tuple[int, int, int]:
@@ -192,6 +227,8 @@ class ModelConfig:
         Option("tensor_parallel", int, 1, low=1).check(ranks)
         if ranks == 1:
             return self
+        if self.wide_norm:
+            raise ValueError("the norms of q and k of this model need all heads on one rank; take tensor_parallel=1")
         sizes = {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size,
                  "vocab_size": self.vocab_size}  # fmt: skip
         for name, size in sizes.items():
@@ -242,10 +279,9 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     config = {**family.absent, **config}
     _refuse_foreign(config)
     num_layers, num_heads = _integer(config, "num_hidden_layers"), _integer(config, "num_attention_heads")
-    plain_layers = _layers_without_rope(config, num_layers) if family.no_rope else ()
-    if plain_layers and config.get("layer_types") is None:
-        kinds = ["sliding_attention" if layer in plain_layers else "full_attention" for layer in range(num_layers)]
-        config["layer_types"] = kinds if config.get("use_sliding_window") else None
+    config["layer_types"] = _layer_types(config, family, num_layers)
+    windows = _windows(config, family, num_layers)
+    rope, other_rope, other_layers = _ropes(config, family, windows)
     hidden_size = _integer(config, "hidden_size")
     attention_bias = family.attention_bias and bool(config.get("attention_bias"))
     return ModelConfig(
@@ -258,19 +294,21 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         head_size=_head_size(config, hidden_size, num_heads),
         max_position=_integer(config, "max_position_embeddings"),
         norm_eps=_number(config, "rms_norm_eps", 1e-6, low=0, high=1),
-        rope=_rope(config),
+        rope=rope,
         qkv_bias=family.qkv_bias or attention_bias,
         o_bias=family.attention_bias and bool(config.get(family.out_bias)),
         mlp_bias=family.mlp_bias and bool(config.get("mlp_bias")),
         qk_norm=family.qk_norm,
         tied=bool(config.get("tie_word_embeddings")),
-        windows=_windows(config, family, num_layers),
+        windows=windows,
         eos_ids=_eos_ids(config, generation or {}),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         quantization=parse_quantization(config),
-        other_rope=RopeConfig("none") if plain_layers else RopeConfig(),
-        other_layers=plain_layers,
+        other_rope=other_rope,
+        other_layers=other_layers,
         fused_tensors=family.fused_tensors,
+        post_norm=family.post_norm,
+        wide_norm=family.wide_norm,
         **(_multipliers(config) if family.multipliers else {}),
     )
 
@@ -354,6 +392,44 @@ def _multipliers(config: dict[str, Any]) -> dict[str, float]:
     fields = {"embedding_scale": "embedding_multiplier", "attention_scale": "attention_multiplier",
               "branch_scale": "residual_multiplier", "logits_divisor": "logits_scaling"}  # fmt: skip
     return {flag: _number(config, field, 1.0, low=1e-6, high=1e6) for flag, field in fields.items()}
+
+
+def _layer_types(config: dict[str, Any], family: _Family, num_layers: int) -> list[str] | None:
+    """Return the kind of attention of each layer; None if other fields than layer_types give them."""
+    if config.get("layer_types") is not None:
+        types: list[str] = config["layer_types"]
+        return types
+    if family.pattern and config.get("sliding_window") is not None:
+        period = _integer(config, "sliding_window_pattern")
+        full = [layer for layer in range(num_layers) if (layer + 1) % period == 0]
+    elif family.no_rope and config.get("use_sliding_window"):
+        full = [layer for layer in range(num_layers) if layer not in _layers_without_rope(config, num_layers)]
+    else:
+        return None
+    return ["full_attention" if layer in full else "sliding_attention" for layer in range(num_layers)]
+
+
+def _ropes(
+    config: dict[str, Any], family: _Family, windows: tuple[int, ...]
+) -> tuple[RopeConfig, RopeConfig, tuple[int, ...]]:
+    """Return the rope, and the other rope of some layers, with these layers."""
+    with_window = tuple(layer for layer, window in enumerate(windows) if window)
+    if family.full_rope == "stretched":
+        given = config.get("rope_parameters") or {}
+        if "full_attention" not in given:  # as transformers 4 writes them
+            rope = _rope(config)
+            return rope, RopeConfig(theta=rope.theta), with_window
+        full, sliding = (
+            _rope({**config, "rope_scaling": None, "rope_parameters": given.get(f"{kind}_attention")})
+            for kind in ("full", "sliding")
+        )
+        return full, sliding, with_window
+    plain: tuple[int, ...] = ()
+    if family.no_rope:
+        plain = _layers_without_rope(config, len(windows))
+    elif family.full_rope == "none" and with_window:
+        plain = tuple(layer for layer, window in enumerate(windows) if not window)
+    return _rope(config), RopeConfig("none" if plain else "default"), plain
 
 
 def _layers_without_rope(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastgen.device import mkl
 from fastgen.device.memory import memory_on
-from fastgen.kernels.norm import BranchEnd, RMSNorm
+from fastgen.kernels.norm import BranchEnd, RMSNorm, WideNorm
 from fastgen.kernels.rope import HeadNorm
 from fastgen.model.adapter import AdapterBases
 from fastgen.model.config import ModelConfig
@@ -91,15 +91,13 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
     attention, mlp = layer + "self_attn.", layer + "mlp."
     hidden, inner, head, kv_heads = c.hidden_size, c.intermediate_size, c.head_size, c.num_kv_heads
     heads = c.num_heads * head
-    norms = [
-        Module(layer + "input_layernorm", "input_norm.weight", (hidden,)),
-        Module(layer + "post_attention_layernorm", "post_norm.weight", (hidden,)),
-    ]
-    if c.qk_norm:
-        norms += [
-            Module(attention + "q_norm", "head_norm.q", (head,)),
-            Module(attention + "k_norm", "head_norm.k", (head,)),
-        ]
+    places = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"}
+    if c.post_norm:
+        places = {"post_attention_layernorm": "o_end.norm", "post_feedforward_layernorm": "down_end.norm"}
+    norms = [Module(layer + name, f"{place}.weight", (hidden,)) for name, place in places.items()]
+    if c.qk_norm or c.wide_norm:
+        place, sizes = ("head_norm", (head, head)) if c.qk_norm else ("wide_norm", (heads, kv_heads * head))
+        norms += [Module(f"{attention}{x}_norm", f"{place}.{x}", (size,)) for x, size in zip("qk", sizes, strict=True)]
     qkv = [
         Module(attention + "q_proj", "qkv", (heads, hidden), ROWS, c.qkv_bias),
         Module(attention + "k_proj", "qkv", (kv_heads * head, hidden), ROWS, c.qkv_bias, kv_heads),
@@ -125,11 +123,12 @@ class Layer:
     """The parameters of a layer. qkv stacks the rows of q, k and v; gate_up stacks the rows of gate and up. o_end,
     down_end: what happens to the outputs of o and down before they are added to the residual stream."""
 
-    input_norm: RMSNorm
+    input_norm: RMSNorm | None
     qkv: Linear
     head_norm: HeadNorm | None
+    wide_norm: WideNorm | None
     o: Linear
-    post_norm: RMSNorm
+    post_norm: RMSNorm | None
     gate_up: Linear
     down: Linear
     window: int
@@ -203,16 +202,24 @@ class Parameters:
             place: self._linear([module for module in table if module.place == place], self.config.quantization)
             for place in LINEARS
         }
-        scale = self.config.branch_scale
-        end = BranchEnd(None, scale) if scale != 1 else None
+
+        def norm(place: str) -> RMSNorm | None:
+            return RMSNorm(norms[f"{place}.weight"], eps) if f"{place}.weight" in norms else None
+
+        def end(place: str) -> BranchEnd | None:
+            if self.config.adds_products:
+                return None
+            return BranchEnd(norm(f"{place}.norm"), self.config.branch_scale)
+
         return Layer(
-            input_norm=RMSNorm(norms["input_norm.weight"], eps),
+            input_norm=norm("input_norm"),
             head_norm=HeadNorm(norms["head_norm.q"], norms["head_norm.k"], eps) if self.config.qk_norm else None,
-            post_norm=RMSNorm(norms["post_norm.weight"], eps),
+            wide_norm=WideNorm(norms["wide_norm.q"], norms["wide_norm.k"], eps) if self.config.wide_norm else None,
+            post_norm=norm("post_norm"),
             window=self.config.windows[number],
             has_other_rope=number in self.config.other_layers,
-            o_end=end,
-            down_end=end,
+            o_end=end("o_end"),
+            down_end=end("down_end"),
             **linears,
         )
 

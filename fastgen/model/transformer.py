@@ -114,11 +114,12 @@ class Transformer:
         layer, keys, values = self.layers[number], pool.keys[number], pool.values[number]
         mapping = part.mapping.of_layer(layer.has_other_rope)
         with span("qkv"):
-            if layer.head_norm is None and not pool.fp8:
+            if not (layer.head_norm or layer.wide_norm or pool.fp8):
                 rope = Fused(rope=RopeWrite(mapping, keys, values))
                 q = part.residual.project(layer.qkv, layer.input_norm, rope)
             else:
                 qkv = part.residual.project(layer.qkv, layer.input_norm)
+                qkv = qkv if layer.wide_norm is None else layer.wide_norm.apply(qkv)
                 q = rope_write(qkv, mapping, keys, values, layer.head_norm)
             return q if mapping.query_scales is None else q.mul_(mapping.query_scales)
 

@@ -38,8 +38,8 @@ class ReplicatedResidual:
     def __len__(self) -> int:
         return len(self._x)
 
-    def project(self, linear: Linear, norm: RMSNorm, fused: Fused = UNFUSED) -> Tensor:
-        """Return the output of a linear layer for the normed stream."""
+    def project(self, linear: Linear, norm: RMSNorm | None, fused: Fused = UNFUSED) -> Tensor:
+        """Return the output of a linear layer for the normed stream; for the stream itself if norm is None."""
         delta, self._delta = self._delta, None
         return linear.apply(self._x, fused, norm, delta)
 
@@ -82,7 +82,7 @@ class ShardedResidual:
     def __len__(self) -> int:
         return self._count
 
-    def project(self, linear: Linear, norm: RMSNorm, fused: Fused = UNFUSED) -> Tensor:
+    def project(self, linear: Linear, norm: RMSNorm | None, fused: Fused = UNFUSED) -> Tensor:
         """Return the output of a linear layer for the normed stream. `norm` is ignored: the preceding `apply` has been
         given it as `following`, and has applied it."""
         return linear.apply(self.whole(), fused)
@@ -120,7 +120,7 @@ class ShardedResidual:
 Residual = ReplicatedResidual | ShardedResidual
 
 
-def begin(group: Group, sizes: Sequence[int], number: int, y: Tensor, following: RMSNorm) -> Residual:
+def begin(group: Group, sizes: Sequence[int], number: int, y: Tensor, following: RMSNorm | None) -> Residual:
     """Return the residual stream of one part of a step, which begins as the sum of all ranks' y [T, hidden].
 
     sizes: number of tokens in each part of the step. number: index of this part. following: the norm that comes next.

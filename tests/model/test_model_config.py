@@ -18,6 +18,7 @@ def count_parameters(c: ModelConfig) -> int:
     q_size, kv_size = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
     attention = c.hidden_size * (q_size + 2 * kv_size) + q_size * c.hidden_size
     attention += c.qkv_bias * (q_size + 2 * kv_size) + c.o_bias * c.hidden_size + c.qk_norm * 2 * c.head_size
+    attention += c.wide_norm * (q_size + kv_size)
     mlp = 3 * c.hidden_size * c.intermediate_size + c.mlp_bias * (2 * c.intermediate_size + c.hidden_size)
     embeddings = c.vocab_size * c.hidden_size * (1 if c.tied else 2)
     return embeddings + c.num_layers * (attention + mlp + 2 * c.hidden_size) + c.hidden_size
@@ -64,6 +65,10 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("SmolLM3ForCausalLM", {**WINDOW, "no_rope_layers": [0, 1, 0], "tie_word_embeddings": False}),
     ("SeedOssForCausalLM", {"head_dim": 16, "mlp_bias": True}),
     ("SeedOssForCausalLM", {"head_dim": None, "attention_bias": False, "attention_out_bias": True}),
+    ("Olmo2ForCausalLM", {"attention_bias": True}),
+    ("Olmo3ForCausalLM", {"sliding_window": 16, "num_hidden_layers": 5}),
+    ("Exaone4ForCausalLM", {"sliding_window": 16, "sliding_window_pattern": 3, "tie_word_embeddings": True}),
+    ("Exaone4ForCausalLM", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     ("Phi3ForCausalLM", {}),
     ("Phi3ForCausalLM", {"sliding_window": 16}),
     ("GraniteForCausalLM", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 8, "attention_multiplier": 1}),
@@ -93,7 +98,8 @@ def test_what_transformers_saves(architecture: str, extra: dict[str, Any], tmp_p
     assert config.eos_ids == (3, 4)
     assert config.norm_eps == model.config.rms_norm_eps
     assert config.tied == model.config.tie_word_embeddings
-    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]
+    layers = [layer.self_attn for layer in model.model.layers]
+    windows = [getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", True) else 0 for layer in layers]
     if architecture in ("MistralForCausalLM", "Phi3ForCausalLM"):
         windows = [model.config.sliding_window] * 3
     assert config.windows == tuple(window or 0 for window in windows)
@@ -144,6 +150,7 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types="),
         ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75"),
         ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}}, "rope_scaling=.*longrope"),
+        ({"architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LLLG"}, "sliding_window_pattern='LLLG'"),
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling=0"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 1]}, "no_rope_layers=.*32 in all"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked_attention"] * 32}, "layer_types="),

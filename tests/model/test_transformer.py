@@ -69,6 +69,8 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp bias": ("Llama", {"mlp_bias": True}),
     "tied": ("Llama", {"tie_word_embeddings": True}),
     "no grouping of heads": ("Mistral", {"num_key_value_heads": 4, "sliding_window": None}),
+    "OLMo 2": ("Olmo2", {"num_key_value_heads": 4}),
+    "EXAONE 4 without windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "one KV head": ("Qwen2", {"num_key_value_heads": 1}),
 }  # fmt: skip
 
