@@ -196,7 +196,7 @@ class _Adapted(Shard):
             base = self.view.copy_(base, non_blocking=True)
         if len(factors):
             a, b = factors.to(self.view.device).tensor_split([self.shape[1]], dim=1)
-            a, b = (self.slice(a), b) if self.dim else (a, self.slice(b.t()).t())
+            a, b = (self.slice(a), b) if self.dim else (a, self.slice(b.t()).t().contiguous())
             merge(self.view, base, a, b)
 
 
