@@ -36,7 +36,7 @@ def adapter(
     made = {}
     for weight, shard in checkpoint_shards(read_config(folder)).items():
         layer = weight.removesuffix(".weight")
-        if layer.rpartition(".")[2] in layers and weight.endswith("_proj.weight"):
+        if layer.endswith(tuple(f".{name}" for name in layers)) and weight.endswith("_proj.weight"):
             outputs, inputs = shard.shape
             made[f"{PREFIX}{layer}.lora_A{name}.weight"] = torch.randn(rank(layer), inputs, generator=source) * 0.2
             made[f"{PREFIX}{layer}.lora_B{name}.weight"] = torch.randn(outputs, rank(layer), generator=source) * 0.2
