@@ -55,68 +55,38 @@ _WRAPPERS = ("Mistral3ForConditionalGeneration", "mistral3")
 
 _OLMO = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+_PATTERN = {"sliding_window": 4096, "sliding_window_pattern": 4}
 _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True),
     "MistralForCausalLM": _Family(
-        "mistral", {"eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096}, window="sliding_window"
-    ),
+        "mistral", {"eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096}, window="sliding_window"),
     "Ministral3ForCausalLM": _Family(
-        "ministral3", {"eos_token_id": 2, "num_key_value_heads": 8, "head_dim": 128}, window="sliding_window"
-    ),
+        "ministral3", {"eos_token_id": 2, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+        window="sliding_window"),
     "Qwen2ForCausalLM": _Family("qwen2", _QWEN, qkv_bias=True, window="use_sliding_window"),
     "Qwen3ForCausalLM": _Family(
-        "qwen3", {**_QWEN, "head_dim": 128}, attention_bias=True, qk_norm=True, window="use_sliding_window"
-    ),
+        "qwen3", {**_QWEN, "head_dim": 128}, attention_bias=True, qk_norm=True, window="use_sliding_window"),
     "SmolLM3ForCausalLM": _Family(
         "smollm3",
         {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0, "eos_token_id": 128001},
-        attention_bias=True,
-        mlp_bias=True,
-        window="use_sliding_window",
-        no_rope=True,
-    ),
+        attention_bias=True, mlp_bias=True, window="use_sliding_window", no_rope=True),
     "GraniteForCausalLM": _Family("granite", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True, multipliers=True),
+    "Phi3ForCausalLM": _Family(
+        "phi3", {"eos_token_id": 32000, "rms_norm_eps": 1e-5}, window="sliding_window", fused_tensors=True),
+    "SeedOssForCausalLM": _Family(
+        "seed_oss", {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "eos_token_id": 2},
+        attention_bias=True, out_bias="attention_out_bias", mlp_bias=True),
     "Olmo2ForCausalLM": _Family("olmo2", _OLMO, attention_bias=True, post_norm=True, wide_norm=True),
     "Olmo3ForCausalLM": _Family(
-        "olmo3",
-        {**_OLMO, "rope_theta": 500000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
-        attention_bias=True,
-        post_norm=True,
-        wide_norm=True,
-        window="sliding_window",
-        pattern=True,
-        full_rope="stretched",
-    ),
+        "olmo3", {**_OLMO, **_PATTERN, "rope_theta": 500000.0}, attention_bias=True, post_norm=True, wide_norm=True,
+        window="sliding_window", pattern=True, full_rope="stretched"),
     "Exaone4ForCausalLM": _Family(
-        "exaone4",
-        {
-            "num_key_value_heads": 32,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 4,
-            "eos_token_id": 2,
-        },
-        qk_norm=True,
-        post_norm=True,
-        window="sliding_window",
-        pattern=True,
-        full_rope="none",
-    ),
-    "SeedOssForCausalLM": _Family(
-        "seed_oss",
-        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "eos_token_id": 2},
-        attention_bias=True,
-        out_bias="attention_out_bias",
-        mlp_bias=True,
-    ),
+        "exaone4", {**_PATTERN, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "eos_token_id": 2}, qk_norm=True,
+        post_norm=True, window="sliding_window", pattern=True, full_rope="none"),
     "InternLM3ForCausalLM": _Family(
-        "internlm3", {"eos_token_id": 2, "head_dim": 128, "rms_norm_eps": 1e-5}, attention_bias=True, mlp_bias=True
-    ),
+        "internlm3", {"eos_token_id": 2, "head_dim": 128, "rms_norm_eps": 1e-5}, attention_bias=True, mlp_bias=True),
     "MiMoForCausalLM": _Family("mimo", _QWEN, qkv_bias=True, window="use_sliding_window"),
-    "Phi3ForCausalLM": _Family(
-        "phi3", {"eos_token_id": 32000, "rms_norm_eps": 1e-5}, window="sliding_window", fused_tensors=True
-    ),
-}
+}  # fmt: skip
 # Fields that make a model something other than a dense text model, and older names of biases, unless they are null,
 # false, 0 or empty.
 _FOREIGN = (
