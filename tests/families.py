@@ -30,6 +30,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4", {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 24}),
     "seed_oss": ("SeedOss", {"head_dim": 24, "attention_bias": True}),
     "phi3": ("Phi3", {"sliding_window": 20, "pad_token_id": 0}),
+    "granite4": ("GraniteMoeHybrid", {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3, "logits_scaling": 0.7,
+        "num_local_experts": 0, "shared_intermediate_size": 96, "position_embedding_type": "rope",
+        "layer_types": ["full_attention"] * 3, "mamba_n_heads": 4}),
 }  # fmt: skip
 
 SIZES = {

@@ -115,9 +115,8 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
     update = None
     if config.adapter is not None:  # before the weights are loaded, since it raises what is wrong with the adapter
         update = AdapterUpdate.read(config.adapter, checkpoint_shards(model_config))
-    # Steps are cut in two only where nothing stands between a product and its addition to the residual stream.
-    cuts = model_config.adds_products
-    group.prepare(model_config.hidden_size, dtype, largest_half(config.max_step_tokens) if cuts else 0)
+    half = largest_half(config.max_step_tokens) if model_config.adds_products else 0  # see `ShardedResidual.apply`
+    group.prepare(model_config.hidden_size, dtype, half)
     parameters = Parameters(model_config, dtype, device, group, config.deterministic)
     if load == "dummy":
         if update is not None:

@@ -26,6 +26,8 @@ from fastgen.model.loader import load
 from fastgen.model.weights import Shard, Update, text_name, write
 
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])(?:\.[^.]+)?\.weight")  # adapters in memory have a name
+LINEARS = "_proj.weight", "_linear.weight"
+"""Ends of the names of the weights that an adapter can change."""
 _FILES = "adapter_config.json", "adapter_model.safetensors"
 
 _HARMLESS = {
@@ -65,7 +67,7 @@ class AdapterUpdate(Update):
             raise ValueError("the model is in fp8, into which adapters cannot be merged; leave quantization out")
         self.adapted = adapted
         self._config = config
-        self._sizes = {n.removesuffix(".weight"): s.shape for n, s in shards.items() if n.endswith("_proj.weight")}
+        self._sizes = {n.removesuffix(".weight"): s.shape for n, s in shards.items() if n.endswith(LINEARS)}
         self._scaling: dict[str, float] = {}  # of each layer that the adapter changes
 
     @classmethod

@@ -28,9 +28,11 @@ class _Family:
     window: name of the field that switches sliding windows on, which may be the size itself ("sliding_window"); "" for
     families without windows. no_rope: the field no_rope_layers names layers without rope, by default every
     no_rope_layer_interval-th. multipliers: the fields of Granite scale embeddings, attention, branches and logits.
-    fused_tensors, post_norm, wide_norm: see ModelConfig. pattern: without layer_types, every sliding_window_pattern-th
-    layer has no window. full_rope: what layers without windows have where others have windows: "" (the same rope),
-    "none" (no rope), or "stretched" (the config's stretching, which the others lack).
+    tensors: values of ModelConfig's qkv_tensor, gate_up_tensor and down_tensor. inner: the field of the size of the
+    MLP. only: the supported values of fields, or of their items. post_norm, wide_norm: see ModelConfig. pattern:
+    without layer_types, every sliding_window_pattern-th layer has no window. full_rope: what layers without windows
+    have where others have windows: "" (the same rope), "none" (no rope), or "stretched" (the config's stretching, which
+    the others lack).
     """
 
     model_type: str
@@ -43,7 +45,9 @@ class _Family:
     window: str = ""
     no_rope: bool = False
     multipliers: bool = False
-    fused_tensors: bool = False
+    tensors: dict[str, str] | None = None
+    inner: str = "intermediate_size"
+    only: dict[str, tuple[str, ...]] | None = None
     post_norm: bool = False
     wide_norm: bool = False
     pattern: bool = False
@@ -72,7 +76,13 @@ _FAMILIES = {
         attention_bias=True, mlp_bias=True, window="use_sliding_window", no_rope=True),
     "GraniteForCausalLM": _Family("granite", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True, multipliers=True),
     "Phi3ForCausalLM": _Family(
-        "phi3", {"eos_token_id": 32000, "rms_norm_eps": 1e-5}, window="sliding_window", fused_tensors=True),
+        "phi3", {"eos_token_id": 32000, "rms_norm_eps": 1e-5}, window="sliding_window",
+        tensors={"qkv_tensor": "self_attn.qkv_proj", "gate_up_tensor": "mlp.gate_up_proj"}),
+    "GraniteMoeHybridForCausalLM": _Family(  # those without experts and without Mamba
+        "granitemoehybrid", {"num_local_experts": 8, "eos_token_id": 2}, attention_bias=True, multipliers=True,
+        inner="shared_intermediate_size", tensors={
+            "gate_up_tensor": "shared_mlp.input_linear", "down_tensor": "shared_mlp.output_linear"},
+        only={"position_embedding_type": ("rope",), "layer_types": ("attention", "full_attention")}),
     "SeedOssForCausalLM": _Family(
         "seed_oss", {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "eos_token_id": 2},
         attention_bias=True, out_bias="attention_out_bias", mlp_bias=True),
@@ -157,7 +167,9 @@ class ModelConfig:
     attention_scale: float | None = None  # factor of the products of queries and keys; None: head_size ** -0.5
     branch_scale: float = 1.0  # factor of the outputs of attention and MLP
     logits_divisor: float = 1.0
-    fused_tensors: bool = False  # the checkpoint has q, k and v in one tensor, and gate and up in another
+    qkv_tensor: str = ""  # name in a layer of the tensor that holds q, k and v; "": each has its own
+    gate_up_tensor: str = ""  # of the tensor that holds gate and up
+    down_tensor: str = "mlp.down_proj"
     post_norm: bool = False  # attention and MLP have an RMSNorm of their output instead of their input
     wide_norm: bool = False  # an RMSNorm over all heads of q together, and one of k, before rope
 
@@ -247,17 +259,18 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     config = _text_config(config)
     family = _family(config)
     config = {**family.absent, **config}
-    _refuse_foreign(config)
+    _refuse_foreign(config, family)
     num_layers, num_heads = _integer(config, "num_hidden_layers"), _integer(config, "num_attention_heads")
     config["layer_types"] = _layer_types(config, family, num_layers)
     windows = _windows(config, family, num_layers)
     rope, other_rope, other_layers = _ropes(config, family, windows)
+    flags: dict[str, Any] = {**(family.tensors or {}), **(_multipliers(config) if family.multipliers else {})}
     hidden_size = _integer(config, "hidden_size")
     attention_bias = family.attention_bias and bool(config.get("attention_bias"))
     return ModelConfig(
         vocab_size=_integer(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_integer(config, "intermediate_size"),
+        intermediate_size=_integer(config, family.inner),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_integer(config, "num_key_value_heads", num_heads),
@@ -276,10 +289,9 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         quantization=parse_quantization(config),
         other_rope=other_rope,
         other_layers=other_layers,
-        fused_tensors=family.fused_tensors,
         post_norm=family.post_norm,
         wide_norm=family.wide_norm,
-        **(_multipliers(config) if family.multipliers else {}),
+        **flags,
     )
 
 
@@ -320,7 +332,11 @@ def _family(config: dict[str, Any]) -> _Family:
     return _FAMILIES[names[0]]
 
 
-def _refuse_foreign(config: dict[str, Any]) -> None:
+def _refuse_foreign(config: dict[str, Any], family: _Family) -> None:
+    for field, values in (family.only or {}).items():
+        found = config.get(field)
+        if not set(found if isinstance(found, list) else [found]) <= set(values):
+            raise _unsupported(field, found, f"only {' or '.join(values)} is")
     for field in _FOREIGN:
         if config.get(field):
             raise _unsupported(field, config[field])

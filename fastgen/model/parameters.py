@@ -107,14 +107,16 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
         Module(mlp + "gate_proj", "gate_up", (inner, hidden), ROWS, c.mlp_bias),
         Module(mlp + "up_proj", "gate_up", (inner, hidden), ROWS, c.mlp_bias),
     ]
-    if c.fused_tensors:
-        qkv, gate_up = _together(attention + "qkv_proj", qkv), _together(mlp + "gate_up_proj", gate_up)
+    if c.qkv_tensor:
+        qkv = _together(layer + c.qkv_tensor, qkv)
+    if c.gate_up_tensor:
+        gate_up = _together(layer + c.gate_up_tensor, gate_up)
     return [
         *norms,
         *qkv,
         Module(attention + "o_proj", "o", (hidden, heads), COLUMNS, c.o_bias),
         *gate_up,
-        Module(mlp + "down_proj", "down", (hidden, inner), COLUMNS, c.mlp_bias),
+        Module(layer + c.down_tensor, "down", (hidden, inner), COLUMNS, c.mlp_bias),
     ]
 
 
@@ -202,24 +204,19 @@ class Parameters:
             place: self._linear([module for module in table if module.place == place], self.config.quantization)
             for place in LINEARS
         }
-
-        def norm(place: str) -> RMSNorm | None:
-            return RMSNorm(norms[f"{place}.weight"], eps) if f"{place}.weight" in norms else None
-
-        def end(place: str) -> BranchEnd | None:
-            if self.config.adds_products:
-                return None
-            return BranchEnd(norm(f"{place}.norm"), self.config.branch_scale)
-
+        norm = {place.removesuffix(".weight"): RMSNorm(weight, eps) for place, weight in norms.items()}
+        ends = {name: BranchEnd(norm.get(f"{name}.norm"), self.config.branch_scale) for name in ("o_end", "down_end")}
+        if self.config.adds_products:
+            ends.clear()
         return Layer(
-            input_norm=norm("input_norm"),
+            input_norm=norm.get("input_norm"),
             head_norm=HeadNorm(norms["head_norm.q"], norms["head_norm.k"], eps) if self.config.qk_norm else None,
             wide_norm=WideNorm(norms["wide_norm.q"], norms["wide_norm.k"], eps) if self.config.wide_norm else None,
-            post_norm=norm("post_norm"),
+            post_norm=norm.get("post_norm"),
             window=self.config.windows[number],
             has_other_rope=number in self.config.other_layers,
-            o_end=end("o_end"),
-            down_end=end("down_end"),
+            o_end=ends.get("o_end"),
+            down_end=ends.get("down_end"),
             **linears,
         )
 

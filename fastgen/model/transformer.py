@@ -162,8 +162,7 @@ class Transformer:
         """Return the SlotMapping of tokens whose keys and values go into `pool`."""
         num_kv, page_size = pool.keys.shape[2:4]
         scales = None if self.query_scales is None else self.query_scales[positions]
-        sizes = real, num_kv, page_size
-        first, *others = (SlotMapping(positions, slots, *turns, *sizes, scales) for turns in self.turns)
+        first, *others = (SlotMapping(positions, slots, *pair, real, num_kv, page_size, scales) for pair in self.turns)
         return replace(first, other=others[0]) if others else first
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:

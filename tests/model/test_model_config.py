@@ -61,6 +61,16 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("MistralForCausalLM", {"sliding_window": None, "head_dim": 16}),
     ("MistralForCausalLM", {}),
     ("Ministral3ForCausalLM", {"head_dim": 16, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}),
+    (
+        "GraniteMoeHybridForCausalLM",
+        {
+            "num_local_experts": 0,
+            "shared_intermediate_size": 40,
+            "mamba_n_heads": 4,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention"] * 3,
+        },
+    ),
     ("SmolLM3ForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     ("SmolLM3ForCausalLM", {**WINDOW, "no_rope_layers": [0, 1, 0], "tie_word_embeddings": False}),
     ("SeedOssForCausalLM", {"head_dim": 16, "mlp_bias": True}),
@@ -92,7 +102,7 @@ def test_what_transformers_saves(architecture: str, extra: dict[str, Any], tmp_p
 
     attention = model.model.layers[0].self_attn
     assert count_parameters(config) == sum(p.numel() for p in model.parameters())
-    projection = attention.qkv_proj if config.fused_tensors else attention.q_proj
+    projection = attention.qkv_proj if config.qkv_tensor else attention.q_proj
     assert (config.qkv_bias, config.o_bias) == (projection.bias is not None, attention.o_proj.bias is not None)
     assert config.head_size == attention.head_dim
     assert config.eos_ids == (3, 4)
@@ -151,6 +161,23 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75"),
         ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}}, "rope_scaling=.*longrope"),
         ({"architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LLLG"}, "sliding_window_pattern='LLLG'"),
+        ({"architectures": ["GraniteMoeHybridForCausalLM"], "position_embedding_type": "nope"}, "='nope'.* only rope"),
+        (
+            {
+                "architectures": ["GraniteMoeHybridForCausalLM"],
+                "position_embedding_type": "rope",
+                "layer_types": ["mamba", "attention"],
+            },
+            "layer_types=.*'mamba'.* only attention or full_attention is",
+        ),
+        (
+            {
+                "architectures": ["GraniteMoeHybridForCausalLM"],
+                "position_embedding_type": "rope",
+                "layer_types": ["attention"],
+            },
+            "num_local_experts=8",
+        ),
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling=0"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 1]}, "no_rope_layers=.*32 in all"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked_attention"] * 32}, "layer_types="),
