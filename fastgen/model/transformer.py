@@ -1,4 +1,4 @@
-"""The transformer. One model implements Llama, Mistral, Qwen2 and Qwen3, which differ in flags of ModelConfig.
+"""The transformer. One model implements all families (docs/models.md), which differ in flags of ModelConfig.
 
 Under tensor parallelism each rank holds some of the heads, a slice of the MLP and a slice of the vocabulary. The
 outputs of o and of down are summed over the ranks (Megatron-LM, arXiv 1909.08053). Every rank holds the whole residual
