@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fastgen.model.adapter import LINEARS
 from fastgen.model.config import read_config
 from fastgen.model.parameters import checkpoint_shards
 
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
+       "input_linear", "output_linear")  # fmt: skip
 CONFIG: dict[str, Any] = {
     "peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": list(ALL), "bias": "none", "use_rslora": False,
     "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "init_lora_weights": True, "use_dora": False,
@@ -36,7 +38,7 @@ def adapter(
     made = {}
     for weight, shard in checkpoint_shards(read_config(folder)).items():
         layer = weight.removesuffix(".weight")
-        if layer.endswith(layers) and weight.endswith("_proj.weight"):
+        if layer.endswith(tuple(f".{name}" for name in layers)) and weight.endswith(LINEARS):
             outputs, inputs = shard.shape
             made[f"{PREFIX}{layer}.lora_A{name}.weight"] = torch.randn(rank(layer), inputs, generator=source) * 0.2
             made[f"{PREFIX}{layer}.lora_B{name}.weight"] = torch.randn(outputs, rank(layer), generator=source) * 0.2

@@ -27,6 +27,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported: kernels then run on CPU tensors
 
+from families import FAMILIES, SIZES, VOCAB, save_random
 from invariants import check_scheduler
 
 from fastgen import Generator
@@ -70,17 +71,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("tests/gpu runs in one process by itself: pytest tests/gpu")
 
 
-VOCAB = 320
-EOS = 2
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {"rope_theta": 5000.0}),
-    "mistral": ("Mistral", {"head_dim": 24, "sliding_window": 20}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 24,
-                        "max_window_layers": 1}),
-    "qwen3": ("Qwen3", {"head_dim": 32, "num_attention_heads": 8}),
-}  # fmt: skip
-
-
 def families_with(values: Sequence[Any]) -> list[tuple[str, Any]]:
     """Each family with every second value, so that each value meets one family with windows and one without."""
     return [
@@ -90,12 +80,6 @@ def families_with(values: Sequence[Any]) -> list[tuple[str, Any]]:
         if (at + place) % 2 == 0
     ]
 
-
-SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": EOS,
-    "initializer_range": 0.2,
-}  # fmt: skip
 
 Checkpoint = Callable[..., Path]
 
@@ -113,19 +97,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
         return made[key]
 
     return make
-
-
-def save_random(name: str, config: dict[str, Any], folder: Path) -> None:
-    import transformers
-
-    settings = getattr(transformers, f"{name}Config")(**config)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = getattr(transformers, f"{name}ForCausalLM")(settings).float()
-        for parameter in model.parameters():  # transformers begins with biases of 0 and norms of 1
-            if parameter.dim() == 1:
-                parameter.data += torch.randn_like(parameter) * 0.2
-    model.save_pretrained(folder)
 
 
 @pytest.fixture(scope="session", params=FAMILIES)

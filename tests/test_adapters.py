@@ -38,7 +38,7 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
 def test_adapters_follow_one_another_and_the_base_comes_back_to_the_bit(family: Path, base: str) -> None:
     with Generator(family, adapter_base=base, **OPTIONS) as gen:
         old, weights = answers(gen), held(gen)
-        for layers in (ALL, ("q_proj", "v_proj")):
+        for layers in (ALL, ("q_proj", "v_proj", "qkv_proj")):
             state = adapter(family, layers)
             parameters = {name: torch.nn.Parameter(value.clone()) for name, value in state.items()}
             version = gen.update_adapter(parameters, CONFIG | {"target_modules": list(layers)})

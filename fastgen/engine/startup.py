@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -116,7 +115,8 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
     update = None
     if config.adapter is not None:  # before the weights are loaded, since it raises what is wrong with the adapter
         update = AdapterUpdate.read(config.adapter, checkpoint_shards(model_config))
-    group.prepare(model_config.hidden_size, dtype, largest_half(config.max_step_tokens))
+    half = largest_half(config.max_step_tokens) if model_config.adds_products else 0  # see `ShardedResidual.apply`
+    group.prepare(model_config.hidden_size, dtype, half)
     parameters = Parameters(model_config, dtype, device, group, config.deterministic)
     if load == "dummy":
         if update is not None:
@@ -138,7 +138,7 @@ def make_runner(model: Transformer, config: EngineConfig) -> Runner:
     pool = KVPool(*sizes, dtype, device, fp8=config.kv_cache_dtype == "fp8")
     attention = make_attention(
         config.attention, pool, c.num_heads, c.windows, config.most_rows, config.max_model_len,
-        config.deterministic,
+        config.deterministic, c.attention_scale,
     )  # fmt: skip
     runner = Runner(model, pool, attention, config)
     host = HostTier(pool, config.host_pages) if config.host_pages else None
@@ -149,23 +149,32 @@ def make_runner(model: Transformer, config: EngineConfig) -> Runner:
     return runner
 
 
-def make_attention(name: str, pool: KVPool, num_heads: int, *sizes: Any) -> Attention:
+def make_attention(
+    name: str,
+    pool: KVPool,
+    num_heads: int,
+    windows: tuple[int, ...],
+    max_seqs: int,
+    context: int,
+    deterministic: bool = False,
+    scale: float | None = None,
+) -> Attention:
     """Return an implementation of attention: "cpu", "reference" (plain torch), "paged" (fastgen's kernels) or "flash"
     (flash-attn).
 
-    sizes: further arguments of PagedAttention. Raises ValueError if flash-attn does not run here.
+    See PagedAttention for the other arguments. Raises ValueError if flash-attn does not run here.
     """
     if name == "cpu":
-        return CpuAttention(pool, num_heads)
+        return CpuAttention(pool, num_heads, scale)
     if name == "reference":
-        return ReferenceAttention(pool, num_heads)
+        return ReferenceAttention(pool, num_heads, scale)
     if name == "flash":
         from fastgen.model.attention.flash import FlashAttention
 
-        return FlashAttention(pool, num_heads, *sizes)
+        return FlashAttention(pool, num_heads, windows, max_seqs, context, deterministic, scale)
     from fastgen.model.attention.paged import PagedAttention
 
-    return PagedAttention(pool, num_heads, *sizes)
+    return PagedAttention(pool, num_heads, windows, max_seqs, context, deterministic, scale)
 
 
 def measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:

@@ -382,7 +382,7 @@ def _finish(
 
 def _launch(
     q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: TileList,
-    partial_results: PartialResults, layer: int, window: int,
+    partial_results: PartialResults, layer: int, window: int, scale: float | None = None,
 ) -> None:  # fmt: skip
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _), config = q.shape, keys.shape, tiles.config
     group, dims = num_heads // num_kv, power_of_two(head_size)
@@ -405,7 +405,7 @@ def _launch(
     assert (tiles.kind == SHARED) == (tiles.rows is not None)
     members = tiles.rows.members if tiles.rows is not None else None
     chip = Chip.of(q.device)
-    pdl, scale = chip.dependent_launch, head_size**-0.5 * math.log2(math.e)
+    pdl, scale = chip.dependent_launch, (head_size**-0.5 if scale is None else scale) * math.log2(math.e)
     memory = partial_results.parts, partial_results.peaks, partial_results.totals, partial_results.arrivals
     if config.streamed:
         assert config.keys == hopper_decode.KEYS
@@ -429,13 +429,14 @@ def _launch(
 
 def _twin(
     q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: TileList,
-    partial_results: PartialResults, layer: int, window: int,
+    partial_results: PartialResults, layer: int, window: int, scale: float | None = None,
 ) -> None:  # fmt: skip
     """Write the causal attention of the work tiles' query tokens, rows of q [T, H, D], to the same rows of out.
 
     keys, values: [layers, pages, K, P, D], in the dtype of q or in fp8, of which `layer` is read. page_table: int32
     [lanes, columns]. A query at position p sees the positions (p - window, p], or all positions up to p if window is 0.
-    Sums are computed in float32. A list can be used once per layer. SHARED lists only store partial results.
+    scale: factor of the scores; None: D ** -0.5. Sums are computed in float32. A list can be used once per layer.
+    SHARED lists only store partial results.
     """
     listed = tiles.list.cpu()
     work_tiles = listed[HEADER : HEADER + int(listed[0]) * FIELDS].view(-1, FIELDS).tolist()
@@ -446,7 +447,7 @@ def _twin(
             members = tiles.rows.members[tile[FIRST] : tile[FIRST] + tile[TOKENS]].long()
             key = torch.arange(tile[BEGIN], tile[END], device=q.device)
             query = tiles.kv_lens[members] - 1
-            answer, lse = _exact(q[members], query, key, keys, values, page_table, tile, layer, window)
+            answer, lse = _exact(q[members], query, key, keys, values, page_table, tile, layer, window, scale)
             slots = tiles.bases[members].long()
             partial_results.parts[slots], partial_results.peaks[slots] = answer, lse
             partial_results.totals[slots] = 1
@@ -459,7 +460,7 @@ def _twin(
         key = torch.cat([torch.arange(tile[BEGIN], tile[END], device=q.device) for tile in splits])
         query = splits[0][POSITION] + torch.arange(tokens, device=q.device)
         rows = slice(first, first + tokens)
-        answer, lse = _exact(q[rows], query, key, keys, values, page_table, splits[0], layer, window)
+        answer, lse = _exact(q[rows], query, key, keys, values, page_table, splits[0], layer, window, scale)
         if partials:
             before = slice(splits[0][PART], splits[0][PART] + partials)
             peaks = torch.cat([partial_results.peaks[before], lse])  # [partials + 1, H]
@@ -472,7 +473,7 @@ def _twin(
 
 def _exact(
     q: Tensor, query: Tensor, key: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tile: list[int],
-    layer: int, window: int,
+    layer: int, window: int, scale: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend with q [t, H, D] at positions `query` [t] to the positions `key` of the work tile's lane, in float32.
 
@@ -484,7 +485,8 @@ def _exact(
     head = page[:, None] * num_kv + torch.arange(num_kv, device=q.device)
     rows = (head * page_size + (key % page_size)[:, None]).flatten()
     k, v = (pages.read(pool[layer], rows, 1).view(len(key), num_kv, -1) for pool in (keys, values))
-    scores = torch.einsum("tkgd,nkd->kgtn", q.float().unflatten(1, (-1, group)), k) * q.shape[2] ** -0.5
+    scores = torch.einsum("tkgd,nkd->kgtn", q.float().unflatten(1, (-1, group)), k)
+    scores *= q.shape[2] ** -0.5 if scale is None else scale
     ahead = query[:, None] - key
     scores = scores.masked_fill((ahead < 0) | (ahead >= window) if window else ahead < 0, -1e30)
     answer = torch.einsum("kgtn,nkd->tkgd", scores.softmax(-1), v).flatten(1, 2)

@@ -24,6 +24,41 @@ class RMSNorm:
     eps: float
 
 
+@dataclass(frozen=True)
+class BranchEnd:
+    """What happens to the output of attention or of the MLP before it is added to the residual stream.
+
+    norm: an RMSNorm of the output, or None. factor: a number by which it is multiplied.
+    """
+
+    norm: RMSNorm | None
+    factor: float = 1.0
+
+    def apply(self, y: Tensor) -> Tensor:
+        """Return the end of the branch for its output y [T, N], which may be overwritten."""
+        if self.norm is not None:
+            y = rms_norm(y, self.norm.weight, self.norm.eps)
+        return y if self.factor == 1 else y.mul_(self.factor)
+
+
+@dataclass(frozen=True)
+class WideNorm:
+    """The RMSNorms over all query heads together, and over all key heads. q, k: weights [H D] and [K D]."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+    def apply(self, qkv: Tensor) -> Tensor:
+        """Norm the queries and keys of qkv [T, (H + 2 K) D] in place, and return it."""
+        first = 0
+        for weight in (self.q, self.k):
+            part = qkv[:, first : first + len(weight)]
+            part.copy_(rms_norm(part.contiguous(), weight, self.eps))
+            first += len(weight)
+        return qkv
+
+
 @jit()
 def normed(x, weight, eps, N: tl.constexpr, DTYPE: tl.constexpr):
     """Return the RMSNorm of a row in DTYPE. x, weight: float32 [BLOCK], of which the first N numbers are the row's and

@@ -35,7 +35,8 @@ class SlotMapping:
 
     positions: int64 [T]. slots: int64 [T], page * P + offset, negative if a token has no slot. cos, sin: float32
     [context, D / 2], tables for all positions. real: number of tokens before the padding, which has no slots. num_kv,
-    page_size: K and P of the pool.
+    page_size: K and P of the pool. query_scales: factors of the queries after rope, [T, 1, 1] in their dtype; None: 1.
+    other: the mapping of the same tokens for layers with another rope, if there are any.
     """
 
     positions: Tensor
@@ -45,6 +46,8 @@ class SlotMapping:
     real: int
     num_kv: int
     page_size: int
+    query_scales: Tensor | None = None
+    other: SlotMapping | None = None
 
     @cached_property
     def turns(self) -> tuple[Tensor, Tensor]:
@@ -62,6 +65,13 @@ class SlotMapping:
         slots = self.slots[: self.real]
         row = (slots // self.page_size * (self.num_kv * self.page_size) + slots % self.page_size)[:, None]
         return row + torch.arange(self.num_kv, device=row.device) * self.page_size
+
+    def of_layer(self, has_other_rope: bool) -> SlotMapping:
+        """Return the mapping for a layer with the first rope or with the other one."""
+        if not has_other_rope:
+            return self
+        assert self.other is not None
+        return self.other
 
     def check(self, tokens: int, keys: Tensor, values: Tensor) -> None:
         """Assert that the mapping is for `tokens` tokens and a layer's keys and values [pages, K, P, D]."""

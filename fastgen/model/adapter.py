@@ -23,9 +23,11 @@ from fastgen.device.memory import Memory
 from fastgen.device.pinned import Pinned
 from fastgen.kernels.merge import merge
 from fastgen.model.loader import load
-from fastgen.model.weights import Shard, Update, write
+from fastgen.model.weights import Shard, Update, text_name, write
 
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])(?:\.[^.]+)?\.weight")  # adapters in memory have a name
+LINEARS = "_proj.weight", "_linear.weight"
+"""Ends of the names of the weights that an adapter can change."""
 _FILES = "adapter_config.json", "adapter_model.safetensors"
 
 _HARMLESS = {
@@ -65,7 +67,7 @@ class AdapterUpdate(Update):
             raise ValueError("the model is in fp8, into which adapters cannot be merged; leave quantization out")
         self.adapted = adapted
         self._config = config
-        self._sizes = {n.removesuffix(".weight"): s.shape for n, s in shards.items() if n.endswith("_proj.weight")}
+        self._sizes = {n.removesuffix(".weight"): s.shape for n, s in shards.items() if n.endswith(LINEARS)}
         self._scaling: dict[str, float] = {}  # of each layer that the adapter changes
 
     @classmethod
@@ -130,7 +132,7 @@ def _renamed(item: Any) -> Any:
     """Return an item named after its layer in the model, such as "model.layers.0.mlp.up_proj.lora_A.weight"."""
     named = isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)
     found = _FACTOR.fullmatch(item[0]) if named else None
-    return (f"{found[1]}.{found[2]}.weight", item[1]) if found else item
+    return (f"{text_name(found[1] + '.')}{found[2]}.weight", item[1]) if found else item
 
 
 def _fields(config: Any) -> dict[str, Any]:
@@ -154,10 +156,11 @@ def _targeted(config: Mapping[str, Any], layers: Iterable[str]) -> set[str]:
     found = set()
     for layer in layers:
         number = re.search(r"\.(\d+)\.", layer)
-        targeted = number is not None if wanted == "all-linear" else _names(wanted, layer)
+        names = layer, layer.replace("model.", "model.language_model.", 1)  # as inside a model with vision
+        targeted = number is not None if wanted == "all-linear" else any(_names(wanted, name) for name in names)
         if numbers and not isinstance(wanted, str):
             targeted = targeted and number is not None and int(number[1]) in numbers
-        if targeted and not _names(unwanted, layer):
+        if targeted and not any(_names(unwanted, name) for name in names):
             found.add(layer)
     return found
 
@@ -195,7 +198,7 @@ class _Adapted(Shard):
             base = self.view.copy_(base, non_blocking=True)
         if len(factors):
             a, b = factors.to(self.view.device).tensor_split([self.shape[1]], dim=1)
-            a, b = (self.slice(a), b) if self.dim else (a, self.slice(b.t()).t())
+            a, b = (self.slice(a), b) if self.dim else (a, self.slice(b.t()).t().contiguous())
             merge(self.view, base, a, b)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastgen.model.quantization import Quantization, parse_quantization
 from fastgen.option import Option
@@ -23,42 +23,93 @@ class _Family:
     """The rules by which the fields of a model family's config.json become the flags of ModelConfig.
 
     absent: the values that transformers assumes for absent fields; a field that is null stays null. qkv_bias: q, k and
-    v always have biases. attention_bias: the field attention_bias adds biases to q, k, v and o. mlp_bias: the field
-    mlp_bias adds biases to gate, up and down. qk_norm: see ModelConfig. window: name of the field that switches sliding
-    windows on, which may be the size itself ("sliding_window"); "" for families without windows.
+    v always have biases. attention_bias: the field attention_bias adds biases to q, k, v and o; for o there may be
+    another field, out_bias. mlp_bias: the field mlp_bias adds biases to gate, up and down. qk_norm: see ModelConfig.
+    window: name of the field that switches sliding windows on, which may be the size itself ("sliding_window"); "" for
+    families without windows. no_rope: the field no_rope_layers names layers without rope, by default every
+    no_rope_layer_interval-th. multipliers: the fields of Granite scale embeddings, attention, branches and logits.
+    tensors: values of ModelConfig's qkv_tensor, gate_up_tensor and down_tensor. inner: the field of the size of the
+    MLP. only: the supported values of fields, or of their items. post_norm, wide_norm: see ModelConfig. pattern:
+    without layer_types, every sliding_window_pattern-th layer has no window. full_rope: what layers without windows
+    have where others have windows: "" (the same rope), "none" (no rope), or "stretched" (the config's stretching, which
+    the others lack).
     """
 
     model_type: str
     absent: dict[str, Any]
     qkv_bias: bool = False
     attention_bias: bool = False
+    out_bias: str = "attention_bias"
     mlp_bias: bool = False
     qk_norm: bool = False
     window: str = ""
+    no_rope: bool = False
+    multipliers: bool = False
+    tensors: dict[str, str] | None = None
+    inner: str = "intermediate_size"
+    only: dict[str, tuple[str, ...]] | None = None
+    post_norm: bool = False
+    wide_norm: bool = False
+    pattern: bool = False
+    full_rope: Literal["", "none", "stretched"] = ""
 
 
+_WRAPPERS = ("Mistral3ForConditionalGeneration", "mistral3")
+"""Models with vision whose text model runs: values of architectures and of model_type."""
+
+_OLMO = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+_PATTERN = {"sliding_window": 4096, "sliding_window_pattern": 4}
 _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True),
     "MistralForCausalLM": _Family(
-        "mistral", {"eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096}, window="sliding_window"
-    ),
+        "mistral", {"eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096}, window="sliding_window"),
+    "Ministral3ForCausalLM": _Family(
+        "ministral3", {"eos_token_id": 2, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+        window="sliding_window"),
     "Qwen2ForCausalLM": _Family("qwen2", _QWEN, qkv_bias=True, window="use_sliding_window"),
     "Qwen3ForCausalLM": _Family(
-        "qwen3", {**_QWEN, "head_dim": 128}, attention_bias=True, qk_norm=True, window="use_sliding_window"
-    ),
-}
-# Fields that make a model something other than a dense text model, unless they are null, false, 0 or empty.
+        "qwen3", {**_QWEN, "head_dim": 128}, attention_bias=True, qk_norm=True, window="use_sliding_window"),
+    "SmolLM3ForCausalLM": _Family(
+        "smollm3",
+        {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0, "eos_token_id": 128001},
+        attention_bias=True, mlp_bias=True, window="use_sliding_window", no_rope=True),
+    "GraniteForCausalLM": _Family("granite", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True, multipliers=True),
+    "Phi3ForCausalLM": _Family(
+        "phi3", {"eos_token_id": 32000, "rms_norm_eps": 1e-5}, window="sliding_window",
+        tensors={"qkv_tensor": "self_attn.qkv_proj", "gate_up_tensor": "mlp.gate_up_proj"}),
+    "GraniteMoeHybridForCausalLM": _Family(  # those without experts and without Mamba
+        "granitemoehybrid", {"num_local_experts": 8, "eos_token_id": 2}, attention_bias=True, multipliers=True,
+        inner="shared_intermediate_size", tensors={
+            "gate_up_tensor": "shared_mlp.input_linear", "down_tensor": "shared_mlp.output_linear"},
+        only={"position_embedding_type": ("rope",), "layer_types": ("attention", "full_attention")}),
+    "SeedOssForCausalLM": _Family(
+        "seed_oss", {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "eos_token_id": 2},
+        attention_bias=True, out_bias="attention_out_bias", mlp_bias=True),
+    "Olmo2ForCausalLM": _Family("olmo2", _OLMO, attention_bias=True, post_norm=True, wide_norm=True),
+    "Olmo3ForCausalLM": _Family(
+        "olmo3", {**_OLMO, **_PATTERN, "rope_theta": 500000.0}, attention_bias=True, post_norm=True, wide_norm=True,
+        window="sliding_window", pattern=True, full_rope="stretched"),
+    "Exaone4ForCausalLM": _Family(
+        "exaone4", {**_PATTERN, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "eos_token_id": 2}, qk_norm=True,
+        post_norm=True, window="sliding_window", pattern=True, full_rope="none"),
+    "InternLM3ForCausalLM": _Family(
+        "internlm3", {"eos_token_id": 2, "head_dim": 128, "rms_norm_eps": 1e-5}, attention_bias=True, mlp_bias=True),
+    "MiMoForCausalLM": _Family("mimo", _QWEN, qkv_bias=True, window="use_sliding_window"),
+}  # fmt: skip
+# Fields that make a model something other than a dense text model, and older names of biases, unless they are null,
+# false, 0 or empty.
 _FOREIGN = (
     "num_experts", "num_local_experts", "n_routed_experts", "vision_config", "audio_config", "text_config",
-    "per_layer_config", "is_encoder_decoder",
+    "per_layer_config", "is_encoder_decoder", "bias", "qkv_bias",
 )  # fmt: skip
 # Kinds of rope: (required numbers, optional numbers).
 _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
+    "dynamic": ((), ()),  # it stretches only beyond max_position_embeddings, where no sequence gets
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
-    "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor")),
+    "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")),
 }
 _DTYPES = ("bfloat16", "float16", "float32")
 _LARGEST = 3e38  # float32 holds no larger number
@@ -73,7 +124,7 @@ class RopeConfig:
     Sources: RoFormer (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), llama3 from Llama 3.1.
     """
 
-    kind: str = "default"  # default | linear | llama3 | yarn
+    kind: str = "default"  # default | linear | llama3 | yarn | none: no rotation
     theta: float = 10000.0
     factor: float = 1.0  # ratio of the stretched context to the original one
     low_freq_factor: float = 1.0  # llama3
@@ -82,6 +133,9 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn: pairs that turn more often than this in the original context stay
     beta_slow: float = 1.0  # yarn: pairs that turn less often are interpolated
     attention_factor: float | None = None  # yarn: factor of cos and sin; None: from `factor`
+    mscale: float = 0.0  # yarn: with `mscale_all_dim`, how the factor of cos and sin grows with `factor`; 0: not given
+    mscale_all_dim: float = 0.0  # yarn
+    query_growth: float = 0.0  # the growth of queries beyond the original context (Ministral 3: llama_4_scaling_beta)
 
 
 @dataclass(frozen=True)
@@ -107,6 +161,17 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
     quantization: Quantization | None = None  # of the linear layers
+    other_rope: RopeConfig = RopeConfig()  # the rope of the layers `other_layers`
+    other_layers: tuple[int, ...] = ()
+    embedding_scale: float = 1.0  # factor of the embeddings
+    attention_scale: float | None = None  # factor of the products of queries and keys; None: head_size ** -0.5
+    branch_scale: float = 1.0  # factor of the outputs of attention and MLP
+    logits_divisor: float = 1.0
+    qkv_tensor: str = ""  # name in a layer of the tensor that holds q, k and v; "": each has its own
+    gate_up_tensor: str = ""  # of the tensor that holds gate and up
+    down_tensor: str = "mlp.down_proj"
+    post_norm: bool = False  # attention and MLP have an RMSNorm of their output instead of their input
+    wide_norm: bool = False  # an RMSNorm over all heads of q together, and one of k, before rope
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -126,6 +191,11 @@ class ModelConfig:
         return self.num_layers * layer + self.vocab_size * self.hidden_size * (1 if self.tied else 2)
 
     @property
+    def adds_products(self) -> bool:
+        """Whether the outputs of o and down are added to the residual stream as they are."""
+        return self.branch_scale == 1 and not self.post_norm
+
+    @property
     def input_sizes(self) -> tuple[int, int, int]:
         """Numbers of inputs of the linear layers of a layer."""
         return self.hidden_size, self.num_heads * self.head_size, self.intermediate_size
@@ -139,6 +209,8 @@ class ModelConfig:
         Option("tensor_parallel", int, 1, low=1).check(ranks)
         if ranks == 1:
             return self
+        if self.wide_norm:
+            raise ValueError("the norms of q and k of this model need all heads on one rank; take tensor_parallel=1")
         sizes = {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size,
                  "vocab_size": self.vocab_size}  # fmt: skip
         for name, size in sizes.items():
@@ -184,32 +256,42 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     generation: the content of `generation_config.json`, whose eos ids take precedence. `pretraining_tp` is ignored,
     since it changes no result.
     """
+    config = _text_config(config)
     family = _family(config)
     config = {**family.absent, **config}
-    _refuse_foreign(config)
+    _refuse_foreign(config, family)
     num_layers, num_heads = _integer(config, "num_hidden_layers"), _integer(config, "num_attention_heads")
+    config["layer_types"] = _layer_types(config, family, num_layers)
+    windows = _windows(config, family, num_layers)
+    rope, other_rope, other_layers = _ropes(config, family, windows)
+    flags: dict[str, Any] = {**(family.tensors or {}), **(_multipliers(config) if family.multipliers else {})}
     hidden_size = _integer(config, "hidden_size")
     attention_bias = family.attention_bias and bool(config.get("attention_bias"))
     return ModelConfig(
         vocab_size=_integer(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_integer(config, "intermediate_size"),
+        intermediate_size=_integer(config, family.inner),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_integer(config, "num_key_value_heads", num_heads),
         head_size=_head_size(config, hidden_size, num_heads),
         max_position=_integer(config, "max_position_embeddings"),
         norm_eps=_number(config, "rms_norm_eps", 1e-6, low=0, high=1),
-        rope=_rope(config),
+        rope=rope,
         qkv_bias=family.qkv_bias or attention_bias,
-        o_bias=attention_bias,
+        o_bias=family.attention_bias and bool(config.get(family.out_bias)),
         mlp_bias=family.mlp_bias and bool(config.get("mlp_bias")),
         qk_norm=family.qk_norm,
         tied=bool(config.get("tie_word_embeddings")),
-        windows=_windows(config, family, num_layers),
+        windows=windows,
         eos_ids=_eos_ids(config, generation or {}),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         quantization=parse_quantization(config),
+        other_rope=other_rope,
+        other_layers=other_layers,
+        post_norm=family.post_norm,
+        wide_norm=family.wide_norm,
+        **flags,
     )
 
 
@@ -227,16 +309,34 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     return {field: _number(generation, field) for field in GENERATION_CONFIG if generation.get(field) is not None}
 
 
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of the text model inside a model with vision, or else the config itself."""
+    if not {config.get("model_type"), *(config.get("architectures") or [])}.intersection(_WRAPPERS):
+        return config
+    inner = config.get("text_config")
+    if not inner:
+        raise _unsupported("text_config", inner, "the fields of the text model are needed")
+    parts = "architectures", "model_type", "text_config", "vision_config"
+    outer = {field: value for field, value in config.items() if field not in parts}
+    # transformers 5 writes true for the whole, also if the head has weights of its own.
+    tied = inner.get("tie_word_embeddings") and outer.get("tie_word_embeddings", True)
+    return {**outer, **inner, "tie_word_embeddings": tied}
+
+
 def _family(config: dict[str, Any]) -> _Family:
     of_types = {family.model_type: name for name, family in _FAMILIES.items()}
     names = config.get("architectures") or [of_types.get(config.get("model_type", ""))]
     if len(names) != 1 or names[0] not in _FAMILIES:
         fields = f"architectures={config.get('architectures')!r} (model_type={config.get('model_type')!r})"
-        raise ValueError(f"{fields} is not supported; fastgen runs {', '.join(_FAMILIES)}")
+        raise ValueError(f"{fields} is not supported; fastgen runs {', '.join(_FAMILIES)}, {_WRAPPERS[0]}")
     return _FAMILIES[names[0]]
 
 
-def _refuse_foreign(config: dict[str, Any]) -> None:
+def _refuse_foreign(config: dict[str, Any], family: _Family) -> None:
+    for field, values in (family.only or {}).items():
+        found = config.get(field)
+        if not set(found if isinstance(found, list) else [found]) <= set(values):
+            raise _unsupported(field, found, f"only {' or '.join(values)} is")
     for field in _FOREIGN:
         if config.get(field):
             raise _unsupported(field, config[field])
@@ -274,6 +374,60 @@ def _windows(config: dict[str, Any], family: _Family, num_layers: int) -> tuple[
     return tuple(size if kind == "sliding_attention" else 0 for kind in types)
 
 
+def _multipliers(config: dict[str, Any]) -> dict[str, float]:
+    fields = {"embedding_scale": "embedding_multiplier", "attention_scale": "attention_multiplier",
+              "branch_scale": "residual_multiplier", "logits_divisor": "logits_scaling"}  # fmt: skip
+    return {flag: _number(config, field, 1.0, low=1e-6, high=1e6) for flag, field in fields.items()}
+
+
+def _layer_types(config: dict[str, Any], family: _Family, num_layers: int) -> list[str] | None:
+    """Return the kind of attention of each layer; None if other fields than layer_types give them."""
+    if config.get("layer_types") is not None:
+        types: list[str] = config["layer_types"]
+        return types
+    if family.pattern and config.get("sliding_window") is not None:
+        period = _integer(config, "sliding_window_pattern")
+        full = [layer for layer in range(num_layers) if (layer + 1) % period == 0]
+    elif family.no_rope and config.get("use_sliding_window"):
+        full = [layer for layer in range(num_layers) if layer not in _layers_without_rope(config, num_layers)]
+    else:
+        return None
+    return ["full_attention" if layer in full else "sliding_attention" for layer in range(num_layers)]
+
+
+def _ropes(
+    config: dict[str, Any], family: _Family, windows: tuple[int, ...]
+) -> tuple[RopeConfig, RopeConfig, tuple[int, ...]]:
+    """Return the rope, and the other rope of some layers, with these layers."""
+    with_window = tuple(layer for layer, window in enumerate(windows) if window)
+    if family.full_rope == "stretched":
+        given = config.get("rope_parameters") or {}
+        if "full_attention" not in given:  # as transformers 4 writes them
+            rope = _rope(config)
+            return rope, RopeConfig(theta=rope.theta), with_window
+        full, sliding = (
+            _rope({**config, "rope_scaling": None, "rope_parameters": given.get(f"{kind}_attention")})
+            for kind in ("full", "sliding")
+        )
+        return full, sliding, with_window
+    plain: tuple[int, ...] = ()
+    if family.no_rope:
+        plain = _layers_without_rope(config, len(windows))
+    elif family.full_rope == "none" and with_window:
+        plain = tuple(layer for layer, window in enumerate(windows) if not window)
+    return _rope(config), RopeConfig("none" if plain else "default"), plain
+
+
+def _layers_without_rope(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    turned = config.get("no_rope_layers")  # 1 for a layer with rope
+    if turned is None:
+        interval = _integer(config, "no_rope_layer_interval", 4)
+        turned = [(layer + 1) % interval for layer in range(num_layers)]
+    if len(turned) < num_layers:
+        raise _unsupported("no_rope_layers", turned, f"one number per layer is needed, {num_layers} in all")
+    return tuple(layer for layer in range(num_layers) if not turned[layer])
+
+
 def _rope(config: dict[str, Any]) -> RopeConfig:
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given: dict[str, Any] = config.get(field) or {}
@@ -281,7 +435,7 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     if any(isinstance(value, dict) for value in given.values()) or kind not in _ROPE_KINDS:
         raise _unsupported(field, given, f"a rope_type of {', '.join(_ROPE_KINDS)}, the same for all layers, is")
     # No checkpoint of a supported family sets these fields to anything but transformers' default.
-    for name, plain in (("partial_rotary_factor", 1), ("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
+    for name, plain in (("partial_rotary_factor", 1), ("truncate", True)):
         value = given.get(name, config.get(name))
         if value not in (None, plain):
             raise _unsupported(name, value)
@@ -289,7 +443,8 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     needed, optional = _ROPE_KINDS[kind]
     names = *needed, *(name for name in optional if given.get(name))
     numbers: dict[str, Any] = {name: _number(given, name, low=1e-6, high=1e6) for name in names}
-    rope = RopeConfig(kind, theta, **numbers)
+    growth = _number(given, "llama_4_scaling_beta", 0.0, low=0, high=1e6)
+    rope = RopeConfig("default" if kind == "dynamic" else kind, theta, **numbers, query_growth=growth)
     if kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         low, high = rope.low_freq_factor, rope.high_freq_factor
         raise ValueError(f"low_freq_factor={low} has to lie between 0 and high_freq_factor={high}")

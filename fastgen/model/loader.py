@@ -29,7 +29,7 @@ from fastgen.device.threads import at_most
 from fastgen.disk import naming_full_disk
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.model.quantization import SKIPPED
-from fastgen.model.weights import FLOATS, Shard, TensorMatcher
+from fastgen.model.weights import FLOATS, Shard, TensorMatcher, text_name
 from fastgen.text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent.parent / "tiny"
@@ -137,12 +137,15 @@ def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True)
     matcher, pieces = TensorMatcher(targets, skipped=skipped), list[tuple[Shard, Tensor]]()
     for path, file, name in _entries(folder, None if whole else targets.keys()):
         entry = file.get_slice(name)
-        target = name.removesuffix("_inv") if name.endswith(SCALE + "_inv") else name  # it multiplies, too
+        target = text_name(name)
+        target = target.removesuffix("_inv") if name.endswith(SCALE + "_inv") else target  # it multiplies, too
         for place in _places(target, targets):
             with _about(path):
                 shard = matcher.find(place, entry.get_shape(), _DTYPES.get(entry.get_dtype(), entry.get_dtype()))
             if shard is not None and shard.view.numel():
-                pieces += shard.pieces(shard.slice(file.get_tensor(name)), PIECE_BYTES)
+                tensor = file.get_tensor(name)
+                for part in shard.separated():
+                    pieces += part.pieces(part.slice(tensor), PIECE_BYTES)
     with _about(folder):
         matcher.check_complete()
     return pieces
@@ -164,7 +167,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _entries(folder: Path, some: Collection[str] | None = None) -> Iterator[tuple[Path, Any, str]]:
     """Yield (path of the file, open file, tensor name) for each tensor to read from a folder. some: the names of the
-    tensors to read; None: all."""
+    tensors to read, as in the text model; None: all."""
     files = _weight_files(folder)
     _check_present(files, folder)
     for path, names in files.items():
@@ -173,7 +176,7 @@ def _entries(folder: Path, some: Collection[str] | None = None) -> Iterator[tupl
             wanted = held if names is None else names
             if lacking := wanted - held:
                 raise ValueError(f"{path} lacks the tensor {min(lacking)!r} that {_INDEX} places there")
-            for name in sorted(wanted if some is None else wanted & set(some)):
+            for name in sorted(name for name in wanted if some is None or text_name(name) in some):
                 yield path, file, name
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from operator import attrgetter
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fastgen.device import mkl
 from fastgen.device.memory import memory_on
-from fastgen.kernels.norm import RMSNorm
+from fastgen.kernels.norm import BranchEnd, RMSNorm, WideNorm
 from fastgen.kernels.rope import HeadNorm
 from fastgen.model.adapter import AdapterBases
 from fastgen.model.config import ModelConfig
@@ -40,7 +41,9 @@ class Module:
     one fused layer, in the order of the table. shape: shape of the whole weight, [outputs, inputs], or [size] for a
     norm. split: dimension of the weight that is split into equal parts over the ranks, ROWS or COLUMNS; None if each
     rank holds the whole weight. bias: the module has a bias [outputs]. parts: number of KV heads, into which k and v
-    can be split; with more ranks, neighbouring ranks hold the same part. 0: there is one part per rank.
+    can be split; with more ranks, neighbouring ranks hold the same part. 0: there is one part per rank. first, total:
+    modules of one name are one tensor of `total` rows, in which this module's rows begin at `first`; total 0: the
+    tensor has no other rows.
     """
 
     name: str
@@ -49,6 +52,8 @@ class Module:
     split: int | None = None
     bias: bool = False
     parts: int = 0
+    first: int = 0
+    total: int = 0
 
     def part(self, rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
         """Return (start in dimension `split`, shape) of the part of the weight that a rank holds."""
@@ -57,6 +62,15 @@ class Module:
         shape, parts = list(self.shape), min(ranks, self.parts or ranks)
         shape[self.split] //= parts
         return rank * parts // ranks * shape[self.split], tuple(shape)
+
+
+def _together(name: str, modules: list[Module]) -> list[Module]:
+    """Return modules whose weights are one tensor of this name."""
+    ends = [*accumulate(module.shape[0] for module in modules)]
+    return [
+        replace(module, name=name, first=end - module.shape[0], total=ends[-1])
+        for module, end in zip(modules, ends, strict=True)
+    ]
 
 
 def model_table(c: ModelConfig) -> list[Module]:
@@ -77,39 +91,52 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
     attention, mlp = layer + "self_attn.", layer + "mlp."
     hidden, inner, head, kv_heads = c.hidden_size, c.intermediate_size, c.head_size, c.num_kv_heads
     heads = c.num_heads * head
-    norms = [
-        Module(layer + "input_layernorm", "input_norm.weight", (hidden,)),
-        Module(layer + "post_attention_layernorm", "post_norm.weight", (hidden,)),
-    ]
-    if c.qk_norm:
-        norms += [
-            Module(attention + "q_norm", "head_norm.q", (head,)),
-            Module(attention + "k_norm", "head_norm.k", (head,)),
-        ]
-    return [
-        *norms,
+    places = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"}
+    if c.post_norm:
+        places = {"post_attention_layernorm": "o_end.norm", "post_feedforward_layernorm": "down_end.norm"}
+    norms = [Module(layer + name, f"{place}.weight", (hidden,)) for name, place in places.items()]
+    if c.qk_norm or c.wide_norm:
+        place, sizes = ("head_norm", (head, head)) if c.qk_norm else ("wide_norm", (heads, kv_heads * head))
+        norms += [Module(f"{attention}{x}_norm", f"{place}.{x}", (size,)) for x, size in zip("qk", sizes, strict=True)]
+    qkv = [
         Module(attention + "q_proj", "qkv", (heads, hidden), ROWS, c.qkv_bias),
         Module(attention + "k_proj", "qkv", (kv_heads * head, hidden), ROWS, c.qkv_bias, kv_heads),
         Module(attention + "v_proj", "qkv", (kv_heads * head, hidden), ROWS, c.qkv_bias, kv_heads),
-        Module(attention + "o_proj", "o", (hidden, heads), COLUMNS, c.o_bias),
+    ]
+    gate_up = [
         Module(mlp + "gate_proj", "gate_up", (inner, hidden), ROWS, c.mlp_bias),
         Module(mlp + "up_proj", "gate_up", (inner, hidden), ROWS, c.mlp_bias),
-        Module(mlp + "down_proj", "down", (hidden, inner), COLUMNS, c.mlp_bias),
+    ]
+    if c.qkv_tensor:
+        qkv = _together(layer + c.qkv_tensor, qkv)
+    if c.gate_up_tensor:
+        gate_up = _together(layer + c.gate_up_tensor, gate_up)
+    return [
+        *norms,
+        *qkv,
+        Module(attention + "o_proj", "o", (hidden, heads), COLUMNS, c.o_bias),
+        *gate_up,
+        Module(layer + c.down_tensor, "down", (hidden, inner), COLUMNS, c.mlp_bias),
     ]
 
 
 @dataclass(eq=False)
 class Layer:
-    """The parameters of a layer. qkv stacks the rows of q, k and v; gate_up stacks the rows of gate and up."""
+    """The parameters of a layer. qkv stacks the rows of q, k and v; gate_up stacks the rows of gate and up. o_end,
+    down_end: what happens to the outputs of o and down before they are added to the residual stream."""
 
-    input_norm: RMSNorm
+    input_norm: RMSNorm | None
     qkv: Linear
     head_norm: HeadNorm | None
+    wide_norm: WideNorm | None
     o: Linear
-    post_norm: RMSNorm
+    post_norm: RMSNorm | None
     gate_up: Linear
     down: Linear
     window: int
+    has_other_rope: bool
+    o_end: BranchEnd | None
+    down_end: BranchEnd | None
 
     @property
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
@@ -163,10 +190,10 @@ class Parameters:
 
     def _linear(self, modules: list[Module], form: Quantization | None = None) -> Linear:
         """Make the linear layer into which modules are fused. form: the model's form of fp8, if it has one."""
-        rows = {module.name: self._part(module)[1][0] for module in modules}
-        size_out, size_in = sum(rows.values()), self._part(modules[0])[1][1]
+        rows = [(module.name, self._part(module)[1][0]) for module in modules]
+        size_out, size_in = sum(size for _, size in rows), self._part(modules[0])[1][1]
         bias = self._new(size_out) if self._has_bias(modules[0]) else None
-        if form is not None and any(map(form.covers, rows)):
+        if form is not None and any(form.covers(name) for name, _ in rows):
             return Fp8Linear.zeros(form, rows, size_in, bias, self._new)
         return Linear(self._new(size_out, size_in), bias, self._batch_invariant)
 
@@ -177,11 +204,19 @@ class Parameters:
             place: self._linear([module for module in table if module.place == place], self.config.quantization)
             for place in LINEARS
         }
+        norm = {place.removesuffix(".weight"): RMSNorm(weight, eps) for place, weight in norms.items()}
+        ends = {name: BranchEnd(norm.get(f"{name}.norm"), self.config.branch_scale) for name in ("o_end", "down_end")}
+        if self.config.adds_products:
+            ends.clear()
         return Layer(
-            input_norm=RMSNorm(norms["input_norm.weight"], eps),
+            input_norm=norm.get("input_norm"),
             head_norm=HeadNorm(norms["head_norm.q"], norms["head_norm.k"], eps) if self.config.qk_norm else None,
-            post_norm=RMSNorm(norms["post_norm.weight"], eps),
+            wide_norm=WideNorm(norms["wide_norm.q"], norms["wide_norm.k"], eps) if self.config.wide_norm else None,
+            post_norm=norm.get("post_norm"),
             window=self.config.windows[number],
+            has_other_rope=number in self.config.other_layers,
+            o_end=ends.get("o_end"),
+            down_end=ends.get("down_end"),
             **linears,
         )
 
@@ -200,22 +235,25 @@ class Parameters:
     def _shards(self, holder: Layer | Parameters, table: list[Module], form: str) -> dict[str, Shard]:
         """Return the shards of the modules in a table whose places are attributes of `holder`."""
         found, ends = dict[str, Shard](), Counter[str]()
-        for module in table:
+        for _, group in groupby(table, attrgetter("name")):
+            module, *others = modules = list(group)
             held = attrgetter(module.place)(holder)
-            start, shape = self._part(module)
-            rows = slice(ends[module.place], ends[module.place] + shape[0])
+            found_parts = [(each.first + start, shape[0]) for each in modules for start, shape in [self._part(each)]]
+            start, parts = found_parts[0][0], tuple(found_parts) if others else ()
+            rows = slice(ends[module.place], ends[module.place] + sum(size for _, size in found_parts))
             ends[module.place] = rows.stop
             weight = held.weight if isinstance(held, Linear) else held
-            shard = Shard(weight[rows], module.shape, module.split or 0, start)
+            whole = module.total or module.shape[0], *module.shape[1:]
+            shard = Shard(weight[rows], whole, module.split or 0, start, parts=parts)
             if isinstance(held, Fp8Linear):
                 found |= held.shards(module.name, shard, rows, form)
             else:
                 found[f"{module.name}.weight"] = shard
             if self._has_bias(module):
                 start = start if module.split == ROWS else 0
-                found[f"{module.name}.bias"] = Shard(held.bias[rows], module.shape[:1], 0, start)
+                found[f"{module.name}.bias"] = Shard(held.bias[rows], whole[:1], 0, start, parts=parts)
             elif module.bias:
-                found[f"{module.name}.bias"] = Shard(self.norm.weight.new_empty(0), module.shape[:1])
+                found[f"{module.name}.bias"] = Shard(self.norm.weight.new_empty(0), whole[:1])
         return found
 
     def pack(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -26,24 +26,29 @@ class Fp8Linear(Linear):
 
     @classmethod
     def zeros(
-        cls, form: Quantization, rows: Mapping[str, int], size_in: int, bias: Tensor | None, new: Callable[..., Tensor]
+        cls,
+        form: Quantization,
+        rows: Sequence[tuple[str, int]],
+        size_in: int,
+        bias: Tensor | None,
+        new: Callable[..., Tensor],
     ) -> Fp8Linear:
-        """Make a layer of zeros. rows: {Hugging Face module that is fused into it: its outputs on this rank}. new:
-        makes a tensor of zeros from a shape and a dtype.
+        """Make a layer of zeros. rows: (name of a Hugging Face module that is fused into it, its outputs on this rank).
+        new: makes a tensor of zeros from a shape and a dtype.
 
         Raises ValueError if only some of the modules are in fp8, or if sizes are not multiples of the block size.
         """
-        if not all(map(form.covers, rows)):
+        names, sizes = ", ".join(dict(rows)), [size for _, size in rows]
+        if not all(form.covers(name) for name, _ in rows):
             raise ValueError(
-                f"quantization_config leaves some of {', '.join(rows)} unquantized and not all of them, which is not "
-                "supported"
+                f"quantization_config leaves some of {names} unquantized and not all of them, which is not supported"
             )
-        if form.blocks and any(size % fp8.BLOCK for size in (size_in, *rows.values())):
+        if form.blocks and any(size % fp8.BLOCK for size in (size_in, *sizes)):
             raise ValueError(
-                f"{', '.join(rows)} of {size_in} inputs and {', '.join(map(str, rows.values()))} outputs, on each "
+                f"{names} of {size_in} inputs and {', '.join(map(str, sizes))} outputs, on each "
                 f"rank, are not whole blocks of {fp8.BLOCK} x {fp8.BLOCK}; run the model on fewer ranks"
             )
-        size_out = sum(rows.values())
+        size_out = sum(sizes)
         shape = (size_out // fp8.BLOCK, size_in // fp8.BLOCK) if form.blocks else (size_out,)
         weight, scales = new(size_out, size_in, dtype=fp8.E4M3), new(*shape, dtype=torch.float32)
         return cls(weight, bias, weight.device.type == "cuda", scales=scales)
@@ -69,10 +74,12 @@ class Fp8Linear(Linear):
         if stored == "tensor":
             scale = Shard(scales, ())
         elif stored == "channel":
-            scale = Shard(scales[:, None], (weight.shape[0], 1), 0, weight.start if weight.dim == 0 else 0)
+            start = weight.start if weight.dim == 0 else 0
+            scale = Shard(scales[:, None], (weight.shape[0], 1), 0, start, parts=weight.parts)
         else:
             blocks = -(-weight.shape[0] // fp8.BLOCK), -(-weight.shape[1] // fp8.BLOCK)
-            scale = Shard(scales, blocks, weight.dim, weight.start // fp8.BLOCK)
+            parts = tuple((start // fp8.BLOCK, size // fp8.BLOCK) for start, size in weight.parts)
+            scale = Shard(scales, blocks, weight.dim, weight.start // fp8.BLOCK, parts=parts)
         return {f"{name}.weight": weight, f"{name}.weight_scale": scale}
 
     def launch_all(self, fused: Fused, dtype: torch.dtype) -> None:

@@ -18,9 +18,11 @@ from fastgen.model.config import ModelConfig, RopeConfig
 CPU = torch.device("cpu")
 
 
-def rope_tables(config: ModelConfig, context: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, multiplied by the attention factor, both float32 [context, D / 2] on the CPU."""
-    frequencies, factor = rope_frequencies(config.rope, config.head_size, config.max_position)
+def rope_tables(config: ModelConfig, context: int, other: bool = False) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, multiplied by the attention factor, both float32 [context, D / 2] on the CPU. other: of the
+    rope of `other_layers`."""
+    rope = config.other_rope if other else config.rope
+    frequencies, factor = rope_frequencies(rope, config.head_size, config.max_position)
     angles = torch.arange(context, device=CPU).float()[:, None] * frequencies
     return angles.cos() * factor, angles.sin() * factor
 
@@ -30,14 +32,32 @@ def rope_frequencies(rope: RopeConfig, head_size: int, max_position: int) -> tup
     pairs = torch.arange(0, head_size, 2, dtype=torch.float32, device=CPU)
     periods = rope.theta ** (pairs / head_size)  # tokens per radian
     context = rope.original_max_position or max_position
+    if rope.kind == "none":  # turned by 0, which changes no bit, so that these layers run the same kernels
+        return torch.zeros_like(periods), 1.0
     if rope.kind == "linear":
         return 1.0 / periods / rope.factor, 1.0
     if rope.kind == "llama3":
         return _llama3(rope, 1.0 / periods, context), 1.0
     if rope.kind == "yarn":
-        return _yarn(rope, periods, context), rope.attention_factor or 0.1 * math.log(max(rope.factor, 1.0)) + 1
+        return _yarn(rope, periods, context), rope.attention_factor or _yarn_factor(rope)
     assert rope.kind == "default", f"parse_config refuses rope type {rope.kind}"
     return 1.0 / periods, 1.0
+
+
+def query_scales(rope: RopeConfig, context: int, max_position: int) -> Tensor | None:
+    """Return the factor of the queries at each position, float32 [context] on the CPU; None if all factors are 1."""
+    original = rope.original_max_position or max_position
+    if not rope.query_growth or context <= original:
+        return None
+    return 1 + rope.query_growth * torch.log(1 + torch.floor(torch.arange(context, device=CPU) / original))
+
+
+def _yarn_factor(rope: RopeConfig) -> float:
+    """Return the factor of cos and sin that a config does not give."""
+    growth = 0.1 * math.log(max(rope.factor, 1.0))
+    if rope.mscale and rope.mscale_all_dim:
+        return (growth * rope.mscale + 1) / (growth * rope.mscale_all_dim + 1)
+    return growth + 1
 
 
 def _llama3(rope: RopeConfig, plain: Tensor, context: int) -> Tensor:

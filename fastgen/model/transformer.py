@@ -1,4 +1,4 @@
-"""The transformer. One model implements Llama, Mistral, Qwen2 and Qwen3, which differ in flags of ModelConfig.
+"""The transformer. One model implements all families (docs/models.md), which differ in flags of ModelConfig.
 
 Under tensor parallelism each rank holds some of the heads, a slice of the MLP and a slice of the vocabulary. The
 outputs of o and of down are summed over the ranks (Megatron-LM, arXiv 1909.08053). Every rank holds the whole residual
@@ -11,7 +11,7 @@ head size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from fastgen.kernels.rope import SlotMapping, rope_write
 from fastgen.model.attention.interface import Attention, StepLayout
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.parameters import Parameters
-from fastgen.model.rope import rope_tables
+from fastgen.model.rope import query_scales, rope_tables
 from fastgen.parallel.residual import ReplicatedResidual, Residual, begin
 
 
@@ -62,7 +62,11 @@ class Transformer:
         self.parameters = parameters
         self.config, self.group, self.layers = parameters.config, parameters.group, parameters.layers
         self.row_tile = parameters.row_tile
-        self.cos, self.sin = (table.to(parameters.device) for table in rope_tables(self.config, context))
+        kinds = (False, True) if self.config.other_layers else (False,)
+        tables = [rope_tables(self.config, context, other) for other in kinds]
+        self.turns = [(cos.to(parameters.device), sin.to(parameters.device)) for cos, sin in tables]
+        scales = query_scales(self.config.rope, context, self.config.max_position)
+        self.query_scales = None if scales is None else scales.to(parameters.device, parameters.dtype)[:, None, None]
 
     def forward(
         self, parts: Sequence[StepPart], pool: KVPool, attention: Attention, layers: Sequence[int] | None = None
@@ -91,7 +95,10 @@ class Transformer:
         """Begin the residual streams with the embeddings of the tokens."""
         sizes, norm = [len(part.token_ids) for part in parts], self.layers[0].input_norm
         for number, part in enumerate(parts):
-            part.residual = begin(self.group, sizes, number, self._embedding_of(part.token_ids), norm)
+            x = self._embedding_of(part.token_ids)
+            if self.config.embedding_scale != 1:
+                x.mul_(self.config.embedding_scale)
+            part.residual = begin(self.group, sizes, number, x, norm)
 
     def _embedding_of(self, ids: Tensor) -> Tensor:
         """Return embeddings [T, hidden] of ids [T], zeros for ids that other ranks hold."""
@@ -104,14 +111,17 @@ class Transformer:
 
     def project_qkv(self, part: StepPart, number: int, pool: KVPool) -> Tensor:
         """Return a layer's queries [T, H, D], and write its keys and values into the pool."""
-        layer, mapping, keys, values = self.layers[number], part.mapping, pool.keys[number], pool.values[number]
+        layer, keys, values = self.layers[number], pool.keys[number], pool.values[number]
+        mapping = part.mapping.of_layer(layer.has_other_rope)
         with span("qkv"):
-            if layer.head_norm is None and not pool.fp8:
+            if not (layer.head_norm or layer.wide_norm or pool.fp8):
                 rope = Fused(rope=RopeWrite(mapping, keys, values))
-                return part.residual.project(layer.qkv, layer.input_norm, rope)
-            qkv = part.residual.project(layer.qkv, layer.input_norm)
-            q: Tensor = rope_write(qkv, mapping, keys, values, layer.head_norm)
-            return q
+                q = part.residual.project(layer.qkv, layer.input_norm, rope)
+            else:
+                qkv = part.residual.project(layer.qkv, layer.input_norm)
+                qkv = qkv if layer.wide_norm is None else layer.wide_norm.apply(qkv)
+                q = rope_write(qkv, mapping, keys, values, layer.head_norm)
+            return q if mapping.query_scales is None else q.mul_(mapping.query_scales)
 
     def attend(self, part: StepPart, number: int, q: Tensor, attention: Attention) -> Tensor:
         """Return the attention of a layer's queries q [T, H, D], without padding: [real, H * D].
@@ -137,7 +147,7 @@ class Transformer:
         with span("o"):
             if len(attended) < len(part.residual):
                 attended = F.pad(attended, (0, 0, 0, len(part.residual) - len(attended)))
-            part.residual.apply(layer.o, attended, layer.post_norm)
+            part.residual.apply(layer.o, attended, layer.post_norm, layer.o_end)
 
     def add_mlp(self, part: StepPart, number: int) -> None:
         """Add the MLP of the normed residual stream to it."""
@@ -146,12 +156,14 @@ class Transformer:
         layer, following = self.layers[number], self.layers[number + 1 : number + 2]
         with span("mlp"):
             hidden = part.residual.project(layer.gate_up, layer.post_norm, Fused(swiglu=True))
-            part.residual.apply(layer.down, hidden, following[0].input_norm if following else None)
+            part.residual.apply(layer.down, hidden, following[0].input_norm if following else None, layer.down_end)
 
     def slot_mapping(self, pool: KVPool, positions: Tensor, slots: Tensor, real: int) -> SlotMapping:
         """Return the SlotMapping of tokens whose keys and values go into `pool`."""
         num_kv, page_size = pool.keys.shape[2:4]
-        return SlotMapping(positions, slots, self.cos, self.sin, real, num_kv, page_size)
+        scales = None if self.query_scales is None else self.query_scales[positions]
+        first, *others = (SlotMapping(positions, slots, *pair, real, num_kv, page_size, scales) for pair in self.turns)
+        return replace(first, other=others[0]) if others else first
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Return logits, float32 [R, V], of rows x [R, hidden] of `forward`, in `out` if given; None on ranks above
@@ -160,6 +172,8 @@ class Transformer:
         whole = self.group.size == 1 and len(padded) == len(x)  # nothing is left to gather, or to leave out
         fused = Fused(out_dtype=torch.float32, out=out if whole else None)
         own = self.parameters.lm_head.apply(padded, fused, self.parameters.norm)
+        if self.config.logits_divisor != 1:
+            own.div_(self.config.logits_divisor)
         return own if whole else self.group.gather(own[: len(x)], out)
 
     def _padded(self, x: Tensor) -> Tensor:

@@ -23,6 +23,14 @@ TORN = "the weights are torn, as an update was cut short or failed"
 DROPPED = "the weights were dropped by sleep"
 UNEXPECTED = "the model of this config.json has no such parameter"
 
+WRAPPERS = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
+"""Beginnings of the names of a text model's tensors inside a model with vision: on disk, and in transformers 5."""
+UNUSED = (
+    *(f"{model}{part}." for model in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
+    "model.mtp_layers.",
+)
+"""Beginnings of the names of tensors that text does not need: of images, and of MiMo's layers that draft tokens."""
+
 QUANTIZED_BYTES = 16 << 20  # size of the pieces in which a weight is quantized
 
 
@@ -38,6 +46,9 @@ class Shard:
     scales: scales of a view in fp8, float32 [rows], or [rows / 128, columns / 128] for blocks; weights are quantized as
     they are written. An fp8 view without scales takes numbers that are in fp8 already; the checkpoint then has the
     scales as a separate tensor, with a shard of its own, whose shape is () if there is one scale per tensor.
+
+    parts: (start, size) of each slice of a tensor that several modules share, such as qkv_proj; the view holds the
+    slices one after the other. (): one slice.
     """
 
     view: Tensor
@@ -45,6 +56,7 @@ class Shard:
     dim: int = 0
     start: int = 0
     scales: Tensor | None = None
+    parts: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         held = tuple(self.view.shape)
@@ -65,8 +77,23 @@ class Shard:
         return self.view.shape == self.shape or not self.shape
 
     def slice(self, tensor: Tensor) -> Tensor:
-        """Return the slice of a whole tensor [*shape], as a view of it."""
-        return tensor if self.is_whole else tensor.narrow(self.dim, self.start, self.view.shape[self.dim])
+        """Return the slice of a whole tensor [*shape]: a view of it, or a copy if there are `parts`."""
+        if self.is_whole:
+            return tensor
+        parts = self.parts or ((self.start, self.view.shape[self.dim]),)
+        found = [tensor.narrow(self.dim, start, size) for start, size in parts]
+        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+
+    def separated(self) -> Iterator[Shard]:
+        """Yield shards of one slice each, which are views of a whole tensor."""
+        if self.is_whole or not self.parts:
+            yield self
+            return
+        first, step = 0, 1 if self.scales is None else len(self.view) // len(self.scales)
+        for start, size in self.parts:
+            scales = None if self.scales is None else self.scales[first // step : (first + size) // step]
+            yield Shard(self.view[first : first + size], self.shape, 0, start, scales)
+            first += size
 
     def is_finite(self) -> bool:
         """Return whether all numbers are finite. In fp8, the scale of a number that is not finite is not finite."""
@@ -106,6 +133,12 @@ class Shard:
             piece.scales.copy_(found.scales)
 
 
+def text_name(name: str) -> str:
+    """Return the name that a tensor or module has in the text model, if it is named as inside a model with vision."""
+    start = next((start for start in WRAPPERS if name.startswith(start)), "")
+    return WRAPPERS.get(start, "") + name.removeprefix(start)
+
+
 class TensorMatcher:
     """A check of given tensors against the model's shards.
 
@@ -127,7 +160,7 @@ class TensorMatcher:
         """
         shard = self._targets.get(name)
         if shard is None:
-            if name.endswith(self._skipped) or name == "lm_head.weight":
+            if name.endswith(self._skipped) or name.startswith(UNUSED) or name == "lm_head.weight":
                 return None
             raise ValueError(f"unexpected tensor {name!r}; {self._unexpected}")
         if name in self._seen:
@@ -199,6 +232,7 @@ class Update:
         for item in self._reading(self._given.items() if isinstance(self._given, Mapping) else self._given):
             try:
                 name, tensor = _checked(item)
+                name = text_name(name)
                 known = matcher.find(name, tensor.shape, tensor.dtype) is not None
             except ValueError as error:
                 if str(error) not in faults:  # a thousand items without a name have the same fault

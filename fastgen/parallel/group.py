@@ -253,6 +253,14 @@ class Group:
         self.add(total := torch.zeros_like(x), x)
         return total
 
+    def sum(self, y: Tensor) -> Tensor:
+        """Return the sum of all ranks' y [T, hidden], which is overwritten. See `sums_in_order`."""
+        if self.size == 1:
+            return y
+        total = torch.zeros_like(y)
+        rest = self.add(total, y)
+        return total if rest is None else rest
+
     def add(self, x: Tensor, y: Tensor) -> Tensor | None:
         """Add the sum of all ranks' y [T, hidden] to x [T, hidden], which is the same on all ranks and stays so.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgen.kernels.batch_invariant import Fused
-from fastgen.kernels.norm import RMSNorm
+from fastgen.kernels.norm import BranchEnd, RMSNorm
 from fastgen.parallel.group import Group
 from fastgen.parallel.overlap import HALVES, Exchange, PendingGather
 
@@ -38,15 +38,17 @@ class ReplicatedResidual:
     def __len__(self) -> int:
         return len(self._x)
 
-    def project(self, linear: Linear, norm: RMSNorm, fused: Fused = UNFUSED) -> Tensor:
-        """Return the output of a linear layer for the normed stream."""
+    def project(self, linear: Linear, norm: RMSNorm | None, fused: Fused = UNFUSED) -> Tensor:
+        """Return the output of a linear layer for the normed stream; for the stream itself if norm is None."""
         delta, self._delta = self._delta, None
         return linear.apply(self._x, fused, norm, delta)
 
-    def apply(self, linear: Linear, x: Tensor, following: RMSNorm | None) -> None:
+    def apply(self, linear: Linear, x: Tensor, following: RMSNorm | None, end: BranchEnd | None = None) -> None:
         """Add the output of a linear layer for x, summed over the ranks, to the stream. following: the norm that comes
-        next, or None."""
-        if self._group.size == 1:
+        next, or None. end: what happens to the sum before it is added; None: nothing, so that the product adds it."""
+        if end is not None:
+            self._x.add_(end.apply(self._group.sum(linear.apply(x))))
+        elif self._group.size == 1:
             linear.apply(x, Fused(add=self._x))
         else:
             self._delta = self._group.add(self._x, linear.apply(x))
@@ -80,14 +82,15 @@ class ShardedResidual:
     def __len__(self) -> int:
         return self._count
 
-    def project(self, linear: Linear, norm: RMSNorm, fused: Fused = UNFUSED) -> Tensor:
+    def project(self, linear: Linear, norm: RMSNorm | None, fused: Fused = UNFUSED) -> Tensor:
         """Return the output of a linear layer for the normed stream. `norm` is ignored: the preceding `apply` has been
         given it as `following`, and has applied it."""
         return linear.apply(self.whole(), fused)
 
-    def apply(self, linear: Linear, x: Tensor, following: RMSNorm | None) -> None:
+    def apply(self, linear: Linear, x: Tensor, following: RMSNorm | None, end: BranchEnd | None = None) -> None:
         """Add the output of a linear layer for x, summed over the ranks, to the stream. following: the norm that comes
-        next; None if `whole` comes next."""
+        next; None if `whole` comes next. end: None, since a model with such ends has no exchange."""
+        assert end is None
         self.add(linear.apply(x), following)
 
     def add(self, y: Tensor, following: RMSNorm | None) -> None:
@@ -117,7 +120,7 @@ class ShardedResidual:
 Residual = ReplicatedResidual | ShardedResidual
 
 
-def begin(group: Group, sizes: Sequence[int], number: int, y: Tensor, following: RMSNorm) -> Residual:
+def begin(group: Group, sizes: Sequence[int], number: int, y: Tensor, following: RMSNorm | None) -> Residual:
     """Return the residual stream of one part of a step, which begins as the sum of all ranks' y [T, hidden].
 
     sizes: number of tokens in each part of the step. number: index of this part. following: the norm that comes next.

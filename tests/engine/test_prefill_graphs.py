@@ -51,8 +51,11 @@ def test_sizes_rise_and_fill_tiles() -> None:
     assert prefill_sizes(4096) == list(PREFILL_SIZES)
 
 
+NAMES = "llama", "mistral", "qwen2", "qwen3", "ministral3", "granite", "olmo3", "exaone4"
+
+
 @pytest.mark.parametrize(
-    ("family", "budget"), [("llama", 32), ("mistral", 50), ("qwen2", 32), ("qwen3", 32)], indirect=["family"]
+    ("family", "budget"), [(name, 50 if name in ("mistral", "olmo3") else 32) for name in NAMES], indirect=["family"]
 )
 def test_pieces_change_no_bit_in_any_schedule(budget: int, family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests arrive at random, with few pages and a small host tier; steps of more than 32 tokens have no pieces."""

@@ -190,6 +190,21 @@ def test_keys_in_fp8(head_size: int, page_size: int) -> None:
     close(reference.attend(reference.plan(case.layout(DEVICE.type)), LAYER, q, 0), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_the_scale_of_scores(dtype: torch.dtype) -> None:
+    """With half the scale, the answers are those of queries of half the size."""
+    case = make([1, 1, 17], [64, 130, 83], 64, 2, 64, dtype)
+    pool, q = case.pool(DEVICE.type, garbage=torch.nan), case.q.to(DEVICE)
+    paged = PagedAttention(pool, q.shape[1], (0,), len(case.table), 4096, scale=0.0625)
+    plan, twin, half = paged.plan(case.layout(DEVICE.type)), torch.empty_like(q), ReferenceAttention(pool, q.shape[1])
+    expected = half.attend(half.plan(case.layout(DEVICE.type)), LAYER, q / 2, 0).float()
+    close(paged.attend(plan, LAYER, q, 0), expected)
+    for tiles in plan.work[0]:
+        arguments = pool.keys, pool.values, plan.page_table, tiles, paged._partial_results, LAYER, 0
+        kernel.attention.twin(q, twin, *arguments, 0.0625)
+    close(twin, expected)
+
+
 def test_a_decode_step_is_planned_from_the_device() -> None:
     """One list serves all layers with the same window, each once. Lanes may occur twice, as padding does."""
     case = make([1] * 4, [700, 1, 260, 33])

@@ -33,10 +33,12 @@ class Package:
         cu_seqlens_q: Tensor,
         seqused_k: Tensor,
         page_table: Tensor,
+        softmax_scale: float,
         causal: bool,
         window_size: tuple[int | None, int | None],
     ) -> tuple[Tensor, None]:
         self.calls.append({"q": q, "k": k, "v": v, "starts": cu_seqlens_q, "window": window_size})
+        q = q * (softmax_scale / q.shape[-1] ** -0.5)
         count = len(seqused_k)
         for tensor in (cu_seqlens_q, seqused_k, page_table):
             assert tensor.dtype == torch.int32
@@ -101,6 +103,15 @@ def test_it_agrees_with_the_reference(head_size: int, group: int, page_size: int
         for name, own in (("k", attention.pool.keys), ("v", attention.pool.values)):
             assert call[name].data_ptr() == own[LAYER].data_ptr(), "the pool was copied"
         assert call["q"] is case.q
+
+
+def test_the_scale_of_scores(package: Package) -> None:
+    case = Ragged(64, 4, 16, torch.bfloat16, query_lens=[3, 1, 200])
+    attention = FlashAttention(case.pool(), case.q.shape[1], (0,), 16, max(case.kv_lens), False, 0.0625)
+    half = make(case)
+    found = attention.attend(attention.plan(case.layout()), LAYER, case.q, 0)
+    expected = half.attend(half.plan(case.layout()), LAYER, case.q / 2, 0)
+    torch.testing.assert_close(found.float(), expected.float(), atol=2**-6, rtol=2**-6)
 
 
 def test_decodes_do_not_go_through_the_package(package: Package) -> None:

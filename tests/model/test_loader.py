@@ -83,6 +83,7 @@ def test_load_reads_what_the_index_names_or_else_a_single_file(tmp_path: Path) -
 
 def test_tensors_that_models_do_not_need_are_skipped(tmp_path: Path) -> None:
     extras = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2), "lm_head.weight": torch.ones(8, 4)}
+    extras |= {"vision_tower.conv.weight": torch.ones(2), "model.mtp_layers.0.mlp.up_proj.weight": torch.ones(2, 2)}
     save_file({**extras, **small_tensors()}, tmp_path / "model.safetensors")
     targets = empty_targets()  # a tied model: it has no lm_head.weight
     load(targets, tmp_path)

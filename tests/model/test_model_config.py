@@ -18,6 +18,7 @@ def count_parameters(c: ModelConfig) -> int:
     q_size, kv_size = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
     attention = c.hidden_size * (q_size + 2 * kv_size) + q_size * c.hidden_size
     attention += c.qkv_bias * (q_size + 2 * kv_size) + c.o_bias * c.hidden_size + c.qk_norm * 2 * c.head_size
+    attention += c.wide_norm * (q_size + kv_size)
     mlp = 3 * c.hidden_size * c.intermediate_size + c.mlp_bias * (2 * c.intermediate_size + c.hidden_size)
     embeddings = c.vocab_size * c.hidden_size * (1 if c.tied else 2)
     return embeddings + c.num_layers * (attention + mlp + 2 * c.hidden_size) + c.hidden_size
@@ -26,6 +27,10 @@ def count_parameters(c: ModelConfig) -> int:
 def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config of transformers 4 in the form of transformers 5."""
     config = dict(config)
+    if "text_config" in config:
+        dtype = config.pop("torch_dtype", None) or config["dtype"]
+        inner = {"torch_dtype": dtype, **config["text_config"]}
+        return {**config, "text_config": as_transformers_5(inner) if "rope_theta" in inner else inner, "dtype": dtype}
     rope = {"rope_type": "default", **(config.pop("rope_scaling", None) or {}), "rope_theta": config.pop("rope_theta")}
     return {**config, "rope_parameters": rope, "dtype": config.pop("torch_dtype")}
 
@@ -45,7 +50,7 @@ def test_known_models(name: str, tmp_path: Path) -> None:
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": [3, 4],
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": [3, 4], "pad_token_id": 0,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
 WINDOW = {"use_sliding_window": True, "sliding_window": 16}
@@ -55,6 +60,28 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("MistralForCausalLM", {"sliding_window": 16}),
     ("MistralForCausalLM", {"sliding_window": None, "head_dim": 16}),
     ("MistralForCausalLM", {}),
+    ("Ministral3ForCausalLM", {"head_dim": 16, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}),
+    (
+        "GraniteMoeHybridForCausalLM",
+        {
+            "num_local_experts": 0,
+            "shared_intermediate_size": 40,
+            "mamba_n_heads": 4,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention"] * 3,
+        },
+    ),
+    ("SmolLM3ForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    ("SmolLM3ForCausalLM", {**WINDOW, "no_rope_layers": [0, 1, 0], "tie_word_embeddings": False}),
+    ("SeedOssForCausalLM", {"head_dim": 16, "mlp_bias": True}),
+    ("SeedOssForCausalLM", {"head_dim": None, "attention_bias": False, "attention_out_bias": True}),
+    ("Olmo2ForCausalLM", {"attention_bias": True}),
+    ("Olmo3ForCausalLM", {"sliding_window": 16, "num_hidden_layers": 5}),
+    ("Exaone4ForCausalLM", {"sliding_window": 16, "sliding_window_pattern": 3, "tie_word_embeddings": True}),
+    ("Exaone4ForCausalLM", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    ("Phi3ForCausalLM", {}),
+    ("Phi3ForCausalLM", {"sliding_window": 16}),
+    ("GraniteForCausalLM", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 8, "attention_multiplier": 1}),
     ("Qwen2ForCausalLM", {**WINDOW, "max_window_layers": 2}),
     ("Qwen2ForCausalLM", {**WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 16}),
@@ -75,13 +102,15 @@ def test_what_transformers_saves(architecture: str, extra: dict[str, Any], tmp_p
 
     attention = model.model.layers[0].self_attn
     assert count_parameters(config) == sum(p.numel() for p in model.parameters())
-    assert (config.qkv_bias, config.o_bias) == (attention.q_proj.bias is not None, attention.o_proj.bias is not None)
+    projection = attention.qkv_proj if config.qkv_tensor else attention.q_proj
+    assert (config.qkv_bias, config.o_bias) == (projection.bias is not None, attention.o_proj.bias is not None)
     assert config.head_size == attention.head_dim
     assert config.eos_ids == (3, 4)
     assert config.norm_eps == model.config.rms_norm_eps
     assert config.tied == model.config.tie_word_embeddings
-    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]
-    if architecture == "MistralForCausalLM":
+    layers = [layer.self_attn for layer in model.model.layers]
+    windows = [getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", True) else 0 for layer in layers]
+    if architecture in ("MistralForCausalLM", "Phi3ForCausalLM"):
         windows = [model.config.sliding_window] * 3
     assert config.windows == tuple(window or 0 for window in windows)
 
@@ -109,8 +138,9 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"num_local_experts": 8}, "num_local_experts=8"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale=0.7"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling=.*dynamic"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": "0.7"}}, "mscale='0.7'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling=.*longrope"),
+        ({"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True}, "qkv_bias=True"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor=None"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0"),
         ({"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 4.0}}, "low_freq_factor=4.0"),
@@ -128,6 +158,28 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"eos_token_id": "</s>"}, "eos_token_id=.*</s>"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window=0"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types="),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75"),
+        ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}}, "rope_scaling=.*longrope"),
+        ({"architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LLLG"}, "sliding_window_pattern='LLLG'"),
+        ({"architectures": ["GraniteMoeHybridForCausalLM"], "position_embedding_type": "nope"}, "='nope'.* only rope"),
+        (
+            {
+                "architectures": ["GraniteMoeHybridForCausalLM"],
+                "position_embedding_type": "rope",
+                "layer_types": ["mamba", "attention"],
+            },
+            "layer_types=.*'mamba'.* only attention or full_attention is",
+        ),
+        (
+            {
+                "architectures": ["GraniteMoeHybridForCausalLM"],
+                "position_embedding_type": "rope",
+                "layer_types": ["attention"],
+            },
+            "num_local_experts=8",
+        ),
+        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling=0"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 1]}, "no_rope_layers=.*32 in all"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked_attention"] * 32}, "layer_types="),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 32}, "switched on"),
     ],
@@ -176,7 +228,7 @@ ROPES = some.fixed_dictionaries(
     {"rope_type": some.sampled_from(["default", "linear", "llama3", "yarn"])},
     optional=dict.fromkeys(
         ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "rope_theta",
-         "original_max_position_embeddings"], NUMBERS),
+         "original_max_position_embeddings", "mscale", "mscale_all_dim", "llama_4_scaling_beta"], NUMBERS),
 )  # fmt: skip
 FIELDS = sorted({"layer_types", "head_dim", *(field for config, *_ in KNOWN.values() for field in config)})
 CHANGES = some.dictionaries(some.sampled_from(FIELDS), VALUES, max_size=3)

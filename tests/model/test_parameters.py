@@ -52,6 +52,22 @@ def test_ranks_hold_halves_of_rows_and_columns(checkpoint: Checkpoint) -> None:
         assert [layer.o.bias is None for layer in parameters.layers] == [bool(rank)] * len(parameters.layers)
 
 
+def test_ranks_hold_parts_of_each_module_of_a_fused_tensor(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("Phi3", num_attention_heads=8, num_key_value_heads=2, pad_token_id=0)
+    weights, name = new_weights(folder), "model.layers.1.self_attn.qkv_proj.weight"
+    inner = "model.layers.1.mlp.gate_up_proj.weight"
+    q, k, v = weights[name].split([64, 16, 16])
+    gate, up = weights[inner].chunk(2)
+    for rank in range(4):
+        parameters = of_rank(folder, rank, 4, CPU)
+        write(parameters.targets(), weights.items())
+        expected = torch.cat([q.chunk(4)[rank], k.chunk(2)[rank // 2], v.chunk(2)[rank // 2]])
+        shard = parameters.targets()[name]
+        assert torch.equal(shard.view, expected)
+        assert torch.equal(torch.cat([part.slice(weights[name]) for part in shard.separated()]), expected)
+        assert torch.equal(parameters.targets()[inner].view, torch.cat([gate.chunk(4)[rank], up.chunk(4)[rank]]))
+
+
 def test_the_table_has_the_tensors_of_transformers(family: Path) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in new_weights(family).items()}
     assert {name: shard.shape for name, shard in checkpoint_shards(read_config(family)).items()} == shapes

@@ -231,10 +231,13 @@ class Rank(Group):
         self.rank, self.size = rank, 2
 
 
+@pytest.mark.parametrize("family", ["Llama", "Phi3"])
 @pytest.mark.parametrize("name", ["", "Qwen3", "Mistral", "channel"])
-def test_the_parts_of_two_ranks_are_the_whole(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Parts of a checkpoint in fp8 are exact. Weights that are quantized here have scales of the rank's own rows."""
-    source, folder = checkpoint("Llama", **{**SIZES, "head_dim": 128, "intermediate_size": 512}), tmp_path / "fp8"
+def test_the_parts_of_two_ranks_are_the_whole(name: str, family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Parts of a checkpoint in fp8 are exact. Weights that are quantized here have scales of the rank's own rows. The
+    tensors of Phi3 are several modules, of each of which a rank has a part."""
+    sizes = {**SIZES, "head_dim": 128, "intermediate_size": 512, "pad_token_id": 0}
+    source, folder = checkpoint(family, **sizes), tmp_path / "fp8"
     weights = load_file(source / "model.safetensors")
     if name:
         weights = make(folder, source, FORMS[name])
@@ -269,6 +272,11 @@ def test_errors_of_loading(checkpoint: Checkpoint, tmp_path: Path) -> None:
     configure(small, QWEN)
     with pytest.raises(ValueError, match="are not whole blocks of 128 x 128"):
         Generator(small, **CPU)
+    fused = tmp_path / "fused"  # a part of one module and a part of the other make a whole block, but each does not
+    shutil.copytree(checkpoint("Phi3", **SIZES, pad_token_id=0), fused)
+    configure(fused, QWEN)
+    with pytest.raises(ValueError, match=r"qkv_proj of 256 inputs and 128, 64, 64 outputs, on each rank, are not"):
+        Parameters(read_config(fused), torch.float32, torch.device("meta"), Rank(0))
 
 
 # Forms that are refused, and modules that are left out.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastgen.model.config import ModelConfig, parse_config
-from fastgen.model.rope import rope_frequencies, rope_tables
+from fastgen.model.rope import query_scales, rope_frequencies, rope_tables
 
 CONTEXT = 131072
 SMALL = {
@@ -32,6 +32,10 @@ ROPES: list[dict[str, Any]] = [
     {"type": "yarn", "factor": 4.0},  # the original context is then max_position_embeddings
     {**YARN, "factor": 8, "beta_fast": 64, "beta_slow": 2.0},
     {**YARN, "factor": 16.0, "attention_factor": 1.3},
+    {**YARN, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    {**YARN, "factor": 16.0, "mscale": 0.9, "mscale_all_dim": 0.7},
+    {**YARN, "factor": 16.0, "mscale": 0.9},
+    {**YARN, "factor": 16.0, "mscale": 0.9, "mscale_all_dim": 0.7, "attention_factor": 1.3},
     {**YARN, "factor": 0.5},  # no stretch: the attention factor is 1
     {**YARN, "original_max_position_embeddings": 4, "beta_fast": 4, "beta_slow": 4},  # a step instead of a ramp
 ]
@@ -71,3 +75,12 @@ def test_tables_equal_transformers_at_far_positions(rope: dict[str, Any]) -> Non
         their_cos, their_sin = theirs(torch.zeros(1), torch.arange(start, stop)[None])
         assert torch.equal(cos[start:stop].repeat(1, 2), their_cos[0])
         assert torch.equal(sin[start:stop].repeat(1, 2), their_sin[0])
+
+
+def test_queries_grow_as_in_transformers() -> None:
+    ministral = pytest.importorskip("transformers.models.ministral3.modeling_ministral3")
+    rope = parsed({**YARN, "llama_4_scaling_beta": 0.1}, 10000.0, 64).rope
+    found = query_scales(rope, 20000, CONTEXT)
+    assert found is not None
+    assert torch.equal(found, ministral.get_llama_4_attn_scale(torch.arange(20000)[None], 0.1, 4096)[0, 0, :, 0])
+    assert query_scales(rope, 4096, CONTEXT) is None  # all of them are 1, so no step multiplies by them

@@ -62,12 +62,15 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3 rope": ("Llama", {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 1.0,
                                                   "high_freq_factor": 4.0, **STRETCHED}}),
     "yarn": ("Qwen3", {"rope_parameters": {"rope_type": "yarn", **STRETCHED}}),
+    "dynamic rope": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}),
     "linear rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
     "attention bias": ("Llama", {"attention_bias": True}),
     "Qwen3 with attention bias": ("Qwen3", {"attention_bias": True, "head_dim": 16}),
     "mlp bias": ("Llama", {"mlp_bias": True}),
     "tied": ("Llama", {"tie_word_embeddings": True}),
     "no grouping of heads": ("Mistral", {"num_key_value_heads": 4, "sliding_window": None}),
+    "OLMo 2": ("Olmo2", {"num_key_value_heads": 4}),
+    "EXAONE 4 without windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "one KV head": ("Qwen2", {"num_key_value_heads": 1}),
 }  # fmt: skip
 

@@ -204,6 +204,22 @@ def test_two_ranks_of_a_program(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert run_ranks(2, folder, tmp_path / "store") == [-signal.SIGKILL, 3]
 
 
+@pytest.mark.parametrize("name", ["ministral3", "smollm3", "granite", "exaone4", "seed_oss", "phi3", "granite4"])
+def test_families_with_mechanisms_of_their_own(name: str, checkpoint: Checkpoint) -> None:
+    """Two ranks answer as one process does, also with other weights and with an adapter."""
+    folder = checkpoint(FAMILIES[name][0], **FAMILIES[name][1])
+    state, weights = adapter(folder), new_weights(folder)
+    with (
+        Generator(folder, device="cpu", seed=3) as whole,
+        Generator(folder, device="cpu", seed=3, tensor_parallel=2, max_step_tokens=50, page_size=16) as split,
+    ):
+        check_close(answers(split, SOME), answers(whole, SOME))
+        for gen in (split, whole):
+            gen.update_weights(weights.items())
+            gen.update_adapter(state, CONFIG | {"target_modules": list(ALL)})
+        check_close(answers(split, SOME), answers(whole, SOME))
+
+
 @pytest.mark.long
 def test_four_ranks_of_a_program(llama: Path, tmp_path: Path) -> None:
     """Two ranks each hold the same KV head. The last rank is killed in the end."""
@@ -220,6 +236,7 @@ def test_four_ranks_of_a_program(llama: Path, tmp_path: Path) -> None:
         ({}, {"intermediate_size": 95}, ValueError, "intermediate_size=95 does not divide by 2 ranks"),
         ({}, {"vocab_size": 321}, ValueError, "vocab_size=321 does not divide by 2 ranks"),
         ({}, {"num_attention_heads": 6, "num_key_value_heads": 3}, ValueError, "num_key_value_heads=3 and 2 ranks"),
+        ({}, {"architectures": ["Olmo2ForCausalLM"]}, ValueError, "norms of q and k of this model need all heads"),
         ({"tp_group": 1}, {}, ValueError, "tp_group has its ranks already; leave tensor_parallel=2"),
         ({"tensor_parallel": 1, "tp_group": "tp"}, {}, TypeError, "tp_group must be a process group or a DeviceMesh"),
         ({"device": "cuda"}, {}, ValueError, "tensor_parallel is 2, and torch finds 1 GPUs here; lower it, or"),

@@ -189,14 +189,15 @@ _Plan = list[tuple[_Tiles, _InPlace | _Copied]]
 
 
 class CpuAttention:
-    """Attention on the CPU (see Attention). num_heads: H."""
+    """Attention on the CPU (see Attention). num_heads: H. scale: factor of the scores; None: D ** -0.5."""
 
     capturable = False
     needs_clean_pages = True
     prefixes: SharedPrefixes | None = None
 
-    def __init__(self, pool: KVPool, num_heads: int) -> None:
+    def __init__(self, pool: KVPool, num_heads: int, scale: float | None = None) -> None:
         self.pool = pool
+        self._scale = pool.keys.shape[-1] ** -0.5 if scale is None else scale
         _, _, self._kv_heads, self._page_size, self._head_size = pool.keys.shape
         self._heads, self._group = num_heads, num_heads // self._kv_heads
         self._each = np.arange(self._kv_heads)
@@ -323,7 +324,7 @@ class CpuAttention:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def attend(self, plan: _Plan, layer: int, q: Tensor, window: int) -> Tensor:
-        rows = (q.float() * self._head_size**-0.5).view(-1, self._head_size)
+        rows = (q.float() * self._scale).view(-1, self._head_size)
         found = [self._attend(*each, layer, rows, window).view(-1, *q.shape[1:]).to(q.dtype) for each in plan]
         if len(found) == 1:
             return found[0]

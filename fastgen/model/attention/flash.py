@@ -97,6 +97,7 @@ class FlashAttention(PagedAttention):
             cu_seqlens_q=plan.starts,
             seqused_k=plan.kv_lens,
             page_table=plan.pages,
+            softmax_scale=self.scale,
             causal=True,
             window_size=(window - 1, 0) if window else (None, None),
         )

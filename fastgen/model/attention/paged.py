@@ -36,6 +36,7 @@ class PagedAttention:
 
     num_heads: H; windows: of each layer, 0 for none; max_seqs: of a step, with padding; context: the largest kv_len.
     deterministic: a kernel that does not compile is an error, because the bits of its torch twin depend on the step.
+    scale: factor of the scores; None: D ** -0.5.
     The constructor allocates all memory except results and prefill lists, and CUDA graphs share it: `partials` partial
     results of (H * (D + 2) + K) * 4 bytes, and 32 bytes for each and distinct window. With H = 32, K = 8, D = 128
     and 1024 sequences these are 8192 results, 137 MB and 0.3 MB, whatever the size of the pool.
@@ -52,10 +53,12 @@ class PagedAttention:
         max_seqs: int,
         context: int,
         deterministic: bool = False,
+        scale: float | None = None,
     ) -> None:
         _, _, num_kv, page_size, head_size = pool.keys.shape
         device, dtype = pool.keys.device, pool.dtype
         self.pool = pool
+        self.scale = head_size**-0.5 if scale is None else scale
         self.num_kv = num_kv
         self.max_seqs = max_seqs
         self.chip = Chip.of(device)
@@ -144,6 +147,7 @@ class PagedAttention:
             # Whether sharing compiles is known from the start on; where it does not, nothing is shared.
             launch: Callable[..., Any] = self._launch if tiles.kind == kernel.PLAIN else kernel.sharing
             launch(
-                q, out, self.pool.keys, self.pool.values, plan.page_table, tiles, self._partial_results, layer, window
-            )
+                q, out, self.pool.keys, self.pool.values, plan.page_table, tiles, self._partial_results, layer, window,
+                self.scale,
+            )  # fmt: skip
         return out

@@ -31,14 +31,15 @@ class _Sequence:
 
 
 class ReferenceAttention:
-    """Attention in plain torch (see Attention). num_heads: H."""
+    """Attention in plain torch (see Attention). num_heads: H. scale: factor of the scores; None: D ** -0.5."""
 
     capturable = False
     needs_clean_pages = False  # only keys and values of the sequence's own tokens are read
     prefixes: SharedPrefixes | None = None
 
-    def __init__(self, pool: KVPool, num_heads: int) -> None:
+    def __init__(self, pool: KVPool, num_heads: int, scale: float | None = None) -> None:
         self.pool = pool
+        self._scale = pool.keys.shape[-1] ** -0.5 if scale is None else scale
         self._kv_heads, self._page_size, self._head_size = pool.keys.shape[2:]
         self._group = num_heads // self._kv_heads
 
@@ -68,7 +69,7 @@ class ReferenceAttention:
     def _attend(self, q: Tensor, rows: Tensor, layer: int, window: int) -> Tensor:
         """Return the attention [Q, H, D] of q [Q, H, D], the last tokens of a sequence with keys at `rows`."""
         keys, values = (self._gather(tensor[layer], rows) for tensor in (self.pool.keys, self.pool.values))
-        scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * self._head_size**-0.5
+        scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * self._scale
         positions = torch.arange(len(keys), device=q.device)
         ahead = positions[-len(q) :, None] - positions  # [Q, L], distance from a key to the query
         hidden = (ahead < 0) | (ahead >= (window or math.inf))

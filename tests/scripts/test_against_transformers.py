@@ -1,0 +1,52 @@
+"""scripts/check/against_transformers.py: it sees that models agree, and that a scale, rope or norm differs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FAMILIES, Checkpoint, save_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "check"))
+
+import against_transformers
+
+OPTIONS = ["--device", "cpu", "--tokens", "12", "--length", "90"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_agrees(dtype: str, checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("Exaone4", **FAMILIES["exaone4"][1]), folder)
+    save_tokenizer(folder)
+    assert against_transformers.main([str(folder), *OPTIONS, "--dtype", dtype]) == 0
+    assert f"verdict: AGREE in {dtype}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("granite", {"attention_multiplier": 0.25}),
+        ("granite", {"residual_multiplier": 0.36}),
+        ("smollm3", {"no_rope_layers": [1, 1, 0]}),
+        ("mistral", {"sliding_window": 40}),
+    ],
+)
+def test_another_model_differs(
+    family: str, change: dict[str, Any], dtype: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    name, config = FAMILIES[family]
+    folder, other = checkpoint(name, **config), tmp_path / "other"
+    shutil.copytree(folder, other)
+    settings = json.loads((folder / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, **change}))
+    _, answers = against_transformers.answer(str(folder), {"device": "cpu", "dtype": dtype}, 12, 90)
+    model = against_transformers.reference(other, "cpu", dtype)
+    agree, text = against_transformers.verdict(against_transformers.compare(model, answers), dtype)
+    assert not agree
+    assert f"verdict: DIFFER in {dtype}" in text
