@@ -1,6 +1,10 @@
-"""Drafts on the device: the rows of a speculative decode, the draws of it that are kept, and the next drafted tokens.
+"""Drafts on the device: the rows of a speculative decode, the draws of it that are kept, and drafts from texts.
 
-The text of a lane holds the tokens of earlier outputs followed by the tokens of its sequence, separated by -1. `follow`
+`spread` distributes the rows of a step: each lane gets as many rows as it wants, up to a limit that is the same for
+all. `follow` keeps the draws that equal the drafts, and one more. What drafts the next tokens is a Drafter
+(engine/speculation/drafters.py); the one here, `recall`, copies them from a text.
+
+The text of a lane holds the tokens of earlier outputs followed by the tokens of its sequence, separated by -1. `recall`
 appends the tokens that a step draws. It then searches the text for the longest earlier match of its last tokens (up to
 LONGEST_MATCH), and of equally long matches takes the latest. The draft is a copy of the tokens after the match. If the
 copy reaches the end of the text, it continues with the first tokens after the match, as if the text were periodic.
@@ -8,9 +12,6 @@ copy reaches the end of the text, it continues with the first tokens after the m
 An answer that copies from a source often leaves it and returns a few tokens later. Therefore a match that continues
 within NEAR tokens after the last good source counts as NEAR_BONUS tokens longer. Such a match, and a match of GOOD
 tokens, drafts as many tokens as there is room for. Any other match drafts as many tokens as it is long.
-
-`spread` distributes the rows of a step: each lane gets as many rows as it wants, up to a limit that is the same for
-all.
 
 Shape letters: L lanes including the padding lane, S lanes of the step, R rows of the step, D maximum number of drafted
 tokens per lane.
@@ -37,43 +38,76 @@ ROWS = 64  # number of rows up to which all speculative steps use the same varia
 
 @dataclass(frozen=True)
 class Drafts:
-    """The drafts of all lanes, and the texts that they are copied from.
+    """The drafts of all lanes.
 
-    texts: int32 [L, any]. starts: int64 [L], position in the text where the lane's sequence begins. tokens: int64 [L,
-    D], the drafted tokens of each lane's next decode. counts: int32 [L], number of drafted tokens. most: int32 [L],
-    maximum number of rows of the next decode. rows: int32 [2, L], the first row of a lane in the last speculative step,
-    and the number of its rows. sources: int32 [3, L], the position in the text that a lane's draft was copied from, the
-    length of the match including the bonus, and the position after the last good source.
+    tokens: int64 [L, D], the drafted tokens of each lane's next decode. counts: int32 [L], number of drafted tokens.
+    most: int32 [L], maximum number of rows of the next decode. rows: int32 [2, L], the first row of a lane in the last
+    speculative step, and the number of its rows.
     """
 
-    texts: Tensor
-    starts: Tensor
     tokens: Tensor
     counts: Tensor
     most: Tensor
     rows: Tensor
-    sources: Tensor
 
     @classmethod
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
-    def empty(cls, lanes: int, length: int, most: int, device: torch.device) -> Drafts:
+    def empty(cls, lanes: int, most: int, device: torch.device) -> Drafts:
         return cls(
-            torch.zeros(lanes, length, dtype=torch.int32, device=device),
-            torch.zeros(lanes, dtype=torch.int64, device=device),
             torch.zeros(lanes, most, dtype=torch.int64, device=device),
             torch.zeros(lanes, dtype=torch.int32, device=device),
             torch.zeros(lanes, dtype=torch.int32, device=device),
             torch.zeros(2, lanes, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts that drafts are copied from.
+
+    tokens: int32 [L, any]. starts: int64 [L], position in the text where the lane's sequence begins. sources: int32 [3,
+    L], the position in the text that a lane's draft was copied from, the length of the match including the bonus, and
+    the position after the last good source.
+    """
+
+    tokens: Tensor
+    starts: Tensor
+    sources: Tensor
+
+    @classmethod
+    @torch.inference_mode(False)  # as above
+    def empty(cls, lanes: int, length: int, device: torch.device) -> Texts:
+        return cls(
+            torch.zeros(lanes, length, dtype=torch.int32, device=device),
+            torch.zeros(lanes, dtype=torch.int64, device=device),
             torch.zeros(3, lanes, dtype=torch.int32, device=device),
         )
 
     def begin(self, lane: int, start: int, tokens: Tensor) -> None:
-        """Set a lane's text to `tokens`, int32 [n], and drop its draft. start: where its sequence begins in the
-        text."""
-        self.texts[lane, : len(tokens)] = tokens
+        """Set a lane's text to `tokens`, int32 [n]. start: where its sequence begins in the text."""
+        self.tokens[lane, : len(tokens)] = tokens
         self.starts[lane] = start
-        self.counts[lane] = 0
         self.sources[:, lane] = -LONGEST_MATCH  # near no place
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The draws of a step, and which of them are kept; the argument of drafters.
+
+    lanes: int64 [S], the lanes that draw. tokens, positions: int32 [R], the draws and their positions, one per lane, or
+    if R > S, one per row of `spread`. found: int32 [3, S]: the number of draws that are kept; the first token of the
+    next draft, -1 if it is empty, which drafters write; and the number of drafted tokens that the step computed.
+    """
+
+    lanes: Tensor
+    tokens: Tensor
+    positions: Tensor
+    found: Tensor
+
+    @property
+    def spread(self) -> bool:
+        """Whether the rows are those of `spread`."""
+        return len(self.tokens) > len(self.lanes)
 
 
 @jit("padding", "table_width", "most_drafts", "lanes", "size")
@@ -163,17 +197,14 @@ def _spread_twin(
     step.kv_lens.copy_(step.positions + 1)
 
 
-@jit("length", "lanes", "all_lanes", "most_drafts")
+@jit("lanes", "all_lanes", "most_drafts")
 def _follow_kernel(
-    lanes_ptr, tokens_ptr, positions_ptr, texts_ptr, starts_ptr, counts_ptr, drafts_ptr, rows_ptr, sources_ptr,
-    last_ptr, lens_ptr, found_ptr, length, lanes, all_lanes, most_drafts,
-    SPREAD: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
-    MATCH: tl.constexpr, NEAR: tl.constexpr, BONUS: tl.constexpr, GOOD: tl.constexpr,
+    lanes_ptr, tokens_ptr, positions_ptr, drafts_ptr, rows_ptr, last_ptr, lens_ptr, found_ptr,
+    lanes, all_lanes, most_drafts, SPREAD: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Follow one lane a program."""
+    """Follow one lane per program."""
     s = tl.program_id(0)
     lane = tl.load(lanes_ptr + s)
-    text = texts_ptr + lane * length
     number = tl.arange(0, BLOCK_W)
     first = s
     rows = 1
@@ -184,11 +215,76 @@ def _follow_kernel(
     waiting = tl.load(drafts_ptr + lane * most_drafts + number, mask=number < rows - 1, other=-2)
     wrong = (number >= rows - 1) | (waiting != drawn)
     kept = tl.min(tl.where(wrong, number, BLOCK_W)) + 1
-    position = tl.load(positions_ptr + first)
     newest = tl.sum(tl.where(number == kept - 1, drawn, 0))
     tl.store(last_ptr + lane, tl.maximum(newest, 0).to(tl.int64))
-    tl.store(lens_ptr + lane, position - 1 + kept)
-    begin = tl.load(starts_ptr + lane).to(tl.int32) + position
+    tl.store(lens_ptr + lane, tl.load(positions_ptr + first) - 1 + kept)
+    tl.store(found_ptr + s, kept)
+    tl.store(found_ptr + lanes + s, -1)
+    tl.store(found_ptr + 2 * lanes + s, rows - 1)
+
+
+def _follow_launch(
+    lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, tokens: Tensor, positions: Tensor
+) -> Drawn:
+    all_lanes, most_drafts = drafts.tokens.shape
+    assert lanes.dtype == last.dtype == torch.int64
+    assert tokens.dtype == positions.dtype == kv_lens.dtype == torch.int32
+    assert len(lanes) <= len(tokens) == len(positions)
+    assert all(x.is_contiguous() for x in (lanes, tokens, positions))
+    # Zeros, because the result is read even if the kernel is compiled ahead and not launched.
+    found = torch.zeros(3, len(lanes), dtype=torch.int32, device=lanes.device)
+    _follow_kernel[(len(lanes),)](
+        lanes, tokens, positions, drafts.tokens, drafts.rows, last, kv_lens, found, len(lanes), all_lanes, most_drafts,
+        len(tokens) > len(lanes), power_of_two(most_drafts + 1), num_warps=4,
+    )  # fmt: skip
+    return Drawn(lanes, tokens, positions, found)
+
+
+def _follow_twin(
+    lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, tokens: Tensor, positions: Tensor
+) -> Drawn:
+    """Return which draws of a step are kept: those that equal the drafts, and one more.
+
+    lanes, tokens, positions: see Drawn. last: int64 [L], and kv_lens: int32 [L], are updated for these lanes.
+    """
+    firsts, rows = rows_of(lanes, drafts, tokens)
+    number = torch.arange(drafts.tokens.shape[1] + 1, device=lanes.device)
+    drawn = tokens[(firsts[:, None] + number).clamp(max=len(tokens) - 1)].long()
+    right = (drawn[:, :-1] == drafts.tokens[lanes]) & (number[:-1] < rows[:, None] - 1)
+    kept = 1 + right.int().cumprod(1).sum(1)
+    last[lanes] = drawn.gather(1, kept[:, None] - 1).squeeze(1).clamp(min=0)
+    kv_lens[lanes] = (positions[firsts] - 1 + kept).int()
+    return Drawn(lanes, tokens, positions, torch.stack((kept, torch.full_like(kept, -1), rows - 1)).int())
+
+
+def rows_of(lanes: Tensor, drafts: Drafts, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first row of each lane among the draws of a step, and the number of its rows: int64 [S] each."""
+    if len(tokens) > len(lanes):
+        firsts, rows = drafts.rows[:, lanes].long()
+        return firsts, rows
+    firsts = torch.arange(len(lanes), device=lanes.device)
+    return firsts, torch.ones_like(firsts)
+
+
+@jit("length", "lanes", "all_lanes", "most_drafts")
+def _recall_kernel(
+    lanes_ptr, tokens_ptr, positions_ptr, found_ptr, texts_ptr, starts_ptr, sources_ptr, rows_ptr, drafts_ptr,
+    counts_ptr, length, lanes, all_lanes, most_drafts,
+    SPREAD: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
+    MATCH: tl.constexpr, NEAR: tl.constexpr, BONUS: tl.constexpr, GOOD: tl.constexpr,
+):  # fmt: skip
+    """Draft for one lane per program."""
+    s = tl.program_id(0)
+    lane = tl.load(lanes_ptr + s)
+    text = texts_ptr + lane * length
+    number = tl.arange(0, BLOCK_W)
+    first = s
+    if SPREAD:
+        first = tl.load(rows_ptr + lane)
+    kept = tl.load(found_ptr + s)
+    drawn = tl.load(tokens_ptr + first + number, mask=number < kept, other=-1)
+    newest = tl.sum(tl.where(number == kept - 1, drawn, 0))
+    begin = tl.load(starts_ptr + lane).to(tl.int32) + tl.load(positions_ptr + first)
     end = begin + kept
     fits = end <= length
     tl.store(text + begin + number, drawn, mask=fits & (number < kept))
@@ -226,68 +322,47 @@ def _follow_kernel(
     tl.store(sources_ptr + lane, after)
     tl.store(sources_ptr + all_lanes + lane, match)
     tl.store(sources_ptr + 2 * all_lanes + lane, near)
-    tl.store(found_ptr + s, kept)
     tl.store(found_ptr + lanes + s, tl.sum(tl.where(ahead == 0, draft, 0)))
-    tl.store(found_ptr + 2 * lanes + s, rows - 1)
 
 
-def _follow_launch(
-    lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, tokens: Tensor, positions: Tensor
-) -> Tensor:
+def _recall_launch(lanes: Tensor, drawn: Drawn, texts: Texts, drafts: Drafts) -> None:
     all_lanes, most_drafts = drafts.tokens.shape
-    assert lanes.dtype == last.dtype == torch.int64
-    assert tokens.dtype == positions.dtype == kv_lens.dtype == torch.int32
-    assert len(lanes) <= len(tokens) == len(positions)
-    assert all(x.is_contiguous() for x in (lanes, tokens, positions))
-    # Zeros, because the result is read even if the kernel is compiled ahead and not launched.
-    found = torch.zeros(3, len(lanes), dtype=torch.int32, device=lanes.device)
-    _follow_kernel[(len(lanes),)](
-        lanes, tokens, positions, drafts.texts, drafts.starts, drafts.counts, drafts.tokens, drafts.rows,
-        drafts.sources, last, kv_lens, found, drafts.texts.shape[1], len(lanes), all_lanes, most_drafts,
-        len(tokens) > len(lanes), power_of_two(most_drafts), power_of_two(most_drafts + 1), BLOCK,
+    assert drafts.tokens.dtype == torch.int64
+    assert drafts.counts.dtype == drawn.found.dtype == torch.int32
+    _recall_kernel[(len(lanes),)](
+        lanes, drawn.tokens, drawn.positions, drawn.found, texts.tokens, texts.starts, texts.sources, drafts.rows,
+        drafts.tokens, drafts.counts, texts.tokens.shape[1], len(lanes), all_lanes, most_drafts,
+        drawn.spread, power_of_two(most_drafts), power_of_two(most_drafts + 1), BLOCK,
         LONGEST_MATCH, NEAR, NEAR_BONUS, GOOD, num_warps=4,
     )  # fmt: skip
-    return found
 
 
-def _follow_twin(
-    lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, tokens: Tensor, positions: Tensor
-) -> Tensor:
-    """Keep the draws of a step that equal the drafts, and one more; append them to the texts; draft the next tokens.
+def _recall_twin(lanes: Tensor, drawn: Drawn, texts: Texts, drafts: Drafts) -> None:
+    """Append the draws that are kept to the texts of the lanes, and draft what followed the longest earlier match.
 
-    lanes: int64 [S]. tokens, positions: int32 [R], the draws, one per lane, or if R > S, one per row of `spread`. last:
-    int64 [L], and kv_lens: int32 [L], are updated for these lanes. Returns int32 [3, S]: the number of tokens kept, the
-    first token of the new draft (-1 if it is empty), and the number of drafted tokens that the step computed.
+    lanes: `drawn.lanes`. Writes `drafts.tokens`, `drafts.counts` and `drawn.found` for these lanes.
     """
-    found = np.zeros((3, len(lanes)), dtype=np.int32)
-    state = (drafts.texts, drafts.starts, drafts.tokens, drafts.counts, drafts.sources, last, kv_lens)
+    state = (texts.tokens, texts.starts, texts.sources, drafts.tokens, drafts.counts, drawn.found)
     host = [x.cpu() for x in state]  # copies, if this runs because the kernel does not compile for a GPU
-    texts, starts, waiting, counts, sources, lasts, lengths = (x.numpy() for x in host)
-    spread_rows = drafts.rows[:, lanes].T.tolist() if len(tokens) > len(lanes) else [(s, 1) for s in range(len(lanes))]
-    all_drawn, all_positions = tokens.tolist(), positions.tolist()
-    for s, (lane, (first, rows)) in enumerate(zip(lanes.tolist(), spread_rows, strict=True)):
-        drawn, position = all_drawn[first : first + rows], all_positions[first]
-        kept = 1
-        while kept < rows and drawn[kept - 1] == waiting[lane, kept - 1]:
-            kept += 1
-        lasts[lane] = max(drawn[kept - 1], 0)
-        lengths[lane] = position - 1 + kept
+    own, starts, sources, waiting, counts, found = (x.numpy() for x in host)
+    firsts = rows_of(drawn.lanes, drafts, drawn.tokens)[0].tolist()
+    tokens, positions = drawn.tokens.tolist(), drawn.positions.tolist()
+    for s, (lane, first, kept) in enumerate(zip(lanes.tolist(), firsts, found[0].tolist(), strict=True)):
         source, match, near = sources[:, lane].tolist()
         if match + kept - 1 >= GOOD:
             near = source + kept - 1
-        begin = int(starts[lane]) + position
-        draft, source, match = texts[lane, :0], 1, 0
-        if begin + kept <= texts.shape[1]:
-            texts[lane, begin : begin + kept] = drawn[:kept]
-            draft, source, match = propose(texts[lane, : begin + kept], near, waiting.shape[1])
+        begin = int(starts[lane]) + positions[first]
+        draft, source, match = own[lane, :0], 1, 0
+        if begin + kept <= own.shape[1]:
+            own[lane, begin : begin + kept] = tokens[first : first + kept]
+            draft, source, match = propose(own[lane, : begin + kept], near, waiting.shape[1])
         sources[:, lane] = source, match, near
         counts[lane] = len(draft)
         waiting[lane, : len(draft)] = draft
-        found[:, s] = kept, draft[0] if len(draft) else -1, rows - 1
+        found[1, s] = draft[0] if len(draft) else -1
     for x, written in zip(state, host, strict=True):
         if written is not x:
             x.copy_(written)
-    return torch.from_numpy(found).to(lanes.device)
 
 
 def propose(text: np.ndarray, near: int, most: int) -> tuple[np.ndarray, int, int]:
@@ -315,3 +390,4 @@ def propose(text: np.ndarray, near: int, most: int) -> tuple[np.ndarray, int, in
 
 spread = Kernel(_spread_launch, _spread_twin)
 follow = Kernel(_follow_launch, _follow_twin)
+recall = Kernel(_recall_launch, _recall_twin)

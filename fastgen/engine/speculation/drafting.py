@@ -11,9 +11,10 @@ import torch
 from fastgen.device.pinned import to_host, upload
 from fastgen.engine.cuda_graphs import Graphs, batch_sizes
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.speculation.planning import HISTORY, LONGEST, Drafted, DraftPlan
+from fastgen.engine.speculation.drafters import Drafter, TextDrafter
+from fastgen.engine.speculation.planning import Drafted, DraftPlan
 from fastgen.engine.step import Lanes, Launched, StepFeature
-from fastgen.kernels.drafts import Drafts, follow, spread
+from fastgen.kernels.drafts import Drafts, Drawn, follow, spread
 from fastgen.kernels.state import DecodeInput
 from fastgen.request import LaneStart, SamplingParams, StepResult
 
@@ -24,7 +25,7 @@ def speculative_sizes(config: EngineConfig) -> list[int]:
 
 
 class Drafting(StepFeature[DraftPlan]):
-    """The texts and drafts of the lanes, and the rows that a speculative step makes of them (see RowSource)."""
+    """The drafts of the lanes, and the rows that a speculative step makes of them (see RowSource)."""
 
     alone = False
 
@@ -36,8 +37,8 @@ class Drafting(StepFeature[DraftPlan]):
         self._device = lanes.kv_lens.device
         if samples:  # rows of padding are drawn, too
             lanes.state.start([LaneStart(lanes.padding, SamplingParams())])
-        length = HISTORY + min(config.max_model_len, LONGEST)
-        self._drafts = Drafts.empty(lanes.padding + 1, length, self.options.max_draft, self._device)
+        self._drafters: list[Drafter] = [TextDrafter(lanes.padding + 1, config.max_model_len, self._device)]
+        self._drafts = Drafts.empty(lanes.padding + 1, self.options.max_draft, self._device)
         self._rows = DecodeInput.empty(self.options.max_rows, self._device)
 
     def clear(self) -> None:
@@ -47,8 +48,10 @@ class Drafting(StepFeature[DraftPlan]):
     def before(self, step: Launched, payload: DraftPlan) -> None:
         for lane, length in payload.lengths:
             self._lanes.host_kv_lens[lane] = length
-        for lane, first, tokens in payload.texts:
-            self._drafts.begin(lane, first, upload(tokens, self._device))
+        for lane, _, _ in payload.texts:
+            self._drafts.counts[lane] = 0
+        for drafter in self._drafters:
+            drafter.begin(payload)
         if payload.rows:
             self._lanes.set_decodes(step.batch.decodes)
             lanes, most = self._lanes.input.lanes[: len(payload.rows)], np.array(payload.rows, dtype=np.int32)
@@ -74,8 +77,10 @@ class Drafting(StepFeature[DraftPlan]):
         if payload.drafts:
             own = self._lanes
             lanes = own.input.lanes[: len(payload.rows)] if payload.rows else step.lanes
-            followed = follow(lanes, self._drafts, own.state.last_token, own.kv_lens, tokens, step.positions)
-            step.held[DraftPlan] = to_host(followed)
+            drawn: Drawn = follow(lanes, self._drafts, own.state.last_token, own.kv_lens, tokens, step.positions)
+            for drafter in self._drafters:
+                drafter.draft(drawn, payload, self._drafts)
+            step.held[DraftPlan] = to_host(drawn.found)
 
     def collect(self, step: Launched, payload: DraftPlan, result: StepResult) -> None:
         """Drop the rows whose draws are not kept."""
