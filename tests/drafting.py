@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgen import Generator, RequestOutput
 from fastgen.kernels import drafts
-from fastgen.kernels.drafts import Drafts, Drawn, Texts
+from fastgen.kernels.drafts import Drawn, Texts
 
 
 def adversary(monkeypatch: pytest.MonkeyPatch, outputs: Iterable[RequestOutput], vocab: int, seed: int = 0) -> None:
@@ -43,16 +43,13 @@ def adversary_on_device(monkeypatch: pytest.MonkeyPatch, gen: Generator, outputs
     script = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
     right = drafts.recall
 
-    def recall(lanes: Tensor, drawn: Drawn, texts: Texts, waiting: Drafts) -> None:
-        right(lanes, drawn, texts, waiting)
-        count = waiting.tokens.shape[1]
-        numbers = state.table[lanes, 0].clamp(0, len(rows) - 1)
-        at = gen._runner.lanes.kv_lens[lanes].long()[:, None] + 1 + torch.arange(count, device=device)
-        tokens = script[numbers[:, None], at.clamp(max=longest - 1)]
-        wrong = torch.rand(tokens.shape, device=device) < 0.1
-        waiting.tokens[lanes] = torch.where(wrong, torch.randint(0, vocab, tokens.shape, device=device), tokens)
-        counts = torch.randint(0, count + 1, lanes.shape, device=device, dtype=torch.int32)
-        waiting.counts[lanes] = counts
-        drawn.found[1] = torch.where(counts > 0, waiting.tokens[lanes, 0], -1)
+    def recall(lanes: Tensor, drawn: Drawn, rows: Tensor, texts: Texts, tokens: Tensor, counts: Tensor) -> None:
+        right(lanes, drawn, rows, texts, tokens, counts)
+        numbers = state.table[lanes, 0].clamp(0, len(script) - 1)
+        at = gen._runner.lanes.kv_lens[lanes].long()[:, None] + 1 + torch.arange(tokens.shape[1], device=device)
+        drafted = script[numbers[:, None], at.clamp(max=longest - 1)]
+        wrong = torch.rand(drafted.shape, device=device) < 0.1
+        tokens[lanes] = torch.where(wrong, torch.randint(0, vocab, drafted.shape, device=device), drafted)
+        counts[lanes] = torch.randint(0, tokens.shape[1] + 1, lanes.shape, device=device, dtype=torch.int32)
 
     monkeypatch.setattr("fastgen.engine.speculation.drafters.recall", recall)

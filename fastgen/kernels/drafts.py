@@ -1,8 +1,9 @@
 """Drafts on the device: the rows of a speculative decode, the draws of it that are kept, and drafts from texts.
 
 `spread` distributes the rows of a step: each lane gets as many rows as it wants, up to a limit that is the same for
-all. `follow` keeps the draws that equal the drafts, and one more. What drafts the next tokens is a Drafter
-(engine/speculation/drafters.py); the one here, `recall`, copies them from a text.
+all. `follow` keeps the draws that equal the drafts, and one more. Then each Drafter
+(engine/speculation/drafters.py) proposes the next tokens, and `choose` takes the proposal of the one that has been
+right more often in this lane. The drafter here, `recall`, copies tokens from a text.
 
 The text of a lane holds the tokens of earlier outputs followed by the tokens of its sequence, separated by -1. `recall`
 appends the tokens that a step draws. It then searches the text for the longest earlier match of its last tokens (up to
@@ -14,11 +15,12 @@ within NEAR tokens after the last good source counts as NEAR_BONUS tokens longer
 tokens, drafts as many tokens as there is room for. Any other match drafts as many tokens as it is long.
 
 Shape letters: L lanes including the padding lane, S lanes of the step, R rows of the step, D maximum number of drafted
-tokens per lane.
+tokens per lane, K drafters.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +35,8 @@ from fastgen.kernels.state import DecodeInput
 LONGEST_MATCH = 16
 NEAR, NEAR_BONUS, GOOD = 6, 2, 5
 BLOCK = 1024  # positions of a text that a program compares at a time
+WINDOW = 64  # tokens over which the right proposals of a drafter are counted: older ones have less weight
+DECAY = math.log2(1 - 1 / WINDOW)
 ROWS = 64  # number of rows up to which all speculative steps use the same variant of a kernel
 
 
@@ -42,23 +46,40 @@ class Drafts:
 
     tokens: int64 [L, D], the drafted tokens of each lane's next decode. counts: int32 [L], number of drafted tokens.
     most: int32 [L], maximum number of rows of the next decode. rows: int32 [2, L], the first row of a lane in the last
-    speculative step, and the number of its rows.
+    speculative step, and the number of its rows. proposals: int64 [K, L, D], and proposed: int32 [K, L], the tokens of
+    each drafter and their number. scores: float32 [K, L], number of right proposals among the last WINDOW tokens or so.
+    chosen: int32 [L], the drafter of `tokens`.
     """
 
     tokens: Tensor
     counts: Tensor
     most: Tensor
     rows: Tensor
+    proposals: Tensor
+    proposed: Tensor
+    scores: Tensor
+    chosen: Tensor
 
     @classmethod
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
-    def empty(cls, lanes: int, most: int, device: torch.device) -> Drafts:
+    def empty(cls, lanes: int, most: int, device: torch.device, drafters: int = 1) -> Drafts:
+        counts, limits, chosen = (torch.zeros(lanes, dtype=torch.int32, device=device) for _ in range(3))
         return cls(
             torch.zeros(lanes, most, dtype=torch.int64, device=device),
-            torch.zeros(lanes, dtype=torch.int32, device=device),
-            torch.zeros(lanes, dtype=torch.int32, device=device),
+            counts,
+            limits,
             torch.zeros(2, lanes, dtype=torch.int32, device=device),
+            torch.zeros(drafters, lanes, most, dtype=torch.int64, device=device),
+            torch.zeros(drafters, lanes, dtype=torch.int32, device=device),
+            torch.zeros(drafters, lanes, device=device),
+            chosen,
         )
+
+    def begin(self, lane: int) -> None:
+        """Drop the draft of a lane, and what is known of its drafters."""
+        self.counts[lane] = 0
+        self.proposed[:, lane] = 0
+        self.scores[:, lane] = 0
 
 
 @dataclass(frozen=True)
@@ -95,8 +116,9 @@ class Drawn:
     """The draws of a step, and which of them are kept; the argument of drafters.
 
     lanes: int64 [S], the lanes that draw. tokens, positions: int32 [R], the draws and their positions, one per lane, or
-    if R > S, one per row of `spread`. found: int32 [3, S]: the number of draws that are kept; the first token of the
-    next draft, -1 if it is empty, which drafters write; and the number of drafted tokens that the step computed.
+    if R > S, one per row of `spread`. found: int32 [4, S]: the number of draws that are kept; the first token of the
+    next draft, -1 if it is empty, which `choose` writes; the number of drafted tokens that the step computed; and the
+    drafter that they came from.
     """
 
     lanes: Tensor
@@ -199,8 +221,9 @@ def _spread_twin(
 
 @jit("lanes", "all_lanes", "most_drafts")
 def _follow_kernel(
-    lanes_ptr, tokens_ptr, positions_ptr, drafts_ptr, rows_ptr, last_ptr, lens_ptr, found_ptr,
-    lanes, all_lanes, most_drafts, SPREAD: tl.constexpr, BLOCK_W: tl.constexpr,
+    lanes_ptr, tokens_ptr, positions_ptr, drafts_ptr, rows_ptr, chosen_ptr, proposals_ptr, proposed_ptr, scores_ptr,
+    last_ptr, lens_ptr, found_ptr, lanes, all_lanes, most_drafts,
+    SPREAD: tl.constexpr, BLOCK_W: tl.constexpr, DRAFTERS: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
     """Follow one lane per program."""
     s = tl.program_id(0)
@@ -221,6 +244,14 @@ def _follow_kernel(
     tl.store(found_ptr + s, kept)
     tl.store(found_ptr + lanes + s, -1)
     tl.store(found_ptr + 2 * lanes + s, rows - 1)
+    tl.store(found_ptr + 3 * lanes + s, tl.load(chosen_ptr + lane))
+    for drafter in range(DRAFTERS):
+        own = drafter * all_lanes + lane
+        count = tl.minimum(tl.load(proposed_ptr + own), kept)
+        proposal = tl.load(proposals_ptr + own * most_drafts + number, mask=number < count, other=-2)
+        right = tl.min(tl.where((number >= count) | (proposal != drawn), number, BLOCK_W))
+        score = tl.load(scores_ptr + own) * tl.exp2(kept.to(tl.float32) * DECAY)
+        tl.store(scores_ptr + own, score + right)
 
 
 def _follow_launch(
@@ -232,10 +263,11 @@ def _follow_launch(
     assert len(lanes) <= len(tokens) == len(positions)
     assert all(x.is_contiguous() for x in (lanes, tokens, positions))
     # Zeros, because the result is read even if the kernel is compiled ahead and not launched.
-    found = torch.zeros(3, len(lanes), dtype=torch.int32, device=lanes.device)
+    found = torch.zeros(4, len(lanes), dtype=torch.int32, device=lanes.device)
     _follow_kernel[(len(lanes),)](
-        lanes, tokens, positions, drafts.tokens, drafts.rows, last, kv_lens, found, len(lanes), all_lanes, most_drafts,
-        len(tokens) > len(lanes), power_of_two(most_drafts + 1), num_warps=4,
+        lanes, tokens, positions, drafts.tokens, drafts.rows, drafts.chosen, drafts.proposals, drafts.proposed,
+        drafts.scores, last, kv_lens, found, len(lanes), all_lanes, most_drafts,
+        len(tokens) > len(lanes), power_of_two(most_drafts + 2), len(drafts.proposals), DECAY, num_warps=4,
     )  # fmt: skip
     return Drawn(lanes, tokens, positions, found)
 
@@ -243,7 +275,8 @@ def _follow_launch(
 def _follow_twin(
     lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, tokens: Tensor, positions: Tensor
 ) -> Drawn:
-    """Return which draws of a step are kept: those that equal the drafts, and one more.
+    """Return which draws of a step are kept: those that equal the drafts, and one more. Count the right proposals of
+    all drafters.
 
     lanes, tokens, positions: see Drawn. last: int64 [L], and kv_lens: int32 [L], are updated for these lanes.
     """
@@ -254,7 +287,11 @@ def _follow_twin(
     kept = 1 + right.int().cumprod(1).sum(1)
     last[lanes] = drawn.gather(1, kept[:, None] - 1).squeeze(1).clamp(min=0)
     kv_lens[lanes] = (positions[firsts] - 1 + kept).int()
-    return Drawn(lanes, tokens, positions, torch.stack((kept, torch.full_like(kept, -1), rows - 1)).int())
+    counts = torch.minimum(drafts.proposed[:, lanes], kept)
+    right = (drafts.proposals[:, lanes] == drawn[:, :-1]) & (number[:-1] < counts[..., None])
+    drafts.scores[:, lanes] = drafts.scores[:, lanes] * torch.exp2(kept * DECAY) + right.int().cumprod(2).sum(2)
+    found = torch.stack((kept, torch.full_like(kept, -1), rows - 1, drafts.chosen[lanes]))
+    return Drawn(lanes, tokens, positions, found.int())
 
 
 def rows_of(lanes: Tensor, drafts: Drafts, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,10 +303,10 @@ def rows_of(lanes: Tensor, drafts: Drafts, tokens: Tensor) -> tuple[Tensor, Tens
     return firsts, torch.ones_like(firsts)
 
 
-@jit("length", "lanes", "all_lanes", "most_drafts")
+@jit("length", "all_lanes", "most_drafts")
 def _recall_kernel(
-    lanes_ptr, tokens_ptr, positions_ptr, found_ptr, texts_ptr, starts_ptr, sources_ptr, rows_ptr, drafts_ptr,
-    counts_ptr, length, lanes, all_lanes, most_drafts,
+    lanes_ptr, tokens_ptr, positions_ptr, kept_ptr, texts_ptr, starts_ptr, sources_ptr, rows_ptr, drafts_ptr,
+    counts_ptr, length, all_lanes, most_drafts,
     SPREAD: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
     MATCH: tl.constexpr, NEAR: tl.constexpr, BONUS: tl.constexpr, GOOD: tl.constexpr,
 ):  # fmt: skip
@@ -281,7 +318,7 @@ def _recall_kernel(
     first = s
     if SPREAD:
         first = tl.load(rows_ptr + lane)
-    kept = tl.load(found_ptr + s)
+    kept = tl.load(kept_ptr + s)
     drawn = tl.load(tokens_ptr + first + number, mask=number < kept, other=-1)
     newest = tl.sum(tl.where(number == kept - 1, drawn, 0))
     begin = tl.load(starts_ptr + lane).to(tl.int32) + tl.load(positions_ptr + first)
@@ -322,44 +359,44 @@ def _recall_kernel(
     tl.store(sources_ptr + lane, after)
     tl.store(sources_ptr + all_lanes + lane, match)
     tl.store(sources_ptr + 2 * all_lanes + lane, near)
-    tl.store(found_ptr + lanes + s, tl.sum(tl.where(ahead == 0, draft, 0)))
 
 
-def _recall_launch(lanes: Tensor, drawn: Drawn, texts: Texts, drafts: Drafts) -> None:
-    all_lanes, most_drafts = drafts.tokens.shape
-    assert drafts.tokens.dtype == torch.int64
-    assert drafts.counts.dtype == drawn.found.dtype == torch.int32
+def _recall_launch(lanes: Tensor, drawn: Drawn, rows: Tensor, texts: Texts, tokens: Tensor, counts: Tensor) -> None:
+    all_lanes, most_drafts = tokens.shape
+    assert tokens.dtype == torch.int64
+    assert counts.dtype == drawn.found.dtype == rows.dtype == torch.int32
+    assert tokens.is_contiguous()
     _recall_kernel[(len(lanes),)](
-        lanes, drawn.tokens, drawn.positions, drawn.found, texts.tokens, texts.starts, texts.sources, drafts.rows,
-        drafts.tokens, drafts.counts, texts.tokens.shape[1], len(lanes), all_lanes, most_drafts,
+        lanes, drawn.tokens, drawn.positions, drawn.found[0], texts.tokens, texts.starts, texts.sources, rows, tokens,
+        counts, texts.tokens.shape[1], all_lanes, most_drafts,
         drawn.spread, power_of_two(most_drafts), power_of_two(most_drafts + 1), BLOCK,
         LONGEST_MATCH, NEAR, NEAR_BONUS, GOOD, num_warps=4,
     )  # fmt: skip
 
 
-def _recall_twin(lanes: Tensor, drawn: Drawn, texts: Texts, drafts: Drafts) -> None:
+def _recall_twin(lanes: Tensor, drawn: Drawn, rows: Tensor, texts: Texts, tokens: Tensor, counts: Tensor) -> None:
     """Append the draws that are kept to the texts of the lanes, and draft what followed the longest earlier match.
 
-    lanes: `drawn.lanes`. Writes `drafts.tokens`, `drafts.counts` and `drawn.found` for these lanes.
+    lanes: `drawn.lanes`. rows: `Drafts.rows`. tokens: int64 [L, D], and counts: int32 [L], the drafts, are written for
+    these lanes.
     """
-    state = (texts.tokens, texts.starts, texts.sources, drafts.tokens, drafts.counts, drawn.found)
+    state = (texts.tokens, texts.starts, texts.sources, tokens, counts)
     host = [x.cpu() for x in state]  # copies, if this runs because the kernel does not compile for a GPU
-    own, starts, sources, waiting, counts, found = (x.numpy() for x in host)
-    firsts = rows_of(drawn.lanes, drafts, drawn.tokens)[0].tolist()
-    tokens, positions = drawn.tokens.tolist(), drawn.positions.tolist()
-    for s, (lane, first, kept) in enumerate(zip(lanes.tolist(), firsts, found[0].tolist(), strict=True)):
+    own, starts, sources, waiting, lengths = (x.numpy() for x in host)
+    firsts = rows[0, lanes].tolist() if drawn.spread else list(range(len(lanes)))
+    new, positions, all_kept = drawn.tokens.tolist(), drawn.positions.tolist(), drawn.found[0].tolist()
+    for lane, first, kept in zip(lanes.tolist(), firsts, all_kept, strict=True):
         source, match, near = sources[:, lane].tolist()
         if match + kept - 1 >= GOOD:
             near = source + kept - 1
         begin = int(starts[lane]) + positions[first]
         draft, source, match = own[lane, :0], 1, 0
         if begin + kept <= own.shape[1]:
-            own[lane, begin : begin + kept] = tokens[first : first + kept]
+            own[lane, begin : begin + kept] = new[first : first + kept]
             draft, source, match = propose(own[lane, : begin + kept], near, waiting.shape[1])
         sources[:, lane] = source, match, near
-        counts[lane] = len(draft)
+        lengths[lane] = len(draft)
         waiting[lane, : len(draft)] = draft
-        found[1, s] = draft[0] if len(draft) else -1
     for x, written in zip(state, host, strict=True):
         if written is not x:
             x.copy_(written)
@@ -388,6 +425,66 @@ def propose(text: np.ndarray, near: int, most: int) -> tuple[np.ndarray, int, in
     return draft[: ends[0]] if len(ends) else draft, after, match
 
 
+@jit("lanes", "all_lanes", "most_drafts", "active")
+def _choose_kernel(
+    lanes_ptr, found_ptr, proposals_ptr, proposed_ptr, scores_ptr, drafts_ptr, counts_ptr, chosen_ptr,
+    lanes, all_lanes, most_drafts, active, DRAFTERS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Choose for one lane per program."""
+    s = tl.program_id(0)
+    lane = tl.load(lanes_ptr + s)
+    best = 0
+    most = 0
+    largest = -1.0
+    for drafter in range(DRAFTERS):
+        own = drafter * all_lanes + lane
+        count = tl.where((active >> drafter) % 2 == 1, tl.load(proposed_ptr + own), 0)
+        tl.store(proposed_ptr + own, count)
+        score = tl.load(scores_ptr + own)
+        better = (count > 0) & (score >= largest)
+        best = tl.where(better, drafter, best)
+        most = tl.where(better, count, most)
+        largest = tl.where(better, score, largest)
+    number = tl.arange(0, D)
+    here = number < most
+    draft = tl.load(proposals_ptr + (best * all_lanes + lane) * most_drafts + number, mask=here, other=-1)
+    tl.store(drafts_ptr + lane * most_drafts + number, draft, mask=here)
+    tl.store(counts_ptr + lane, most)
+    tl.store(chosen_ptr + lane, best)
+    tl.store(found_ptr + lanes + s, tl.sum(tl.where(number == 0, draft, 0)).to(tl.int32))
+
+
+def _choose_launch(lanes: Tensor, drafts: Drafts, found: Tensor, active: int) -> None:
+    all_lanes, most_drafts = drafts.tokens.shape
+    assert found.shape == (4, len(lanes))
+    assert found.dtype == torch.int32
+    _choose_kernel[(len(lanes),)](
+        lanes, found, drafts.proposals, drafts.proposed, drafts.scores, drafts.tokens, drafts.counts, drafts.chosen,
+        len(lanes), all_lanes, most_drafts, active, len(drafts.proposals), power_of_two(most_drafts), num_warps=1,
+    )  # fmt: skip
+
+
+def _choose_twin(lanes: Tensor, drafts: Drafts, found: Tensor, active: int) -> None:
+    """Let the next draft of each lane be the proposal of the drafter with the highest score among those that propose
+    something, and write its first token, or -1, to found[1]. Of equal scores, the last drafter counts.
+
+    lanes: int64 [S]. found: see Drawn. active: bit k is set if drafter k has proposed now; otherwise its last proposal
+    is dropped.
+    """
+    proposed, scores = drafts.proposed[:, lanes], drafts.scores[:, lanes]
+    number = torch.arange(len(proposed), device=lanes.device)[:, None]
+    proposed = torch.where((active >> number) % 2 == 1, proposed, 0)
+    drafts.proposed[:, lanes] = proposed
+    scores = torch.where(proposed > 0, scores, -1.0)
+    best = torch.where(scores == scores.amax(0), number, -1).amax(0)
+    best = torch.where(proposed.amax(0) > 0, best, 0)
+    drafts.tokens[lanes] = tokens = drafts.proposals[best, lanes]
+    drafts.counts[lanes] = counts = proposed.gather(0, best[None])[0]
+    drafts.chosen[lanes] = best.int()
+    found[1] = torch.where(counts > 0, tokens[:, 0], -1)
+
+
 spread = Kernel(_spread_launch, _spread_twin)
 follow = Kernel(_follow_launch, _follow_twin)
 recall = Kernel(_recall_launch, _recall_twin)
+choose = Kernel(_choose_launch, _choose_twin)

@@ -67,6 +67,8 @@ class LiveWeights:
             before = device_memory(str(self._device))
             if "weights" in tags:
                 self._model.parameters.memory.release(keep_weights)
+                if self._model.observer is not None:
+                    self._model.observer.release()
             if "kv_cache" in tags:
                 self._pool.memory.release(keep=False)
             release_memory(str(self._device))
@@ -77,6 +79,8 @@ class LiveWeights:
         with current(self._device):
             if "weights" in tags:
                 self._model.parameters.memory.restore()
+                if self._model.observer is not None:
+                    self._model.observer.restore()
             if "kv_cache" in tags:
                 self._pool.memory.restore()
             self._synchronize()

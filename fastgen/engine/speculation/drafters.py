@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from fastgen.device.pinned import upload
 from fastgen.engine.speculation.planning import HISTORY, LONGEST, DraftPlan
-from fastgen.kernels.drafts import Drafts, Drawn, Texts, recall
+from fastgen.kernels.drafts import Drawn, Texts, recall
 
 
 class Drafter(Protocol):
@@ -22,9 +23,11 @@ class Drafter(Protocol):
     def begin(self, plan: DraftPlan) -> None:
         """Act before a step whose Batch has this payload: begin lanes that draft from now on."""
 
-    def draft(self, drawn: Drawn, plan: DraftPlan, drafts: Drafts) -> None:
-        """Draft the next tokens of the lanes that a step drew for. Writes `drafts.tokens` and `drafts.counts` for these
-        lanes, and the first token of each draft, or -1, to `drawn.found`."""
+    def draft(self, drawn: Drawn, plan: DraftPlan, rows: Tensor, tokens: Tensor, counts: Tensor) -> bool:
+        """Draft the next tokens of the lanes that a step drew for. Return whether it drafts now.
+
+        rows: `Drafts.rows`. tokens: int64 [L, D], and counts: int32 [L], are written for these lanes.
+        """
 
 
 class TextDrafter:
@@ -40,5 +43,6 @@ class TextDrafter:
         for lane, first, tokens in plan.texts:
             self._texts.begin(lane, first, upload(tokens, self._device))
 
-    def draft(self, drawn: Drawn, plan: DraftPlan, drafts: Drafts) -> None:
-        recall(drawn.lanes, drawn, self._texts, drafts)
+    def draft(self, drawn: Drawn, plan: DraftPlan, rows: Tensor, tokens: Tensor, counts: Tensor) -> bool:
+        recall(drawn.lanes, drawn, rows, self._texts, tokens, counts)
+        return True

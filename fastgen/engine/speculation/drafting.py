@@ -11,11 +11,15 @@ import torch
 from fastgen.device.pinned import to_host, upload
 from fastgen.engine.cuda_graphs import Graphs, batch_sizes
 from fastgen.engine.options import EngineConfig
+from fastgen.engine.speculation.dflash import DFlash, DFlashWeights
 from fastgen.engine.speculation.drafters import Drafter, TextDrafter
 from fastgen.engine.speculation.planning import Drafted, DraftPlan
 from fastgen.engine.step import Lanes, Launched, StepFeature
-from fastgen.kernels.drafts import Drafts, Drawn, follow, spread
+from fastgen.kernels.drafts import Drafts, Drawn, choose, follow, spread
 from fastgen.kernels.state import DecodeInput
+from fastgen.model.attention.interface import Attention
+from fastgen.model.kv_pool import KVPool
+from fastgen.model.transformer import Transformer
 from fastgen.request import LaneStart, SamplingParams, StepResult
 
 
@@ -31,25 +35,35 @@ class Drafting(StepFeature[DraftPlan]):
 
     def __init__(self, config: EngineConfig, lanes: Lanes, page_size: int, samples: bool) -> None:
         assert config.speculate is not None
-        self.options = config.speculate
+        self.options, self._config = config.speculate, config
         self.graphs: Graphs[int] | None = None
         self._lanes, self._page_size = lanes, page_size
         self._device = lanes.kv_lens.device
         if samples:  # rows of padding are drawn, too
             lanes.state.start([LaneStart(lanes.padding, SamplingParams())])
         self._drafters: list[Drafter] = [TextDrafter(lanes.padding + 1, config.max_model_len, self._device)]
-        self._drafts = Drafts.empty(lanes.padding + 1, self.options.max_draft, self._device)
+        count = 2 if self.options.head else 1
+        self._drafts = Drafts.empty(lanes.padding + 1, self.options.max_draft, self._device, count)
+        self.head: DFlash | None = None
         self._rows = DecodeInput.empty(self.options.max_rows, self._device)
+
+    def add_head(self, weights: DFlashWeights, target: Transformer, part: KVPool, attention: Attention) -> DFlash:
+        """Let a head draft, too. The arguments are those of DFlash."""
+        tokens, counts = self._drafts.proposals[1], self._drafts.proposed[1]
+        self.head = DFlash(weights, target, part, attention, self._lanes, self._config, tokens, counts)
+        self._drafters.append(self.head)
+        return self.head
 
     def clear(self) -> None:
         """Forget all drafts."""
         self._drafts.counts.zero_()
+        self._drafts.proposed.zero_()
 
     def before(self, step: Launched, payload: DraftPlan) -> None:
         for lane, length in payload.lengths:
             self._lanes.host_kv_lens[lane] = length
         for lane, _, _ in payload.texts:
-            self._drafts.counts[lane] = 0
+            self._drafts.begin(lane)
         for drafter in self._drafters:
             drafter.begin(payload)
         if payload.rows:
@@ -78,8 +92,13 @@ class Drafting(StepFeature[DraftPlan]):
             own = self._lanes
             lanes = own.input.lanes[: len(payload.rows)] if payload.rows else step.lanes
             drawn: Drawn = follow(lanes, self._drafts, own.state.last_token, own.kv_lens, tokens, step.positions)
-            for drafter in self._drafters:
-                drafter.draft(drawn, payload, self._drafts)
+            for event in step.arrivals.values():  # a head reads pages that are being loaded
+                event.wait()
+            active = 0
+            for number, drafter in enumerate(self._drafters):
+                draft = self._drafts.proposals[number], self._drafts.proposed[number]
+                active |= drafter.draft(drawn, payload, self._drafts.rows, *draft) << number
+            choose(lanes, self._drafts, drawn.found, active)
             step.held[DraftPlan] = to_host(drawn.found)
 
     def collect(self, step: Launched, payload: DraftPlan, result: StepResult) -> None:

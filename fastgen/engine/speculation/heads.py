@@ -1,0 +1,134 @@
+"""The configuration of a head: a small model that drafts from the residual stream of its target. No torch here.
+
+A checkpoint names its kind in its config.json. Three programs write DFlash heads, with fields in other places:
+
+- z-lab: fields of Qwen3, and `dflash_config` with `mask_token_id` and `target_layer_ids`.
+- DeepSpec: the same fields at the top level, with architectures ["Qwen3DSparkModel"]. Drafts begin one row earlier.
+- speculators: `speculators_model_type`, fields of Qwen3 in `transformer_layer_config`, and the numbers of the target's
+  layers in `aux_hidden_state_layer_ids`, which are one larger: the layer whose input is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastgen.model.config import ModelConfig, parse_config
+
+SUPPORTED: dict[str, tuple[object, ...]] = {
+    "use_swa": (None, False), "swa_window_size": (None, 0), "attention_sinks": (None, False),
+    "use_attention_sinks": (None, False), "add_swa_attention_sink_bias": (None, False),
+    "attention_value_scale": (None, 1), "is_causal": (None, False), "causal": (None, False),
+    "dflash_query_causal": (None, False), "enable_confidence_head": (None, False), "markov_rank": (None, 0),
+    "projector_type": (None, "dflash"), "shift_label": (None, False), "conv_kernel_size": (None, 0),
+    "selector_rank": (None, 0), "draft_adapter_rank": (None, 0), "input_embedding_scale": (None, 1),
+    "output_multiplier": (None, 1), "final_logit_softcapping": (None, 0), "quantization_config": (None, {}),
+}  # fmt: skip
+"""The values that a field of a DFlash head may have; with another value, the head would need more than there is."""
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The configuration of a DFlash head (arXiv 2602.06036).
+
+    The head drafts a block of tokens in one pass: the last token, and `block` - 1 times the token `mask_id`. Its layers
+    attend to the whole block, and to keys and values that are made from the target's residual stream.
+
+    folder: of the checkpoint. layers: configuration of its layers. features: the target's layers whose outputs are
+    read. anchor_first: row j of the block predicts the token after its position; otherwise the token at its position,
+    so that row 0 predicts nothing. reduced: number of tokens of its own vocabulary; 0: it has the target's.
+    """
+
+    folder: Path
+    layers: ModelConfig
+    features: tuple[int, ...]
+    block: int
+    mask_id: int
+    anchor_first: bool
+    reduced: int
+
+    @property
+    def first(self) -> int:
+        """The first row of a block that drafts a token."""
+        return 0 if self.anchor_first else 1
+
+
+def read_head(folder: Path, target: ModelConfig) -> HeadConfig:
+    """Return the configuration of the head in a folder. Raises ValueError that names the folder and the field for one
+    that is not supported, or that does not fit the target."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"speculate is {str(folder)!r}, whose config.json cannot be read: {error}") from error
+    try:
+        if (folder / "mask_embedding.pt").exists():
+            raise ValueError("mask_embedding.pt, an embedding of the mask token, is not supported")
+        found = parse_head(config, folder, target)
+        _check_fit(found, target)
+    except ValueError as error:
+        raise ValueError(f"speculate: {path}: {error}") from error
+    except (TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"speculate: {path} has a field of a wrong type or lacks one ({error!r})") from error
+    return found
+
+
+def parse_head(config: dict[str, Any], folder: Path, target: ModelConfig) -> HeadConfig:
+    """Return the HeadConfig for the content of `config.json`. target: configuration of the target model."""
+    fields = {**config, **(config.get("dflash_config") or {})}
+    layers, shift = config, 0
+    names = config.get("architectures") or [None]
+    if "speculators_model_type" in config:
+        if config["speculators_model_type"] != "dflash":
+            raise _unsupported("speculators_model_type", config["speculators_model_type"], "only dflash is")
+        layers, shift = config["transformer_layer_config"], 1
+        fields["target_layer_ids"] = fields["aux_hidden_state_layer_ids"]
+    elif names == ["Qwen3DSparkModel"]:
+        fields["sample_from_anchor"] = True
+    elif "dflash_config" not in config:
+        raise _unsupported("architectures", names, "heads of DFlash are: a config.json with dflash_config")
+    for name, values in SUPPORTED.items():
+        if fields.get(name) not in values:
+            raise _unsupported(name, fields[name])
+    vocab = int(fields.get("draft_vocab_size") or target.vocab_size)
+    sizes = {"vocab_size": target.vocab_size, "tie_word_embeddings": True}
+    found = parse_config({**layers, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **sizes})
+    if any(found.windows):
+        raise _unsupported("layer_types", layers.get("layer_types"), "only full_attention is")
+    return HeadConfig(
+        folder=folder,
+        layers=found,
+        features=tuple(int(number) - shift for number in fields["target_layer_ids"]),
+        block=int(fields["block_size"]),
+        mask_id=int(fields["mask_token_id"]),
+        anchor_first=bool(fields.get("sample_from_anchor")),
+        reduced=0 if vocab == target.vocab_size else vocab,
+    )
+
+
+def _check_fit(head: HeadConfig, target: ModelConfig) -> None:
+    """Raise ValueError for a head of another target."""
+    sizes: Mapping[str, tuple[int, int]] = {
+        "hidden_size": (head.layers.hidden_size, target.hidden_size),
+        "num_key_value_heads": (head.layers.num_kv_heads, target.num_kv_heads),
+        "head_dim": (head.layers.head_size, target.head_size),
+    }
+    for name, (own, needed) in sizes.items():
+        if own != needed:
+            raise ValueError(f"{name}={own}, and the model has {needed}; take a head that was made for this model")
+    if not head.features or not all(0 <= layer < target.num_layers - 1 for layer in head.features):
+        raise ValueError(
+            f"the layers {list(head.features)} of the model, whose outputs are read, must be 0 to "
+            f"{target.num_layers - 2}; take a head that was made for this model"
+        )
+    if not 2 <= head.block <= 64:
+        raise ValueError(f"block_size={head.block} must be 2 to 64")
+    if not 0 <= head.mask_id < target.vocab_size:
+        raise ValueError(f"mask_token_id={head.mask_id} is no token of the model, which has {target.vocab_size}")
+
+
+def _unsupported(field: str, value: object, supported: str = "") -> ValueError:
+    return ValueError(f"{field}={value!r} is not supported{'; ' + supported if supported else ''}")
