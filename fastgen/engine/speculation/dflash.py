@@ -241,7 +241,7 @@ class DFlash:
         first, most = self._head.first, self.most_drafts(size)
         positions = (start[:, None] + 1 + self._offsets[:most]).flatten()
         rows = x[:, first : first + most].flatten(0, 1)
-        drawn = draw(self._logits(rows), self._state, lanes.repeat_interleave(most), positions, PLAN)
+        drawn = draw(self._logits(rows), self._state, lanes.repeat_interleave(most), positions, PLAN, None)
         self._tokens[lanes, :most] = drawn.tokens.clamp(min=0).view(size, most)
         self._counts[lanes] = (room - first).clamp(0, most)
 

@@ -1,0 +1,215 @@
+"""Random heads that draft, in the forms in which programs write them, and what they should draft, in plain torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fastgen import Generator, RequestOutput
+from fastgen.engine.speculation.dflash import DFlash
+from fastgen.engine.speculation.drafting import Drafting
+from fastgen.engine.speculation.planning import DraftPlan
+from fastgen.kernels.drafts import Drawn
+from fastgen.kernels.sampler_rows import gumbel
+
+DIALECTS = ("z-lab", "DeepSpec", "speculators")
+HEADS, INNER, EPS, THETA, MASK = 6, 80, 1e-5, 3000.0, 7
+
+
+def save_head(
+    folder: Path, target: Path, dialect: str = "z-lab", block: int = 6, features: tuple[int, ...] = (0, 1),
+    layers: int = 2, reduced: int = 0, seed: int = 0, **changes: Any,
+) -> Path:  # fmt: skip
+    """Write a random DFlash head for a target, and return its folder. changes: of fields of its config.json."""
+    config = json.loads((target / "config.json").read_text())
+    hidden, kv_heads = config["hidden_size"], config["num_key_value_heads"]
+    size = config.get("head_dim") or hidden // config["num_attention_heads"]
+    own = {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": hidden, "head_dim": size,
+        "num_attention_heads": HEADS, "num_key_value_heads": kv_heads, "intermediate_size": INNER,
+        "num_hidden_layers": layers, "rms_norm_eps": EPS, "rope_theta": THETA, "vocab_size": config["vocab_size"],
+        "max_position_embeddings": 512, "layer_types": ["full_attention"] * layers,
+    }  # fmt: skip
+    special: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": list(features)}
+    if dialect == "z-lab":
+        own |= {"block_size": block, "dflash_config": special}
+    elif dialect == "DeepSpec":
+        own |= {**special, "architectures": ["Qwen3DSparkModel"], "block_size": block, "markov_rank": 0}
+    else:
+        numbers = [layer + 1 for layer in features]
+        own = {
+            "speculators_model_type": "dflash", "transformer_layer_config": own, "block_size": block,
+            "mask_token_id": MASK, "aux_hidden_state_layer_ids": numbers,
+            "draft_vocab_size": reduced or config["vocab_size"],
+        }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**own, **changes}))
+    save_file(random_tensors(hidden, size, kv_heads, config["vocab_size"], len(features), layers, reduced, seed),
+              folder / "model.safetensors")  # fmt: skip
+    return folder
+
+
+def random_tensors(
+    hidden: int, size: int, kv_heads: int, vocab: int, features: int, layers: int, reduced: int, seed: int
+) -> dict[str, Tensor]:
+    """Return the tensors of a random DFlash head."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, features * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)
+    }  # fmt: skip
+    for number in range(layers):
+        layer = f"layers.{number}."
+        linears = {"q": (HEADS * size, hidden), "k": (kv_heads * size, hidden), "v": (kv_heads * size, hidden),
+                   "o": (hidden, HEADS * size)}  # fmt: skip
+        shapes |= {f"{layer}self_attn.{name}_proj.weight": shape for name, shape in linears.items()}
+        shapes |= {f"{layer}self_attn.{name}_norm.weight": (size,) for name in "qk"}
+        shapes |= {f"{layer}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {f"{layer}mlp.{name}_proj.weight": (INNER, hidden) for name in ("gate", "up")}
+        shapes[f"{layer}mlp.down_proj.weight"] = hidden, INNER
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.randn(shape, generator=draw) * 0.2 + (len(shape) == 1) for name, shape in shapes.items()
+    }  # fmt: skip
+    if reduced:
+        ids = torch.randperm(vocab, generator=draw)[:reduced].sort().values
+        tensors |= {"lm_head.weight": torch.randn(reduced, hidden, generator=draw), "d2t": ids - torch.arange(reduced)}
+    return tensors
+
+
+class Reference:
+    """A target of transformers, and a DFlash head in plain torch that computes everything anew for each draft.
+
+    first: the first row of a block that drafts.
+    """
+
+    def __init__(self, target: Path, head: Path, first: int, features: tuple[int, ...] = (0, 1)) -> None:
+        import transformers
+
+        self._target = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self._tensors = load_file(head / "model.safetensors")
+        self._first, self._features = first, features
+        self._known: dict[tuple[int, ...], Tensor] = {}
+
+    @torch.no_grad()
+    def logits(self, ids: list[int], start: int, length: int) -> Tensor:
+        """Return the logits [length - first, V] of the drafts after the token at position `start`.
+
+        ids: the tokens of the sequence, of which those up to `start` are used. length: number of rows of the block.
+        """
+        key = tuple(ids)
+        if key not in self._known:
+            states = self._target(torch.tensor([ids]), output_hidden_states=True).hidden_states
+            self._known[key] = torch.cat([states[layer + 1][0] for layer in self._features], 1)
+        w, embedding = self._tensors, self._target.get_input_embeddings().weight
+        context = norm(self._known[key][:start] @ w["fc.weight"].T, w["hidden_norm.weight"])
+        x = embedding[torch.tensor([ids[start]] + [MASK] * (length - 1))]
+        for number in range(sum(name.endswith("q_proj.weight") for name in w)):
+            prefix = f"layers.{number}."
+            layer = {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
+            x = x + self._attention(layer, norm(x, layer["input_layernorm.weight"]), context)
+            y = norm(x, layer["post_attention_layernorm.weight"])
+            gate, up = (y @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+            x = x + (F.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+        rows = norm(x, w["norm.weight"])[self._first :]
+        vocab = len(embedding)
+        if "d2t" not in w:
+            return rows @ self._target.get_output_embeddings().weight.T
+        logits = torch.full((len(rows), vocab), -torch.inf)
+        logits[:, torch.arange(len(w["d2t"])) + w["d2t"]] = rows @ w["lm_head.weight"].T
+        return logits
+
+    def _attention(self, layer: dict[str, Tensor], y: Tensor, context: Tensor) -> Tensor:
+        both = torch.cat((context, y))
+        size = len(layer["self_attn.q_norm.weight"])
+        q, k, v = (x @ layer[f"self_attn.{name}_proj.weight"].T for name, x in (("q", y), ("k", both), ("v", both)))
+        q, k, v = (x.view(len(x), -1, size) for x in (q, k, v))
+        positions = torch.arange(len(both))
+        q = turned(norm(q, layer["self_attn.q_norm.weight"]), positions[len(context) :])
+        k = turned(norm(k, layer["self_attn.k_norm.weight"]), positions)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        weights = torch.einsum("qhd,khd->hqk", q, k).div(size**0.5).softmax(-1)  # each row sees all of the block
+        return torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ layer["self_attn.o_proj.weight"].T
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def turned(x: Tensor, positions: Tensor) -> Tensor:
+    """Return x [T, heads, D] turned by rope."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] * THETA ** -(torch.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+
+
+@dataclass
+class Draft:
+    """A draft of a head. start: position of the token that it follows. seed, index, temperature: of the lane."""
+
+    seed: int
+    index: int
+    start: int
+    last: int
+    tokens: list[int]
+    temperature: float
+
+
+@dataclass
+class Recorded:
+    """The drafts that a Generator's head makes, in order."""
+
+    drafts: list[Draft] = field(default_factory=list)
+
+    def check(self, reference: Reference, first: int, block: int, outputs: list[RequestOutput]) -> int:
+        """Compare all drafts with the reference, and return how many of their tokens there were. The seed of each
+        request must be its number, and its temperature 0 or that of the drafts."""
+        count = 0
+        for draft in self.drafts:
+            output = outputs[draft.seed]
+            ids = output.prompt_token_ids + output.completions[draft.index].token_ids
+            if draft.start >= len(ids) or not draft.tokens:  # a token too many, which is dropped
+                continue
+            assert draft.last == ids[draft.start]
+            assert len(draft.tokens) <= block - first
+            logits = reference.logits(ids, draft.start, len(draft.tokens) + first)
+            if draft.temperature:
+                positions = torch.arange(len(draft.tokens))[:, None] + draft.start + 1
+                seed, index = torch.full_like(positions, draft.seed), torch.full_like(positions, draft.index)
+                logits = logits / draft.temperature + gumbel(seed, index, positions, logits.shape[1])
+            expected = logits.argmax(1).tolist()
+            assert draft.tokens == expected, (draft, expected)
+            count += len(expected)
+        return count
+
+
+def head_of(gen: Generator) -> DFlash:
+    drafting = gen._runner.features[DraftPlan]  # type: ignore[attr-defined]
+    assert isinstance(drafting, Drafting)
+    assert isinstance(drafting.head, DFlash)
+    return drafting.head
+
+
+def record(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    """Record what a Generator's head drafts from now on."""
+    head, found, lanes = head_of(gen), Recorded(), gen._runner.lanes  # type: ignore[attr-defined]
+    right = head.draft
+
+    def draft(drawn: Drawn, plan: DraftPlan, rows: Tensor, tokens: Tensor, counts: Tensor) -> bool:
+        drafted = right(drawn, plan, rows, tokens, counts)
+        for lane in drawn.lanes.tolist() if drafted else ():
+            seed, index = lanes.state.table[lane, :2].tolist()
+            own = tokens[lane, : counts[lane]].tolist()
+            temperature, last = lanes.params[lane].temperature, int(lanes.state.last_token[lane])
+            found.drafts.append(Draft(seed, index, int(lanes.kv_lens[lane]), last, own, temperature))
+        return drafted
+
+    monkeypatch.setattr(head, "draft", draft)
+    return found
