@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from drafting import adversary_on_device
+from heads import head_of
 from known_models import KNOWN
 
 from fastgen import Generator, SamplingParams, Speculation
@@ -36,6 +38,36 @@ def test_drafts_of_an_adversary_change_no_bit(name: str | None, tmp_path: Path) 
     with Generator(speculate=EAGER, **options) as gen:
         for lanes in (1, 8, 20, 68):
             _compare(gen, lanes)
+
+
+@pytest.mark.parametrize("page_size", [64, 16])
+def test_a_head_changes_no_bit(page_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its CUDA graphs draft what it drafts launched kernel by kernel, and texts get as many right drafts as without."""
+    monkeypatch.setattr("fastgen.engine.speculation.planning.BARREN", 10**9)
+    target, head = tmp_path / "target", tmp_path / "head"
+    for folder in (target, head):
+        folder.mkdir()
+    config = {**KNOWN["Qwen/Qwen3-8B"][0], "num_hidden_layers": 4}
+    (target / "config.json").write_text(json.dumps(config))
+    special = {"block_size": 16, "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 2]}}
+    (head / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, **special}))
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_seqs": 70, "page_size": page_size}
+    options |= {"model": target, "load": "dummy", "kv_cache_gb": 1.0, "max_model_len": 1024, "seed": 0}
+    with Generator(speculate=replace(EAGER, head=head), prefix_cache=False, **options) as gen:
+        for lanes in (1, 3, 20):
+            _compare(gen, lanes)
+        assert gen.stats.head_drafted > 0
+        found = head_of(gen)
+        lanes_held = gen._runner.lanes
+        with torch.inference_mode():
+            found._drawing[:3] = torch.arange(3, device="cuda")
+            lanes_held.kv_lens[:3] = torch.tensor([20, 100, 130], device="cuda", dtype=torch.int32)
+            found._limits[:3] = 200
+            assert found.graphs is not None
+            found.graphs.run(3)
+            drafted = found._tokens[:3].clone()
+            found.body(3)
+        assert torch.equal(found._tokens[:3], drafted)
 
 
 def _compare(gen: Generator, lanes: int) -> None:
