@@ -97,6 +97,11 @@ class Reference:
         self._first, self._features = first, features
         self._known: dict[tuple[int, ...], Tensor] = {}
 
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Replace the target's weights."""
+        self._target.load_state_dict(tensors, strict=False)
+        self._known.clear()
+
     @torch.no_grad()
     def logits(self, ids: list[int], start: int, length: int) -> Tensor:
         """Return the logits [length - first, V] of the drafts after the token at position `start`.

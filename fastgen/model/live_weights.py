@@ -12,7 +12,7 @@ from fastgen.device.chip import current
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.transformer import Transformer
-from fastgen.model.weights import Shard, Update, write
+from fastgen.model.weights import Shard, Tensors, Update, write
 
 
 class LiveWeights:
@@ -39,6 +39,14 @@ class LiveWeights:
         into the bases."""
         with self._unpacked() as shards:
             write({**shards, **self._model.parameters.bases.targets(shards)}, tensors)
+        self._synchronize()
+
+    def update_drafter(self, named: Tensors) -> None:
+        """Replace the weights of a head that drafts. Raises ValueError if there is none, or if they do not fit."""
+        if self._model.observer is None:
+            raise ValueError("there is no head that drafts; give one as speculate")
+        self._synchronize()
+        self._model.observer.update(named)
         self._synchronize()
 
     def keep_bases(self, layers: Collection[str], place: str) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from called_graphs import Called, capturable
 from conftest import check_idle, random_ids
 from drafting import adversary
 from handmade import let_pages_run_out
-from heads import DIALECTS, Reference, record, save_head
+from heads import DIALECTS, Reference, head_of, record, save_head
+from safetensors.torch import load_file, save_file
 
 from fastgen import Generator, SamplingParams, Speculation
+from fastgen.engine.warm_up import capture
+from fastgen.model.packed import PACKED_ROW_TILE
 
 LENGTHS = (1, 70, 33, 5, 64, 96)
 PROMPTS = [random_ids(length) for length in LENGTHS[:-1]]
@@ -80,3 +85,129 @@ def test_a_head_changes_no_bit(family: Path, tmp_path: Path, always: None) -> No
         assert [output.completions for output in found] == [output.completions for output in expected]
         assert gen.stats.head_drafted > 0
         check_idle(gen)
+
+
+def test_graphs_draft_the_same(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: None) -> None:
+    """Lanes that a graph has and a step does not need are padding."""
+    head = save_head(tmp_path, llama)
+    with Generator(llama, speculate=False) as gen:
+        expected = gen.generate(PROMPTS[:3], PARAMS[:3])
+    adversary(monkeypatch, expected, gen.model_config.vocab_size)
+    with Generator(llama, max_seqs=8, page_size=16, speculate=replace(eager(head), max_rows=128)) as gen:
+        runner = gen._runner
+        capturable(monkeypatch)
+        capture(runner, None, [16, 64])
+        runner.graphs[False].keys = [PACKED_ROW_TILE, 2 * PACKED_ROW_TILE]  # as in test_cuda_graphs
+        graphs = head_of(gen).graphs
+        assert isinstance(graphs, Called)
+        graphs.keys = [2, 4, 8]
+        runner.pool.keys[:, :-1].fill_(7)
+        recorded = record(gen, monkeypatch)
+        found = gen.generate(PROMPTS[:3], PARAMS[:3])
+        assert [output.completions for output in found] == [output.completions for output in expected]
+        assert recorded.check(Reference(llama, head, 1), 1, 6, expected) > 100
+        assert {2, 4} <= set(graphs.ran)
+        check_idle(gen)
+
+
+def test_update_drafter_replaces_the_head(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: None
+) -> None:
+    head, other = (save_head(tmp_path / str(seed), llama, seed=seed) for seed in (0, 1))
+    tensors = load_file(other / "model.safetensors")
+    with Generator(llama, speculate=eager(head), page_size=16, seed=0) as gen:
+        expected = gen.generate(PROMPTS, PARAMS)
+        with pytest.raises(ValueError, match=r"unexpected tensor 'layers.0.mlp.bias'"):
+            gen.update_drafter({**tensors, "layers.0.mlp.bias": tensors["norm.weight"]})
+        with pytest.raises(ValueError, match=r"missing 1 .*fc.weight"):
+            gen.update_drafter({name: x for name, x in tensors.items() if name != "fc.weight"})
+        gen.sleep()
+        with pytest.raises(RuntimeError, match="call wake first"):
+            gen.update_drafter(tensors)
+        gen.wake()
+        for folder, named in ((head, None), (other, tensors)):
+            if named is not None:
+                gen.update_drafter(named)
+            recorded = record(gen, monkeypatch)
+            found = gen.generate(PROMPTS, PARAMS)
+            assert [output.completions for output in found] == [output.completions for output in expected]
+            assert recorded.check(Reference(llama, folder, 1), 1, 6, found) > 100
+    with Generator(llama, speculate="auto") as gen, pytest.raises(ValueError, match="give one as speculate"):
+        gen.update_drafter(tensors)
+
+
+def test_update_weights_keeps_the_head(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: None
+) -> None:
+    """The head drafts from the new model's hidden states, with the new model's embedding and head."""
+    head = save_head(tmp_path / "head", llama)
+    changed = {name: x * 1.01 for name, x in load_file(llama / "model.safetensors").items()}
+    with Generator(llama, speculate=eager(head), page_size=16) as gen:
+        gen.generate(PROMPTS, PARAMS)
+        gen.update_weights(changed)
+        recorded = record(gen, monkeypatch)
+        reference = Reference(llama, head, 1)
+        reference.load(changed)
+        assert recorded.check(reference, 1, 6, gen.generate(PROMPTS, PARAMS)) > 100
+
+
+def test_a_head_that_drafts_nothing_right_is_switched_off(llama: Path, tmp_path: Path) -> None:
+    """After 64 tokens of a sequence without a right draft. Another sequence begins with it again."""
+    params = SamplingParams(max_tokens=150, temperature=1.0, ignore_eos=True, seed=0)
+    with Generator(llama, speculate=eager(save_head(tmp_path, llama, seed=3)), page_size=16) as gen:
+        head, sizes = head_of(gen), list[int]()
+        right = head.body
+        head.body = lambda size: sizes.append(size) or right(size)  # type: ignore[method-assign, func-returns-value]
+        for _ in range(2):
+            gen.generate([random_ids(9)], params)
+            assert gen.stats.head_accepted == 0
+            assert 60 <= len(sizes) <= 70
+            sizes.clear()
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2]}}, r"layers \[0, 2\] of the model"),
+    ({"hidden_size": 32}, "hidden_size=32, and the model has 64"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads=3, and the model has 2"),
+    ({"head_dim": 32}, "head_dim=32, and the model has 16"),
+    ({"block_size": 1}, "block_size=1 must be 2 to 64"),
+    ({"use_swa": True}, "use_swa=True is not supported"),
+    ({"attention_value_scale": 0.5}, "attention_value_scale=0.5 is not supported"),
+    ({"markov_rank": 256}, "markov_rank=256 is not supported"),
+    ({"enable_confidence_head": True}, "enable_confidence_head=True is not supported"),
+    ({"speculators_model_type": "peagle"}, "speculators_model_type='peagle' is not supported; only dflash is"),
+    ({"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 8}, "layer_types="),
+    ({"dflash_config": None, "architectures": ["LlamaForCausalLMEagle3"]}, "heads of DFlash are"),
+    ({"block_size": "?"}, "block_size='\\?' must be an integer"),
+    ({"mask_token_id": 320, "dflash_config": {"target_layer_ids": [0, 1]}}, "mask_token_id=320 is no token"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_what_a_head_cannot_be_is_an_error(changes: dict[str, Any], message: str, llama: Path, tmp_path: Path) -> None:
+    head = save_head(tmp_path, llama, **changes)
+    if changes.get("dflash_config", 0) is None:
+        config = json.loads((head / "config.json").read_text())
+        del config["dflash_config"]
+        (head / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message) as raised:
+        Generator(llama, speculate=head)
+    assert str(head) in str(raised.value)
+
+
+def test_what_does_not_fit_a_head_is_an_error(llama: Path, tmp_path: Path) -> None:
+    head = save_head(tmp_path, llama)
+    with pytest.raises(ValueError, match="needs tensor_parallel=1"):
+        Generator(llama, speculate=str(head), tensor_parallel=2)
+    with pytest.raises(ValueError, match="the folder or hub id of a head"):
+        Generator(llama, speculate="medusa")
+    tensors = load_file(head / "model.safetensors")
+    save_file({**tensors, "layers.0.self_attn.sinks": tensors["norm.weight"].clone()}, head / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unexpected tensor 'layers.0.self_attn.sinks'"):
+        Generator(llama, speculate=head)
+    (head / "mask_embedding.pt").touch()
+    with pytest.raises(ValueError, match=r"mask_embedding.pt"):
+        Generator(llama, speculate=head)
+    (head / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config.json cannot be read"):
+        Generator(llama, speculate=head)

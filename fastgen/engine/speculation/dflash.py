@@ -93,13 +93,16 @@ class DFlashWeights:
         if dummy:
             fill_random(self._shards())
             self._finish()
-        else:
+            return
+        try:
             self.update(read_tensors(self.config.folder))
+        except ValueError as error:
+            raise ValueError(f"speculate is {str(self.config.folder)!r}: {error}") from error
 
     def update(self, named: Tensors) -> None:
         """Write whole tensors by their names in a checkpoint. Raises ValueError, and nothing is written, if they do not
         fit."""
-        tensors = {name.removeprefix("model."): x for name, x in (dict(named).items())}
+        tensors = {name.removeprefix("model."): x for name, x in dict(named).items()}
         offsets = tensors.pop("d2t", None)
         unneeded = (*COPIES, *(() if self.lm_head else ("lm_head.weight",)))
         self._parameters.unpack()

@@ -93,7 +93,7 @@ def parse_head(config: dict[str, Any], folder: Path, target: ModelConfig) -> Hea
     for name, values in SUPPORTED.items():
         if fields.get(name) not in values:
             raise _unsupported(name, fields[name])
-    vocab = int(fields.get("draft_vocab_size") or target.vocab_size)
+    vocab = _integer(fields, "draft_vocab_size") if fields.get("draft_vocab_size") else target.vocab_size
     sizes = {"vocab_size": target.vocab_size, "tie_word_embeddings": True}
     found = parse_config({**layers, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **sizes})
     if any(found.windows):
@@ -102,8 +102,8 @@ def parse_head(config: dict[str, Any], folder: Path, target: ModelConfig) -> Hea
         folder=folder,
         layers=found,
         features=tuple(int(number) - shift for number in fields["target_layer_ids"]),
-        block=int(fields["block_size"]),
-        mask_id=int(fields["mask_token_id"]),
+        block=_integer(fields, "block_size"),
+        mask_id=_integer(fields, "mask_token_id"),
         anchor_first=bool(fields.get("sample_from_anchor")),
         reduced=0 if vocab == target.vocab_size else vocab,
     )
@@ -128,6 +128,13 @@ def _check_fit(head: HeadConfig, target: ModelConfig) -> None:
         raise ValueError(f"block_size={head.block} must be 2 to 64")
     if not 0 <= head.mask_id < target.vocab_size:
         raise ValueError(f"mask_token_id={head.mask_id} is no token of the model, which has {target.vocab_size}")
+
+
+def _integer(fields: Mapping[str, object], name: str) -> int:
+    value = fields[name]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be an integer")
+    return value
 
 
 def _unsupported(field: str, value: object, supported: str = "") -> ValueError:
