@@ -33,6 +33,8 @@ from fastgen.engine.prompt_scores import ScorePlan
 from fastgen.engine.runner import Runner
 from fastgen.engine.speculation.dflash import DFlashWeights
 from fastgen.engine.speculation.drafting import Drafting
+from fastgen.engine.speculation.head import HeadWeights
+from fastgen.engine.speculation.heads import DFlashConfig
 from fastgen.engine.speculation.planning import DraftPlan
 from fastgen.engine.warm_up import capture, compile_kernels, count_graphs, measure_prefill_tokens, run_largest_steps
 from fastgen.kernels.launch import kernels_of, slower_than_possible, triton
@@ -89,7 +91,7 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
     return runner
 
 
-def _start_gpu(model: Transformer, config: EngineConfig, free: int, head: DFlashWeights | None = None) -> Runner:
+def _start_gpu(model: Transformer, config: EngineConfig, free: int, head: HeadWeights | None = None) -> Runner:
     """Return a runner whose kernels are compiled and whose graphs are captured.
 
     free: bytes of device memory that were free before the weights were loaded.
@@ -132,17 +134,18 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
     return Transformer(parameters, config.max_model_len)
 
 
-def load_head(model: Transformer, config: EngineConfig, load: str) -> DFlashWeights | None:
+def load_head(model: Transformer, config: EngineConfig, load: str) -> HeadWeights | None:
     """Return the weights of the head that drafts, if there is one. load: see `build_model`."""
     head = config.speculate.head_config if config.speculate else None
     if head is None:
         return None
+    assert isinstance(head, DFlashConfig)
     weights = DFlashWeights(head, model.parameters, config.max_model_len, config.deterministic)
     weights.load(load == "dummy")
     return weights
 
 
-def make_runner(model: Transformer, config: EngineConfig, head: DFlashWeights | None = None) -> Runner:
+def make_runner(model: Transformer, config: EngineConfig, head: HeadWeights | None = None) -> Runner:
     """Return a Runner over a new KV pool, with the features that the configuration asks for."""
     c = model.config
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
@@ -160,11 +163,12 @@ def make_runner(model: Transformer, config: EngineConfig, head: DFlashWeights | 
         drafting = Drafting(config, runner.lanes, pool.page_size, model.group.rank == 0)
         runner.features[DraftPlan] = drafting
         if head is not None:
-            part, rows = pool.part(c.num_layers, sizes[0]), config.speculate.most_lanes * head.config.block
-            name = "paged" if config.attention == "flash" else config.attention
-            shape = (0,), rows, config.max_model_len, config.deterministic
-            own_attention = make_attention(name, part, head.config.layers.num_heads, *shape)
-            model.observer = drafting.add_head(head, model, part, own_attention)
+            part, name = pool.part(c.num_layers, sizes[0]), "paged" if config.attention == "flash" else config.attention
+
+            def attention_of_head(heads: int, rows: int) -> Attention:
+                return make_attention(name, part, heads, (0,), rows, config.max_model_len, config.deterministic)
+
+            model.observer = drafting.add_head(head, model, part, attention_of_head)
     return runner
 
 
@@ -187,7 +191,7 @@ def make_attention(name: str, pool: KVPool, num_heads: int, *sizes: Any) -> Atte
     return PagedAttention(pool, num_heads, *sizes)
 
 
-def measure_pages(model: Transformer, config: EngineConfig, free: int, head: DFlashWeights | None = None) -> int:
+def measure_pages(model: Transformer, config: EngineConfig, free: int, head: HeadWeights | None = None) -> int:
     """Return the number of pages that fit next to the weights and the largest step.
 
     free: bytes of device memory that were free before the weights were loaded.

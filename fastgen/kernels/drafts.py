@@ -29,8 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.device.chip import power_of_two
+from fastgen.device.pinned import upload
 from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.state import DecodeInput
+from fastgen.request import Prefill
 
 LONGEST_MATCH = 16
 NEAR, NEAR_BONUS, GOOD = 6, 2, 5
@@ -118,13 +120,27 @@ class Drawn:
     lanes: int64 [S], the lanes that draw. tokens, positions: int32 [R], the draws and their positions, one per lane, or
     if R > S, one per row of `spread`. found: int32 [4, S]: the number of draws that are kept; the first token of the
     next draft, -1 if it is empty, which `choose` writes; the number of drafted tokens that the step computed; and the
-    drafter that they came from.
+    drafter that they came from. prefills: the prefill chunks of the step, which has its decodes before them.
     """
 
     lanes: Tensor
     tokens: Tensor
     positions: Tensor
     found: Tensor
+    prefills: tuple[Prefill, ...] = ()
+
+    def ends(self, rows: Tensor) -> Tensor:
+        """Return the row of each lane's last token among the tokens that the step computed, int64 [S], without those
+        that are not kept. rows: `Drafts.rows`."""
+        device = self.lanes.device
+        if self.spread:
+            return rows[0, self.lanes].long() + self.found[0] - 1
+        if not self.prefills:
+            return torch.arange(len(self.lanes), device=device)
+        drawing = [int(chunk.sample) + len(chunk.forks) for chunk in self.prefills]
+        decodes, lengths = len(self.lanes) - sum(drawing), np.array([len(chunk.tokens) for chunk in self.prefills])
+        ends = np.concatenate([np.arange(decodes), np.repeat(decodes + lengths.cumsum() - 1, drawing)])
+        return upload(ends.astype(np.int64), device)
 
     @property
     def spread(self) -> bool:

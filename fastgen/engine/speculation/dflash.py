@@ -11,40 +11,27 @@ rows of a block see the whole context and the whole block. To attention, each ro
 a lane have the same length, the end of the block. The keys and values of the block go into the pages after the context,
 where the next step overwrites them. If the pages of a sequence do not have room for a block, the block is shorter.
 
-The drafts are drawn with the noise of the draws that will verify them, so that the same token is drawn wherever the two
-distributions are close.
-
-Shape letters: S lanes, B rows of a block, H hidden size, F layers of the target that are read, V vocabulary, T tokens.
+Shape letters, in addition to the letters in head.py: B rows of a block, F layers of the target that are read.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.device.pinned import upload
-from fastgen.engine.cuda_graphs import Graphs, smallest_size
-from fastgen.engine.options import EngineConfig
-from fastgen.engine.speculation.heads import HeadConfig
-from fastgen.engine.speculation.planning import DraftPlan
-from fastgen.engine.step import Lanes
+from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights
+from fastgen.engine.speculation.heads import DFlashConfig
 from fastgen.kernels.batch_invariant import Fused
-from fastgen.kernels.drafts import Drawn
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import SlotMapping, rope_write
-from fastgen.model.attention.interface import Attention
-from fastgen.model.kv_pool import KVPool
 from fastgen.model.linear import Linear
-from fastgen.model.loader import fill_random, read_tensors
+from fastgen.model.loader import read_tensors
 from fastgen.model.packed import pack
 from fastgen.model.parameters import Parameters
-from fastgen.model.sampler import SamplePlan, draw
 from fastgen.model.transformer import StepPart, Transformer
 from fastgen.model.weights import Shard, Tensors, Update, write
 from fastgen.parallel.residual import ReplicatedResidual
@@ -52,14 +39,8 @@ from fastgen.parallel.residual import ReplicatedResidual
 COPIES = ("embed_tokens.weight", "t2d")
 """Tensors of checkpoints that are not needed: a copy of the target's embedding, and the inverse of d2t."""
 
-PLAN = SamplePlan(
-    greedy=True, random=True, penalties=False, addends=False, min_p=False, keep_mask=False, sorted_tokens=0,
-    top_logprobs=0,
-)  # fmt: skip
-"""How drafts are drawn: at the temperature of the request, without truncation."""
 
-
-class DFlashWeights:
+class DFlashWeights(HeadWeights):
     """The weights of a DFlash head, on the target's device and in its dtype.
 
     `layers` is a Transformer of the head's layers, whose stages are used one by one. fc: [H, F H]. hidden_norm: of its
@@ -67,8 +48,8 @@ class DFlashWeights:
     target's tokens `ids`, int64 [reduced]; None: the target's head is used.
     """
 
-    def __init__(self, head: HeadConfig, target: Parameters, context: int, deterministic: bool) -> None:
-        self.config = head
+    def __init__(self, head: DFlashConfig, target: Parameters, context: int, deterministic: bool) -> None:
+        self._config = head
         sizes = replace(head.layers, vocab_size=1)  # no embedding of its own
         own = self._parameters = Parameters(sizes, target.dtype, target.device, deterministic=deterministic)
         self.memory = own.memory
@@ -88,25 +69,22 @@ class DFlashWeights:
     def norm(self) -> RMSNorm:
         return self._parameters.norm
 
-    def load(self, dummy: bool) -> None:
-        """Read the checkpoint, or if dummy, make random weights."""
-        if dummy:
-            fill_random(self._shards())
-            self._finish()
-            return
-        try:
-            self.update(read_tensors(self.config.folder))
-        except ValueError as error:
-            raise ValueError(f"speculate is {str(self.config.folder)!r}: {error}") from error
+    @property
+    def config(self) -> DFlashConfig:
+        return self._config
+
+    def attach(self, place: HeadPlace) -> DFlash:
+        return DFlash(self, place)
+
+    def read(self) -> Tensors:
+        return read_tensors(self.config.folder)
 
     def update(self, named: Tensors) -> None:
-        """Write whole tensors by their names in a checkpoint. Raises ValueError, and nothing is written, if they do not
-        fit."""
         tensors = {name.removeprefix("model."): x for name, x in dict(named).items()}
         offsets = tensors.pop("d2t", None)
         unneeded = (*COPIES, *(() if self.lm_head else ("lm_head.weight",)))
         self._parameters.unpack()
-        shards = self._shards()
+        shards = self.shards()
         update = Update({name: x for name, x in tensors.items() if name not in unneeded}, shards)
         try:
             update.check()
@@ -114,7 +92,7 @@ class DFlashWeights:
                 self._set_ids(offsets)
             write(shards, update.tensors())
         finally:
-            self._finish()
+            self.finish()
 
     def _set_ids(self, offsets: Tensor | None) -> None:
         """Set the tokens of the reduced vocabulary: number + d2t[number]."""
@@ -125,8 +103,7 @@ class DFlashWeights:
             raise ValueError("d2t must name another token for each number")
         self.ids.copy_(ids)
 
-    def _shards(self) -> dict[str, Shard]:
-        """Return the places of tensors by their names in a checkpoint."""
+    def shards(self) -> dict[str, Shard]:
         shards = {name.removeprefix("model."): shard for name, shard in self._parameters.targets().items()}
         del shards["embed_tokens.weight"]
         shards |= {"fc.weight": Shard.whole(self.fc.weight), "hidden_norm.weight": Shard.whole(self.hidden_norm.weight)}
@@ -134,7 +111,7 @@ class DFlashWeights:
             shards["lm_head.weight"] = Shard.whole(self.lm_head.weight)
         return shards
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Take the parts of weights, and pack the layers' where that is faster."""
         c, invariant = self.config.layers, self.fc.batch_invariant
         first = c.num_heads * c.head_size
@@ -146,52 +123,22 @@ class DFlashWeights:
             self.kv = [pack(linear) for linear in self.kv]
 
 
-class DFlash:
-    """A DFlash head in a Runner: an Observer that keeps the context, and a Drafter.
-
-    pool: the head's layers of the KV pool. attention: attention over `pool`, for the rows of all blocks of a step.
-    tokens: int64 [L, D], and counts: int32 [L], where it writes drafts. layers: numbers of the target's layers that are
-    read. graphs: CUDA graphs of `body` by the number of lanes, if there are some.
-    """
-
-    name = "head"
+class DFlash(Head):
+    """A DFlash head in a Runner, which keeps the context of all tokens in the pages."""
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
-    def __init__(
-        self,
-        weights: DFlashWeights,
-        target: Transformer,
-        pool: KVPool,
-        attention: Attention,
-        lanes: Lanes,
-        config: EngineConfig,
-        tokens: Tensor,
-        counts: Tensor,
-    ) -> None:
-        assert config.speculate is not None
-        assert target.group.size == 1
-        self.weights, self._head, self._target, self._options = weights, weights.config, target, config.speculate
-        self._pool, self._attention, self._lanes = pool, attention, lanes
-        self._tokens, self._counts = tokens, counts
-        self.layers = frozenset(self._head.features)
-        self.graphs: Graphs[int] | None = None
-        most, device = self._options.most_lanes, pool.keys.device
-        shape = config.max_step_tokens + target.row_tile, len(self._head.features) * self._head.layers.hidden_size
-        self._features = pool.memory.zeros(shape, target.parameters.dtype)  # it sleeps with the pool
-        self._limits = torch.zeros(lanes.padding + 1, dtype=torch.int32, device=device)
-        self._drawing = torch.full((most,), lanes.padding, dtype=torch.int64, device=device)
-        self._offsets = torch.arange(self._head.block, device=device)
-        self._state = copy.copy(lanes.state)  # with the same parameters of lanes, and another last token
-        self._state.last_token = torch.zeros_like(lanes.state.last_token)
+    def __init__(self, weights: DFlashWeights, place: HeadPlace) -> None:
+        super().__init__(weights, place, weights.config.block - weights.config.first)
+        self.weights, self._head = weights, weights.config
+        own = self._head.layers
+        self._attention = place.make_attention(own.num_heads, self._options.most_lanes * self._head.block)
+        shape = place.config.max_step_tokens + self._target.row_tile, len(self._head.features) * own.hidden_size
+        self._features = self._pool.memory.zeros(shape, self._target.parameters.dtype)  # it sleeps with the pool
+        self._offsets = self._offsets[: self._head.block]
 
-    def update(self, named: Tensors) -> None:
-        self.weights.update(named)
-
-    def release(self) -> None:
-        self.weights.memory.release(keep=True)  # even if the target's weights are dropped and will be written again
-
-    def restore(self) -> None:
-        self.weights.memory.restore()
+    @property
+    def layers(self) -> frozenset[int]:
+        return frozenset(self._head.features)
 
     # ------------------------------------------------------------------------------------------- the context
 
@@ -215,25 +162,7 @@ class DFlash:
 
     # ------------------------------------------------------------------------------------------- drafts
 
-    def begin(self, plan: DraftPlan) -> None:
-        """Lanes have their context in the pages already."""
-
-    def draft(self, drawn: Drawn, plan: DraftPlan, rows: Tensor, tokens: Tensor, counts: Tensor) -> bool:
-        if not plan.limits:
-            return False
-        count = size = len(drawn.lanes)
-        self._limits[drawn.lanes] = upload(np.array(plan.limits, dtype=np.int32), self._limits.device)
-        self._drawing[:count] = drawn.lanes
-        if self.graphs is None:
-            self.body(size)
-        else:
-            size = smallest_size(self.graphs.keys, count)
-            self._drawing[count:size] = self._lanes.padding
-            self.graphs.run(size)
-        return True
-
     def body(self, size: int) -> None:
-        """Draft for the first `size` of the lanes that draw, with all tensors at fixed addresses."""
         lanes, own, block = self._drawing[:size], self._lanes, self._head.block
         start = own.kv_lens[lanes]
         room = (self._limits[lanes] - start).clamp(0, block)
@@ -244,14 +173,9 @@ class DFlash:
         first, most = self._head.first, self.most_drafts(size)
         positions = (start[:, None] + 1 + self._offsets[:most]).flatten()
         rows = x[:, first : first + most].flatten(0, 1)
-        drawn = draw(self._logits(rows), self._state, lanes.repeat_interleave(most), positions, PLAN, None)
-        self._tokens[lanes, :most] = drawn.tokens.clamp(min=0).view(size, most)
+        drafts = self.draw(self._logits(rows), lanes.repeat_interleave(most), positions)
+        self._tokens[lanes, :most] = drafts.view(size, most)
         self._counts[lanes] = (room - first).clamp(0, most)
-
-    def most_drafts(self, size: int) -> int:
-        """Return the maximum number of drafts of each of `size` lanes, for which a step can have rows."""
-        rows = max(2 * self._options.row_limit(size) // size - 1, 1)  # see Speculator.best_rows
-        return min(rows, self._head.block - self._head.first, self._options.max_draft)
 
     def _block(self, lanes: Tensor, start: Tensor, room: Tensor) -> tuple[SlotMapping, Tensor]:
         """Return the mapping and the tokens of the rows of a block, int64 [S B]. start, room: int32 [S], the position
@@ -288,7 +212,6 @@ class DFlash:
 
     @property
     def linears(self) -> Iterable[tuple[Linear, Fused]]:
-        """One linear layer per kind, with what is fused with it; see warm_up.products_of."""
         layer, adds = self.weights.layers.layers[0], torch.zeros_like(self.weights.hidden_norm.weight)[None]
         yield from ((self.weights.fc, Fused()), (self.weights.kv[0], Fused()), (layer.qkv, Fused()))
         yield from ((layer.o, Fused(add=adds)), (layer.gate_up, Fused(swiglu=True)), (layer.down, Fused(add=adds)))

@@ -5,14 +5,17 @@ To attention each row of a lane is a decode, so a row has the same bits as in a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from fastgen.device.pinned import to_host, upload
 from fastgen.engine.cuda_graphs import Graphs, batch_sizes
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.speculation.dflash import DFlash, DFlashWeights
 from fastgen.engine.speculation.drafters import Drafter, TextDrafter
+from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights
 from fastgen.engine.speculation.planning import Drafted, DraftPlan
 from fastgen.engine.step import Lanes, Launched, StepFeature
 from fastgen.kernels.drafts import Drafts, Drawn, choose, follow, spread
@@ -44,13 +47,15 @@ class Drafting(StepFeature[DraftPlan]):
         self._drafters: list[Drafter] = [TextDrafter(lanes.padding + 1, config.max_model_len, self._device)]
         count = 2 if self.options.head else 1
         self._drafts = Drafts.empty(lanes.padding + 1, self.options.max_draft, self._device, count)
-        self.head: DFlash | None = None
+        self.head: Head | None = None
         self._rows = DecodeInput.empty(self.options.max_rows, self._device)
 
-    def add_head(self, weights: DFlashWeights, target: Transformer, part: KVPool, attention: Attention) -> DFlash:
-        """Let a head draft, too. The arguments are those of DFlash."""
-        tokens, counts = self._drafts.proposals[1], self._drafts.proposed[1]
-        self.head = DFlash(weights, target, part, attention, self._lanes, self._config, tokens, counts)
+    def add_head(
+        self, weights: HeadWeights, target: Transformer, pool: KVPool, make_attention: Callable[[int, int], Attention]
+    ) -> Head:
+        """Let a head draft, too. The arguments are those of HeadPlace."""
+        draft = self._drafts.proposals[1], self._drafts.proposed[1]
+        self.head = weights.attach(HeadPlace(target, pool, make_attention, self._lanes, self._config, *draft))
         self._drafters.append(self.head)
         return self.head
 
@@ -92,6 +97,7 @@ class Drafting(StepFeature[DraftPlan]):
             own = self._lanes
             lanes = own.input.lanes[: len(payload.rows)] if payload.rows else step.lanes
             drawn: Drawn = follow(lanes, self._drafts, own.state.last_token, own.kv_lens, tokens, step.positions)
+            drawn = replace(drawn, prefills=step.batch.prefills)
             for event in step.arrivals.values():  # a head reads pages that are being loaded
                 event.wait()
             active = 0

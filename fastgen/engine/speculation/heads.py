@@ -32,23 +32,47 @@ SUPPORTED: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class HeadConfig:
+    """The configuration of a head; each kind of head has a subclass. folder: of the checkpoint."""
+
+    folder: Path
+
+    @property
+    def kv_layers(self) -> int:
+        """Number of layers whose keys and values the head keeps in the pages."""
+        return 0
+
+    @property
+    def ahead(self) -> int:
+        """Number of positions, from the last token on, whose pages the head writes to."""
+        return 0
+
+
+@dataclass(frozen=True)
+class DFlashConfig(HeadConfig):
     """The configuration of a DFlash head (arXiv 2602.06036).
 
     The head drafts a block of tokens in one pass: the last token, and `block` - 1 times the token `mask_id`. Its layers
     attend to the whole block, and to keys and values that are made from the target's residual stream.
 
-    folder: of the checkpoint. layers: configuration of its layers. features: the target's layers whose outputs are
+    layers: configuration of its layers. features: the target's layers whose outputs are
     read. anchor_first: row j of the block predicts the token after its position; otherwise the token at its position,
     so that row 0 predicts nothing. reduced: number of tokens of its own vocabulary; 0: it has the target's.
     """
 
-    folder: Path
     layers: ModelConfig
     features: tuple[int, ...]
     block: int
     mask_id: int
     anchor_first: bool
     reduced: int
+
+    @property
+    def kv_layers(self) -> int:
+        return self.layers.num_layers
+
+    @property
+    def ahead(self) -> int:
+        return self.block
 
     @property
     def first(self) -> int:
@@ -67,7 +91,7 @@ def read_head(folder: Path, target: ModelConfig) -> HeadConfig:
     try:
         if (folder / "mask_embedding.pt").exists():
             raise ValueError("mask_embedding.pt, an embedding of the mask token, is not supported")
-        found = parse_head(config, folder, target)
+        found = parse_dflash(config, folder, target)
         _check_fit(found, target)
     except ValueError as error:
         raise ValueError(f"speculate: {path}: {error}") from error
@@ -76,8 +100,8 @@ def read_head(folder: Path, target: ModelConfig) -> HeadConfig:
     return found
 
 
-def parse_head(config: dict[str, Any], folder: Path, target: ModelConfig) -> HeadConfig:
-    """Return the HeadConfig for the content of `config.json`. target: configuration of the target model."""
+def parse_dflash(config: dict[str, Any], folder: Path, target: ModelConfig) -> DFlashConfig:
+    """Return the DFlashConfig for the content of `config.json`. target: configuration of the target model."""
     fields = {**config, **(config.get("dflash_config") or {})}
     layers, shift = config, 0
     names = config.get("architectures") or [None]
@@ -98,7 +122,7 @@ def parse_head(config: dict[str, Any], folder: Path, target: ModelConfig) -> Hea
     found = parse_config({**layers, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **sizes})
     if any(found.windows):
         raise _unsupported("layer_types", layers.get("layer_types"), "only full_attention is")
-    return HeadConfig(
+    return DFlashConfig(
         folder=folder,
         layers=found,
         features=tuple(int(number) - shift for number in fields["target_layer_ids"]),
@@ -109,7 +133,7 @@ def parse_head(config: dict[str, Any], folder: Path, target: ModelConfig) -> Hea
     )
 
 
-def _check_fit(head: HeadConfig, target: ModelConfig) -> None:
+def _check_fit(head: DFlashConfig, target: ModelConfig) -> None:
     """Raise ValueError for a head of another target."""
     sizes: Mapping[str, tuple[int, int]] = {
         "hidden_size": (head.layers.hidden_size, target.hidden_size),

@@ -52,7 +52,7 @@ class Speculation(Options):
     @property
     def kv_layers(self) -> int:
         """The number of layers whose keys and values a head keeps in the pages, in addition to the model's."""
-        return self.head_config.layers.num_layers if self.head_config else 0
+        return self.head_config.kv_layers if self.head_config else 0
 
     @property
     def most_lanes(self) -> int:

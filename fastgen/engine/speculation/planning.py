@@ -149,8 +149,8 @@ class Speculator(PlanFeature):
         self.padded = padded
         self.in_flight = 0
         self.rate = 0.5  # of all sequences together, with which a new one begins
-        head = options.head_config
-        self._ahead = head.block if head else 0  # number of positions after the last token that a head writes to
+        self._head = options.head_config
+        self._ahead = self._head.ahead if self._head else 0
         self._lanes, self._stats = lanes, stats
         self._drafting: set[int] = set()  # lanes with a text on the device
         self._moved: set[int] = set()  # lanes whose lengths speculative steps have advanced on the device
@@ -215,7 +215,7 @@ class Speculator(PlanFeature):
     def _head_drafts(self, lanes: Collection[int]) -> bool:
         """Return whether the head drafts for one of these lanes."""
         learned = (self._learned[lane] for lane in lanes if lane in self._drafting)
-        return self._ahead > 0 and any(each.barren < BARREN for each in learned)
+        return self._head is not None and any(each.barren < BARREN for each in learned)
 
     def update(self, batch: Batch, result: StepResult) -> None:
         """Correct the upper bounds by how many rows each lane has kept, and learn which drafts were right."""
