@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fastgen import Generator, RequestOutput
-from fastgen.engine.speculation.dflash import DFlash
 from fastgen.engine.speculation.drafting import Drafting
+from fastgen.engine.speculation.head import Head
 from fastgen.engine.speculation.planning import DraftPlan
 from fastgen.kernels.drafts import Drawn
 from fastgen.kernels.sampler_rows import gumbel
@@ -143,6 +143,53 @@ class Reference:
         return torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ layer["self_attn.o_proj.weight"].T
 
 
+def save_medusa(
+    folder: Path, target: Path, heads: int = 3, blocks: int = 1, own: bool = True, suffix: str = "safetensors"
+) -> Path:
+    """Write random Medusa heads for a target, and return their folder. own: with matrices to the vocabulary."""
+    config = json.loads((target / "config.json").read_text())
+    hidden, draw = config["hidden_size"], torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(heads):
+        for block in range(blocks):
+            shapes[f"{head}.{block}.linear.weight"], shapes[f"{head}.{block}.linear.bias"] = (hidden, hidden), (hidden,)
+        if own:
+            shapes[f"{head}.{blocks}.weight"] = config["vocab_size"], hidden
+    tensors = {name: torch.randn(shape, generator=draw) * 0.2 for name, shape in shapes.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {"medusa_num_heads": 2, "medusa_num_layers": blocks, "base_model_name_or_path": str(target)}
+    (folder / "config.json").write_text(json.dumps(fields))
+    path = folder / f"medusa_lm_head.{suffix}"
+    if suffix == "pt":
+        torch.save(tensors, path)
+    else:
+        save_file(tensors, path)
+    return folder
+
+
+class MedusaReference:
+    """A target of transformers, and Medusa heads in plain torch."""
+
+    def __init__(self, target: Path, tensors: dict[str, Tensor]) -> None:
+        import transformers
+
+        self._target = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self._tensors = tensors
+
+    @torch.no_grad()
+    def logits(self, ids: list[int], start: int, length: int) -> Tensor:
+        """Return the logits [length, V] of the drafts after the token at position `start`."""
+        state = self._target(torch.tensor([ids[:start]]), output_hidden_states=True).hidden_states[-1][0, -1]
+        found, w = [], self._tensors
+        for head in range(length):
+            x, block = state, 0
+            while f"{head}.{block}.linear.weight" in w:
+                x = x + F.silu(w[f"{head}.{block}.linear.weight"] @ x + w[f"{head}.{block}.linear.bias"])
+                block += 1
+            found.append(w.get(f"{head}.{block}.weight", self._target.get_output_embeddings().weight) @ x)
+        return torch.stack(found)
+
+
 def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
@@ -173,7 +220,9 @@ class Recorded:
 
     drafts: list[Draft] = field(default_factory=list)
 
-    def check(self, reference: Reference, first: int, block: int, outputs: list[RequestOutput]) -> int:
+    def check(
+        self, reference: Reference | MedusaReference, first: int, block: int, outputs: list[RequestOutput]
+    ) -> int:
         """Compare all drafts with the reference, and return how many of their tokens there were. The seed of each
         request must be its number, and its temperature 0 or that of the drafts."""
         count = 0
@@ -195,10 +244,10 @@ class Recorded:
         return count
 
 
-def head_of(gen: Generator) -> DFlash:
+def head_of(gen: Generator) -> Head:
     drafting = gen._runner.features[DraftPlan]  # type: ignore[attr-defined]
     assert isinstance(drafting, Drafting)
-    assert isinstance(drafting.head, DFlash)
+    assert isinstance(drafting.head, Head)
     return drafting.head
 
 

@@ -31,10 +31,9 @@ from fastgen.engine.pages import PageMoves
 from fastgen.engine.prompt_scorer import PromptScorer
 from fastgen.engine.prompt_scores import ScorePlan
 from fastgen.engine.runner import Runner
-from fastgen.engine.speculation.dflash import DFlashWeights
 from fastgen.engine.speculation.drafting import Drafting
 from fastgen.engine.speculation.head import HeadWeights
-from fastgen.engine.speculation.heads import DFlashConfig
+from fastgen.engine.speculation.kinds import weights_of
 from fastgen.engine.speculation.planning import DraftPlan
 from fastgen.engine.warm_up import capture, compile_kernels, count_graphs, measure_prefill_tokens, run_largest_steps
 from fastgen.kernels.launch import kernels_of, slower_than_possible, triton
@@ -139,8 +138,7 @@ def load_head(model: Transformer, config: EngineConfig, load: str) -> HeadWeight
     head = config.speculate.head_config if config.speculate else None
     if head is None:
         return None
-    assert isinstance(head, DFlashConfig)
-    weights = DFlashWeights(head, model.parameters, config.max_model_len, config.deterministic)
+    weights = weights_of(head, model.parameters, config.max_model_len, config.deterministic)
     weights.load(load == "dummy")
     return weights
 

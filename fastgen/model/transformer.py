@@ -63,7 +63,7 @@ class Observer(Protocol):
 
     @property
     def layers(self) -> Collection[int]:
-        """Numbers of the layers that it reads the stream after, without the last."""
+        """Numbers of the layers that it reads the stream after. After the last one only the rows in `ends` are left."""
 
     def observe(self, part: StepPart, number: int) -> None:
         """Read `part.residual` after layer `number`, one of `layers`."""

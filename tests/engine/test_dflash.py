@@ -177,7 +177,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"enable_confidence_head": True}, "enable_confidence_head=True is not supported"),
     ({"speculators_model_type": "peagle"}, "speculators_model_type='peagle' is not supported; only dflash is"),
     ({"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 8}, "layer_types="),
-    ({"dflash_config": None, "architectures": ["LlamaForCausalLMEagle3"]}, "heads of DFlash are"),
+    (
+        {"dflash_config": None, "architectures": ["LlamaForCausalLMEagle3"]},
+        r"DFlash \(with dflash_config\) and Medusa are",
+    ),
     ({"block_size": "?"}, "block_size='\\?' must be an integer"),
     ({"mask_token_id": 320, "dflash_config": {"target_layer_ids": [0, 1]}}, "mask_token_id=320 is no token"),
 ]

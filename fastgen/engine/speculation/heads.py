@@ -1,6 +1,7 @@
 """The configuration of a head: a small model that drafts from the residual stream of its target. No torch here.
 
-A checkpoint names its kind in its config.json. Three programs write DFlash heads, with fields in other places:
+A checkpoint names its kind in its config.json: Medusa's has `medusa_num_heads`. Three programs write DFlash heads, with
+fields in other places:
 
 - z-lab: fields of Qwen3, and `dflash_config` with `mask_token_id` and `target_layer_ids`.
 - DeepSpec: the same fields at the top level, with architectures ["Qwen3DSparkModel"]. Drafts begin one row earlier.
@@ -17,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.model.config import ModelConfig, parse_config
+
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
+"""Names of the file with the weights of Medusa heads; the first that is there is read."""
 
 SUPPORTED: dict[str, tuple[object, ...]] = {
     "use_swa": (None, False), "swa_window_size": (None, 0), "attention_sinks": (None, False),
@@ -80,6 +84,15 @@ class DFlashConfig(HeadConfig):
         return 0 if self.anchor_first else 1
 
 
+@dataclass(frozen=True)
+class MedusaConfig(HeadConfig):
+    """The configuration of Medusa heads. heads: number of heads, where there is no file that says it; a config.json may
+    name fewer than there are. blocks: number of residual blocks of each."""
+
+    heads: int
+    blocks: int
+
+
 def read_head(folder: Path, target: ModelConfig) -> HeadConfig:
     """Return the configuration of the head in a folder. Raises ValueError that names the folder and the field for one
     that is not supported, or that does not fit the target."""
@@ -91,12 +104,20 @@ def read_head(folder: Path, target: ModelConfig) -> HeadConfig:
     try:
         if (folder / "mask_embedding.pt").exists():
             raise ValueError("mask_embedding.pt, an embedding of the mask token, is not supported")
-        found = parse_dflash(config, folder, target)
-        _check_fit(found, target)
+        found = parse_head(config, folder, target)
     except ValueError as error:
         raise ValueError(f"speculate: {path}: {error}") from error
     except (TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"speculate: {path} has a field of a wrong type or lacks one ({error!r})") from error
+    return found
+
+
+def parse_head(config: dict[str, Any], folder: Path, target: ModelConfig) -> HeadConfig:
+    """Return the configuration of any kind of head for the content of `config.json`."""
+    if "medusa_num_heads" in config:
+        return MedusaConfig(folder, _integer(config, "medusa_num_heads"), _integer(config, "medusa_num_layers"))
+    found = parse_dflash(config, folder, target)
+    _check_fit(found, target)
     return found
 
 
@@ -113,7 +134,7 @@ def parse_dflash(config: dict[str, Any], folder: Path, target: ModelConfig) -> D
     elif names == ["Qwen3DSparkModel"]:
         fields["sample_from_anchor"] = True
     elif "dflash_config" not in config:
-        raise _unsupported("architectures", names, "heads of DFlash are: a config.json with dflash_config")
+        raise _unsupported("architectures", names, "DFlash (with dflash_config) and Medusa are")
     for name, values in SUPPORTED.items():
         if fields.get(name) not in values:
             raise _unsupported(name, fields[name])
