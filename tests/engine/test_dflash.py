@@ -12,7 +12,7 @@ from called_graphs import Called, capturable
 from conftest import check_idle, random_ids
 from drafting import adversary
 from handmade import let_pages_run_out
-from heads import DIALECTS, Reference, head_of, record, save_head
+from heads import DIALECTS, MedusaReference, Reference, head_of, record, save_head, save_medusa
 from safetensors.torch import load_file, save_file
 
 from fastgen import Generator, SamplingParams, Speculation
@@ -87,13 +87,21 @@ def test_a_head_changes_no_bit(family: Path, tmp_path: Path, always: None) -> No
         check_idle(gen)
 
 
-def test_graphs_draft_the_same(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: None) -> None:
+@pytest.mark.parametrize("kind", ["dflash", "medusa"])
+def test_graphs_draft_the_same(
+    kind: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: None
+) -> None:
     """Lanes that a graph has and a step does not need are padding."""
-    head = save_head(tmp_path, llama)
+    first, block = 1, 6
+    reference: Reference | MedusaReference = Reference(llama, save_head(tmp_path / "dflash", llama), 1)
+    if kind == "medusa":
+        tensors = load_file(save_medusa(tmp_path / "medusa", llama) / "medusa_lm_head.safetensors")
+        first, block, reference = 0, 3, MedusaReference(llama, tensors)
     with Generator(llama, speculate=False) as gen:
         expected = gen.generate(PROMPTS[:3], PARAMS[:3])
     adversary(monkeypatch, expected, gen.model_config.vocab_size)
-    with Generator(llama, max_seqs=8, page_size=16, speculate=replace(eager(head), max_rows=128)) as gen:
+    options = replace(eager(tmp_path / kind), max_rows=128)
+    with Generator(llama, max_seqs=8, page_size=16, speculate=options) as gen:
         runner = gen._runner
         capturable(monkeypatch)
         capture(runner, None, [16, 64])
@@ -105,7 +113,7 @@ def test_graphs_draft_the_same(llama: Path, tmp_path: Path, monkeypatch: pytest.
         recorded = record(gen, monkeypatch)
         found = gen.generate(PROMPTS[:3], PARAMS[:3])
         assert [output.completions for output in found] == [output.completions for output in expected]
-        assert recorded.check(Reference(llama, head, 1), 1, 6, expected) > 100
+        assert recorded.check(reference, first, block, expected) > 100
         assert {2, 4} <= set(graphs.ran)
         check_idle(gen)
 
@@ -179,7 +187,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 8}, "layer_types="),
     (
         {"dflash_config": None, "architectures": ["LlamaForCausalLMEagle3"]},
-        r"DFlash \(with dflash_config\) and Medusa are",
+        "and Medusa are",
     ),
     ({"block_size": "?"}, "block_size='\\?' must be an integer"),
     ({"mask_token_id": 320, "dflash_config": {"target_layer_ids": [0, 1]}}, "mask_token_id=320 is no token"),
