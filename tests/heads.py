@@ -190,6 +190,131 @@ class MedusaReference:
         return torch.stack(found)
 
 
+def save_eagle(
+    folder: Path, target: Path, features: tuple[int, ...] = (0, 1), reduced: int = 0, dialect: str = "yuhuili",
+    qk_norm: bool = False, own: bool = True, **changes: Any,
+) -> Path:  # fmt: skip
+    """Write a random EAGLE-3 head for a target, and return its folder. own: with a matrix to the vocabulary. changes:
+    of fields of its config.json."""
+    config = json.loads((target / "config.json").read_text())
+    hidden, kv_heads, count = config["hidden_size"], config["num_key_value_heads"], len(features)
+    size = config.get("head_dim") or hidden // config["num_attention_heads"]
+    fields: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": hidden, "head_dim": size,
+        "num_attention_heads": HEADS, "num_key_value_heads": kv_heads, "intermediate_size": INNER,
+        "num_hidden_layers": 1, "rms_norm_eps": EPS, "rope_theta": THETA, "vocab_size": config["vocab_size"],
+        "max_position_embeddings": 64, "draft_vocab_size": reduced or config["vocab_size"],
+    }  # fmt: skip
+    inputs = [layer + 1 for layer in features]
+    if dialect == "yuhuili":
+        fields["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(features)}
+    elif dialect == "DeepSpec":
+        fields |= {"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "target_layer_ids": list(features)}
+    else:
+        methods = {"proposal_methods": [{"speculative_tokens": 3}]}
+        fields = {
+            "speculators_model_type": "eagle3", "transformer_layer_config": fields, "speculators_config": methods,
+            "draft_vocab_size": fields["draft_vocab_size"], "eagle_aux_hidden_state_layer_ids": inputs,
+        }  # fmt: skip
+    fields |= changes
+    shapes: dict[str, tuple[int, ...]] = {"fc": (hidden, count * hidden), "norm": (hidden,)}
+    layer = "layers.0." if dialect == "speculators" else "midlayer."
+    heads = {"q": HEADS, "k": kv_heads, "v": kv_heads}
+    shapes |= {f"{layer}self_attn.{name}_proj": (count * size, 2 * hidden) for name, count in heads.items()}
+    shapes |= {f"{layer}self_attn.o_proj": (hidden, HEADS * size), f"{layer}mlp.down_proj": (hidden, INNER)}
+    shapes |= {f"{layer}mlp.{name}_proj": (INNER, hidden) for name in ("gate", "up")}
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    shapes |= {f"{layer}{name}": (hidden,) for name in norms}
+    shapes |= {f"{layer}self_attn.{name}_norm": (size,) for name in "qk" if qk_norm}
+    shapes |= {f"fc_norm.{number}": (hidden,) for number in range(count) if fields.get("fc_norm")}
+    shapes |= {"input_norm": (count * hidden,)} if fields.get("norm_before_fc") else {}
+    shapes |= {"lm_head": (reduced or config["vocab_size"], hidden)} if own else {}
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{name}.weight": torch.randn(shape, generator=draw) * 0.2 + (len(shape) == 1) for name, shape in shapes.items()
+    }
+    if reduced:
+        ids = torch.randperm(config["vocab_size"], generator=draw)[:reduced].sort().values
+        tensors["d2t"] = ids - torch.arange(reduced)
+        tensors["t2d"] = torch.isin(torch.arange(config["vocab_size"]), ids)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+class EagleReference:
+    """A target of transformers, and an EAGLE-3 head in plain torch that computes everything anew for each draft. The
+    noise of draws is added to its logits, since each draft is the token of the next row."""
+
+    def __init__(self, target: Path, head: Path, features: tuple[int, ...] = (0, 1)) -> None:
+        import transformers
+
+        self._target = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self._config = json.loads((head / "config.json").read_text())
+        self._w = {
+            name.removeprefix("midlayer.").removeprefix("layers.0.").removesuffix(".weight"): tensor
+            for name, tensor in load_file(head / "model.safetensors").items()
+        }
+        self._features = features
+
+    @torch.no_grad()
+    def draft(self, ids: list[int], draft: Draft) -> list[int]:
+        """Return as many drafts after the token at position draft.start as there are in `draft`."""
+        embedding, start = self._target.get_input_embeddings().weight, draft.start
+        found = self._target(torch.tensor([ids[:start]]), output_hidden_states=True).hidden_states
+        states = self._states([found[layer + 1][0] for layer in self._features])
+        tokens, drafts = ids[1 : start + 1], list[int]()
+        for _ in draft.tokens:
+            x, following = self._layer(embedding[torch.tensor(tokens)], states)
+            logits = self._logits(x)
+            if draft.temperature:
+                at = torch.tensor([[start + 1 + len(drafts)]], dtype=torch.int32)
+                noise = gumbel(torch.tensor([[draft.seed]]), torch.tensor([[draft.index]]), at, len(logits))
+                logits = logits / draft.temperature + noise[0]
+            drafts.append(int(logits.argmax()))
+            states, tokens = torch.cat((states, following[None])), [*tokens, drafts[-1]]
+        return drafts
+
+    def _states(self, features: list[Tensor]) -> Tensor:
+        if self._config.get("fc_norm"):
+            features = [norm(x, self._w[f"fc_norm.{at}"]) for at, x in enumerate(features)]
+        together = torch.cat(features, 1)
+        if self._config.get("norm_before_fc"):
+            together = norm(together, self._w["input_norm"])
+        return together @ self._w["fc"].T
+
+    def _layer(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normed result of the last row, and the state of the row that follows."""
+        w = self._w
+        normed = norm(states, w["hidden_norm"])
+        both = torch.cat((norm(embedded, w["input_layernorm"]), normed), 1)
+        kv_heads = self._target.config.num_key_value_heads
+        size = len(w["self_attn.k_proj"]) // kv_heads
+        q, k, v = ((both @ w[f"self_attn.{name}_proj"].T).view(len(both), -1, size) for name in "qkv")
+        if "self_attn.q_norm" in w:
+            q, k = norm(q, w["self_attn.q_norm"]), norm(k, w["self_attn.k_norm"])
+        positions = torch.arange(len(both))
+        q, k = turned(q, positions), turned(k, positions)
+        k, v = (x.repeat_interleave(HEADS // kv_heads, 1) for x in (k, v))
+        weights = torch.einsum("hd,khd->hk", q[-1], k).div(size**0.5).softmax(-1)
+        x = (normed if self._config.get("norm_before_residual") else states)[-1]
+        x = x + torch.einsum("hk,khd->hd", weights, v).flatten() @ w["self_attn.o_proj"].T
+        y = norm(x, w["post_attention_layernorm"])
+        gate, up = (w[f"mlp.{name}_proj"] @ y for name in ("gate", "up"))
+        x = x + w["mlp.down_proj"] @ (F.silu(gate) * up)
+        result = norm(x, w["norm"])
+        return result, result if self._config.get("norm_output") else x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        own = self._w.get("lm_head", self._target.get_output_embeddings().weight) @ x
+        if "d2t" not in self._w:
+            return own
+        logits = torch.full((self._target.config.vocab_size,), -torch.inf)
+        logits[torch.arange(len(own)) + self._w["d2t"]] = own
+        return logits
+
+
 def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
@@ -235,12 +360,25 @@ class Recorded:
             assert len(draft.tokens) <= block - first
             logits = reference.logits(ids, draft.start, len(draft.tokens) + first)
             if draft.temperature:
-                positions = torch.arange(len(draft.tokens))[:, None] + draft.start + 1
-                seed, index = torch.full_like(positions, draft.seed), torch.full_like(positions, draft.index)
+                positions = torch.arange(len(draft.tokens), dtype=torch.int32)[:, None] + draft.start + 1
+                seed, index = (torch.full(positions.shape, each) for each in (draft.seed, draft.index))
                 logits = logits / draft.temperature + gumbel(seed, index, positions, logits.shape[1])
             expected = logits.argmax(1).tolist()
             assert draft.tokens == expected, (draft, expected)
             count += len(expected)
+        return count
+
+    def check_eagle(self, reference: EagleReference, most: int, outputs: list[RequestOutput]) -> int:
+        """Compare all drafts of an EAGLE-3 head with the reference, as `check` does."""
+        count = 0
+        for draft in self.drafts:
+            output = outputs[draft.seed]
+            ids = output.prompt_token_ids + output.completions[draft.index].token_ids
+            if draft.start < len(ids) and draft.tokens:
+                assert draft.last == ids[draft.start]
+                assert len(draft.tokens) <= most
+                assert draft.tokens == reference.draft(ids, draft), draft
+                count += len(draft.tokens)
         return count
 
 

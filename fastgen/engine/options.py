@@ -123,7 +123,7 @@ class GeneratorOptions(Options):
     speculate: Any = option(
         False, "draft tokens and verify them together, which changes no bit where deterministic is on: auto drafts "
         "when few sequences run, ngram only from a sequence's own tokens, off, or the folder or hub id of a head that "
-        "drafts from the model's hidden states (DFlash); in Python also False or a Speculation",
+        "drafts from the model's hidden states (DFlash, EAGLE-3, Medusa); in Python also False or a Speculation",
         unset="off",
     )  # fmt: skip
     generation_config: bool = option(

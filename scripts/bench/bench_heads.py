@@ -1,4 +1,4 @@
-"""Measures, as `bench.py gpu --heads`, generated tokens per second with a DFlash head of random weights.
+"""Measures, as `bench.py gpu --heads`, generated tokens per second with heads of random weights: DFlash, EAGLE-3.
 
 Random weights draft nothing that is right. So the answers are recorded, as in bench_speculate.py, and after the head
 has run, its drafts are replaced by recorded tokens, each of which is right with the same probability, so that a step
@@ -26,10 +26,12 @@ from bench_limits import settings
 from bench_speculate import Stream, recorded, requests
 
 from fastgen import Generator, SamplingParams, Speculation
-from fastgen.engine.speculation.dflash import DFlash
+from fastgen.engine.speculation.head import Head
 from fastgen.engine.warm_up import drafting_of
 
-ACCEPTANCE = 3.1  # tokens per step of DFlash with Qwen3-8B on MT-Bench at temperature 1 (DSpark's paper, table 1)
+ACCEPTANCE = {"DFlash": 3.1, "EAGLE-3": 2.6}
+"""Tokens per step of heads for Qwen3-8B on MT-Bench at temperature 1 (DSpark's paper, table 1)."""
+
 BLOCK, LAYERS = 16, 5
 STREAMS = {
     "chat1": Stream(1, 0.0, uniform=True, prompt=512, generated=384),
@@ -39,8 +41,9 @@ REPEATS = 3
 
 
 @contextmanager
-def head_folder(model: str, smoke: bool) -> Iterator[Path]:
-    """Yield a folder with the config.json of a DFlash head for a model."""
+def head_folder(model: str, kind: str, smoke: bool) -> Iterator[Path]:
+    """Yield a folder with the config.json of a head for a model: DFlash with a block of 16, or EAGLE-3 with 4 drafts and
+    32,000 tokens."""
     config = settings(model, smoke)
     target = config["num_hidden_layers"]
     count = 1 if smoke else LAYERS
@@ -48,26 +51,30 @@ def head_folder(model: str, smoke: bool) -> Iterator[Path]:
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
              "rope_theta", "vocab_size", "max_position_embeddings", "head_dim")  # fmt: skip
     head = {name: config[name] for name in names if name in config}
-    head |= {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": count,
-             "block_size": BLOCK, "dflash_config": {"mask_token_id": 5, "target_layer_ids": ids}}  # fmt: skip
+    if kind == "DFlash":
+        head |= {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": count,
+                 "block_size": BLOCK, "dflash_config": {"mask_token_id": 5, "target_layer_ids": ids}}  # fmt: skip
+    else:
+        head |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "target_layer_ids": ids[:3],
+                 "draft_vocab_size": 200 if smoke else 32000}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(head))
         yield Path(folder)
 
 
-def head_of(generator: Generator) -> DFlash:
+def head_of(generator: Generator) -> Head:
     drafting = drafting_of(generator._runner)
     assert drafting is not None
     assert drafting.head is not None
     return drafting.head
 
 
-def rate_of(acceptance: float) -> float:
-    """Return the probability that a draft after right ones is right, for so many tokens per step."""
+def rate_of(acceptance: float, drafts: int) -> float:
+    """Return the probability that a draft after right ones is right, for so many tokens per step of so many drafts."""
     low, high = 0.0, 1.0
     for _ in range(50):
         rate = (low + high) / 2
-        low, high = (rate, high) if sum(rate**i for i in range(BLOCK)) < acceptance else (low, rate)
+        low, high = (rate, high) if sum(rate**i for i in range(drafts + 1)) < acceptance else (low, rate)
     return low
 
 
@@ -138,18 +145,25 @@ def bench_heads(arguments: argparse.Namespace) -> None:
     with ready_generator(arguments, speculate=False, **options) as (generator, _):
         for name, stream in streams.items():
             found[name] = {"plain": measure(generator, stream, None)}
-    with head_folder(arguments.model, smoke) as folder:
-        speculate = Speculation(head=folder, history_tokens=0)
-        with ready_generator(arguments, speculate=speculate, **options) as (generator, _):
-            for name, stream in streams.items():
-                found[name] |= {
-                    "head unused": measure(generator, stream, None, speculate=False),
-                    f"acceptance {ACCEPTANCE}": measure(generator, stream, rate_of(ACCEPTANCE)),
-                    "nothing accepted": measure(generator, stream, 0.0),
-                }
-            head = time_head(generator)
+    times = dict[str, dict[str, float]]()
+    for kind, acceptance in ACCEPTANCE.items():
+        with head_folder(arguments.model, kind, smoke) as folder:
+            speculate = Speculation(head=folder, history_tokens=0)
+            with ready_generator(arguments, speculate=speculate, **options) as (generator, _):
+                rate = rate_of(acceptance, head_of(generator).most)
+                for name, stream in streams.items():
+                    found[name] |= {
+                        f"{kind} unused": measure(generator, stream, None, speculate=False),
+                        f"{kind} accepting {acceptance}": measure(generator, stream, rate),
+                        f"{kind} accepting nothing": measure(generator, stream, 0.0),
+                    }
+                times[kind] = time_head(generator)
     for name, results in found.items():
-        for kind, result in results.items():
-            times = result["tokens_per_second"] / results["plain"]["tokens_per_second"]
-            print(f"{name:6} {kind:17} {result['tokens_per_second']:8.1f} tok/s, {times:.2f} times plain", flush=True)
-    write_report(arguments, "heads", {"streams": found, "head_us": head})
+        for case, result in results.items():
+            ratio, steps = (
+                result["tokens_per_second"] / results["plain"]["tokens_per_second"],
+                result["tokens_per_step"],
+            )
+            rate = f"{result['tokens_per_second']:8.1f} tok/s, {ratio:.2f} times plain"
+            print(f"{name:6} {case:25} {rate}, {steps:.2f} tokens per step", flush=True)
+    write_report(arguments, "heads", {"streams": found, "head_us": times})

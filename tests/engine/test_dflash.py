@@ -183,10 +183,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"attention_value_scale": 0.5}, "attention_value_scale=0.5 is not supported"),
     ({"markov_rank": 256}, "markov_rank=256 is not supported"),
     ({"enable_confidence_head": True}, "enable_confidence_head=True is not supported"),
-    ({"speculators_model_type": "peagle"}, "speculators_model_type='peagle' is not supported; only dflash is"),
+    ({"speculators_model_type": "peagle"}, "speculators_model_type='peagle' is not supported; dflash and eagle3 are"),
     ({"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 8}, "layer_types="),
     (
-        {"dflash_config": None, "architectures": ["LlamaForCausalLMEagle3"]},
+        {"dflash_config": None, "architectures": ["LlamaForCausalLM"]},
         "and Medusa are",
     ),
     ({"block_size": "?"}, "block_size='\\?' must be an integer"),

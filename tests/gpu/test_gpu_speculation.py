@@ -40,8 +40,16 @@ def test_drafts_of_an_adversary_change_no_bit(name: str | None, tmp_path: Path) 
             _compare(gen, lanes)
 
 
-@pytest.mark.parametrize("page_size", [64, 16])
-def test_a_head_changes_no_bit(page_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+HEADS: dict[str, dict[str, Any]] = {
+    "dflash": {"block_size": 16, "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 2]}},
+    "eagle": {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "target_layer_ids": [0, 1, 2],
+              "draft_vocab_size": 32000},
+    "medusa": {"medusa_num_heads": 3, "medusa_num_layers": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_changes_no_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its CUDA graphs draft what it drafts launched kernel by kernel, and texts get as many right drafts as without."""
     monkeypatch.setattr("fastgen.engine.speculation.planning.BARREN", 10**9)
     target, head = tmp_path / "target", tmp_path / "head"
@@ -49,25 +57,30 @@ def test_a_head_changes_no_bit(page_size: int, tmp_path: Path, monkeypatch: pyte
         folder.mkdir()
     config = {**KNOWN["Qwen/Qwen3-8B"][0], "num_hidden_layers": 4}
     (target / "config.json").write_text(json.dumps(config))
-    special = {"block_size": 16, "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 2]}}
-    (head / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, **special}))
-    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_seqs": 70, "page_size": page_size}
+    (head / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, **HEADS[kind]}))
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_seqs": 70}
     options |= {"model": target, "load": "dummy", "kv_cache_gb": 1.0, "max_model_len": 1024, "seed": 0}
     with Generator(speculate=replace(EAGER, head=head), prefix_cache=False, **options) as gen:
         for lanes in (1, 3, 20):
             _compare(gen, lanes)
         assert gen.stats.head_drafted > 0
-        found = head_of(gen)
-        lanes_held = gen._runner.lanes
-        with torch.inference_mode():
-            found._drawing[:3] = torch.arange(3, device="cuda")
-            lanes_held.kv_lens[:3] = torch.tensor([20, 100, 130], device="cuda", dtype=torch.int32)
-            found._limits[:3] = 200
-            assert found.graphs is not None
-            found.graphs.run(3)
-            drafted = found._tokens[:3].clone()
-            found.body(3)
-        assert torch.equal(found._tokens[:3], drafted)
+        _compare_graphs(gen)
+
+
+@torch.inference_mode()
+def _compare_graphs(gen: Generator) -> None:
+    """Compare what a head's graph drafts for three lanes with what it drafts launched kernel by kernel."""
+    head, lanes = head_of(gen), gen._runner.lanes
+    head._drawing[:3] = torch.arange(3, device="cuda")
+    head._ends[:3] = torch.arange(3, device="cuda")
+    lanes.kv_lens[:3] = torch.tensor([20, 100, 130], device="cuda", dtype=torch.int32)
+    head._limits[:3] = 200
+    assert head.graphs is not None
+    head.graphs.run(3)
+    drafted = head._tokens[:3].clone()
+    head.body(3)
+    assert torch.equal(head._tokens[:3], drafted)
+    assert (head._counts[:3] > 0).all()
 
 
 def _compare(gen: Generator, lanes: int) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights
+from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights, set_ids
 from fastgen.engine.speculation.heads import DFlashConfig
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import RMSNorm, rms_norm
@@ -89,19 +89,10 @@ class DFlashWeights(HeadWeights):
         try:
             update.check()
             if self.lm_head is not None:
-                self._set_ids(offsets)
+                set_ids(self.ids, offsets)
             write(shards, update.tensors())
         finally:
             self.finish()
-
-    def _set_ids(self, offsets: Tensor | None) -> None:
-        """Set the tokens of the reduced vocabulary: number + d2t[number]."""
-        if offsets is None or offsets.shape != self.ids.shape:
-            raise ValueError(f"draft_vocab_size={len(self.ids)} needs a tensor d2t [{len(self.ids)}]")
-        ids = torch.arange(len(offsets)) + offsets.cpu().long()
-        if len(set(ids.tolist())) < len(ids) or int(ids.min()) < 0:
-            raise ValueError("d2t must name another token for each number")
-        self.ids.copy_(ids)
 
     def shards(self) -> dict[str, Shard]:
         shards = {name.removeprefix("model."): shard for name, shard in self._parameters.targets().items()}

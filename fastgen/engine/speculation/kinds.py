@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fastgen.engine.speculation.dflash import DFlashWeights
+from fastgen.engine.speculation.eagle import EagleWeights
 from fastgen.engine.speculation.head import HeadWeights
-from fastgen.engine.speculation.heads import DFlashConfig, HeadConfig, MedusaConfig
+from fastgen.engine.speculation.heads import DFlashConfig, EagleConfig, HeadConfig, MedusaConfig
 from fastgen.engine.speculation.medusa import MedusaWeights
 from fastgen.model.parameters import Parameters
 
@@ -14,5 +15,7 @@ def weights_of(config: HeadConfig, target: Parameters, context: int, determinist
     Parameters."""
     if isinstance(config, DFlashConfig):
         return DFlashWeights(config, target, context, deterministic)
+    if isinstance(config, EagleConfig):
+        return EagleWeights(config, target, context, deterministic)
     assert isinstance(config, MedusaConfig)
     return MedusaWeights(config, target, context, deterministic)
