@@ -159,13 +159,20 @@ def test_update_weights_keeps_the_head(
         assert recorded.check(reference, 1, 6, gen.generate(PROMPTS, PARAMS)) > 100
 
 
-def test_a_head_that_drafts_nothing_right_is_switched_off(llama: Path, tmp_path: Path) -> None:
+def test_a_head_that_drafts_nothing_right_is_switched_off(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After 64 tokens of a sequence without a right draft. Another sequence begins with it again."""
-    params = SamplingParams(max_tokens=150, temperature=1.0, ignore_eos=True, seed=0)
-    with Generator(llama, speculate=eager(save_head(tmp_path, llama, seed=3)), page_size=16) as gen:
+    params = SamplingParams(max_tokens=150, temperature=0, ignore_eos=True, logit_bias={7: -100.0})
+    with Generator(llama, speculate=eager(save_head(tmp_path, llama)), page_size=16) as gen:
         head, sizes = head_of(gen), list[int]()
-        right = head.body
-        head.body = lambda size: sizes.append(size) or right(size)  # type: ignore[method-assign, func-returns-value]
+
+        def body(size: int) -> None:
+            sizes.append(size)
+            head._counts[:-1] = 3
+            head._tokens[:-1] = 7  # it is never drawn
+
+        monkeypatch.setattr(head, "body", body)
         for _ in range(2):
             gen.generate([random_ids(9)], params)
             assert gen.stats.head_accepted == 0

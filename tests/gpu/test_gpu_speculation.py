@@ -62,7 +62,7 @@ def test_a_head_changes_no_bit(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
     options |= {"model": target, "load": "dummy", "kv_cache_gb": 1.0, "max_model_len": 1024, "seed": 0}
     with Generator(speculate=replace(EAGER, head=head), prefix_cache=False, **options) as gen:
         for lanes in (1, 3, 20):
-            _compare(gen, lanes)
+            _compare(gen, lanes, may_wait=True)
         assert gen.stats.head_drafted > 0
         _compare_graphs(gen)
 
@@ -83,7 +83,9 @@ def _compare_graphs(gen: Generator) -> None:
     assert (head._counts[:3] > 0).all()
 
 
-def _compare(gen: Generator, lanes: int) -> None:
+def _compare(gen: Generator, lanes: int, may_wait: bool = False) -> None:
+    """Compare speculative answers of so many lanes with plain ones. may_wait: steps may wait for each other often, as
+    they do where an adversary drafts nothing and a random head drafts something wrong instead."""
     draw = torch.Generator().manual_seed(lanes)
     vocab, most = gen.model_config.vocab_size, gen._runner.config.speculate.most_lanes  # type: ignore[union-attr]
     prompts = [torch.randint(0, vocab, (5 + 37 * n % 200,), generator=draw).tolist() for n in range(lanes)]
@@ -100,7 +102,7 @@ def _compare(gen: Generator, lanes: int) -> None:
         stats = gen.stats.since(before)
         if adversarial and lanes <= most:
             assert stats.drafted > stats.accepted > lanes * GENERATED / 3
-        assert lanes > 1 or not adversarial or ahead.count(False) <= 6, "steps wait for each other"
+        assert may_wait or lanes > 1 or not adversarial or ahead.count(False) <= 6, "steps wait for each other"
 
 
 def _note_launches(patch: pytest.MonkeyPatch, gen: Generator, ahead: list[bool]) -> None:
