@@ -12,7 +12,7 @@ from called_graphs import Called, capturable
 from conftest import check_idle, random_ids
 from drafting import adversary
 from handmade import let_pages_run_out
-from heads import DIALECTS, MedusaReference, Reference, head_of, record, save_head, save_medusa
+from heads import DIALECTS, MedusaReference, Reference, head_of, record, save_eagle, save_head, save_medusa
 from safetensors.torch import load_file, save_file
 
 from fastgen import Generator, SamplingParams, Speculation
@@ -66,6 +66,7 @@ def test_drafts_are_those_of_the_reference(
             assert [output.completions for output in found] == [output.completions for output in expected]
             assert recorded.check(reference, first, 6, expected) > 100
             check_idle(gen)
+        assert gen._runner.pool.whole[:, :, 0].nbytes == gen.config.page_bytes(gen.model_config)
         stats = gen.stats
         assert stats.cached_tokens > 0
         assert stats.drafted > stats.accepted > 0
@@ -229,3 +230,22 @@ def test_what_does_not_fit_a_head_is_an_error(llama: Path, tmp_path: Path) -> No
     (head / "config.json").unlink()
     with pytest.raises(ValueError, match=r"config.json cannot be read"):
         Generator(llama, speculate=head)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_cache_dtype": "fp8"}, {"dtype": "bfloat16"}, {"attention": "reference"}, {"quantization": "fp8"}],
+)
+@pytest.mark.parametrize("kind", ["dflash", "eagle", "medusa"])
+def test_heads_run_with_other_options(
+    kind: str, options: dict[str, Any], llama: Path, tmp_path: Path, always: None
+) -> None:
+    save = {"dflash": save_head, "eagle": save_eagle, "medusa": save_medusa}[kind]
+    params = [replace(each, max_tokens=12) for each in PARAMS]
+    with Generator(llama, speculate=False, page_size=64, **options) as gen:
+        expected = gen.generate(PROMPTS, params)
+    with Generator(llama, speculate=eager(save(tmp_path, llama)), page_size=64, **options) as gen:
+        found = gen.generate(PROMPTS, params)
+        assert gen.stats.head_drafted > 0
+        if options != {"attention": "reference"}:  # which is not batch-invariant
+            assert [output.completions for output in found] == [output.completions for output in expected]

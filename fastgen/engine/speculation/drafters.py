@@ -16,10 +16,6 @@ class Drafter(Protocol):
     """Drafts the next tokens of lanes on the device, without a wait. No draft can change a bit of an output, since each
     is verified by the draw that would have happened anyway."""
 
-    @property
-    def name(self) -> str:
-        """The name of the drafter in `Stats`."""
-
     def begin(self, plan: DraftPlan) -> None:
         """Act before a step whose Batch has this payload: begin lanes that draft from now on."""
 
@@ -32,8 +28,6 @@ class Drafter(Protocol):
 
 class TextDrafter:
     """Copies drafts from the text of a lane, which holds earlier outputs and its own tokens; see kernels/drafts.py."""
-
-    name = "text"
 
     def __init__(self, lanes: int, max_model_len: int, device: torch.device) -> None:
         self._texts = Texts.empty(lanes, HISTORY + min(max_model_len, LONGEST), device)

@@ -98,7 +98,7 @@ class Drafting(StepFeature[DraftPlan]):
             lanes = own.input.lanes[: len(payload.rows)] if payload.rows else step.lanes
             drawn: Drawn = follow(lanes, self._drafts, own.state.last_token, own.kv_lens, tokens, step.positions)
             drawn = replace(drawn, prefills=step.batch.prefills)
-            for event in step.arrivals.values():  # a head reads pages that are being loaded
+            for event in step.arrivals.values() if self.head else ():  # it reads pages that are being loaded
                 event.wait()
             active = 0
             for number, drafter in enumerate(self._drafters):

@@ -49,7 +49,8 @@ class EagleWeights(HeadWeights):
     def __init__(self, config: EagleConfig, target: Parameters, context: int, deterministic: bool) -> None:
         self._config = config
         self.memory, self._dtype = target.new_memory(), target.dtype
-        names = {_plain(name) for name in dict(self.read())} if (config.folder / "model.safetensors").is_file() else ()
+        there = any(config.folder.glob("*.safetensors"))  # not for load="dummy"
+        names = {_plain(name) for name in dict(self.read())} if there else set()
         c, hidden, count = config.layers, config.layers.hidden_size, len(config.features)
         self._invariant = target.lm_head.batch_invariant
         heads, kv_heads = c.num_heads * c.head_size, c.num_kv_heads * c.head_size

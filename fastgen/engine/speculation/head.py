@@ -109,13 +109,11 @@ class Head(ABC):
     there are some.
     """
 
-    name = "head"
-
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
     def __init__(self, weights: HeadWeights, place: HeadPlace, most: int) -> None:
         assert place.config.speculate is not None
         assert place.target.group.size == 1
-        self._all_weights, self._options, self.most = weights, place.config.speculate, most
+        self._own, self._options, self.most = weights, place.config.speculate, most
         self._target, self._pool, self._lanes = place.target, place.pool, place.lanes
         self._tokens, self._counts = place.tokens, place.counts
         self.graphs: Graphs[int] | None = None
@@ -150,13 +148,13 @@ class Head(ABC):
         `_limits`, and `_ends`, the rows of their last tokens in the step, int64 [S]."""
 
     def update(self, named: Tensors) -> None:
-        self._all_weights.update(named)
+        self._own.update(named)
 
     def release(self) -> None:
-        self._all_weights.memory.release(keep=True)  # even if the target's weights are dropped, and written again later
+        self._own.memory.release(keep=True)  # even if the target's weights are dropped, and written again later
 
     def restore(self) -> None:
-        self._all_weights.memory.restore()
+        self._own.memory.restore()
 
     def begin(self, plan: DraftPlan) -> None:  # noqa: B027
         """Lanes have their context in the pages already."""

@@ -59,9 +59,9 @@ class DFlashConfig(HeadConfig):
     The head drafts a block of tokens in one pass: the last token, and `block` - 1 times the token `mask_id`. Its layers
     attend to the whole block, and to keys and values that are made from the target's residual stream.
 
-    layers: configuration of its layers. features: the target's layers whose outputs are
-    read. anchor_first: row j of the block predicts the token after its position; otherwise the token at its position,
-    so that row 0 predicts nothing. reduced: number of tokens of its own vocabulary; 0: it has the target's.
+    layers: configuration of its layers. features: the target's layers whose outputs are read. anchor_first: row j of
+    the block predicts the token after its position; otherwise the token at its position, so that row 0 predicts
+    nothing. reduced: number of tokens of its own vocabulary; 0: it has the target's.
     """
 
     layers: ModelConfig
