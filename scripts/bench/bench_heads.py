@@ -138,6 +138,14 @@ def time_head(generator: Generator) -> dict[str, float]:
     return found
 
 
+def show(name: str, case: str, results: dict[str, Any]) -> None:
+    """Print the result of a case of a stream, of whose results one is plain."""
+    result = results[case]
+    ratio = result["tokens_per_second"] / results["plain"]["tokens_per_second"]
+    rate = f"{result['tokens_per_second']:8.1f} tok/s, {ratio:.2f} times plain"
+    print(f"{name:6} {case:25} {rate}, {result['tokens_per_step']:.2f} tokens per step", flush=True)
+
+
 def bench_heads(arguments: argparse.Namespace) -> None:
     smoke, found = arguments.smoke, dict[str, dict[str, Any]]()
     streams = {name: replace(each, prompt=60, generated=40) if smoke else each for name, each in STREAMS.items()}
@@ -145,6 +153,7 @@ def bench_heads(arguments: argparse.Namespace) -> None:
     with ready_generator(arguments, speculate=False, **options) as (generator, _):
         for name, stream in streams.items():
             found[name] = {"plain": measure(generator, stream, None)}
+            show(name, "plain", found[name])
     times = dict[str, dict[str, float]]()
     for kind, acceptance in ACCEPTANCE.items():
         with head_folder(arguments.model, kind, smoke) as folder:
@@ -152,15 +161,13 @@ def bench_heads(arguments: argparse.Namespace) -> None:
             with ready_generator(arguments, speculate=speculate, **options) as (generator, _):
                 rate = rate_of(acceptance, head_of(generator).most)
                 for name, stream in streams.items():
-                    found[name] |= {
-                        f"{kind} unused": measure(generator, stream, None, speculate=False),
-                        f"{kind} accepting {acceptance}": measure(generator, stream, rate),
-                        f"{kind} accepting nothing": measure(generator, stream, 0.0),
+                    cases = {
+                        f"{kind} unused": (None, False),
+                        f"{kind} accepting {acceptance}": (rate, True),
+                        f"{kind} accepting nothing": (0.0, True),
                     }
+                    for case, (accepted, used) in cases.items():
+                        found[name][case] = measure(generator, stream, accepted, used)
+                        show(name, case, found[name])
                 times[kind] = time_head(generator)
-    for name, results in found.items():
-        for case, result in results.items():
-            ratio = result["tokens_per_second"] / results["plain"]["tokens_per_second"]
-            rate = f"{result['tokens_per_second']:8.1f} tok/s, {ratio:.2f} times plain"
-            print(f"{name:6} {case:25} {rate}, {result['tokens_per_step']:.2f} tokens per step", flush=True)
     write_report(arguments, "heads", {"streams": found, "head_us": times})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -249,3 +251,19 @@ def test_heads_run_with_other_options(
         assert gen.stats.head_drafted > 0
         if options != {"attention": "reference"}:  # which is not batch-invariant
             assert [output.completions for output in found] == [output.completions for output in expected]
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle", "medusa"])
+def test_memory_is_freed_without_collecting_garbage(kind: str, llama: Path, tmp_path: Path) -> None:
+    save = {"dflash": save_head, "eagle": save_eagle, "medusa": save_medusa}[kind]
+    gen = Generator(llama, speculate=eager(save(tmp_path, llama)), page_size=64)
+    gen.generate(PROMPTS[0], PARAMS[0])
+    gc.collect()
+    gc.disable()
+    try:
+        held = [weakref.ref(each) for each in (gen._runner.model, gen._runner.pool.whole, head_of(gen))]
+        gen.close()
+        del gen
+        assert [each() for each in held] == [None] * 3
+    finally:
+        gc.enable()

@@ -11,9 +11,11 @@ of drafts.
 from __future__ import annotations
 
 import copy
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -114,7 +116,9 @@ class Head(ABC):
         assert place.config.speculate is not None
         assert place.target.group.size == 1
         self._own, self._options, self.most = weights, place.config.speculate, most
-        self._target, self._pool, self._lanes = place.target, place.pool, place.lanes
+        # The target refers to its observer; in a circle, both would keep their memory until garbage is collected.
+        self._target = cast(Transformer, weakref.proxy(place.target))
+        self._pool, self._lanes = place.pool, place.lanes
         self._tokens, self._counts = place.tokens, place.counts
         self.graphs: Graphs[int] | None = None
         lanes, device = self._options.most_lanes, self._tokens.device

@@ -123,7 +123,7 @@ class Medusa(Head):
         positions = (start[:, None] + 1 + self._offsets[:most]).flatten()
         drafts = self.draw(logits.flatten(0, 1), lanes.repeat_interleave(most), positions)
         self._tokens[lanes, :most] = drafts.view(size, most)
-        self._counts[lanes] = most
+        self._counts.index_fill_(0, lanes, most)  # a graph cannot hold an assignment of a number
 
     def _logits(self, x: Tensor, head: int) -> Tensor:
         """Return the logits of a head, float32 [S, V], of normed hidden states x [S, H]."""
