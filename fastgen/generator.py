@@ -341,6 +341,15 @@ class Generator(PromptTasks):
         update = AdapterUpdate(named, config, checkpoint_shards(self.model_config), self._runner.weights.adapted)
         return self._update_on_all("update_adapter", update, version, in_flight)
 
+    def update_drafter(self, named: Tensors) -> None:
+        """Replace the weights of the head that drafts, in place, also while requests run. No output changes by it.
+
+        named: all tensors of the head, by their names in its checkpoint. Raises ValueError, and the old weights stay,
+            if they do not fit or if there is no head, and RuntimeError while the weights are asleep.
+        """
+        with self._interrupt:
+            self._changes.update_drafter(named)
+
     def _update_on_all(self, name: str, update: Update, version: int | None, in_flight: str) -> int:
         change = functools.partial(self._changes.update, update, version, in_flight)
         with self._interrupt:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgen import Generator, RequestOutput
 from fastgen.kernels import drafts
-from fastgen.kernels.drafts import Drafts
+from fastgen.kernels.drafts import Drawn, Texts
 
 
 def adversary(monkeypatch: pytest.MonkeyPatch, outputs: Iterable[RequestOutput], vocab: int, seed: int = 0) -> None:
@@ -41,19 +41,15 @@ def adversary_on_device(monkeypatch: pytest.MonkeyPatch, gen: Generator, outputs
     rows = [out.prompt_token_ids + out.completions[0].token_ids for out in outputs]
     longest = max(map(len, rows)) + 64
     script = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
-    right = drafts.follow
+    right = drafts.recall
 
-    def follow(lanes: Tensor, waiting: Drafts, last: Tensor, kv_lens: Tensor, *drawn: Tensor) -> Tensor:
-        found: Tensor = right(lanes, waiting, last, kv_lens, *drawn)
-        count = waiting.tokens.shape[1]
-        numbers = state.table[lanes, 0].clamp(0, len(rows) - 1)
-        at = kv_lens[lanes].long()[:, None] + 1 + torch.arange(count, device=device)
-        tokens = script[numbers[:, None], at.clamp(max=longest - 1)]
-        wrong = torch.rand(tokens.shape, device=device) < 0.1
-        waiting.tokens[lanes] = torch.where(wrong, torch.randint(0, vocab, tokens.shape, device=device), tokens)
-        counts = torch.randint(0, count + 1, lanes.shape, device=device, dtype=torch.int32)
-        waiting.counts[lanes] = counts
-        found[1] = torch.where(counts > 0, waiting.tokens[lanes, 0], -1)
-        return found
+    def recall(lanes: Tensor, drawn: Drawn, rows: Tensor, texts: Texts, tokens: Tensor, counts: Tensor) -> None:
+        right(lanes, drawn, rows, texts, tokens, counts)
+        numbers = state.table[lanes, 0].clamp(0, len(script) - 1)
+        at = gen._runner.lanes.kv_lens[lanes].long()[:, None] + 1 + torch.arange(tokens.shape[1], device=device)
+        drafted = script[numbers[:, None], at.clamp(max=longest - 1)]
+        wrong = torch.rand(drafted.shape, device=device) < 0.1
+        tokens[lanes] = torch.where(wrong, torch.randint(0, vocab, drafted.shape, device=device), drafted)
+        counts[lanes] = torch.randint(0, tokens.shape[1] + 1, lanes.shape, device=device, dtype=torch.int32)
 
-    monkeypatch.setattr("fastgen.engine.speculation.drafting.follow", follow)
+    monkeypatch.setattr("fastgen.engine.speculation.drafters.recall", recall)

@@ -290,7 +290,7 @@ class HashRunner:
 
     def sample(self, launched: Launched, masks: np.ndarray | None = None) -> None:
         result, every, plan = launched.result, list(range(VOCAB)), launched.batch.find(DraftPlan)
-        drafted = Drafted([], [], [])
+        drafted = Drafted([], [], [], [])
         if plan is not None and plan.drafts and launched.batch.sampling:
             result.features.append(drafted)
         for row, (lane, states) in enumerate(zip(launched.batch.sampling, launched.states, strict=True)):
@@ -320,6 +320,7 @@ class HashRunner:
                 assert values == kv_values(self.texts[lane][:-1], self.version) or self.version, "another text"
         self.drafts[lane] = self._foresee(lane) if lane in self.texts else ()
         drafted.kept.append(len(tokens))
+        drafted.drafters.append(0)
         drafted.guesses.append(self.drafts[lane][0] if self.drafts[lane] else -1)
 
     def _foresee(self, lane: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from fastgen.request import Batch, Prefill, Sequence, StepResult
 
 if TYPE_CHECKING:  # these modules import torch
     from fastgen.engine.step import Launched
-    from fastgen.model.weights import Update
+    from fastgen.model.weights import Tensors, Update
 
 
 class Weights(Protocol):
@@ -25,6 +25,8 @@ class Weights(Protocol):
     def update(self, update: Update, begin: Callable[[], None]) -> None: ...
 
     def keep_bases(self, layers: Collection[str], place: str) -> None: ...
+
+    def update_drafter(self, named: Tensors) -> None: ...
 
     def find_not_finite(self) -> list[str]: ...
 

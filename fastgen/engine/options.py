@@ -122,7 +122,8 @@ class GeneratorOptions(Options):
     )  # fmt: skip
     speculate: Any = option(
         False, "draft tokens and verify them together, which changes no bit where deterministic is on: auto drafts "
-        "when few sequences run, ngram only from a sequence's own tokens, off; in Python also False or a Speculation",
+        "when few sequences run, ngram only from a sequence's own tokens, off, or the folder or hub id of a head that "
+        "drafts from the model's hidden states (DFlash, EAGLE-3, Medusa); in Python also False or a Speculation",
         unset="off",
     )  # fmt: skip
     generation_config: bool = option(
@@ -208,7 +209,9 @@ class EngineConfig:
             raise ValueError("attention is 'flash', whose kernels do not read fp8; leave it or kv_cache_dtype out")
         max_seqs, max_step_tokens = _step_size(model, options, dtype, kv_dtype, memory)
         limit = options.max_prefill_tokens
-        page_bytes = token_bytes(model, kv_dtype) * options.page_size * options.tensor_parallel  # on all ranks
+        speculate = _speculation(options, max_step_tokens, gpu, kernels)
+        bytes_of_token = token_bytes(model, kv_dtype, speculate.kv_layers if speculate else 0)
+        page_bytes = bytes_of_token * options.page_size * options.tensor_parallel  # on all ranks
         config = cls(
             device=options.device,
             dtype=dtype,
@@ -229,7 +232,7 @@ class EngineConfig:
             context_given=context is not None,
             kv_cache_dtype=kv_dtype,
             adapter=options.adapter,
-            speculate=_speculation(options, max_step_tokens, gpu, kernels),
+            speculate=speculate,
         )
         pages = _num_pages(config, options, page_bytes, measured=gpu)
         return config.with_pages(pages) if pages else config
@@ -270,7 +273,12 @@ class EngineConfig:
 
     def page_bytes(self, model: ModelConfig) -> int:
         """Return the size in bytes of a page on one rank: keys and values of all layers."""
-        return token_bytes(model, self.kv_cache_dtype) * self.page_size
+        return token_bytes(model, self.kv_cache_dtype, self.more_kv_layers) * self.page_size
+
+    @property
+    def more_kv_layers(self) -> int:
+        """The number of layers in the KV pool in addition to the model's."""
+        return self.speculate.kv_layers if self.speculate else 0
 
     @property
     def most_rows(self) -> int:
@@ -338,11 +346,11 @@ def _aligned(model: ModelConfig) -> bool:
     return not any(size % 8 for size in model.input_sizes)
 
 
-def token_bytes(model: ModelConfig, kv_dtype: str) -> int:
+def token_bytes(model: ModelConfig, kv_dtype: str, more_layers: int = 0) -> int:
     """Return the size in bytes of one token's KV on one rank. kv_dtype: a dtype, or "fp8", which has a one-byte scale
-    per head."""
+    per head. more_layers: number of layers in addition to the model's."""
     head = model.head_size + 1 if kv_dtype == "fp8" else model.head_size * DTYPE_BYTES[kv_dtype]
-    return 2 * model.num_layers * model.num_kv_heads * head
+    return 2 * (model.num_layers + more_layers) * model.num_kv_heads * head
 
 
 def _step_size(

@@ -31,6 +31,8 @@ from fastgen.engine.prompt_scorer import PromptScorer
 from fastgen.engine.prompt_scores import ScorePlan
 from fastgen.engine.runner import Runner
 from fastgen.engine.speculation.drafting import Drafting
+from fastgen.engine.speculation.head import HeadWeights
+from fastgen.engine.speculation.kinds import weights_of
 from fastgen.engine.speculation.planning import DraftPlan
 from fastgen.engine.warm_up import capture, compile_kernels, count_graphs, measure_prefill_tokens, run_largest_steps
 from fastgen.kernels.launch import kernels_of, slower_than_possible, triton
@@ -80,21 +82,22 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
     with _explain_out_of_memory(config, free), naming_full_disk(kernels, remedy), current(device):
         with group.agreeing():  # if one rank cannot load its weights, the others must not wait for it
             model = build_model(model_config, config, folder, load, group)
-        runner = make_runner(model, config) if device.type == "cpu" else _start_gpu(model, config, free)
+            head = load_head(model, config, load)
+        runner = make_runner(model, config, head) if device.type == "cpu" else _start_gpu(model, config, free, head)
         if not config.max_prefill_tokens:
             runner.config = replace(runner.config, max_prefill_tokens=measure_prefill_tokens(runner))
     return runner
 
 
-def _start_gpu(model: Transformer, config: EngineConfig, free: int) -> Runner:
+def _start_gpu(model: Transformer, config: EngineConfig, free: int, head: HeadWeights | None = None) -> Runner:
     """Return a runner whose kernels are compiled and whose graphs are captured.
 
     free: bytes of device memory that were free before the weights were loaded.
     """
     measured = not config.num_pages
     if measured:
-        config = config.with_pages(measure_pages(model, config, free))
-    runner = make_runner(model, config)
+        config = config.with_pages(measure_pages(model, config, free, head))
+    runner = make_runner(model, config, head)
     if not measured:  # measure_pages has not compiled the kernels
         compile_kernels(runner)
         run_largest_steps(runner)
@@ -130,11 +133,21 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
     return Transformer(parameters, config.max_model_len)
 
 
-def make_runner(model: Transformer, config: EngineConfig) -> Runner:
+def load_head(model: Transformer, config: EngineConfig, load: str) -> HeadWeights | None:
+    """Return the weights of the head that drafts, if there is one. load: see `build_model`."""
+    head = config.speculate.head_config if config.speculate else None
+    if head is None:
+        return None
+    weights = weights_of(head, model.parameters, config.max_model_len, config.deterministic)
+    weights.load(load == "dummy")
+    return weights
+
+
+def make_runner(model: Transformer, config: EngineConfig, head: HeadWeights | None = None) -> Runner:
     """Return a Runner over a new KV pool, with the features that the configuration asks for."""
     c = model.config
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    sizes = c.num_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size
+    sizes = c.num_layers + config.more_kv_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size
     pool = KVPool(*sizes, dtype, device, fp8=config.kv_cache_dtype == "fp8")
     attention = make_attention(
         config.attention, pool, c.num_heads, c.windows, config.most_rows, config.max_model_len,
@@ -145,7 +158,15 @@ def make_runner(model: Transformer, config: EngineConfig) -> Runner:
     runner.features[PageMoves] = PageMover(pool, host, attention.needs_clean_pages)
     runner.features[ScorePlan] = PromptScorer(model)
     if config.speculate is not None:
-        runner.features[DraftPlan] = Drafting(config, runner.lanes, pool.page_size, model.group.rank == 0)
+        drafting = Drafting(config, runner.lanes, pool.page_size, model.group.rank == 0)
+        runner.features[DraftPlan] = drafting
+        if head is not None:
+            part, name = pool.part(c.num_layers, sizes[0]), "paged" if config.attention == "flash" else config.attention
+
+            def attention_of_head(heads: int, rows: int) -> Attention:
+                return make_attention(name, part, heads, (0,), rows, config.max_model_len, config.deterministic)
+
+            model.observer = drafting.add_head(head, model, part, attention_of_head)
     return runner
 
 
@@ -177,14 +198,14 @@ def make_attention(
     return PagedAttention(pool, num_heads, windows, max_seqs, context, deterministic, scale)
 
 
-def measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
+def measure_pages(model: Transformer, config: EngineConfig, free: int, head: HeadWeights | None = None) -> int:
     """Return the number of pages that fit next to the weights and the largest step.
 
     free: bytes of device memory that were free before the weights were loaded.
     """
     weights = free - device_memory(config.device)
     # A host tier of one page takes as much of the GPU's memory as the whole tier.
-    probe = make_runner(model, replace(config, num_pages=1, host_pages=min(config.host_pages, 1)))
+    probe = make_runner(model, replace(config, num_pages=1, host_pages=min(config.host_pages, 1)), head)
     compile_kernels(probe)
     run_largest_steps(probe)
     if probe.attention.capturable:
@@ -192,6 +213,7 @@ def measure_pages(model: Transformer, config: EngineConfig, free: int) -> int:
         run_largest_steps(probe)  # again, since the graphs may have taken its memory
     left = device_memory(config.device)  # torch keeps the memory of the largest step
     graphs = count_graphs(probe)
+    model.observer = None  # it holds tensors of the probe
     del probe
     gc.collect()
     release_memory(config.device)

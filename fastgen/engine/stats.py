@@ -27,6 +27,7 @@ class Stats:
         demand.
     pages_saved, pages_loaded: numbers of pages copied to the host tier, and back.
     drafted, accepted: numbers of drafted tokens that steps verified, and that equalled the draws.
+    head_drafted, head_accepted: the same for drafts of a head; the other drafts came from texts.
     saved_steps: decode steps avoided by speculation.
     """
 
@@ -48,6 +49,8 @@ class Stats:
     preemptions: int = 0
     drafted: int = 0
     accepted: int = 0
+    head_drafted: int = 0
+    head_accepted: int = 0
     saved_steps: float = 0.0
 
     @property

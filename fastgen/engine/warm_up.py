@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -51,7 +51,9 @@ def _launch_all(runner: Runner) -> None:
     if runner.attention.capturable:
         rehearse_decodes(runner, batch_sizes(config.max_seqs))
     deterministic = model.parameters.lm_head.batch_invariant
-    launch_products(model, runner.pool, [*batch_invariant.SIZES, config.max_step_tokens] if deterministic else [])
+    head = drafting.head if (drafting := drafting_of(runner)) else None
+    sizes = [*batch_invariant.SIZES, config.max_step_tokens] if deterministic else []
+    launch_products(model, runner.pool, sizes, head.linears if head else ())
     if deterministic:
         return
     for size in (size for size in batch_invariant.SIZES if size <= batch_invariant.MOST):
@@ -66,12 +68,14 @@ def _launch_all(runner: Runner) -> None:
 
 
 @torch.inference_mode()
-def launch_products(model: Transformer, pool: KVPool, sizes: list[int]) -> None:
+def launch_products(
+    model: Transformer, pool: KVPool, sizes: list[int], more: Iterable[tuple[Linear, Fused]] = ()
+) -> None:
     """Launch the kernels of linear layers: fp8 products, and batch-invariant products for steps of these numbers of
-    tokens, on which their tiles depend."""
+    tokens, on which their tiles depend. more: linear layers in addition to the model's, as in `products_of`."""
     device = pool.keys.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    for linear, fused in products_of(model, model.slot_mapping(pool, zero, zero - 1, 1), pool):
+    for linear, fused in (*products_of(model, model.slot_mapping(pool, zero, zero - 1, 1), pool), *more):
         if isinstance(linear, Fp8Linear):
             linear.launch_all(fused, model.parameters.dtype)
             continue
@@ -138,8 +142,9 @@ def largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[Ba
         token = np.zeros(1, dtype=np.int32)
         texts = tuple((lane, 0, token) for lane in range(lanes))
         first = tuple(Prefill(lane, 0, token, True) for lane in range(lanes))
-        yield Batch(prefills=first, features=(DraftPlan(texts=texts, drafts=True),))
-        yield Batch(decodes=tuple(range(lanes)), features=(DraftPlan(rows=rows, drafts=True),))
+        limits = (most,) * lanes if config.speculate.head else ()
+        yield Batch(prefills=first, features=(DraftPlan(texts=texts, drafts=True, limits=limits),))
+        yield Batch(decodes=tuple(range(lanes)), features=(DraftPlan(rows=rows, drafts=True, limits=limits),))
 
 
 @torch.inference_mode()
@@ -170,6 +175,10 @@ def capture(runner: Runner, sizes: list[int] | None = None, prefills: list[int] 
             drafting.graphs = Graphs(speculative, device, partner=plain)
             drafting.graphs.capture(lambda size: runner.decode_body(size, source=drafting), compiled=True)
             group.register_graphs(drafting.graphs)
+            if drafting.head is not None:
+                drafting.head.graphs = Graphs(speculative, device, partner=plain)
+                drafting.head.graphs.capture(drafting.head.body)
+                group.register_graphs(drafting.head.graphs)
         if prefills:
             runner.prefill_graphs = PrefillGraphs(runner.model, runner.pool, prefills, partner=plain)
             group.register_graphs(runner.prefill_graphs.graphs)
@@ -178,7 +187,8 @@ def capture(runner: Runner, sizes: list[int] | None = None, prefills: list[int] 
 @torch.inference_mode()
 def rehearse_decodes(runner: Runner, sizes: list[int]) -> None:
     """Run decode steps of these numbers of lanes on padding, as they will be captured, through one layer per kind."""
-    layers, lanes = runner.model.parameters.distinct, runner.lanes
+    model, lanes = runner.model, runner.lanes
+    layers = sorted({*model.parameters.distinct, *(model.observer.layers if model.observer else ())})
     lanes.input.lanes.fill_(lanes.padding)
     for size in sizes:
         runner.decode_body(size, layers=layers)
@@ -194,7 +204,8 @@ def count_graphs(runner: Runner) -> int:
     config = runner.config
     sizes = batch_sizes(config.max_seqs)
     shared = shared_sizes(sizes) if shares_prefixes(runner) else []
-    return sum(map(len, (sizes, shared, speculative_sizes(config), prefill_sizes(config.max_step_tokens))))
+    speculative = speculative_sizes(config) * (2 if config.speculate and config.speculate.head else 1)
+    return sum(map(len, (sizes, shared, speculative, prefill_sizes(config.max_step_tokens))))
 
 
 def shares_prefixes(runner: Runner) -> bool:

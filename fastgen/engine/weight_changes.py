@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fastgen.engine.loop import Loop
-from fastgen.model.weights import DROPPED, TORN, Update, check_in_flight, check_tags
+from fastgen.model.weights import DROPPED, TORN, Tensors, Update, check_in_flight, check_tags
 
 
 class WeightChanges:
@@ -46,6 +46,17 @@ class WeightChanges:
             sequence.begin_version(following)
         weights.finish(update, following)
         return following
+
+    def update_drafter(self, named: Tensors) -> None:
+        """Update the weights of the head that drafts; see `Generator.update_drafter`. The prefix cache is dropped,
+        since it holds what the head keeps of earlier tokens."""
+        loop = self._loop
+        loop.check_open()
+        if "weights" in loop.weight_state.asleep:
+            raise RuntimeError("asleep: weights; call wake first")
+        loop.drain()
+        loop.runner.weights.update_drafter(named)
+        loop.scheduler.drop_prefixes()
 
     def sleep(self, tags: str | Iterable[str], keep_weights: bool) -> int:
         """Give memory back, and return the number of bytes; see `Generator.sleep`."""

@@ -1,6 +1,11 @@
-"""Drafts on the device: the rows of a speculative decode, the draws of it that are kept, and the next drafted tokens.
+"""Drafts on the device: the rows of a speculative decode, the draws of it that are kept, and drafts from texts.
 
-The text of a lane holds the tokens of earlier outputs followed by the tokens of its sequence, separated by -1. `follow`
+`spread` distributes the rows of a step: each lane gets as many rows as it wants, up to a limit that is the same for
+all. `follow` keeps the draws that equal the drafts, and one more. Then each Drafter
+(engine/speculation/drafters.py) proposes the next tokens, and `choose` takes the proposal of the one that has been
+right more often in this lane. The drafter here, `recall`, copies tokens from a text.
+
+The text of a lane holds the tokens of earlier outputs followed by the tokens of its sequence, separated by -1. `recall`
 appends the tokens that a step draws. It then searches the text for the longest earlier match of its last tokens (up to
 LONGEST_MATCH), and of equally long matches takes the latest. The draft is a copy of the tokens after the match. If the
 copy reaches the end of the text, it continues with the first tokens after the match, as if the text were periodic.
@@ -9,15 +14,13 @@ An answer that copies from a source often leaves it and returns a few tokens lat
 within NEAR tokens after the last good source counts as NEAR_BONUS tokens longer. Such a match, and a match of GOOD
 tokens, drafts as many tokens as there is room for. Any other match drafts as many tokens as it is long.
 
-`spread` distributes the rows of a step: each lane gets as many rows as it wants, up to a limit that is the same for
-all.
-
 Shape letters: L lanes including the padding lane, S lanes of the step, R rows of the step, D maximum number of drafted
-tokens per lane.
+tokens per lane, K drafters.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,54 +29,123 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.device.chip import power_of_two
+from fastgen.device.pinned import upload
 from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.state import DecodeInput
+from fastgen.request import Prefill
 
 LONGEST_MATCH = 16
 NEAR, NEAR_BONUS, GOOD = 6, 2, 5
 BLOCK = 1024  # positions of a text that a program compares at a time
+WINDOW = 64  # tokens over which the right proposals of a drafter are counted: older ones have less weight
+DECAY = math.log2(1 - 1 / WINDOW)
 ROWS = 64  # number of rows up to which all speculative steps use the same variant of a kernel
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """The drafts of all lanes, and the texts that they are copied from.
+    """The drafts of all lanes.
 
-    texts: int32 [L, any]. starts: int64 [L], position in the text where the lane's sequence begins. tokens: int64 [L,
-    D], the drafted tokens of each lane's next decode. counts: int32 [L], number of drafted tokens. most: int32 [L],
-    maximum number of rows of the next decode. rows: int32 [2, L], the first row of a lane in the last speculative step,
-    and the number of its rows. sources: int32 [3, L], the position in the text that a lane's draft was copied from, the
-    length of the match including the bonus, and the position after the last good source.
+    tokens: int64 [L, D], the drafted tokens of each lane's next decode. counts: int32 [L], number of drafted tokens.
+    most: int32 [L], maximum number of rows of the next decode. rows: int32 [2, L], the first row of a lane in the last
+    speculative step, and the number of its rows. proposals: int64 [K, L, D], and proposed: int32 [K, L], the tokens of
+    each drafter and their number. scores: float32 [K, L], number of right proposals among the last WINDOW tokens or so.
+    chosen: int32 [L], the drafter of `tokens`.
     """
 
-    texts: Tensor
-    starts: Tensor
     tokens: Tensor
     counts: Tensor
     most: Tensor
     rows: Tensor
-    sources: Tensor
+    proposals: Tensor
+    proposed: Tensor
+    scores: Tensor
+    chosen: Tensor
 
     @classmethod
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
-    def empty(cls, lanes: int, length: int, most: int, device: torch.device) -> Drafts:
+    def empty(cls, lanes: int, most: int, device: torch.device, drafters: int = 1) -> Drafts:
+        counts, limits, chosen = (torch.zeros(lanes, dtype=torch.int32, device=device) for _ in range(3))
+        return cls(
+            torch.zeros(lanes, most, dtype=torch.int64, device=device),
+            counts,
+            limits,
+            torch.zeros(2, lanes, dtype=torch.int32, device=device),
+            torch.zeros(drafters, lanes, most, dtype=torch.int64, device=device),
+            torch.zeros(drafters, lanes, dtype=torch.int32, device=device),
+            torch.zeros(drafters, lanes, device=device),
+            chosen,
+        )
+
+    def begin(self, lane: int) -> None:
+        """Drop the draft of a lane, and what is known of its drafters."""
+        self.counts[lane] = 0
+        self.proposed[:, lane] = 0
+        self.scores[:, lane] = 0
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts that drafts are copied from.
+
+    tokens: int32 [L, any]. starts: int64 [L], position in the text where the lane's sequence begins. sources: int32 [3,
+    L], the position in the text that a lane's draft was copied from, the length of the match including the bonus, and
+    the position after the last good source.
+    """
+
+    tokens: Tensor
+    starts: Tensor
+    sources: Tensor
+
+    @classmethod
+    @torch.inference_mode(False)  # as above
+    def empty(cls, lanes: int, length: int, device: torch.device) -> Texts:
         return cls(
             torch.zeros(lanes, length, dtype=torch.int32, device=device),
             torch.zeros(lanes, dtype=torch.int64, device=device),
-            torch.zeros(lanes, most, dtype=torch.int64, device=device),
-            torch.zeros(lanes, dtype=torch.int32, device=device),
-            torch.zeros(lanes, dtype=torch.int32, device=device),
-            torch.zeros(2, lanes, dtype=torch.int32, device=device),
             torch.zeros(3, lanes, dtype=torch.int32, device=device),
         )
 
     def begin(self, lane: int, start: int, tokens: Tensor) -> None:
-        """Set a lane's text to `tokens`, int32 [n], and drop its draft. start: where its sequence begins in the
-        text."""
-        self.texts[lane, : len(tokens)] = tokens
+        """Set a lane's text to `tokens`, int32 [n]. start: where its sequence begins in the text."""
+        self.tokens[lane, : len(tokens)] = tokens
         self.starts[lane] = start
-        self.counts[lane] = 0
         self.sources[:, lane] = -LONGEST_MATCH  # near no place
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The draws of a step, and which of them are kept; the argument of drafters.
+
+    lanes: int64 [S], the lanes that draw. tokens, positions: int32 [R], the draws and their positions, one per lane, or
+    if R > S, one per row of `spread`. found: int32 [4, S]: the number of draws that are kept; the first token of the
+    next draft, -1 if it is empty, which `choose` writes; the number of drafted tokens that the step computed; and the
+    drafter that they came from. prefills: the prefill chunks of the step, which has its decodes before them.
+    """
+
+    lanes: Tensor
+    tokens: Tensor
+    positions: Tensor
+    found: Tensor
+    prefills: tuple[Prefill, ...] = ()
+
+    def ends(self, rows: Tensor) -> Tensor:
+        """Return the row of each lane's last token among the tokens that the step computed, int64 [S], without those
+        that are not kept. rows: `Drafts.rows`."""
+        device = self.lanes.device
+        if self.spread:
+            return rows[0, self.lanes].long() + self.found[0] - 1
+        if not self.prefills:
+            return torch.arange(len(self.lanes), device=device)
+        drawing = [int(chunk.sample) + len(chunk.forks) for chunk in self.prefills]
+        decodes, lengths = len(self.lanes) - sum(drawing), np.array([len(chunk.tokens) for chunk in self.prefills])
+        ends = np.concatenate([np.arange(decodes), np.repeat(decodes + lengths.cumsum() - 1, drawing)])
+        return upload(ends.astype(np.int64), device)
+
+    @property
+    def spread(self) -> bool:
+        """Whether the rows are those of `spread`."""
+        return len(self.tokens) > len(self.lanes)
 
 
 @jit("padding", "table_width", "most_drafts", "lanes", "size")
@@ -163,17 +235,15 @@ def _spread_twin(
     step.kv_lens.copy_(step.positions + 1)
 
 
-@jit("length", "lanes", "all_lanes", "most_drafts")
+@jit("lanes", "all_lanes", "most_drafts")
 def _follow_kernel(
-    lanes_ptr, tokens_ptr, positions_ptr, texts_ptr, starts_ptr, counts_ptr, drafts_ptr, rows_ptr, sources_ptr,
-    last_ptr, lens_ptr, found_ptr, length, lanes, all_lanes, most_drafts,
-    SPREAD: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
-    MATCH: tl.constexpr, NEAR: tl.constexpr, BONUS: tl.constexpr, GOOD: tl.constexpr,
+    lanes_ptr, tokens_ptr, positions_ptr, drafts_ptr, rows_ptr, chosen_ptr, proposals_ptr, proposed_ptr, scores_ptr,
+    last_ptr, lens_ptr, found_ptr, lanes, all_lanes, most_drafts,
+    SPREAD: tl.constexpr, BLOCK_W: tl.constexpr, DRAFTERS: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
-    """Follow one lane a program."""
+    """Follow one lane per program."""
     s = tl.program_id(0)
     lane = tl.load(lanes_ptr + s)
-    text = texts_ptr + lane * length
     number = tl.arange(0, BLOCK_W)
     first = s
     rows = 1
@@ -184,11 +254,90 @@ def _follow_kernel(
     waiting = tl.load(drafts_ptr + lane * most_drafts + number, mask=number < rows - 1, other=-2)
     wrong = (number >= rows - 1) | (waiting != drawn)
     kept = tl.min(tl.where(wrong, number, BLOCK_W)) + 1
-    position = tl.load(positions_ptr + first)
     newest = tl.sum(tl.where(number == kept - 1, drawn, 0))
     tl.store(last_ptr + lane, tl.maximum(newest, 0).to(tl.int64))
-    tl.store(lens_ptr + lane, position - 1 + kept)
-    begin = tl.load(starts_ptr + lane).to(tl.int32) + position
+    tl.store(lens_ptr + lane, tl.load(positions_ptr + first) - 1 + kept)
+    tl.store(found_ptr + s, kept)
+    tl.store(found_ptr + lanes + s, -1)
+    tl.store(found_ptr + 2 * lanes + s, rows - 1)
+    tl.store(found_ptr + 3 * lanes + s, tl.load(chosen_ptr + lane))
+    for drafter in range(DRAFTERS):
+        own = drafter * all_lanes + lane
+        count = tl.minimum(tl.load(proposed_ptr + own), kept)
+        proposal = tl.load(proposals_ptr + own * most_drafts + number, mask=number < count, other=-2)
+        right = tl.min(tl.where((number >= count) | (proposal != drawn), number, BLOCK_W))
+        score = tl.load(scores_ptr + own) * tl.exp2(kept.to(tl.float32) * DECAY)
+        tl.store(scores_ptr + own, score + right)
+
+
+def _follow_launch(
+    lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, tokens: Tensor, positions: Tensor
+) -> Drawn:
+    all_lanes, most_drafts = drafts.tokens.shape
+    assert lanes.dtype == last.dtype == torch.int64
+    assert tokens.dtype == positions.dtype == kv_lens.dtype == torch.int32
+    assert len(lanes) <= len(tokens) == len(positions)
+    assert all(x.is_contiguous() for x in (lanes, tokens, positions))
+    # Zeros, because the result is read even if the kernel is compiled ahead and not launched.
+    found = torch.zeros(4, len(lanes), dtype=torch.int32, device=lanes.device)
+    _follow_kernel[(len(lanes),)](
+        lanes, tokens, positions, drafts.tokens, drafts.rows, drafts.chosen, drafts.proposals, drafts.proposed,
+        drafts.scores, last, kv_lens, found, len(lanes), all_lanes, most_drafts,
+        len(tokens) > len(lanes), power_of_two(most_drafts + 2), len(drafts.proposals), DECAY, num_warps=4,
+    )  # fmt: skip
+    return Drawn(lanes, tokens, positions, found)
+
+
+def _follow_twin(
+    lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, tokens: Tensor, positions: Tensor
+) -> Drawn:
+    """Return which draws of a step are kept: those that equal the drafts, and one more. Count the right proposals of
+    all drafters.
+
+    lanes, tokens, positions: see Drawn. last: int64 [L], and kv_lens: int32 [L], are updated for these lanes.
+    """
+    firsts, rows = rows_of(lanes, drafts, tokens)
+    number = torch.arange(drafts.tokens.shape[1] + 1, device=lanes.device)
+    drawn = tokens[(firsts[:, None] + number).clamp(max=len(tokens) - 1)].long()
+    right = (drawn[:, :-1] == drafts.tokens[lanes]) & (number[:-1] < rows[:, None] - 1)
+    kept = 1 + right.int().cumprod(1).sum(1)
+    last[lanes] = drawn.gather(1, kept[:, None] - 1).squeeze(1).clamp(min=0)
+    kv_lens[lanes] = (positions[firsts] - 1 + kept).int()
+    counts = torch.minimum(drafts.proposed[:, lanes], kept)
+    right = (drafts.proposals[:, lanes] == drawn[:, :-1]) & (number[:-1] < counts[..., None])
+    drafts.scores[:, lanes] = drafts.scores[:, lanes] * torch.exp2(kept * DECAY) + right.int().cumprod(2).sum(2)
+    found = torch.stack((kept, torch.full_like(kept, -1), rows - 1, drafts.chosen[lanes]))
+    return Drawn(lanes, tokens, positions, found.int())
+
+
+def rows_of(lanes: Tensor, drafts: Drafts, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first row of each lane among the draws of a step, and the number of its rows: int64 [S] each."""
+    if len(tokens) > len(lanes):
+        firsts, rows = drafts.rows[:, lanes].long()
+        return firsts, rows
+    firsts = torch.arange(len(lanes), device=lanes.device)
+    return firsts, torch.ones_like(firsts)
+
+
+@jit("length", "all_lanes", "most_drafts")
+def _recall_kernel(
+    lanes_ptr, tokens_ptr, positions_ptr, kept_ptr, texts_ptr, starts_ptr, sources_ptr, rows_ptr, drafts_ptr,
+    counts_ptr, length, all_lanes, most_drafts,
+    SPREAD: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
+    MATCH: tl.constexpr, NEAR: tl.constexpr, BONUS: tl.constexpr, GOOD: tl.constexpr,
+):  # fmt: skip
+    """Draft for one lane per program."""
+    s = tl.program_id(0)
+    lane = tl.load(lanes_ptr + s)
+    text = texts_ptr + lane * length
+    number = tl.arange(0, BLOCK_W)
+    first = s
+    if SPREAD:
+        first = tl.load(rows_ptr + lane)
+    kept = tl.load(kept_ptr + s)
+    drawn = tl.load(tokens_ptr + first + number, mask=number < kept, other=-1)
+    newest = tl.sum(tl.where(number == kept - 1, drawn, 0))
+    begin = tl.load(starts_ptr + lane).to(tl.int32) + tl.load(positions_ptr + first)
     end = begin + kept
     fits = end <= length
     tl.store(text + begin + number, drawn, mask=fits & (number < kept))
@@ -226,68 +375,47 @@ def _follow_kernel(
     tl.store(sources_ptr + lane, after)
     tl.store(sources_ptr + all_lanes + lane, match)
     tl.store(sources_ptr + 2 * all_lanes + lane, near)
-    tl.store(found_ptr + s, kept)
-    tl.store(found_ptr + lanes + s, tl.sum(tl.where(ahead == 0, draft, 0)))
-    tl.store(found_ptr + 2 * lanes + s, rows - 1)
 
 
-def _follow_launch(
-    lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, tokens: Tensor, positions: Tensor
-) -> Tensor:
-    all_lanes, most_drafts = drafts.tokens.shape
-    assert lanes.dtype == last.dtype == torch.int64
-    assert tokens.dtype == positions.dtype == kv_lens.dtype == torch.int32
-    assert len(lanes) <= len(tokens) == len(positions)
-    assert all(x.is_contiguous() for x in (lanes, tokens, positions))
-    # Zeros, because the result is read even if the kernel is compiled ahead and not launched.
-    found = torch.zeros(3, len(lanes), dtype=torch.int32, device=lanes.device)
-    _follow_kernel[(len(lanes),)](
-        lanes, tokens, positions, drafts.texts, drafts.starts, drafts.counts, drafts.tokens, drafts.rows,
-        drafts.sources, last, kv_lens, found, drafts.texts.shape[1], len(lanes), all_lanes, most_drafts,
-        len(tokens) > len(lanes), power_of_two(most_drafts), power_of_two(most_drafts + 1), BLOCK,
+def _recall_launch(lanes: Tensor, drawn: Drawn, rows: Tensor, texts: Texts, tokens: Tensor, counts: Tensor) -> None:
+    all_lanes, most_drafts = tokens.shape
+    assert tokens.dtype == torch.int64
+    assert counts.dtype == drawn.found.dtype == rows.dtype == torch.int32
+    assert tokens.is_contiguous()
+    _recall_kernel[(len(lanes),)](
+        lanes, drawn.tokens, drawn.positions, drawn.found[0], texts.tokens, texts.starts, texts.sources, rows, tokens,
+        counts, texts.tokens.shape[1], all_lanes, most_drafts,
+        drawn.spread, power_of_two(most_drafts), power_of_two(most_drafts + 1), BLOCK,
         LONGEST_MATCH, NEAR, NEAR_BONUS, GOOD, num_warps=4,
     )  # fmt: skip
-    return found
 
 
-def _follow_twin(
-    lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, tokens: Tensor, positions: Tensor
-) -> Tensor:
-    """Keep the draws of a step that equal the drafts, and one more; append them to the texts; draft the next tokens.
+def _recall_twin(lanes: Tensor, drawn: Drawn, rows: Tensor, texts: Texts, tokens: Tensor, counts: Tensor) -> None:
+    """Append the draws that are kept to the texts of the lanes, and draft what followed the longest earlier match.
 
-    lanes: int64 [S]. tokens, positions: int32 [R], the draws, one per lane, or if R > S, one per row of `spread`. last:
-    int64 [L], and kv_lens: int32 [L], are updated for these lanes. Returns int32 [3, S]: the number of tokens kept, the
-    first token of the new draft (-1 if it is empty), and the number of drafted tokens that the step computed.
+    lanes: `drawn.lanes`. rows: `Drafts.rows`. tokens: int64 [L, D], and counts: int32 [L], the drafts, are written for
+    these lanes.
     """
-    found = np.zeros((3, len(lanes)), dtype=np.int32)
-    state = (drafts.texts, drafts.starts, drafts.tokens, drafts.counts, drafts.sources, last, kv_lens)
+    state = (texts.tokens, texts.starts, texts.sources, tokens, counts)
     host = [x.cpu() for x in state]  # copies, if this runs because the kernel does not compile for a GPU
-    texts, starts, waiting, counts, sources, lasts, lengths = (x.numpy() for x in host)
-    spread_rows = drafts.rows[:, lanes].T.tolist() if len(tokens) > len(lanes) else [(s, 1) for s in range(len(lanes))]
-    all_drawn, all_positions = tokens.tolist(), positions.tolist()
-    for s, (lane, (first, rows)) in enumerate(zip(lanes.tolist(), spread_rows, strict=True)):
-        drawn, position = all_drawn[first : first + rows], all_positions[first]
-        kept = 1
-        while kept < rows and drawn[kept - 1] == waiting[lane, kept - 1]:
-            kept += 1
-        lasts[lane] = max(drawn[kept - 1], 0)
-        lengths[lane] = position - 1 + kept
+    own, starts, sources, waiting, lengths = (x.numpy() for x in host)
+    firsts = rows[0, lanes].tolist() if drawn.spread else list(range(len(lanes)))
+    new, positions, all_kept = drawn.tokens.tolist(), drawn.positions.tolist(), drawn.found[0].tolist()
+    for lane, first, kept in zip(lanes.tolist(), firsts, all_kept, strict=True):
         source, match, near = sources[:, lane].tolist()
         if match + kept - 1 >= GOOD:
             near = source + kept - 1
-        begin = int(starts[lane]) + position
-        draft, source, match = texts[lane, :0], 1, 0
-        if begin + kept <= texts.shape[1]:
-            texts[lane, begin : begin + kept] = drawn[:kept]
-            draft, source, match = propose(texts[lane, : begin + kept], near, waiting.shape[1])
+        begin = int(starts[lane]) + positions[first]
+        draft, source, match = own[lane, :0], 1, 0
+        if begin + kept <= own.shape[1]:
+            own[lane, begin : begin + kept] = new[first : first + kept]
+            draft, source, match = propose(own[lane, : begin + kept], near, waiting.shape[1])
         sources[:, lane] = source, match, near
-        counts[lane] = len(draft)
+        lengths[lane] = len(draft)
         waiting[lane, : len(draft)] = draft
-        found[:, s] = kept, draft[0] if len(draft) else -1, rows - 1
     for x, written in zip(state, host, strict=True):
         if written is not x:
             x.copy_(written)
-    return torch.from_numpy(found).to(lanes.device)
 
 
 def propose(text: np.ndarray, near: int, most: int) -> tuple[np.ndarray, int, int]:
@@ -313,5 +441,66 @@ def propose(text: np.ndarray, near: int, most: int) -> tuple[np.ndarray, int, in
     return draft[: ends[0]] if len(ends) else draft, after, match
 
 
+@jit("lanes", "all_lanes", "most_drafts", "active")
+def _choose_kernel(
+    lanes_ptr, found_ptr, proposals_ptr, proposed_ptr, scores_ptr, drafts_ptr, counts_ptr, chosen_ptr,
+    lanes, all_lanes, most_drafts, active, DRAFTERS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Choose for one lane per program."""
+    s = tl.program_id(0)
+    lane = tl.load(lanes_ptr + s)
+    best = 0
+    most = 0
+    largest = -1.0
+    for drafter in range(DRAFTERS):
+        own = drafter * all_lanes + lane
+        count = tl.where((active >> drafter) % 2 == 1, tl.load(proposed_ptr + own), 0)
+        tl.store(proposed_ptr + own, count)
+        score = tl.load(scores_ptr + own)
+        better = (count > 0) & (score >= largest)
+        best = tl.where(better, drafter, best)
+        most = tl.where(better, count, most)
+        largest = tl.where(better, score, largest)
+    number = tl.arange(0, D)
+    here = number < most
+    draft = tl.load(proposals_ptr + (best * all_lanes + lane) * most_drafts + number, mask=here, other=-1)
+    tl.store(drafts_ptr + lane * most_drafts + number, draft, mask=here)
+    tl.store(counts_ptr + lane, most)
+    tl.store(chosen_ptr + lane, best)
+    tl.store(found_ptr + lanes + s, tl.sum(tl.where(number == 0, draft, 0)).to(tl.int32))
+
+
+def _choose_launch(lanes: Tensor, drafts: Drafts, found: Tensor, active: int) -> None:
+    all_lanes, most_drafts = drafts.tokens.shape
+    assert found.shape == (4, len(lanes))
+    assert found.dtype == torch.int32
+    _choose_kernel[(len(lanes),)](
+        lanes, found, drafts.proposals, drafts.proposed, drafts.scores, drafts.tokens, drafts.counts, drafts.chosen,
+        len(lanes), all_lanes, most_drafts, active, len(drafts.proposals), power_of_two(most_drafts), num_warps=1,
+    )  # fmt: skip
+
+
+def _choose_twin(lanes: Tensor, drafts: Drafts, found: Tensor, active: int) -> None:
+    """Let the next draft of each lane be the proposal of the drafter with the highest score among those that propose
+    something, and write its first token, or -1, to found[1]. Of equal scores, the last drafter counts.
+
+    lanes: int64 [S]. found: see Drawn. active: bit k is set if drafter k has proposed now; otherwise its last proposal
+    is dropped.
+    """
+    proposed, scores = drafts.proposed[:, lanes], drafts.scores[:, lanes]
+    number = torch.arange(len(proposed), device=lanes.device)[:, None]
+    proposed = torch.where((active >> number) % 2 == 1, proposed, 0)
+    drafts.proposed[:, lanes] = proposed
+    scores = torch.where(proposed > 0, scores, -1.0)
+    best = torch.where(scores == scores.amax(0), number, -1).amax(0)
+    best = torch.where(proposed.amax(0) > 0, best, 0)
+    drafts.tokens[lanes] = tokens = drafts.proposals[best, lanes]
+    drafts.counts[lanes] = counts = proposed.gather(0, best[None])[0]
+    drafts.chosen[lanes] = best.int()
+    found[1] = torch.where(counts > 0, tokens[:, 0], -1)
+
+
 spread = Kernel(_spread_launch, _spread_twin)
 follow = Kernel(_follow_launch, _follow_twin)
+recall = Kernel(_recall_launch, _recall_twin)
+choose = Kernel(_choose_launch, _choose_twin)

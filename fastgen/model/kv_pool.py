@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,12 @@ class KVPool:
             memory = both = self.memory.zeros((*shape, page_size, head_size), dtype)
         self.keys, self.values = both.unbind(0)
         self.whole = memory.flatten(3)
+
+    def part(self, first: int, end: int) -> KVPool:
+        """Return the pool of layers first to end - 1, in the same memory."""
+        part = copy.copy(self)
+        part.whole, part.keys, part.values = self.whole[:, first:end], self.keys[first:end], self.values[first:end]
+        return part
 
     def wipe(self, fresh: Tensor) -> None:
         """Zero the values of pages `fresh`, int64 [n]. A masked key has weight 0, but 0 times a left-over NaN is

@@ -12,7 +12,7 @@ from fastgen.device.chip import current
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.transformer import Transformer
-from fastgen.model.weights import Shard, Update, write
+from fastgen.model.weights import Shard, Tensors, Update, write
 
 
 class LiveWeights:
@@ -41,6 +41,14 @@ class LiveWeights:
             write({**shards, **self._model.parameters.bases.targets(shards)}, tensors)
         self._synchronize()
 
+    def update_drafter(self, named: Tensors) -> None:
+        """Replace the weights of a head that drafts. Raises ValueError if there is none, or if they do not fit."""
+        if self._model.observer is None:
+            raise ValueError("there is no head that drafts; give one as speculate")
+        self._synchronize()
+        self._model.observer.update(named)
+        self._synchronize()
+
     def keep_bases(self, layers: Collection[str], place: str) -> None:
         """Keep the weights of layers that an adapter will change; see `AdapterBases.keep`. No layers: all weights will
         be replaced."""
@@ -67,6 +75,8 @@ class LiveWeights:
             before = device_memory(str(self._device))
             if "weights" in tags:
                 self._model.parameters.memory.release(keep_weights)
+                if self._model.observer is not None:
+                    self._model.observer.release()
             if "kv_cache" in tags:
                 self._pool.memory.release(keep=False)
             release_memory(str(self._device))
@@ -77,6 +87,8 @@ class LiveWeights:
         with current(self._device):
             if "weights" in tags:
                 self._model.parameters.memory.restore()
+                if self._model.observer is not None:
+                    self._model.observer.restore()
             if "kv_cache" in tags:
                 self._pool.memory.restore()
             self._synchronize()

@@ -165,6 +165,12 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: file.get_tensor(name) for _, file, name in _entries(folder)}
 
 
+def read_tensors_of(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file by name, in the mapped file. Raises ValueError as `read_tensors`."""
+    with _open(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
 def _entries(folder: Path, some: Collection[str] | None = None) -> Iterator[tuple[Path, Any, str]]:
     """Yield (path of the file, open file, tensor name) for each tensor to read from a folder. some: the names of the
     tensors to read, as in the text model; None: all."""

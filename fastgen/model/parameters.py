@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastgen.device import mkl
-from fastgen.device.memory import memory_on
+from fastgen.device.memory import Memory, memory_on
 from fastgen.kernels.norm import BranchEnd, RMSNorm, WideNorm
 from fastgen.kernels.rope import HeadNorm
 from fastgen.model.adapter import AdapterBases
@@ -172,6 +172,10 @@ class Parameters:
         self.embedding = self._new(*self._part(embedding)[1])
         self.lm_head = self._linear(head) if head else self._tied()
         self.layers = [self._layer(number) for number in range(config.num_layers)]
+
+    def new_memory(self) -> Memory:
+        """Return further memory on the same device."""
+        return memory_on(self.device)
 
     def _new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         if self.device.type == "meta":

@@ -10,8 +10,9 @@ head size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from fastgen.model.attention.interface import Attention, StepLayout
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.parameters import Parameters
 from fastgen.model.rope import query_scales, rope_tables
+from fastgen.model.weights import Tensors
 from fastgen.parallel.residual import ReplicatedResidual, Residual, begin
 
 
@@ -55,8 +57,31 @@ class StepPart:
             self.arrivals[number].wait()
 
 
+class Observer(Protocol):
+    """Reads the residual stream between layers, in every step. What it launches may become part of a CUDA graph. It
+    does not work under tensor parallelism, where no rank may hold the whole stream."""
+
+    @property
+    def layers(self) -> Collection[int]:
+        """Numbers of the layers that it reads the stream after. After the last one only the rows in `ends` are left."""
+
+    def observe(self, part: StepPart, number: int) -> None:
+        """Read `part.residual` after layer `number`, one of `layers`."""
+
+    def update(self, named: Tensors) -> None:
+        """Replace its weights; see `Generator.update_drafter`."""
+
+    def release(self) -> None:
+        """Release the memory of its weights; see `Memory`."""
+
+    def restore(self) -> None:
+        """Take the memory back, with the weights."""
+
+
 class Transformer:
     """The model. parameters: this rank's parameters. context: number of positions in the rope tables."""
+
+    observer: Observer | None = None
 
     def __init__(self, parameters: Parameters, context: int) -> None:
         self.parameters = parameters
@@ -157,6 +182,8 @@ class Transformer:
         with span("mlp"):
             hidden = part.residual.project(layer.gate_up, layer.post_norm, Fused(swiglu=True))
             part.residual.apply(layer.down, hidden, following[0].input_norm if following else None, layer.down_end)
+        if self.observer is not None and number in self.observer.layers:
+            self.observer.observe(part, number)
 
     def slot_mapping(self, pool: KVPool, positions: Tensor, slots: Tensor, real: int) -> SlotMapping:
         """Return the SlotMapping of tokens whose keys and values go into `pool`."""

@@ -40,7 +40,7 @@ from torch import Tensor
 from fastgen.engine.runner import Runner
 from fastgen.engine.step import Launched
 from fastgen.model.live_weights import LiveWeights
-from fastgen.model.weights import Update
+from fastgen.model.weights import Tensors, Update
 from fastgen.parallel.group import Group
 from fastgen.processes.channel import Failed, Peers
 from fastgen.processes.errors import DepartedError, portable, raise_first
@@ -403,6 +403,10 @@ class WeightsOfRanks:
 
     def keep_bases(self, layers: Collection[str], place: str) -> None:
         self.leader.invoke("weights.keep_bases", tuple(layers), place)
+
+    def update_drafter(self, named: Tensors) -> None:
+        """Raise ValueError: a head drafts only on one GPU."""
+        raise ValueError("there is no head that drafts, since that needs tensor_parallel=1")
 
     def find_not_finite(self) -> list[str]:
         return list(dict.fromkeys(itertools.chain.from_iterable(self.leader.invoke("weights.find_not_finite"))))

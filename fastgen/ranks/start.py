@@ -28,8 +28,11 @@ from fastgen.device.chip import current
 from fastgen.device.find import find_device
 from fastgen.engine.interface import StepRunner
 from fastgen.engine.options import EngineConfig, GeneratorOptions
+from fastgen.engine.speculation.heads import HeadConfig, read_head
+from fastgen.engine.speculation.options import Speculation
 from fastgen.engine.startup import build_rank
 from fastgen.model.config import ModelConfig
+from fastgen.model.loader import resolve
 from fastgen.parallel.group import Group, gather_objects
 from fastgen.processes.channel import Failed, Peers, Start
 from fastgen.processes.spawning import end_with_parent, spawn
@@ -56,9 +59,20 @@ def resolve_options(model_config: ModelConfig, options: GeneratorOptions) -> Gen
     size = options.tensor_parallel if tp_group is None else process_group_of(tp_group).size()
     sharded = model_config.split(size)
     device = find_device(options.device, ranks=options.tensor_parallel)
-    options = replace(options, device=device, tensor_parallel=size, tp_group=None)
+    speculate = with_head(Speculation.of(options.speculate), model_config, size, options.load)
+    options = replace(options, device=device, tensor_parallel=size, tp_group=None, speculate=speculate)
     EngineConfig.make(sharded, options)
     return options
+
+
+def with_head(given: Speculation | None, target: ModelConfig, ranks: int, load: str) -> Speculation | None:
+    """Return options of speculation in which the name of a head is replaced by its configuration. Raises ValueError for
+    a head that cannot be used. load: see GeneratorOptions."""
+    if given is None or given.head is None or isinstance(given.head, HeadConfig):
+        return given
+    if ranks > 1:
+        raise ValueError(f"speculate={str(given.head)!r} needs tensor_parallel=1; leave it out, or take 'auto'")
+    return replace(given, head=read_head(resolve(given.head, weights=load == "auto"), target))
 
 
 def start_runner(arguments: BuildArguments, tp_group: Any, status: Callable[[], Any]) -> StepRunner | Follower:

@@ -9,6 +9,7 @@
     python scripts/bench/bench.py gpu --kv-cache-dtype fp8             # keys and values in fp8
     python scripts/bench/bench.py gpu --turns                          # conversations, with and without the host tier
     python scripts/bench/bench.py gpu --speculate                      # speculation over recorded answers
+    python scripts/bench/bench.py gpu --model qwen8 --heads            # speculation with a DFlash head
     python scripts/bench/bench.py gpu --model llama70 --tensor-parallel 4 --only headline,chat1
     python scripts/bench/bench.py gpu --model qwen14 --scaling         # on 1, 2 and 4 GPUs: bench_parallel.py
     python scripts/bench/bench.py gpu --tensor-parallel 2 --telling    # messages from rank 0 to the other ranks
@@ -30,6 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_heads
 import bench_parallel
 import bench_parts
 import bench_sleep
@@ -70,6 +72,7 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "perf": (bench_parts.bench_perf, "tokens/s over the tokens generated"),
     "turns": (bench_turns.bench_turns, "conversations, with and without the host tier"),
     "speculate": (bench_speculate.bench_speculate, "speculation over recorded answers"),
+    "heads": (bench_heads.bench_heads, "speculation with a head of random weights, of simulated acceptance"),
     "sleep": (bench_sleep.bench_sleep, "update_weights, sleep and wake"),
     "adapter": (bench_sleep.bench_adapter, "update_adapter"),
     "wire": (bench_wire.bench_wire, "update_weights of a server, by another process"),
@@ -78,7 +81,7 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
 }
 """What can be measured instead of the workloads, with one flag each."""
 
-ONE_PROCESS = ("load", "busy", "step", "scaling", "speculate", "wire")  # kinds that take no --tensor-parallel
+ONE_PROCESS = ("load", "busy", "step", "heads", "scaling", "speculate", "wire")  # kinds that take no --tensor-parallel
 
 
 def workload_names(text: str) -> list[str]:

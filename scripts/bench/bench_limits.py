@@ -82,6 +82,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "use_sliding_window": False,
         "eos_token_id": 151643, "torch_dtype": "bfloat16",
     },
+    "qwen8": {
+        "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "eos_token_id": 151645,
+        "torch_dtype": "bfloat16",
+    },
     "llama70": {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
         "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,

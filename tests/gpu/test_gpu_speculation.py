@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from drafting import adversary_on_device
+from heads import head_of
 from known_models import KNOWN
 
 from fastgen import Generator, SamplingParams, Speculation
@@ -38,7 +40,52 @@ def test_drafts_of_an_adversary_change_no_bit(name: str | None, tmp_path: Path) 
             _compare(gen, lanes)
 
 
-def _compare(gen: Generator, lanes: int) -> None:
+HEADS: dict[str, dict[str, Any]] = {
+    "dflash": {"block_size": 16, "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 2]}},
+    "eagle": {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "target_layer_ids": [0, 1, 2],
+              "draft_vocab_size": 32000},
+    "medusa": {"medusa_num_heads": 3, "medusa_num_layers": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_changes_no_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its CUDA graphs draft what it drafts launched kernel by kernel, and texts get as many right drafts as without."""
+    monkeypatch.setattr("fastgen.engine.speculation.planning.BARREN", 10**9)
+    target, head = tmp_path / "target", tmp_path / "head"
+    for folder in (target, head):
+        folder.mkdir()
+    config = {**KNOWN["Qwen/Qwen3-8B"][0], "num_hidden_layers": 4}
+    (target / "config.json").write_text(json.dumps(config))
+    (head / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, **HEADS[kind]}))
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_seqs": 70}
+    options |= {"model": target, "load": "dummy", "kv_cache_gb": 1.0, "max_model_len": 1024, "seed": 0}
+    with Generator(speculate=replace(EAGER, head=head), prefix_cache=False, **options) as gen:
+        for lanes in (1, 3, 20):
+            _compare(gen, lanes, may_wait=True)
+        assert gen.stats.head_drafted > 0
+        _compare_graphs(gen)
+
+
+@torch.inference_mode()
+def _compare_graphs(gen: Generator) -> None:
+    """Compare what a head's graph drafts for three lanes with what it drafts launched kernel by kernel."""
+    head, lanes = head_of(gen), gen._runner.lanes
+    head._drawing[:3] = torch.arange(3, device="cuda")
+    head._ends[:3] = torch.arange(3, device="cuda")
+    lanes.kv_lens[:3] = torch.tensor([20, 100, 130], device="cuda", dtype=torch.int32)
+    head._limits[:3] = 200
+    assert head.graphs is not None
+    head.graphs.run(3)
+    drafted = head._tokens[:3].clone()
+    head.body(3)
+    assert torch.equal(head._tokens[:3], drafted)
+    assert (head._counts[:3] > 0).all()
+
+
+def _compare(gen: Generator, lanes: int, may_wait: bool = False) -> None:
+    """Compare speculative answers of so many lanes with plain ones. may_wait: steps may wait for each other often, as
+    they do where an adversary drafts nothing and a random head drafts something wrong instead."""
     draw = torch.Generator().manual_seed(lanes)
     vocab, most = gen.model_config.vocab_size, gen._runner.config.speculate.most_lanes  # type: ignore[union-attr]
     prompts = [torch.randint(0, vocab, (5 + 37 * n % 200,), generator=draw).tolist() for n in range(lanes)]
@@ -55,7 +102,7 @@ def _compare(gen: Generator, lanes: int) -> None:
         stats = gen.stats.since(before)
         if adversarial and lanes <= most:
             assert stats.drafted > stats.accepted > lanes * GENERATED / 3
-        assert lanes > 1 or not adversarial or ahead.count(False) <= 6, "steps wait for each other"
+        assert may_wait or lanes > 1 or not adversarial or ahead.count(False) <= 6, "steps wait for each other"
 
 
 def _note_launches(patch: pytest.MonkeyPatch, gen: Generator, ahead: list[bool]) -> None:

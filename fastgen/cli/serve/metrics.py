@@ -37,6 +37,8 @@ COUNTERS = {
     "steps": "steps of the engine",
     "drafted": "drafted tokens that were verified",
     "accepted": "drafted tokens that were accepted",
+    "head_drafted": "tokens drafted by a head that were verified",
+    "head_accepted": "tokens drafted by a head that were accepted",
     "saved_steps": "decode steps avoided by speculation",
 }
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)

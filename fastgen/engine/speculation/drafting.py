@@ -5,16 +5,24 @@ To attention each row of a lane is a decode, so a row has the same bits as in a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from fastgen.device.pinned import to_host, upload
 from fastgen.engine.cuda_graphs import Graphs, batch_sizes
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.speculation.planning import HISTORY, LONGEST, Drafted, DraftPlan
+from fastgen.engine.speculation.drafters import Drafter, TextDrafter
+from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights
+from fastgen.engine.speculation.planning import Drafted, DraftPlan
 from fastgen.engine.step import Lanes, Launched, StepFeature
-from fastgen.kernels.drafts import Drafts, follow, spread
+from fastgen.kernels.drafts import Drafts, Drawn, choose, follow, spread
 from fastgen.kernels.state import DecodeInput
+from fastgen.model.attention.interface import Attention
+from fastgen.model.kv_pool import KVPool
+from fastgen.model.transformer import Transformer
 from fastgen.request import LaneStart, SamplingParams, StepResult
 
 
@@ -24,31 +32,45 @@ def speculative_sizes(config: EngineConfig) -> list[int]:
 
 
 class Drafting(StepFeature[DraftPlan]):
-    """The texts and drafts of the lanes, and the rows that a speculative step makes of them (see RowSource)."""
+    """The drafts of the lanes, and the rows that a speculative step makes of them (see RowSource)."""
 
     alone = False
 
     def __init__(self, config: EngineConfig, lanes: Lanes, page_size: int, samples: bool) -> None:
         assert config.speculate is not None
-        self.options = config.speculate
+        self.options, self._config = config.speculate, config
         self.graphs: Graphs[int] | None = None
         self._lanes, self._page_size = lanes, page_size
         self._device = lanes.kv_lens.device
         if samples:  # rows of padding are drawn, too
             lanes.state.start([LaneStart(lanes.padding, SamplingParams())])
-        length = HISTORY + min(config.max_model_len, LONGEST)
-        self._drafts = Drafts.empty(lanes.padding + 1, length, self.options.max_draft, self._device)
+        self._drafters: list[Drafter] = [TextDrafter(lanes.padding + 1, config.max_model_len, self._device)]
+        count = 2 if self.options.head else 1
+        self._drafts = Drafts.empty(lanes.padding + 1, self.options.max_draft, self._device, count)
+        self.head: Head | None = None
         self._rows = DecodeInput.empty(self.options.max_rows, self._device)
+
+    def add_head(
+        self, weights: HeadWeights, target: Transformer, pool: KVPool, make_attention: Callable[[int, int], Attention]
+    ) -> Head:
+        """Let a head draft, too. The arguments are those of HeadPlace."""
+        draft = self._drafts.proposals[1], self._drafts.proposed[1]
+        self.head = weights.attach(HeadPlace(target, pool, make_attention, self._lanes, self._config, *draft))
+        self._drafters.append(self.head)
+        return self.head
 
     def clear(self) -> None:
         """Forget all drafts."""
         self._drafts.counts.zero_()
+        self._drafts.proposed.zero_()
 
     def before(self, step: Launched, payload: DraftPlan) -> None:
         for lane, length in payload.lengths:
             self._lanes.host_kv_lens[lane] = length
-        for lane, first, tokens in payload.texts:
-            self._drafts.begin(lane, first, upload(tokens, self._device))
+        for lane, _, _ in payload.texts:
+            self._drafts.begin(lane)
+        for drafter in self._drafters:
+            drafter.begin(payload)
         if payload.rows:
             self._lanes.set_decodes(step.batch.decodes)
             lanes, most = self._lanes.input.lanes[: len(payload.rows)], np.array(payload.rows, dtype=np.int32)
@@ -74,8 +96,16 @@ class Drafting(StepFeature[DraftPlan]):
         if payload.drafts:
             own = self._lanes
             lanes = own.input.lanes[: len(payload.rows)] if payload.rows else step.lanes
-            followed = follow(lanes, self._drafts, own.state.last_token, own.kv_lens, tokens, step.positions)
-            step.held[DraftPlan] = to_host(followed)
+            drawn: Drawn = follow(lanes, self._drafts, own.state.last_token, own.kv_lens, tokens, step.positions)
+            drawn = replace(drawn, prefills=step.batch.prefills)
+            for event in step.arrivals.values() if self.head else ():  # it reads pages that are being loaded
+                event.wait()
+            active = 0
+            for number, drafter in enumerate(self._drafters):
+                draft = self._drafts.proposals[number], self._drafts.proposed[number]
+                active |= drafter.draft(drawn, payload, self._drafts.rows, *draft) << number
+            choose(lanes, self._drafts, drawn.found, active)
+            step.held[DraftPlan] = to_host(drawn.found)
 
     def collect(self, step: Launched, payload: DraftPlan, result: StepResult) -> None:
         """Drop the rows whose draws are not kept."""

@@ -36,6 +36,7 @@ LEAD = 16  # number of prompt tokens before each earlier output, so that its fir
 LONGEST = 32768  # maximum length of a sequence that is sent as a lane's text
 GRAPH_COST = 16  # fixed cost of a speculative step with CUDA graphs, in rows
 QUIET = 1 / 4  # each result without a draft multiplies the expected chance of one by this
+BARREN = 64  # a head that drafts no right token for so many tokens of a sequence drafts for it no more
 LEARNING = 1 / 8  # weight of a drafted token in the share of tokens that were right
 
 
@@ -47,13 +48,15 @@ class DraftPlan:
     drafted ones); else empty. lengths: (lane, KV length), which the host's copy takes over, since speculative steps
     advanced only the device's. texts: (lane, start, int32 [n]) of lanes that draft from now on: tokens of earlier
     outputs, and from `start` on their own. drafts: the tokens that the step draws are appended to the texts, and the
-    next ones are drafted.
+    next ones are drafted. limits: of each lane that draws, the number of positions for which it has pages, if the head
+    drafts too; else empty.
     """
 
     rows: tuple[int, ...] = ()
     lengths: tuple[tuple[int, int], ...] = ()
     texts: tuple[tuple[int, int, np.ndarray], ...] = ()
     drafts: bool = False
+    limits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +64,26 @@ class Drafted:
     """The result of a step that drafts, for each lane that draws.
 
     kept: the number of its tokens, which can be more than one only in a speculative step. guesses: the first of the
-    tokens that are drafted next, or -1. verified: the number of drafted tokens that the step computed.
+    tokens that are drafted next, or -1. verified: the number of drafted tokens that the step computed. drafters: the
+    drafter that they came from.
     """
 
     kept: list[int]
     guesses: list[int]
     verified: list[int]
+    drafters: list[int]
 
 
 @dataclass(slots=True)
 class _Learned:
     """The state of a lane's drafts. guess: the first drafted token as of the last result, -1 for none. quiet: number of
-    results since one had a draft. rate: estimated share of drafted tokens that are right."""
+    results since one had a draft. rate: estimated share of drafted tokens that are right. barren: number of tokens
+    since the head drafted a right one."""
 
     rate: float
     guess: int = -1
     quiet: int = 0
+    barren: int = 0
 
 
 class History:
@@ -142,6 +149,8 @@ class Speculator(PlanFeature):
         self.padded = padded
         self.in_flight = 0
         self.rate = 0.5  # of all sequences together, with which a new one begins
+        self._head = options.head_config
+        self._ahead = self._head.ahead if self._head else 0
         self._lanes, self._stats = lanes, stats
         self._drafting: set[int] = set()  # lanes with a text on the device
         self._moved: set[int] = set()  # lanes whose lengths speculative steps have advanced on the device
@@ -171,7 +180,10 @@ class Speculator(PlanFeature):
             if lacking and in_flight:
                 return None
             self._send(lacking)
-            rows = tuple(room(*each) for each in zip(decoding, self.best_rows(decoding), strict=True))
+            rows = tuple(
+                min(room(sequence, best + self._ahead), best)
+                for sequence, best in zip(decoding, self.best_rows(decoding), strict=True)
+            )
             if max(rows, default=1) > 1:
                 self._rows = rows
                 return rows
@@ -197,7 +209,13 @@ class Speculator(PlanFeature):
             lengths = tuple((lane, self._lanes[lane].computed - 1) for lane in moved)
             self._moved.clear()
         drafts = bool(self._drafting)
-        return DraftPlan(rows, lengths, texts, drafts) if rows or lengths or texts or drafts else None
+        limits = tuple(self._lanes[lane].limit for lane in batch.sampling) if self._head_drafts(batch.sampling) else ()
+        return DraftPlan(rows, lengths, texts, drafts, limits) if rows or lengths or texts or drafts else None
+
+    def _head_drafts(self, lanes: Collection[int]) -> bool:
+        """Return whether the head drafts for one of these lanes."""
+        learned = (self._learned[lane] for lane in lanes if lane in self._drafting)
+        return self._head is not None and any(each.barren < BARREN for each in learned)
 
     def update(self, batch: Batch, result: StepResult) -> None:
         """Correct the upper bounds by how many rows each lane has kept, and learn which drafts were right."""
@@ -207,8 +225,8 @@ class Speculator(PlanFeature):
         assert plan is not None
         self.in_flight -= bool(plan.rows)
         most = plan.rows or itertools.repeat(1)
-        for lane, rows, kept, guess, verified in zip(
-            batch.sampling, most, drafted.kept, drafted.guesses, drafted.verified, strict=False
+        for lane, rows, kept, guess, verified, drafter in zip(
+            batch.sampling, most, drafted.kept, drafted.guesses, drafted.verified, drafted.drafters, strict=False
         ):
             sequence = self._lanes[lane]
             sequence.pending -= rows - kept
@@ -216,8 +234,18 @@ class Speculator(PlanFeature):
             self._stats.drafted += verified
             self._stats.accepted += kept - 1
             self.learn(lane, result.tokens[first : first + kept], verified, guess)
+            if plan.limits:
+                self._count_head(lane, kept, verified if drafter else 0)
             first += kept
         self._stats.saved_steps += first / len(drafted.kept) - 1 if plan.rows else 0
+
+    def _count_head(self, lane: int, kept: int, verified: int) -> None:
+        """Count a lane's result while the head drafts. verified: number of drafted tokens of the head."""
+        right = kept - 1 if verified else 0
+        self._stats.head_drafted += verified
+        self._stats.head_accepted += right
+        if known := self._learned.get(lane):
+            known.barren = 0 if right else known.barren + kept
 
     def leave(self, sequence: Sequence) -> None:
         self._drafting.discard(sequence.lane)

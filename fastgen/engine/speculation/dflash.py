@@ -1,0 +1,210 @@
+"""DFlash: a head that drafts a block of tokens in one pass (arXiv 2602.06036).
+
+The head has a few layers of Qwen3's kind. Its context is not made of tokens, but of the target's residual stream: the
+outputs of some of the target's layers, side by side, go through `fc` and `hidden_norm`, and each layer of the head
+makes keys and values of the result. These are written to the pages of the KV pool in the step that computes a token, in
+layers of the pool after the target's. They depend only on earlier tokens, as the target's keys and values do. So
+whatever happens to a page (a prefix cache hit, the host tier, a copy for a fork) happens to the head's context too.
+
+After each draw, the block is computed at the positions from the last token on: that token, and then mask tokens. All
+rows of a block see the whole context and the whole block. To attention, each row is therefore a decode, and all rows of
+a lane have the same length, the end of the block. The keys and values of the block go into the pages after the context,
+where the next step overwrites them. If the pages of a sequence do not have room for a block, the block is shorter.
+
+Shape letters, in addition to the letters in head.py: B rows of a block, F layers of the target that are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights, set_ids
+from fastgen.engine.speculation.heads import DFlashConfig
+from fastgen.kernels.batch_invariant import Fused
+from fastgen.kernels.norm import RMSNorm, rms_norm
+from fastgen.kernels.rope import SlotMapping, rope_write
+from fastgen.model.linear import Linear
+from fastgen.model.loader import read_tensors
+from fastgen.model.packed import pack
+from fastgen.model.parameters import Parameters
+from fastgen.model.transformer import StepPart, Transformer
+from fastgen.model.weights import Shard, Tensors, Update, write
+from fastgen.parallel.residual import ReplicatedResidual
+
+COPIES = ("embed_tokens.weight", "t2d")
+"""Tensors of checkpoints that are not needed: a copy of the target's embedding, and the inverse of d2t."""
+
+
+class DFlashWeights(HeadWeights):
+    """The weights of a DFlash head, on the target's device and in its dtype.
+
+    `layers` is a Transformer of the head's layers, whose stages are used one by one. fc: [H, F H]. hidden_norm: of its
+    result. kv: the rows of each layer's qkv that make keys and values. lm_head: of the reduced vocabulary, with the
+    target's tokens `ids`, int64 [reduced]; None: the target's head is used.
+    """
+
+    def __init__(self, head: DFlashConfig, target: Parameters, context: int, deterministic: bool) -> None:
+        self._config = head
+        sizes = replace(head.layers, vocab_size=1)  # no embedding of its own
+        own = self._parameters = Parameters(sizes, target.dtype, target.device, deterministic=deterministic)
+        self.memory = own.memory
+        hidden, eps = head.layers.hidden_size, head.layers.norm_eps
+        invariant = own.layers[0].qkv.batch_invariant
+        self.layers = Transformer(own, context)
+        self.fc = Linear(self._zeros(hidden, len(head.features) * hidden), None, invariant)
+        self.hidden_norm = RMSNorm(self._zeros(hidden), eps)
+        self.lm_head = Linear(self._zeros(head.reduced, hidden), None, invariant) if head.reduced else None
+        self.ids = torch.arange(head.reduced, device=target.device)
+        self.kv: list[Linear] = []
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return self.memory.zeros(shape, self._parameters.dtype)
+
+    @property
+    def norm(self) -> RMSNorm:
+        return self._parameters.norm
+
+    @property
+    def config(self) -> DFlashConfig:
+        return self._config
+
+    def attach(self, place: HeadPlace) -> DFlash:
+        return DFlash(self, place)
+
+    def read(self) -> Tensors:
+        return read_tensors(self.config.folder)
+
+    def update(self, named: Tensors) -> None:
+        tensors = {name.removeprefix("model."): x for name, x in dict(named).items()}
+        offsets = tensors.pop("d2t", None)
+        unneeded = (*COPIES, *(() if self.lm_head else ("lm_head.weight",)))
+        self._parameters.unpack()
+        shards = self.shards()
+        update = Update({name: x for name, x in tensors.items() if name not in unneeded}, shards)
+        try:
+            update.check()
+            if self.lm_head is not None:
+                set_ids(self.ids, offsets)
+            write(shards, update.tensors())
+        finally:
+            self.finish()
+
+    def shards(self) -> dict[str, Shard]:
+        shards = {name.removeprefix("model."): shard for name, shard in self._parameters.targets().items()}
+        del shards["embed_tokens.weight"]
+        shards |= {"fc.weight": Shard.whole(self.fc.weight), "hidden_norm.weight": Shard.whole(self.hidden_norm.weight)}
+        if self.lm_head is not None:
+            shards["lm_head.weight"] = Shard.whole(self.lm_head.weight)
+        return shards
+
+    def finish(self) -> None:
+        """Take the parts of weights, and pack the layers' where that is faster."""
+        c, invariant = self.config.layers, self.fc.batch_invariant
+        first = c.num_heads * c.head_size
+        qkvs = [layer.qkv for layer in self._parameters.layers]
+        self.kv = [Linear(x.weight[first:], None if x.bias is None else x.bias[first:], invariant) for x in qkvs]
+        packs = [type(x) for x in qkvs]
+        self._parameters.pack()
+        if [type(layer.qkv) for layer in self._parameters.layers] != packs:
+            self.kv = [pack(linear) for linear in self.kv]
+
+
+class DFlash(Head):
+    """A DFlash head in a Runner, which keeps the context of all tokens in the pages."""
+
+    @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
+    def __init__(self, weights: DFlashWeights, place: HeadPlace) -> None:
+        super().__init__(weights, place, weights.config.block - weights.config.first)
+        self.weights, self._head = weights, weights.config
+        own = self._head.layers
+        self._attention = place.make_attention(own.num_heads, self._options.most_lanes * self._head.block)
+        shape = place.config.max_step_tokens + self._target.row_tile, len(self._head.features) * own.hidden_size
+        self._features = self._pool.memory.zeros(shape, self._target.parameters.dtype)  # it sleeps with the pool
+        self._offsets = self._offsets[: self._head.block]
+
+    @property
+    def layers(self) -> frozenset[int]:
+        return frozenset(self._head.features)
+
+    # ------------------------------------------------------------------------------------------- the context
+
+    def observe(self, part: StepPart, number: int) -> None:
+        x, hidden = part.residual.whole(), self._head.layers.hidden_size
+        for at, layer in enumerate(self._head.features):
+            if layer == number:
+                self._features[: len(x), at * hidden : (at + 1) * hidden] = x
+        if number == max(self.layers):
+            self._keep_context(part, len(x))
+
+    def _keep_context(self, part: StepPart, count: int) -> None:
+        """Write the keys and values of a step's tokens to the pages."""
+        own, positions, slots = self.weights, part.mapping.positions, part.mapping.slots
+        norm = own.hidden_norm
+        context = rms_norm(own.fc.apply(self._features[:count]), norm.weight, norm.eps)
+        mapping = own.layers.slot_mapping(self._pool, positions, slots, part.mapping.real)
+        for number, (layer, kv) in enumerate(zip(own.layers.layers, own.kv, strict=True)):
+            keys, values = self._pool.keys[number], self._pool.values[number]
+            rope_write(kv.apply(context), mapping, keys, values, layer.head_norm)
+
+    # ------------------------------------------------------------------------------------------- drafts
+
+    def body(self, size: int) -> None:
+        lanes, own, block = self._drawing[:size], self._lanes, self._head.block
+        start = own.kv_lens[lanes]
+        room = (self._limits[lanes] - start).clamp(0, block)
+        mapping, ids = self._block(lanes, start, room)
+        ends = (start + room).clamp(min=1).repeat_interleave(block)
+        plan = self._attention.plan_decode(lanes.repeat_interleave(block), ends, own.page_table)
+        x = self._run(StepPart(ids, mapping, plan)).view(size, block, -1)
+        first, most = self._head.first, self.most_drafts(size)
+        positions = (start[:, None] + 1 + self._offsets[:most]).flatten()
+        rows = x[:, first : first + most].flatten(0, 1)
+        drafts = self.draw(self._logits(rows), lanes.repeat_interleave(most), positions)
+        self._tokens[lanes, :most] = drafts.view(size, most)
+        self._counts[lanes] = (room - first).clamp(0, most)
+
+    def _block(self, lanes: Tensor, start: Tensor, room: Tensor) -> tuple[SlotMapping, Tensor]:
+        """Return the mapping and the tokens of the rows of a block, int64 [S B]. start, room: int32 [S], the position
+        of its first row, and the number of rows that have a slot."""
+        size, inside = self._pool.page_size, self._offsets < room[:, None]
+        positions = torch.where(inside, start[:, None] + self._offsets, 0)
+        pages = self._lanes.page_table[lanes[:, None], positions // size].long()
+        slots = torch.where(inside, pages * size + positions % size, -1)
+        last = self._lanes.state.last_token[lanes][:, None]
+        ids = torch.where(self._offsets == 0, last, self._head.mask_id)
+        flat = positions.flatten(), slots.flatten()
+        return self.weights.layers.slot_mapping(self._pool, *flat, len(flat[0])), ids.flatten()
+
+    def _run(self, part: StepPart) -> Tensor:
+        """Return the residual stream [S B, H] after the head's layers."""
+        model = self.weights.layers
+        embedding = F.embedding(part.token_ids, self._target.parameters.embedding)
+        part.residual = ReplicatedResidual(model.group, embedding)
+        for number in range(len(model.layers)):
+            q = model.project_qkv(part, number, self._pool)
+            attended = self._attention.attend(part.plan, number, q, 0).flatten(1)
+            model.add_attended(part, number, attended)
+            model.add_mlp(part, number)
+        return part.residual.whole()
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Return logits, float32 [R, V], of rows x [R, H]."""
+        own, fused = self.weights, Fused(out_dtype=torch.float32)
+        if own.lm_head is None:
+            return self._target.parameters.lm_head.apply(x, fused, own.norm)
+        reduced = own.lm_head.apply(x, fused, own.norm)
+        logits = reduced.new_full((len(x), self._target.config.vocab_size), -torch.inf)
+        return logits.index_copy_(1, own.ids, reduced)
+
+    @property
+    def linears(self) -> Iterable[tuple[Linear, Fused]]:
+        layer, adds = self.weights.layers.layers[0], torch.zeros_like(self.weights.hidden_norm.weight)[None]
+        yield from ((self.weights.fc, Fused()), (self.weights.kv[0], Fused()), (layer.qkv, Fused()))
+        yield from ((layer.o, Fused(add=adds)), (layer.gate_up, Fused(swiglu=True)), (layer.down, Fused(add=adds)))
+        if self.weights.lm_head is not None:
+            yield self.weights.lm_head, Fused(out_dtype=torch.float32)

@@ -1,0 +1,118 @@
+"""EAGLE-3 heads: their drafts are those of a reference in torch, and under any schedule they change no bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from called_graphs import Called, capturable
+from conftest import check_idle
+from drafting import adversary
+from handmade import let_pages_run_out
+from heads import EagleReference, head_of, record, save_eagle
+from safetensors.torch import load_file
+from test_dflash import PARAMS, PROMPTS, SCHEDULES, eager
+
+from fastgen import Generator
+from fastgen.engine.warm_up import capture
+from fastgen.model.packed import PACKED_ROW_TILE
+
+KINDS: list[tuple[dict[str, Any], int]] = [  # arguments of save_eagle, and the number of drafts
+    ({"reduced": 200}, 4),
+    ({"dialect": "speculators", "reduced": 200, "norm_before_residual": True, "fc_norm": True}, 3),
+    ({"dialect": "DeepSpec", "features": (1, 0, 1), "qk_norm": True, "own": False, "norm_output": True}, 4),
+    ({"norm_before_fc": True}, 4),
+]
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads draft even if nothing they draft is right, as with random weights."""
+    monkeypatch.setattr("fastgen.engine.speculation.planning.BARREN", 10**9)
+
+
+@pytest.mark.parametrize(("kind", "most"), KINDS)
+@pytest.mark.parametrize("page_size", [64, 8])
+def test_drafts_are_those_of_the_reference(
+    kind: dict[str, Any], most: int, page_size: int, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no prefill is cut and no prefix is cached; forks share the page of a position that each draws a token
+    for."""
+    head = save_eagle(tmp_path, llama, **kind)
+    params = [replace(each, n=1) for each in PARAMS]
+    with Generator(llama, speculate=False) as gen:
+        expected = gen.generate(PROMPTS, params)
+    adversary(monkeypatch, expected, gen.model_config.vocab_size)
+    with Generator(llama, speculate=eager(head), page_size=page_size, max_seqs=8, prefix_cache=False) as gen:
+        recorded = record(gen, monkeypatch)
+        found = gen.generate(PROMPTS, params)
+        assert [output.completions for output in found] == [output.completions for output in expected]
+        assert recorded.check_eagle(EagleReference(llama, head, kind.get("features", (0, 1))), most, expected) > 100
+        assert gen.stats.head_drafted > 0
+        check_idle(gen)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_head_changes_no_bit(
+    schedule: dict[str, Any], family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Generator(family, speculate=False) as gen:
+        expected = gen.generate(PROMPTS, PARAMS)
+    adversary(monkeypatch, expected, gen.model_config.vocab_size)
+    with Generator(family, speculate=eager(save_eagle(tmp_path, family)), **schedule) as gen:
+        if "num_pages" in schedule:
+            let_pages_run_out(gen)
+        for _ in range(2):
+            found = gen.generate(PROMPTS, PARAMS)
+            assert [output.completions for output in found] == [output.completions for output in expected]
+            check_idle(gen)
+        assert gen.stats.head_drafted > 0
+
+
+def test_graphs_draft_the_same(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = save_eagle(tmp_path, llama)
+    params = [replace(each, n=1) for each in PARAMS[:3]]
+    with Generator(llama, speculate=False) as gen:
+        expected = gen.generate(PROMPTS[:3], params)
+    adversary(monkeypatch, expected, gen.model_config.vocab_size)
+    options = replace(eager(head), max_rows=128)
+    with Generator(llama, max_seqs=8, page_size=16, prefix_cache=False, speculate=options) as gen:
+        runner = gen._runner
+        capturable(monkeypatch)
+        capture(runner, None, [16, 64])
+        runner.graphs[False].keys = [PACKED_ROW_TILE, 2 * PACKED_ROW_TILE]  # as in test_cuda_graphs
+        graphs = head_of(gen).graphs
+        assert isinstance(graphs, Called)
+        graphs.keys = [2, 4, 8]
+        recorded = record(gen, monkeypatch)
+        found = gen.generate(PROMPTS[:3], params)
+        assert [output.completions for output in found] == [output.completions for output in expected]
+        assert recorded.check_eagle(EagleReference(llama, head), 4, expected) > 100
+        assert {2, 4} <= set(graphs.ran)
+
+
+def test_update_drafter(llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(save_eagle(tmp_path, llama, reduced=200) / "model.safetensors")
+    with Generator(llama, speculate=eager(tmp_path)) as gen:
+        gen.update_drafter({**tensors, "embed_tokens.weight": tensors["fc.weight"]})
+        with pytest.raises(ValueError, match=r"draft_vocab_size=200 needs a tensor d2t"):
+            gen.update_drafter({name: x for name, x in tensors.items() if name != "d2t"})
+        with pytest.raises(ValueError, match=r"missing 1 .*norm\.weight"):
+            gen.update_drafter({name: x for name, x in tensors.items() if name != "norm.weight"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers=2 is not supported; one layer is"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"target_hidden_size": 32}, "target_hidden_size=32, and the model has 64"),
+        ({"eagle_config": None}, r"the layers \[1, 0, -1\] of the model"),
+        ({"fc_norm": True, "norm_before_fc": True}, "norm_before_fc=True is not supported; with fc_norm"),
+    ],
+)
+def test_what_a_head_cannot_be_is_an_error(changes: dict[str, Any], message: str, llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        Generator(llama, speculate=save_eagle(tmp_path, llama, **changes))
