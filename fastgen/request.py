@@ -28,7 +28,7 @@ Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int] | SequenceOf[Message] | Mapping[str, Any]
 """Text, token ids, chat messages, or a dict with one of them; see `Generator.generate`."""
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 128
 STRUCTURES = ("mask", "json_schema", "regex", "choice", "grammar")
 
 MAX_BIASES = 4096
@@ -72,7 +72,7 @@ class SamplingParams(Options):
     stop_token_ids: ids that end the output, in addition to the model's eos ids; they stay in token_ids.
     include_stop_str_in_output: the text ends with the stop string, or with the text of the stop id.
     ignore_eos: True: the model's eos ids do not end the output.
-    logprobs: number of raw alternatives to return with each token (0 to 20); the logprob of the token itself is
+    logprobs: number of raw alternatives to return with each token (0 to 128); the logprob of the token itself is
         always returned.
     prompt_logprobs: score the prompt too, with this number of raw alternatives for each token.
     mask: a TokenMask that restricts the tokens.

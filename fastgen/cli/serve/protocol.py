@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
@@ -33,6 +33,7 @@ MAX_STOPS = 64  # maximum number of stop strings, and of bad_words
 MAX_WORD = 1000  # maximum number of characters of one of the bad_words
 INT32 = 2**31 - 1
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "untruncated_logprobs"]
 _TokenId = Annotated[int, Field(ge=0, le=INT32)]
 _Biased = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 _Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
@@ -74,7 +75,8 @@ class GenerationFields(Body):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "untruncated_logprobs"] | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens as token_id:5")
+    logprobs_mode: LogprobsMode | None = None
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
     json_schema: dict[str, Any] | str | None = None
@@ -120,8 +122,18 @@ class GenerationFields(Body):
     @property
     def drawn(self) -> str:
         """The name of the list of an Event that is reported as logprobs."""
-        mode = self.logprobs_mode or "raw_logprobs"
-        return "logprobs" if mode == "processed_logprobs" else mode
+        return drawn_name(self.logprobs_mode or "raw_logprobs")
+
+    def with_mode(self, default: str) -> Self:
+        """Return the request with the server's default of logprobs_mode. Where it asks for values that are always raw,
+        of alternatives or of the prompt, all its logprobs stay raw."""
+        if self.logprobs_mode is not None or default == "raw_logprobs" or self._has_raw:
+            return self
+        return self.model_copy(update={"logprobs_mode": default})
+
+    @property
+    def _has_raw(self) -> bool:
+        return False
 
     @property
     def choices(self) -> int:
@@ -141,6 +153,11 @@ class GenerationFields(Body):
         if self.stop == "":
             given["stop"] = None
         return replace(defaults, **given | others)
+
+
+def drawn_name(mode: str) -> str:
+    """Return the name of the list of an Event or a Completion that has the logprobs of a mode."""
+    return "logprobs" if mode == "processed_logprobs" else mode
 
 
 # Fields with the same name and meaning in SamplingParams.
@@ -232,6 +249,10 @@ class ChatRequest(GenerationFields):
         return next((on for on in (self.enable_thinking, asked.enabled, stated, implied) if on is not None), None)
 
     @property
+    def _has_raw(self) -> bool:
+        return bool(self.top_logprobs)
+
+    @property
     def shows_reasoning(self) -> bool:
         """True if the response has the reasoning."""
         return self.include_reasoning is not False and not (self.reasoning and self.reasoning.exclude)
@@ -287,6 +308,10 @@ class CompletionRequest(GenerationFields):
     def limit(self) -> int | None:
         """The maximum number of tokens of an answer; None if the request has no limit."""
         return self.max_tokens
+
+    @property
+    def _has_raw(self) -> bool:
+        return bool(self.logprobs or self.echo)
 
     @property
     def prompts(self) -> list[str | list[int]]:
