@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import pickle
-import sys
 import time
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from vllm_trainer import Structure, pickled
 
-from fastgen.async_engine.trainer_group import ID_KEY, ID_TYPE, decode_id, find_id, packed, read_id, unpacked
+from fastgen.async_engine.trainer_group import ID_KEY, decode_id, find_id, packed, read_id, unpacked
 from fastgen.processes.errors import DepartedError
 
 ID = bytes(range(128))
 
 
-MODULE, NAME = ID_TYPE
-# vLLM's type, under its name.
-Structure: Any = type(
-    NAME, (ctypes.Structure,), {"__module__": MODULE, "_fields_": (("internal", ctypes.c_byte * 128),)}
-)
-
-
-def pickled(value: Any, monkeypatch: pytest.MonkeyPatch, protocol: int = 5) -> bytes:
-    """Pickle an id as vLLM does, or another value."""
-    for index in range(1, MODULE.count(".") + 2):
-        parent = ".".join(MODULE.split(".")[:index])
-        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-    monkeypatch.setattr(sys.modules[MODULE], NAME, Structure, raising=False)
-    return pickle.dumps(value, protocol)
-
-
-def test_the_id_of_a_trainer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_id_of_a_trainer_is_read() -> None:
     for protocol in (3, 4, 5):
-        assert read_id(pickled(Structure.from_buffer_copy(ID), monkeypatch, protocol)) == ID
+        assert read_id(pickled(Structure.from_buffer_copy(ID), protocol)) == ID
 
 
 class Evil:
@@ -51,9 +33,9 @@ class Evil:
     [Evil(), [Evil()], ID, {"a": 1}, time.sleep, Structure, ctypes.c_int(3)],
     ids=["call", "nested", "bytes", "dict", "function", "type", "int"],
 )
-def test_no_other_pickle_is_read(value: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_no_other_pickle_is_read(value: Any, capsys: Any) -> None:
     with pytest.raises(ValueError, match=r"known senders are vLLM 0.22 to 0.33"):
-        read_id(pickled(value, monkeypatch))
+        read_id(pickled(value))
     assert capsys.readouterr().out == ""
 
 
@@ -72,12 +54,12 @@ def test_no_handmade_pickle_is_read(data: bytes) -> None:
         read_id(data)
 
 
-def test_the_store_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_of_a_trainer() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     address = ("127.0.0.1", store.port)
     with pytest.raises(DepartedError, match=r"has no NCCL id after 0.1 seconds"):
         find_id(address, 0.1, lambda: None)
-    store.set(ID_KEY, pickled(Structure.from_buffer_copy(ID), monkeypatch))
+    store.set(ID_KEY, pickled(Structure.from_buffer_copy(ID)))
     assert find_id(address, 5, lambda: None) == ID
     assert decode_id(base64.b64encode(ID).decode()) == ID
     with pytest.raises(ValueError, match=r"not the base64 of 128 bytes"):
