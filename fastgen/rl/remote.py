@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastgen.engine.outputs import error_output
-from fastgen.engine.prompt_scores import pair_scores
 from fastgen.engine.prompts import prompt_list, request_source
 from fastgen.engine.stats import with_progress
 from fastgen.names import explains_names
@@ -202,6 +201,8 @@ class RemoteGenerator:
     ) -> list[list[float]]:
         """Return the logprobs of given tokens; see `Generator.score`. Running requests continue meanwhile. Raises
         RuntimeError while the engine is paused."""
+        from fastgen.engine.prompt_scores import pair_scores  # it imports NumPy
+
         prompts, starts = pair_scores(sequences, start, temperature)
         found: list[list[float]] = []
         for first in range(0, len(prompts), SCORED):

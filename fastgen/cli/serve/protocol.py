@@ -67,6 +67,7 @@ class GenerationFields(Body):
     repeat_penalty: FiniteFloat | None = Field(None, gt=0, description="the same as repetition_penalty")
     logit_bias: dict[_Biased, _Bias] | None = Field(None, max_length=MAX_BIASES)
     allowed_token_ids: Some[_TokenId] | None = None
+    logprob_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_LOGPROBS, fail_fast=True)] | None = None
     bad_words: Annotated[list[_Word], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=INT32)
     ignore_eos: bool | None = None
@@ -217,7 +218,7 @@ class ChatRequest(GenerationFields):
     def _check_together(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "is only allowed when logprobs is true")
-        if self.top_logprobs and self.drawn != "raw_logprobs":
+        if self._has_raw and self.drawn != "raw_logprobs":
             raise wrong("top_logprobs", "are raw; leave them out, or logprobs_mode")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise wrong("max_tokens", "and max_completion_tokens mean the same and differ; give one of them")
@@ -250,7 +251,7 @@ class ChatRequest(GenerationFields):
 
     @property
     def _has_raw(self) -> bool:
-        return bool(self.top_logprobs)
+        return bool(self.top_logprobs or self.logprob_token_ids)
 
     @property
     def shows_reasoning(self) -> bool:
@@ -298,7 +299,7 @@ class CompletionRequest(GenerationFields):
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             message = "is 0, so the answer would be empty; give at least 1, or set echo or prompt_logprobs"
             raise wrong("max_tokens", message)
-        if (self.logprobs or self.echo) and self.drawn != "raw_logprobs":
+        if self._has_raw and self.drawn != "raw_logprobs":
             raise wrong("logprobs_mode", "goes with logprobs=0 and without echo: alternatives and scores are raw")
         if self.max_tokens == 0 and self.choices > 1:
             raise wrong("n", "must be 1 when max_tokens is 0")
@@ -311,7 +312,7 @@ class CompletionRequest(GenerationFields):
 
     @property
     def _has_raw(self) -> bool:
-        return bool(self.logprobs or self.echo)
+        return bool(self.logprobs or self.echo or self.logprob_token_ids)
 
     @property
     def prompts(self) -> list[str | list[int]]:

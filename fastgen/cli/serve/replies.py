@@ -330,6 +330,7 @@ class CompletionReply(_BaseReply[CompletionRequest]):
         tops: list[dict[int, float]] | None,
     ) -> None:
         """Append the entries of tokens. A token is always among its own alternatives, so there may be one more."""
+        chosen = self.request.logprob_token_ids or ()
         name = token_name if self.request.return_tokens_as_token_ids else self._vocabulary.name
         for position, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             found["tokens"].append(name(token))
@@ -338,6 +339,7 @@ class CompletionReply(_BaseReply[CompletionRequest]):
                 found["top_logprobs"].append(None)
                 continue
             top = dict(islice(tops[position].items(), self.request.logprobs)) if tops else {}
+            top |= {id: tops[position][id] for id in chosen if tops and id in tops[position]}
             found["token_logprobs"].append(max(LOWEST, top.setdefault(token, logprob)))
             named: dict[str, float] = {}
             for other, value in top.items():  # best first, so that of tokens with equal names the best is kept

@@ -159,6 +159,7 @@ class VllmSampling(Strict):
     prompt_logprobs: int | None = Field(None, ge=0)
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: Items[int] | None = None
+    logprob_token_ids: Items[int] | None = None
     structured_outputs: StructuredOutputs | None = None
 
     @property
@@ -261,7 +262,7 @@ class VllmControl:
         params = wanted.sampling_params.params
         self._rollout.check_samples(params.n)
         output = await engine.generate(wanted.token_ids, params, wanted.request_id)
-        logprobs = params.logprobs is not None
+        logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         choices = [
             {
                 "index": completion.index,
