@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from fastgen.async_engine.wire import Header, Wire, placeholders
 from fastgen.device.memory import gpu_id
 from fastgen.generator import Generator
 from fastgen.model.adapter import AdapterUpdate
+from fastgen.model.deltas import DELTA
 from fastgen.model.loader import read_tensors
 from fastgen.model.parameters import checkpoint_shards
-from fastgen.model.weights import Update
+from fastgen.model.weights import Shard, Tensors, Update
 
 
 class WeightUpdates:
@@ -79,10 +80,14 @@ class WeightUpdates:
         group: key of the group. header: names, dtypes and shapes of the tensors, checked before anything is written.
         options: keyword arguments of `Generator.update_weights`, whose errors are raised here too.
         """
-        wire = self._find(group)
-        Update(placeholders(header), checkpoint_shards(self._gen.model_config), options["partial"]).check()
+        wire, shards = self._find(group), checkpoint_shards(self._gen.model_config)
+        Update(placeholders(_without_deltas(header, shards)), shards, options["partial"]).check()
         try:
-            return self._gen.update_weights(wire.receive(header, self._check), **options)
+            received = wire.receive(header, self._check)
+            tensors: Tensors = received
+            if any(name.endswith(DELTA) for name, _, _ in header):  # indices are checked before anything is written
+                tensors = [(name, tensor.clone()) for name, tensor in received]
+            return self._gen.update_weights(tensors, **options)
         finally:
             if wire.broken:
                 self.close_weight_group()
@@ -164,3 +169,9 @@ class WeightUpdates:
         if not Path(folder).is_dir():
             raise ValueError(f"there is no folder {folder} on the server's machine")
         return self._gen.update_weights(read_tensors(Path(folder)), **options)
+
+
+def _without_deltas(header: Header, shards: Mapping[str, Shard]) -> Header:
+    """Return a header in which the weights of the model that have deltas are whole."""
+    weights = {name + DELTA: (name, "float32", list(shard.shape)) for name, shard in shards.items()}
+    return [weights.get(name, (name, kind, shape)) for name, kind, shape in header]

@@ -224,7 +224,8 @@ class RemoteGenerator:
 
         named: named tensors, such as `model.named_parameters()`, or the path of a folder of safetensors on the server's
             machine. An iterator is read before the first tensor is sent; DTensors (FSDP) are gathered one at a time, as
-            they are sent. Names, shapes and dtypes are checked before anything is written.
+            they are sent. Names, shapes and dtypes are checked before anything is written. With partial=True, a pair
+            (indices, values) is a sparse delta; an update that has one is received as a whole before it is written.
 
         In a program whose ranks shard the model, all ranks of its default process group call this method. Rank 0 sends;
         the other ranks take part in gathering, and return None.
@@ -253,8 +254,9 @@ class RemoteGenerator:
     def _send_all(self, path: str, named: Any, options: dict[str, Any]) -> int | None:
         """Send tensors to a route that receives them. Return the version of the weights; None on ranks above 0."""
         from fastgen.async_engine.wire import header_of, is_sender
+        from fastgen.model.deltas import packed_items
 
-        tensors = list(named.items() if isinstance(named, Mapping) else named)
+        tensors = packed_items(named)
         if not tensors:
             raise ValueError("no tensors are given")
         turns = iter(tensors)
