@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -32,7 +32,7 @@ from fastgen.engine.stats import Stats
 from fastgen.processes.channel import Channel, Failed, Start
 from fastgen.processes.errors import DepartedError, portable
 from fastgen.processes.spawning import end_with_parent
-from fastgen.request import Event, Prompt, SamplingParams
+from fastgen.request import Completion, Event, Prompt, SamplingParams
 from fastgen.text.grammar import Compiler, GrammarMask, named_error
 from fastgen.text.reasoning import after_reasoning, find_reasoning
 from fastgen.text.tokenizer import encode_prompt
@@ -43,8 +43,13 @@ if TYPE_CHECKING:
 
 STATS_SECONDS = 0.25  # minimum interval between two messages with stats
 INTAKE_SECONDS = 0.02  # maximum time between two steps for adding new requests to the Generator
-WEIGHT_METHODS = ("weight_state", "init_weight_group", "close_weight_group", "receive_weights", "read_weights")
+WEIGHT_METHODS = (
+    "weight_state", "init_weight_group", "close_weight_group", "receive_weights", "receive_adapter", "read_weights",
+    "join_trainer", "receive_packed", "transfer_state",
+)  # fmt: skip
 """The methods of WeightUpdates that a client may call."""
+OWN_METHODS = ("pause", "resume", "cut_off", "score", "drain")
+"""The methods of EngineLoop that a client may call."""
 
 
 # ------------------------------------------------------------------------------------------------- messages
@@ -80,6 +85,7 @@ class Submit(_Numbered):
     params: parameters in which structured output is given as a grammar.
     grammar_timeout: seconds that the grammar may take to compile.
     structure: name of the parameter that the grammar comes from, for errors.
+    resume: a completion of the prompt to continue; see `Request`.
     """
 
     number: int
@@ -87,6 +93,7 @@ class Submit(_Numbered):
     params: SamplingParams
     grammar_timeout: float = GRAMMAR_TIMEOUT
     structure: str = "grammar"
+    resume: Completion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +106,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Call(_Numbered):
-    """Message to the engine: call a method between two steps: a method of the Generator, one of WEIGHT_METHODS, `pause`
-    or `resume`."""
+    """Message to the engine: call a method between two steps: a method of the Generator, one of WEIGHT_METHODS, or one
+    of OWN_METHODS."""
 
     number: int
     method: str
@@ -178,12 +185,14 @@ class EngineLoop:
     ) -> None:
         self._gen, self._incoming, self._send, self._flush = gen, incoming, send, flush
         self._arrived: dict[int, Submit] = {}  # requests to be added to the Generator, in order
-        self._compiling: dict[int, Future[GrammarMask]] = {}  # requests whose grammar is being compiled
+        # {number: (request, its grammar)} of requests whose grammar is being compiled.
+        self._compiling: dict[int, tuple[Submit, Future[GrammarMask]]] = {}
         self._grammars = GrammarPool(partial(_make_compiler, gen))
         self._updates: WeightUpdates | None = None  # made at the first use, since its module imports torch
         self._held: deque[Any] = deque()  # messages that arrived during a call
         self._calling = -1  # number of the call that runs
         self._paused = False
+        self._draining = False  # new requests are not added
         self._stats_sent = 0.0
         self._trimmed = False  # whether free memory has been returned since the last work
         self._ended = False
@@ -209,7 +218,8 @@ class EngineLoop:
     def idle(self) -> bool:
         """True while only a message can bring work. Running requests wait while the engine is paused, and after an
         update of the weights that has failed midway, until another one is complete."""
-        return not self._arrived and not self._held and (self._waits or not self._gen.unfinished)
+        arrived = self._arrived and not self._draining
+        return not arrived and not self._held and (self._waits or not self._gen.unfinished)
 
     @property
     def _waits(self) -> bool:
@@ -226,7 +236,7 @@ class EngineLoop:
         self._handle_messages(wait)
         self._trim(waited=wait != 0)
         deadline = time.monotonic() + INTAKE_SECONDS
-        while self._arrived and time.monotonic() < deadline:
+        while self._arrived and not self._draining and time.monotonic() < deadline:
             self._add(self._arrived.pop(next(iter(self._arrived))))
         self._report(self._gen.take_events() if self._waits else self._gen.step())
 
@@ -240,10 +250,36 @@ class EngineLoop:
 
     def pause(self) -> None:
         """Run no steps until `resume`. Running requests stay as they are, and new ones wait."""
-        self._paused = True
+        self._paused, self._draining = True, False
 
     def resume(self) -> None:
-        self._paused = False
+        self._paused = self._draining = False
+
+    def drain(self) -> int:
+        """Let new requests wait until `pause` or `resume`, and return the number of unfinished ones. Raises
+        RuntimeError if the engine is paused, so that these cannot finish."""
+        if self._waits and self._gen.unfinished:
+            raise RuntimeError("the engine is paused, so that its requests cannot finish; call resume first")
+        self._draining = True
+        return self._gen.unfinished
+
+    def cut_off(self, numbers: Iterable[int] | None) -> None:
+        """End requests (None: all). Their last events have the finish_reason "abort" and report what they have drawn;
+        see `Generator.cut_off`."""
+        for number in [*self._arrived, *self._compiling] if numbers is None else list(numbers):
+            if number in self._compiling:
+                submit, compiling = self._compiling.pop(number)
+                compiling.cancel()
+                self._add(replace(submit, params=replace(submit.params, grammar=None)))  # it draws nothing
+            elif number in self._arrived:
+                self._add(self._arrived.pop(number))
+        self._gen.cut_off(numbers)
+
+    def score(self, *args: Any, **options: Any) -> list[list[float]]:
+        """Return what `Generator.score` returns. Raises RuntimeError while no steps may run."""
+        if self._paused:
+            raise RuntimeError("the engine is paused; call resume before score")
+        return self._gen.score(*args, **options)
 
     def _handle_messages(self, wait: float | None) -> None:
         """Handle all messages that have arrived. wait: seconds to wait for the first one; None: no limit."""
@@ -266,8 +302,8 @@ class EngineLoop:
             case Abort():
                 for number in message.numbers:
                     self._arrived.pop(number, None)
-                    if compiling := self._compiling.pop(number, None):
-                        compiling.cancel()
+                    if number in self._compiling:
+                        self._compiling.pop(number)[1].cancel()
                 self._gen.abort(message.numbers)
             case Call():
                 self._call(message)
@@ -287,7 +323,7 @@ class EngineLoop:
 
     def _method(self, name: str) -> Callable[..., Any]:
         """Return the method that a call names."""
-        owner: Any = self if name in ("pause", "resume") else self._gen
+        owner: Any = self if name in OWN_METHODS else self._gen
         if name in WEIGHT_METHODS:
             from fastgen.async_engine.updates import WeightUpdates
 
@@ -316,7 +352,7 @@ class EngineLoop:
             submit = replace(submit, prompt={"prompt_token_ids": ids, "prompt": text})
             grammar = after_reasoning(grammar, gen.tokenizer, ids, gen.model_config.eos_ids)
         compiled = self._grammars.compile(grammar, submit.grammar_timeout)
-        self._compiling[submit.number] = compiled
+        self._compiling[submit.number] = submit, compiled
         compiled.add_done_callback(lambda done: self._incoming.put((submit, done)))
 
     def _take_compiled(self, submit: Submit, compiled: Future[GrammarMask]) -> None:
@@ -329,7 +365,7 @@ class EngineLoop:
 
     def _add(self, submit: Submit) -> None:
         try:
-            self._gen.add(submit.prompt, submit.params, submit.number)
+            self._gen.add(submit.prompt, submit.params, submit.number, submit.resume)
         except Exception as error:  # a RuntimeError while the weights are asleep
             self._refuse(submit.number, error)
 

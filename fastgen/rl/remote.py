@@ -9,32 +9,33 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
-import json
-import socket
+import itertools
 import threading
+import uuid
 from collections.abc import Generator as PyGenerator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from itertools import count
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode, urlsplit
 
 from fastgen.engine.outputs import error_output
 from fastgen.engine.prompts import prompt_list, request_source
 from fastgen.engine.stats import with_progress
 from fastgen.names import explains_names
 from fastgen.option import Options, option, takes_fields_of
-from fastgen.request import Completion, Params, Prompt, Request, RequestOutput, SamplingParams, Timings
+from fastgen.request import Completion, Event, Params, Prompt, Request, RequestOutput, SamplingParams
+from fastgen.rl.http import ServerClient, shut_down
+from fastgen.rl.outputs import event_of, output_of, unsent_output
 
 if TYPE_CHECKING:
     from fastgen.async_engine.wire import Wire
 
-CONNECT_SECONDS = 10.0
-END_SECONDS = 0.02  # between two attempts to end connections
+END_SECONDS = 0.02  # between two attempts to end connections or requests
+SCORED = 64  # maximum number of sequences that one request to /score has, since nothing is reported during one
+RESUMED = tuple(Completion.__dataclass_fields__)
 _END: Any = object()  # marks the end of an iterable
 VOCABULARY = 2**31  # vocabulary size for checks in this process; the server checks with the model's
 
@@ -57,6 +58,7 @@ class RemoteGeneratorOptions(Options):
     )
     replace_group: bool = option(False, "take over the weight group of a trainer that has ended without `close`")
     max_requests: int = option(256, "maximum number of requests of this object that are on the server at a time", low=1)
+    ready_timeout: float = option(600.0, "seconds to wait at the first call until the server's model is loaded", low=0)
 
 
 @explains_names("generate", "stream")
@@ -72,12 +74,11 @@ class RemoteGenerator:
     @takes_fields_of(RemoteGeneratorOptions)
     def __init__(self, options: RemoteGeneratorOptions) -> None:
         options.check()
-        self._options, self._parsed = options, urlsplit(options.url)
-        if self._parsed.scheme not in ("http", "https") or not self._parsed.hostname:
-            raise ValueError(f"url is {options.url!r}; it must be like http://localhost:5678")
-        self._headers = {"Content-Type": "application/json"}
-        if options.api_key is not None:
-            self._headers["Authorization"] = f"Bearer {options.api_key}"
+        self._options = options
+        self._server = ServerClient(options.url, options.api_key, options.model, options.ready_timeout)
+        self._name, self._count = uuid.uuid4().hex, itertools.count()  # of the ids of requests on the server
+        self._sent: dict[str, _Sent] = {}  # the running requests of `generate` and `stream`, by key
+        self._calls: set[_Call] = set()  # the calls of `generate` that run
         self._replace_group = options.replace_group
         self._wire: Wire | None = None
         self._key: str | None = None  # key of the group that this object has opened
@@ -97,18 +98,25 @@ class RemoteGenerator:
         for own in each[:1] if shared else each:
             _fields(own)  # raises before anything runs
         requests = [Request(prompt, own, number) for number, (prompt, own) in enumerate(zip(many, each, strict=True))]
-        with closing(self.stream(requests)) as outputs:
-            found = {output.id: output for output in with_progress(outputs, len(many), progress)}
+        call = _Call()
+        self._calls.add(call)
+        try:
+            with closing(self._serve(iter(requests), call)) as outputs:
+                found = {output.id: output for output in with_progress(outputs, len(many), progress)}
+        finally:
+            self._calls.discard(call)
         return [found[number] for number in range(len(many))]
 
     def stream(
         self, requests: Prompt | Iterable[Request | Prompt | None], params: Params = None
     ) -> PyGenerator[RequestOutput, None, None]:
         """Yield the outputs of requests, in the order of completion; see `Generator.stream`. Closing the stream early
-        aborts its requests."""
+        aborts its requests. A Request may resume a completion."""
         _fields(params)  # raises before anything runs
-        source, numbers = request_source(requests, params), count()
-        running, connections = set[Future[RequestOutput]](), set[HTTPConnection]()
+        return self._serve(request_source(requests, params), _Call())
+
+    def _serve(self, source: Iterator[Request | None], call: _Call) -> PyGenerator[RequestOutput, None, None]:
+        running, numbers, connections = set[Future[RequestOutput]](), itertools.count(), set[HTTPConnection]()
         most = self._options.max_requests
         pool = ThreadPoolExecutor(most, "fastgen-remote")
         try:
@@ -119,7 +127,7 @@ class RemoteGenerator:
                             break
                         continue
                     id = f"r{next(numbers)}" if request.id is None else request.id
-                    running.add(pool.submit(self._complete, replace(request, id=id), connections))
+                    running.add(self._submit(pool, replace(request, id=id), call, connections))
                 if not running:
                     return
                 done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -128,19 +136,78 @@ class RemoteGenerator:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             while left := [each for each in running if not each.done()]:  # `wait` never returns cancelled ones as done
-                _shut_down(connections)
+                shut_down(connections)
                 wait(left, timeout=END_SECONDS)
 
-    def _complete(self, request: Request, connections: set[HTTPConnection]) -> RequestOutput:
+    def _submit(
+        self, pool: ThreadPoolExecutor, request: Request, call: _Call, connections: set[HTTPConnection]
+    ) -> Future[RequestOutput]:
+        """Send a request in a thread of the pool. Return the future of its output."""
+        sent = _Sent(request, f"{self._name}-{next(self._count)}", call.aborted)
+        sent.future = future = pool.submit(self._complete, sent, connections)
+        self._sent[sent.key] = sent
+        future.add_done_callback(lambda _: self._sent.pop(sent.key))
+        return future
+
+    def _complete(self, sent: _Sent, connections: set[HTTPConnection]) -> RequestOutput:
         """Return the output of a request. If the server refuses the request, the output has an error."""
+        request = sent.request
         assert request.id is not None
         try:
-            if request.resume is not None:
-                raise ValueError("a completion cannot be resumed over HTTP; give prompt and completion as one prompt")
-            body = {"prompt": request.prompt, "params": _fields(request.params)}
-            return _output(self._post("/generate", body, connections), request.id)
+            body = _body(request)
+            if sent.aborted:
+                return unsent_output(request, int((body["params"] or {}).get("n", 1)))
+            return output_of(self._server.post("/generate", {**body, "id": sent.key}, connections), request.id)
         except (ValueError, TypeError) as error:
             return error_output(request.id, error)
+
+    def abort(self, ids: str | int | Iterable[str | int] | None = None) -> list[RequestOutput]:
+        """End requests of `generate` and `stream`, from another thread or between two outputs of a `stream`. They
+        return the tokens that they have, with the finish_reason "abort"; this method returns the same outputs. Their
+        completions can be resumed; see `Request`.
+
+        ids: those of Requests that run; other ids are skipped. None: all requests of this object. Prompts of `generate`
+        that were not sent yet then get completions without tokens, and a `stream` goes on with its next request.
+        """
+        wanted = None if ids is None else {ids} if isinstance(ids, str | int) else set(ids)
+        if wanted is None:
+            for call in list(self._calls):
+                call.aborted = True
+        sent = [each for each in list(self._sent.values()) if wanted is None or each.request.id in wanted]
+        for each in sent:
+            each.aborted = True
+        while left := [each for each in sent if not each.future.done()]:
+            self._server.post("/abort", {"ids": [each.key for each in left]})  # again, as the request may come later
+            wait([each.future for each in left], timeout=END_SECONDS)
+        return [each.future.result() for each in sent if not each.future.cancelled()]
+
+    def events(self, request: Request | Prompt, params: Params = None) -> PyGenerator[Event, None, None]:
+        """Yield the events of one request as they arrive; see `AsyncGenerator.stream`. Closing the iterator aborts the
+        request. Raises ValueError if the server refuses it."""
+        _fields(params)  # raises before anything runs
+        (one,) = request_source([request], params)
+        assert one is not None
+        return self._events({**_body(one), "stream": True}, "r0" if one.id is None else one.id)
+
+    def _events(self, body: dict[str, Any], id: str | int) -> PyGenerator[Event, None, None]:
+        with closing(self._server.lines("/generate", body)) as lines:
+            for found in lines:
+                yield event_of(found, id)
+
+    def score(
+        self, sequences: Iterable[Prompt], start: int | Sequence[int] = 0, temperature: float = 1.0
+    ) -> list[list[float]]:
+        """Return the logprobs of given tokens; see `Generator.score`. Running requests continue meanwhile. Raises
+        RuntimeError while the engine is paused."""
+        from fastgen.engine.prompt_scores import pair_scores  # it imports NumPy
+
+        prompts, starts = pair_scores(sequences, start, temperature)
+        found: list[list[float]] = []
+        for first in range(0, len(prompts), SCORED):
+            some = slice(first, first + SCORED)
+            body = {"sequences": prompts[some], "start": starts[some], "temperature": float(temperature)}
+            found += self._server.post("/score", body)["logprobs"]
+        return found
 
     # ------------------------------------------------------------------------------------ weights
 
@@ -155,7 +222,8 @@ class RemoteGenerator:
 
         named: named tensors, such as `model.named_parameters()`, or the path of a folder of safetensors on the server's
             machine. An iterator is read before the first tensor is sent; DTensors (FSDP) are gathered one at a time, as
-            they are sent. Names, shapes and dtypes are checked before anything is written.
+            they are sent. Names, shapes and dtypes are checked before anything is written. With partial=True, a pair
+            (indices, values) is a sparse delta; an update that has one is received as a whole before it is written.
 
         In a program whose ranks shard the model, all ranks of its default process group call this method. Rank 0 sends;
         the other ranks take part in gathering, and return None.
@@ -163,21 +231,42 @@ class RemoteGenerator:
         options = {"version": version, "partial": partial, "in_flight": in_flight}
         if isinstance(named, str | Path):
             folder = str(Path(named).resolve())
-            return int(self._post("/update_weights", {"folder": folder, **options})["weight_version"])
-        from fastgen.async_engine.wire import header_of, is_sender
+            return int(self._server.post("/update_weights", {"folder": folder, **options})["weight_version"])
+        return self._send_all("/update_weights", named, options)
 
-        tensors = list(named.items() if isinstance(named, Mapping) else named)
+    def update_adapter(
+        self,
+        named: Mapping[str, Any] | Iterable[tuple[str, Any]] | None,
+        config: Any = None,
+        version: int | None = None,
+        in_flight: str = "error",
+    ) -> int | None:
+        """Merge a LoRA adapter into the weights, replacing the previous one, and return their version; see
+        `Generator.update_adapter`. Ranks that shard the adapter call it together, as `update_weights`."""
+        fields = config.to_dict() if hasattr(config, "to_dict") else config
+        options = {"config": fields, "version": version, "in_flight": in_flight}
+        if named is None:
+            return int(self._server.post("/update_adapter", options)["weight_version"])
+        return self._send_all("/update_adapter", named, options)
+
+    def _send_all(self, path: str, named: Any, options: dict[str, Any]) -> int | None:
+        """Send tensors to a route that receives them. Return the version of the weights; None on ranks above 0."""
+        from fastgen.async_engine.wire import header_of, is_sender
+        from fastgen.model.deltas import packed_items
+
+        tensors = packed_items(named)
         if not tensors:
             raise ValueError("no tensors are given")
         turns = iter(tensors)
         try:
-            return self._send(tensors[0][1].device, turns, header_of(tensors), options) if is_sender() else None
+            header = header_of(tensors)
+            return self._send(path, tensors[0][1].device, turns, header, options) if is_sender() else None
         finally:
             for _, tensor in turns:  # other ranks need this one to gather the remaining tensors
                 if hasattr(tensor, "full_tensor"):
                     tensor.full_tensor()
 
-    def _send(self, device: Any, tensors: Iterator[Any], header: Any, options: dict[str, Any]) -> int:
+    def _send(self, path: str, device: Any, tensors: Iterator[Any], header: Any, options: dict[str, Any]) -> int:
         """Ask the server to receive the tensors, and send them meanwhile. Return the version of the weights."""
         wire = self._open_wire(device)
         connections, answer = set[HTTPConnection](), Future[int]()
@@ -185,7 +274,7 @@ class RemoteGenerator:
 
         def ask() -> None:
             try:
-                answer.set_result(self._post("/update_weights", body, connections)["weight_version"])
+                answer.set_result(self._server.post(path, body, connections)["weight_version"])
             except Exception as error:
                 answer.set_exception(error)
 
@@ -202,7 +291,7 @@ class RemoteGenerator:
             wire.close()
             self._wire = None
             while asking.is_alive():
-                _shut_down(connections)
+                shut_down(connections)
                 asking.join(END_SECONDS)
             raise
 
@@ -214,10 +303,10 @@ class RemoteGenerator:
 
             limits = {"timeout": self._options.timeout, "bucket_bytes": self._options.bucket_bytes}
             body = {"backend": self._options.backend, "gpu": gpu_id(device), "replace": self._replace_group, **limits}
-            found = self._post("/init_weight_group", body)
+            found = self._server.post("/init_weight_group", body)
             self._replace_group = True  # from now on, the group belongs to this object
             self._key = found["group"]
-            address = self._parsed.hostname or "", found["port"]
+            address = self._server.host, found["port"]
             self._wire = connect(
                 address, found["group"], found["backend"], device, self._options.timeout, self._options.bucket_bytes
             )
@@ -226,27 +315,25 @@ class RemoteGenerator:
     @property
     def weight_version(self) -> int:
         """Version of the server's weights, as `update_weights` returns it."""
-        model = self._options.model
-        query = "" if model is None else "?" + urlencode({"model": model})
-        return int(self._ask("GET", "/weight_version" + query)["weight_version"])
+        return int(self._server.get("/weight_version")["weight_version"])
 
     # ------------------------------------------------------------------------------------ states
 
     def pause(self) -> None:
         """Run no steps until `resume`. Running requests stay as they are, and new ones wait."""
-        self._post("/pause", {})
+        self._server.post("/pause", {})
 
     def resume(self) -> None:
         """Run steps again."""
-        self._post("/resume", {})
+        self._server.post("/resume", {})
 
     def sleep(self, tags: str | Iterable[str] | None = None, keep_weights: bool = True) -> int:
         """Give device memory back, and return the number of bytes; see `Generator.sleep`."""
-        return int(self._post("/sleep", {"tags": _tags(tags), "keep_weights": keep_weights})["freed"])
+        return int(self._server.post("/sleep", {"tags": _tags(tags), "keep_weights": keep_weights})["freed"])
 
     def wake(self, tags: str | Iterable[str] | None = None) -> None:
         """Take back the memory that `sleep` gave back."""
-        self._post("/wake", {"tags": _tags(tags)})
+        self._server.post("/wake", {"tags": _tags(tags)})
 
     def close(self) -> None:
         """Close the weight group, so that another program may open one. The server continues."""
@@ -254,7 +341,7 @@ class RemoteGenerator:
         self._wire = self._key = None
         try:
             if key is not None:
-                self._post("/close_weight_group", {"group": key})
+                self._server.post("/close_weight_group", {"group": key})
         finally:
             if wire is not None:  # after the server has closed its end, which may use this end's memory
                 wire.close()
@@ -266,60 +353,32 @@ class RemoteGenerator:
         with suppress(ConnectionError):  # a server that has gone
             self.close()
 
-    # ------------------------------------------------------------------------------------ HTTP
 
-    def _post(self, path: str, body: dict[str, Any], connections: set[HTTPConnection] | None = None) -> Any:
-        data = json.dumps({**body, "model": self._options.model}, default=_plain)
-        return self._ask("POST", path, data, connections)
+@dataclass(eq=False)
+class _Call:
+    """A call of `generate` or `stream`. aborted: its next requests are not sent."""
 
-    def _ask(
-        self, method: str, path: str, data: str | None = None, connections: set[HTTPConnection] | None = None
-    ) -> Any:
-        """Return the body of a response. connections: set that holds the connection while the request runs, so that
-        other threads can shut it down."""
-        kind = HTTPSConnection if self._parsed.scheme == "https" else HTTPConnection
-        connection = kind(self._parsed.hostname or "", self._parsed.port, timeout=CONNECT_SECONDS)
-        connections = set() if connections is None else connections
-        with closing(connection):
-            try:
-                connection.connect()
-                assert connection.sock is not None
-                connection.sock.settimeout(None)  # an answer takes as long as it takes
-                connections.add(connection)
-                connection.request(method, self._parsed.path.rstrip("/") + path, data, self._headers)
-                response = connection.getresponse()
-                status, text = response.status, response.read().decode()
-            except (OSError, HTTPException) as error:
-                raise ConnectionError(f"no answer from {self._options.url}: {error or type(error).__name__}") from None
-            finally:
-                connections.discard(connection)
-        if status == 200:
-            return json.loads(text)
-        message = text[:300]
-        with suppress(ValueError, KeyError, TypeError):
-            message = json.loads(text)["error"]["message"]
-        if status in (400, 413):
-            raise ValueError(message)
-        hint = "; start fgserve with --rollout" if status == 404 else ""
-        raise RuntimeError(f"{self._options.url} answers {status}: {message}{hint}")
+    aborted: bool = False
 
 
-def _shut_down(connections: set[HTTPConnection]) -> None:
-    """End connections, from a thread other than the ones that wait for their answers."""
-    for connection in list(connections):
-        with suppress(OSError, AttributeError):  # the connection has ended already
-            connection.sock.shutdown(socket.SHUT_RDWR)
+@dataclass(eq=False)
+class _Sent:
+    """A request that a thread sends. key: its id on the server. aborted: it is not to be sent, if it was not yet."""
 
-
-def _plain(value: Any) -> Any:
-    """Return an array, a set, a pydantic class and the like in a form that JSON can represent."""
-    if hasattr(value, "model_json_schema"):
-        return value.model_json_schema()
-    return value.tolist() if hasattr(value, "tolist") else list(value)
+    request: Request
+    key: str
+    aborted: bool
+    future: Future[RequestOutput] = field(init=False)
 
 
 def _tags(tags: str | Iterable[str] | None) -> list[str] | None:
     return None if tags is None else [tags] if isinstance(tags, str) else list(tags)
+
+
+def _body(request: Request) -> dict[str, Any]:
+    """Return the body of a request to /generate. Raises ValueError or TypeError for wrong params."""
+    resume = None if request.resume is None else {name: getattr(request.resume, name) for name in RESUMED}
+    return {"prompt": request.prompt, "params": _fields(request.params), "resume": resume}
 
 
 def _fields(params: Params) -> dict[str, Any] | None:
@@ -333,20 +392,3 @@ def _fields(params: Params) -> dict[str, Any] | None:
     if checked.mask is not None:
         raise ValueError("a mask cannot be sent to a server; use json_schema, regex, choice or grammar")
     return dict(params) if isinstance(params, Mapping) else dict(vars(checked))
-
-
-def _output(found: dict[str, Any], id: str | int) -> RequestOutput:
-    """Return the output described by the body of a response."""
-    output = RequestOutput(**{**found, "id": id})
-    output.completions = [Completion(**each) for each in found["completions"]]
-    for completion in output.completions:
-        completion.weight_versions = [(version, start, end) for version, start, end in completion.weight_versions]
-        completion.top_logprobs = _with_ids(completion.top_logprobs)
-    output.prompt_top_logprobs = _with_ids(output.prompt_top_logprobs)
-    output.timings = Timings(**found["timings"])
-    return output
-
-
-def _with_ids(tops: list[dict[Any, float]] | None) -> list[dict[int, float]] | None:
-    """Return alternatives with integer ids, which are strings in JSON."""
-    return None if tops is None else [{int(id): logprob for id, logprob in top.items()} for top in tops]
