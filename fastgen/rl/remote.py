@@ -4,6 +4,8 @@
     outputs = gen.generate(prompts, SamplingParams(n=16, max_tokens=512))
     gen.update_weights(model.named_parameters(), in_flight="keep")
 
+With a list of addresses it is a Fleet (fleet.py): several engines with the same weights.
+
 Importing this module does not import torch.
 """
 
@@ -20,7 +22,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlencode, urlsplit
 
 from fastgen.engine.outputs import error_output
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from fastgen.async_engine.wire import Wire
 
 CONNECT_SECONDS = 10.0
+KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a machine that is gone is noticed in 35 s
+UNAVAILABLE = (500, 502, 503)  # statuses of a server whose engine has ended or is not ready, or that is ending
 END_SECONDS = 0.02  # between two attempts to end connections
 _END: Any = object()  # marks the end of an iterable
 VOCABULARY = 2**31  # vocabulary size for checks in this process; the server checks with the model's
@@ -43,7 +47,9 @@ VOCABULARY = 2**31  # vocabulary size for checks in this process; the server che
 class RemoteGeneratorOptions(Options):
     """The arguments of a RemoteGenerator."""
 
-    url: str = field(metadata={"help": "address of `fgserve --rollout`, such as http://localhost:5678"})
+    url: str | Sequence[str] = field(
+        metadata={"help": "address of `fgserve --rollout`, such as http://localhost:5678, or a list of addresses"}
+    )
     _: KW_ONLY
     api_key: str | None = option(None, "API key of the server", unset="no key")
     model: str | None = option(None, "name of the model, if the server has several", unset="the server's only model")
@@ -56,7 +62,23 @@ class RemoteGeneratorOptions(Options):
         128 << 20, "bytes of tensors that are sent together, which both sides hold in device memory", low=1
     )
     replace_group: bool = option(False, "take over the weight group of a trainer that has ended without `close`")
-    max_requests: int = option(256, "maximum number of requests of this object that are on the server at a time", low=1)
+    max_requests: int = option(
+        256, "maximum number of requests of this object that are on the server (on each server) at a time", low=1
+    )
+    keep_copy: bool = option(
+        False, "with a list of addresses: keep a copy of the last weights in host memory, which an engine that comes "
+        "back gets at once; without a copy it stays out of service until the next update from tensors"
+    )  # fmt: skip
+
+
+class UnavailableError(RuntimeError):
+    """Error of a server that answers, but whose engine has ended or is not ready."""
+
+
+class Connections(set[HTTPConnection]):
+    """The connections of running requests. ended: True once their answers are no longer wanted."""
+
+    ended = False
 
 
 @explains_names("generate", "stream")
@@ -69,9 +91,19 @@ class RemoteGenerator:
     ConnectionError if the server cannot be reached.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return a Fleet, which is a RemoteGenerator, if the address is a list."""
+        url = args[0] if args else kwargs.get("url")
+        if cls is not RemoteGenerator or url is None or isinstance(url, str):
+            return super().__new__(cls)
+        from fastgen.rl.fleet import Fleet
+
+        return super().__new__(Fleet)  # type: ignore[return-value]
+
     @takes_fields_of(RemoteGeneratorOptions)
     def __init__(self, options: RemoteGeneratorOptions) -> None:
         options.check()
+        assert isinstance(options.url, str)
         self._options, self._parsed = options, urlsplit(options.url)
         if self._parsed.scheme not in ("http", "https") or not self._parsed.hostname:
             raise ValueError(f"url is {options.url!r}; it must be like http://localhost:5678")
@@ -108,8 +140,8 @@ class RemoteGenerator:
         aborts its requests."""
         _fields(params)  # raises before anything runs
         source, numbers = request_source(requests, params), count()
-        running, connections = set[Future[RequestOutput]](), set[HTTPConnection]()
-        most = self._options.max_requests
+        running, connections = set[Future[RequestOutput]](), Connections()
+        most = self._open()
         pool = ThreadPoolExecutor(most, "fastgen-remote")
         try:
             while True:
@@ -127,11 +159,16 @@ class RemoteGenerator:
                     yield future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            connections.ended = True
             while left := [each for each in running if not each.done()]:  # `wait` never returns cancelled ones as done
                 _shut_down(connections)
                 wait(left, timeout=END_SECONDS)
 
-    def _complete(self, request: Request, connections: set[HTTPConnection]) -> RequestOutput:
+    def _open(self) -> int:
+        """Prepare for a stream. Return the maximum number of its requests that are on the server at a time."""
+        return self._options.max_requests
+
+    def _complete(self, request: Request, connections: Connections) -> RequestOutput:
         """Return the output of a request. If the server refuses the request, the output has an error."""
         assert request.id is not None
         try:
@@ -226,9 +263,18 @@ class RemoteGenerator:
     @property
     def weight_version(self) -> int:
         """Version of the server's weights, as `update_weights` returns it."""
+        return int(self._weight_state()["weight_version"])
+
+    def _weight_state(self) -> dict[str, Any]:
+        """Return the version of the weights, and whether they are `torn` by an update that failed."""
         model = self._options.model
         query = "" if model is None else "?" + urlencode({"model": model})
-        return int(self._ask("GET", "/weight_version" + query)["weight_version"])
+        state: dict[str, Any] = self._ask("GET", "/weight_version" + query)
+        return state
+
+    def _engine_urls(self) -> list[str]:
+        """Return the addresses of the engines if this is the address of replicas; else it raises RuntimeError."""
+        return list(self._ask("GET", "/engines")["urls"])
 
     # ------------------------------------------------------------------------------------ states
 
@@ -284,7 +330,7 @@ class RemoteGenerator:
             try:
                 connection.connect()
                 assert connection.sock is not None
-                connection.sock.settimeout(None)  # an answer takes as long as it takes
+                _set_patient(connection.sock)
                 connections.add(connection)
                 connection.request(method, self._parsed.path.rstrip("/") + path, data, self._headers)
                 response = connection.getresponse()
@@ -301,7 +347,17 @@ class RemoteGenerator:
         if status in (400, 413):
             raise ValueError(message)
         hint = "; start fgserve with --rollout" if status == 404 else ""
-        raise RuntimeError(f"{self._options.url} answers {status}: {message}{hint}")
+        kind_of_error = UnavailableError if status in UNAVAILABLE else RuntimeError
+        raise kind_of_error(f"{self._options.url} answers {status}: {message}{hint}")
+
+
+def _set_patient(connected: socket.socket) -> None:
+    """Let a socket wait for an answer as long as it takes, unless the other machine is gone."""
+    connected.settimeout(None)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):  # not on all systems
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _shut_down(connections: set[HTTPConnection]) -> None:

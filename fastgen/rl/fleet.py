@@ -1,0 +1,434 @@
+"""Fleet: several engines with the same weights, which a trainer uses as one Generator.
+
+    gen = RemoteGenerator(["http://host1:5678", "http://host2:5678"])  # a Fleet
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastgen.option import takes_fields_of
+from fastgen.processes.errors import DepartedError
+from fastgen.request import Request, RequestOutput, SamplingParams
+from fastgen.rl.remote import Connections, RemoteGenerator, RemoteGeneratorOptions, UnavailableError
+from fastgen.rl.router import Router, prefix_keys
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastgen.rl.gathering import Gathering
+
+log = logging.getLogger(__name__)
+
+PROBE_SECONDS = 1.0  # interval of attempts to reach an engine that is out of service
+LOST = (ConnectionError, UnavailableError, DepartedError)  # errors of an engine that has ended
+TAGS = ("weights", "kv_cache")
+
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class Engine:
+    """An engine of a fleet. number: its number in the router. serves: True while it gets requests. answers: True if it
+    could be reached when it was last tried. running: number of its requests of this fleet. trouble: why it does not
+    serve."""
+
+    number: int
+    url: str
+    remote: RemoteGenerator
+    serves: bool = False
+    answers: bool = False
+    running: int = 0
+    trouble: str = "it was not reached yet"
+
+    def state(self) -> dict[str, Any]:
+        """Return its `weight_version`, and whether its weights are `torn` by an update that failed."""
+        return self.remote._weight_state()
+
+
+class Fleet(RemoteGenerator):
+    """Engines with the same weights, each a `fgserve --rollout`; `RemoteGenerator([url, ...])` makes one.
+
+    Requests. Each goes to the least loaded engine, or to one that has the beginning of its prompt in its prefix cache
+    (router.py). If an engine ends, its requests are sent to the others, from their beginning: each request has exactly
+    one output.
+
+    Weights. An update goes to all engines at the same time, and no request is sent meanwhile. Only engines with the
+    version of the last update serve requests. One that has ended is tried once per second. When it answers again, it
+    gets the weights of the last update before it serves, if these came from a folder or `keep_copy` is set; otherwise
+    it stays out of service until the next update of all weights.
+
+    A thread looks for engines that have ended as long as there are any, until `close`.
+    """
+
+    @takes_fields_of(RemoteGeneratorOptions)
+    def __init__(self, options: RemoteGeneratorOptions) -> None:
+        options.check()
+        given = [options.url] if isinstance(options.url, str) else list(options.url)
+        if not given or len(set(given)) < len(given):
+            raise ValueError(f"url is {options.url!r}; give one address or several different ones")
+        self._options = options
+        self._given = {url: self._remote(url) for url in given}
+        self._engines: list[Engine] = []
+        self._made = 0  # number of engines so far
+        self._router = Router()
+        self._version: int | None = None  # None: no engine was reached yet
+        self._sent: list[tuple[Any, bool]] | None = []  # updates so far, as (tensors or folder, partial); None: no copy
+        self._changed = threading.Condition()  # guards all of the above
+        self._updating = self._closed = self._paused = False
+        self._asleep = set[str]()
+        self._updates = threading.Lock()  # held by what changes the weights of engines
+        self._watcher: threading.Thread | None = None
+
+    def _remote(self, url: str) -> RemoteGenerator:
+        return RemoteGenerator(**{**vars(self._options), "url": url})
+
+    # ------------------------------------------------------------------------------------ requests
+
+    def _open(self) -> int:
+        self._begin()
+        return self._options.max_requests * len(self._engines)
+
+    def _complete(self, request: Request, connections: Connections) -> RequestOutput:
+        """Return the output of a request by any engine. Raises ConnectionError if none is left."""
+        keys, samples = prefix_keys(request.prompt), _samples(request)
+        while True:
+            engine = self._admit(keys, samples, connections)
+            try:
+                return engine.remote._complete(request, connections)
+            except LOST as error:
+                if connections.ended:
+                    raise
+                self._lose(engine, error)
+            finally:
+                with self._changed:
+                    engine.running -= 1
+                    self._router.leave(engine.number, samples)
+                    self._changed.notify_all()
+
+    def _admit(self, keys: list[int], samples: int, connections: Connections) -> Engine:
+        """Wait until an engine may serve a request, and return it. Raises ConnectionError if no engine is left."""
+        deadline = time.monotonic() + self._options.timeout
+        with self._changed:
+            while not connections.ended:
+                serving = self._serving()
+                free = {engine.number: engine for engine in serving if engine.running < self._options.max_requests}
+                if free and not self._updating:
+                    engine = free[self._router.choose(keys, samples, free)]
+                    engine.running += 1
+                    return engine
+                if serving or self._updating:
+                    deadline = time.monotonic() + self._options.timeout
+                elif time.monotonic() > deadline or all(engine.answers for engine in self._engines):
+                    raise self._nobody()
+                self._changed.wait(PROBE_SECONDS)
+        raise ConnectionError("the stream was closed")
+
+    def _serving(self) -> list[Engine]:
+        return [engine for engine in self._engines if engine.serves]
+
+    def _nobody(self) -> ConnectionError:
+        reasons = [f"{engine.url}: {engine.trouble}" for engine in self._engines]
+        return ConnectionError(f"no engine is left: {'; '.join(reasons)}")
+
+    # ------------------------------------------------------------------------------------ engines that come and go
+
+    def _begin(self) -> None:
+        """Reach the engines for the first time. Raises ConnectionError if none of them answers."""
+        with self._updates:
+            if self._version is not None:
+                return
+            self._find()
+            states = _each(self._engines, Engine.state)
+            if all(isinstance(state, Exception) for state in states.values()):
+                for engine, state in states.items():
+                    engine.trouble = str(state)
+                raise self._nobody()
+            self._version = max(state["weight_version"] for state in states.values() if isinstance(state, dict))
+            for engine, state in states.items():
+                self._judge(engine, state)
+
+    def _find(self) -> None:
+        """Add the engines at the given addresses. The address of replicas lists the addresses of its engines, which
+        change when Ray replaces one."""
+        urls = list[str]()
+        for url, remote in self._given.items():
+            listed = _tried(remote._engine_urls)
+            if isinstance(listed, Exception) and any(engine.url == url for engine in self._engines):
+                listed = [url]
+            elif isinstance(listed, LOST) and self._engines:  # replicas whose common address does not answer
+                listed = [engine.url for engine in self._engines]
+            urls += [url] if isinstance(listed, Exception) else listed
+        with self._changed:
+            for url in urls:
+                if all(url != engine.url for engine in self._engines):
+                    self._engines.append(Engine(self._made, url, self._remote(url)))
+                    self._made += 1
+            self._engines = [engine for engine in self._engines if engine.serves or engine.url in urls]
+
+    def _judge(self, engine: Engine, state: dict[str, Any] | Exception) -> None:
+        """Let an engine serve if it has the current weights. state: see `Engine.state`, or the error of asking."""
+        with self._changed:
+            engine.answers = not isinstance(state, LOST)
+            if isinstance(state, Exception):
+                engine.serves, engine.trouble = False, str(state)
+            else:
+                version = state["weight_version"]
+                engine.serves = version == self._version and not state["torn"]
+                engine.trouble = f"its weights have version {version} instead of {self._version}; call update_weights"
+            if not engine.serves:
+                self._router.forget([engine.number])
+                self._watch()
+            self._changed.notify_all()
+
+    def _lose(self, engine: Engine, error: Exception) -> None:
+        """Send no more requests to an engine that does not answer."""
+        with self._changed:
+            if engine.serves:
+                log.warning("%s is lost: %s", engine.url, error)
+        self._judge(engine, error)
+
+    def _watch(self) -> None:
+        """Start the thread that looks for lost engines, if it does not run. `_changed` must be held."""
+        if self._watcher is None and not self._closed:
+            self._watcher = threading.Thread(target=self._bring_back, name="fastgen-fleet", daemon=True)
+            self._watcher.start()
+
+    def _bring_back(self) -> None:
+        """Try lost engines until all serve."""
+        while True:
+            with self._changed:
+                lost = [engine for engine in self._engines if not engine.serves]
+                if self._closed or not lost:
+                    self._watcher = None
+                    return
+                resting = self._paused or self._asleep
+            if not resting:
+                for engine in lost:
+                    self._restore(engine)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, PROBE_SECONDS)
+            self._find()
+
+    def _restore(self, engine: Engine) -> None:
+        """Give a lost engine the current weights if it answers, and let it serve."""
+        state = _tried(engine.state)
+        if isinstance(state, Exception):
+            return self._judge(engine, state)
+        with self._updates:
+            if self._closed or engine.serves:
+                return
+            current = state["weight_version"] == self._version and not state["torn"]
+            if self._sent and not current:
+                log.info("%s answers again and gets the weights of version %s", engine.url, self._version)
+                error = _tried(lambda: self._send_again(engine.remote))
+                state = error if isinstance(error, Exception) else _tried(engine.state)
+            self._judge(engine, state)
+
+    def _send_again(self, remote: RemoteGenerator) -> None:
+        """Send the updates that lead to the current weights."""
+        assert self._sent is not None
+        with suppress(*LOST):
+            remote.close()  # the group of the engine that has ended
+        for source, partial in self._sent:
+            remote.update_weights(source, self._version, partial, "abort")
+        remote.close()  # the next update may send from another device
+
+    # ------------------------------------------------------------------------------------ weights
+
+    def update_weights(
+        self,
+        named: Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path,
+        version: int | None = None,
+        partial: bool = False,
+        in_flight: str = "error",
+    ) -> int | None:
+        """Replace the weights of all engines, and return their version; see `RemoteGenerator.update_weights`. DTensors
+        are gathered once. No request is sent during an update.
+
+        An engine that ends during the update is lost, and the update goes on. If engines refuse it, the first of their
+        errors is raised; those that took it serve with the new version, and the others do not serve.
+        """
+        if isinstance(named, str | Path):
+            return self._update(str(Path(named).resolve()), version, partial, in_flight)
+        from fastgen.async_engine.wire import is_sender
+        from fastgen.rl.gathering import Gathering
+
+        tensors = list(named.items() if isinstance(named, Mapping) else named)
+        if not tensors:
+            raise ValueError("no tensors are given")
+        gathering = Gathering(tensors, self._options.keep_copy and is_sender())
+        try:
+            return self._update(gathering, version, partial, in_flight) if is_sender() else None
+        finally:
+            gathering.run()  # other ranks need this one to gather, also after an error
+
+    def _update(self, source: Gathering | str, version: int | None, partial: bool, in_flight: str) -> int:
+        """Update all engines at the same time from a gathering, which this thread runs, or from a folder."""
+        self._begin()
+        with self._updates, self._held(in_flight):
+            assert self._version is not None
+            after = self._version + 1 if version is None else version
+            engines = [engine for engine in self._engines if engine.serves or (engine.answers and not partial)]
+            if not engines:
+                raise self._nobody()
+            senders = {} if isinstance(source, str) else {engine: source.join() for engine in engines}
+
+            def send(engine: Engine) -> int | None:
+                if isinstance(source, str):
+                    return engine.remote.update_weights(source, after, partial, in_flight)
+                try:
+                    return engine.remote.update_weights(senders[engine].named, after, partial, in_flight)
+                finally:
+                    senders[engine].leave()
+
+            found = _each(engines, send, None if isinstance(source, str) else source.run)
+            if any(isinstance(result, int) for result in found.values()):
+                self._version = after
+                self._note(source if isinstance(source, str) else source.copies, partial)
+                self._router.forget()
+            return self._settle(found, after)
+
+    @contextmanager
+    def _held(self, in_flight: str) -> Iterator[None]:
+        """Let no request begin within the block. Raises ValueError if requests run and `in_flight` does not allow it,
+        before any engine is updated."""
+        with self._changed:
+            running = sum(engine.running for engine in self._engines)
+            if running and in_flight == "error":
+                raise ValueError(f"{running} requests are in flight; give in_flight='keep', 'recompute' or 'abort'")
+            self._updating = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._updating = False
+                self._changed.notify_all()
+
+    def _note(self, source: dict[str, Tensor] | str | None, partial: bool) -> None:
+        """Remember an update for engines that come back. source: tensors in host memory or a folder; None: no copy."""
+        if source is None or (partial and self._sent is None):
+            self._sent = None
+        elif not partial:
+            self._sent = [(source, False)]
+        elif self._sent and isinstance(source, dict) and isinstance(before := self._sent[-1][0], dict):
+            before.update(source)
+        else:
+            self._sent = [*(self._sent or ()), (source, True)]
+
+    def _settle(self, found: dict[Engine, Any], after: int) -> int:
+        """Let those engines serve that have the weights of the version `after`, and return it. found: {engine: the
+        result of its update, or an error}. Raises the first error that is not the loss of an engine."""
+        for engine in list(self._engines):
+            result = found.get(engine, UnavailableError(engine.trouble))
+            if isinstance(result, LOST):
+                self._lose(engine, result)
+            elif isinstance(result, Exception):
+                self._judge(engine, _tried(engine.state))
+            else:
+                self._judge(engine, {"weight_version": after, "torn": False})
+        errors = [result for result in found.values() if isinstance(result, Exception)]
+        refused = [error for error in errors if not isinstance(error, LOST)]
+        if refused or len(errors) == len(found):
+            raise (refused or errors)[0]
+        return after
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights of all engines that serve, as `update_weights` returns it."""
+        self._begin()
+        assert self._version is not None
+        return self._version
+
+    # ------------------------------------------------------------------------------------ states
+
+    def pause(self) -> None:
+        """Run no steps until `resume`. Running requests stay as they are, and new ones wait."""
+        self._paused = True
+        self._all(RemoteGenerator.pause)
+
+    def resume(self) -> None:
+        """Run steps again."""
+        self._all(RemoteGenerator.resume)
+        self._paused = False
+
+    def sleep(self, tags: str | Iterable[str] | None = None, keep_weights: bool = True) -> int:
+        """Give device memory of all engines back, and return the number of bytes; see `Generator.sleep`. Engines that
+        have ended stay out of service until `wake`."""
+        named = _named(tags)
+        self._asleep |= named
+        return sum(self._all(lambda remote: remote.sleep(named, keep_weights)))
+
+    def wake(self, tags: str | Iterable[str] | None = None) -> None:
+        """Take back the memory that `sleep` gave back."""
+        named = _named(tags)
+        self._all(lambda remote: remote.wake(named))
+        self._asleep -= named
+
+    def close(self) -> None:
+        """Close the weight groups, so that another program may open one, and look for lost engines no longer. The
+        servers continue."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        with self._updates:
+            found = _each(self._engines, lambda engine: engine.remote.close())
+        for error in found.values():
+            if isinstance(error, Exception) and not isinstance(error, LOST):
+                raise error
+
+    def _all(self, call: Callable[[RemoteGenerator], Result]) -> list[Result]:
+        """Return the results of a call of every engine that serves. Raises the first error that is not the loss of an
+        engine, and ConnectionError if none is left."""
+        self._begin()
+        with self._changed:
+            serving = self._serving()
+        found = _each(serving, lambda engine: call(engine.remote))
+        for engine, result in found.items():
+            if isinstance(result, LOST):
+                self._lose(engine, result)
+            elif isinstance(result, Exception):
+                raise result
+        results = [result for result in found.values() if not isinstance(result, LOST)]
+        if not results:
+            raise self._nobody()
+        return results
+
+
+def _samples(request: Request) -> int:
+    params = request.params
+    found = params.n if isinstance(params, SamplingParams) else (params or {}).get("n", 1)
+    return int(found)
+
+
+def _named(tags: str | Iterable[str] | None) -> set[str]:
+    return set(TAGS if tags is None else [tags] if isinstance(tags, str) else tags)
+
+
+def _tried(function: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a call, or its error."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return error
+
+
+def _each(
+    engines: Iterable[Engine], function: Callable[[Engine], Any], meanwhile: Callable[[], None] | None = None
+) -> dict[Engine, Any]:
+    """Call a function of each engine in threads, and another one in this thread. Return {engine: result or error}."""
+    with ThreadPoolExecutor(thread_name_prefix="fastgen-fleet") as pool:
+        futures = {engine: pool.submit(_tried, function, engine) for engine in engines}
+        if meanwhile is not None:
+            meanwhile()
+        return {engine: future.result() for engine, future in futures.items()}
