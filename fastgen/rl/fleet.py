@@ -228,6 +228,8 @@ class Fleet(RemoteGenerator):
         with self._updates:
             if self._closed or engine.serves:
                 return
+            with suppress(*LOST):
+                engine.remote.close()  # the weight group of the engine that has ended
             current = state["weight_version"] == self._version and not state["torn"]
             if self._sent and not current:
                 log.info("%s answers again and gets the weights of version %s", engine.url, self._version)
@@ -238,8 +240,6 @@ class Fleet(RemoteGenerator):
     def _send_again(self, remote: RemoteGenerator) -> None:
         """Send the updates that lead to the current weights."""
         assert self._sent is not None
-        with suppress(*LOST):
-            remote.close()  # the group of the engine that has ended
         for source, partial in self._sent:
             remote.update_weights(source, self._version, partial, "abort")
         remote.close()  # the next update may send from another device

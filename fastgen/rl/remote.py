@@ -346,7 +346,7 @@ class RemoteGenerator:
             message = json.loads(text)["error"]["message"]
         if status in (400, 413):
             raise ValueError(message)
-        hint = "; start fgserve with --rollout" if status == 404 else ""
+        hint = "; start fgserve with --rollout, and give an address of replicas in a list" if status == 404 else ""
         kind_of_error = UnavailableError if status in UNAVAILABLE else RuntimeError
         raise kind_of_error(f"{self._options.url} answers {status}: {message}{hint}")
 

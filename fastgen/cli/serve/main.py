@@ -77,7 +77,7 @@ class _Protocol(H11Protocol):
             self._late = None
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """A uvicorn server without uvicorn's signal handlers, which would raise the signal again at the end."""
 
     @contextlib.contextmanager
@@ -117,7 +117,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _configure(options: ServerOptions, app: Starlette) -> uvicorn.Config:
+def configure(options: ServerOptions, app: Starlette) -> uvicorn.Config:
     """Return the configuration of uvicorn. Raises ValueError if the certificate cannot be read."""
     if options.ssl_keyfile and not options.ssl_certfile:
         raise ValueError("ssl_keyfile needs ssl_certfile")
@@ -147,13 +147,13 @@ async def serve(options: Options) -> None:
     """Serve until a SIGINT or SIGTERM. Raises OSError, ValueError or RuntimeError on failure."""
     server_options = options.server
     service = Service(options)
-    config = _configure(server_options, make_app(service))
+    config = configure(server_options, make_app(service))
     listener = listen(server_options.host, server_options.port)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (most, most)
     )  # each connection is a file, and the soft limit is often 1024
-    server, stopping, loop = _Server(config), asyncio.Event(), asyncio.get_running_loop()
+    server, stopping, loop = HttpServer(config), asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:
         if stopping.is_set():  # the second signal ends running requests now
