@@ -279,6 +279,12 @@ class Generator(PromptTasks):
         """End requests, and return their outputs so far. Ids of requests that are not in the engine are skipped."""
         return self._loop.abort([ids] if isinstance(ids, str | int) else list(ids))
 
+    @on_all_ranks
+    def cut_off(self, ids: Iterable[str | int] | None = None) -> None:
+        """End requests (None: all) as `abort` does, but report them like finished ones: `step`, `take_events` or
+        `stream` returns their tokens so far, with the finish_reason "abort". They can be resumed; see `Request`."""
+        self._loop.cut_off(list(self._loop.active if ids is None else ids))
+
     @property
     def unfinished(self) -> int:
         """The number of requests in the engine, and of requests whose last events the next `step` returns."""

@@ -482,6 +482,8 @@ class Event(Drawn):
     weight_versions: list[tuple[int, int, int]] | None = None  # with the sample's last event: of all its tokens
     prompt_token_ids: list[int] | None = None  # with the last event of the first sample
     prompt: str | None = None  # its text, with the last event of the first sample too
+    seed: int | None = field(default=None, compare=False)  # with the sample's last event; see Completion
+    resumed_chars: int = 0  # length of the start of a resumed completion's text that the texts of its events continue
 
 
 @explains_names()

@@ -54,7 +54,7 @@ class StubGenerator:
         self._said: dict[int, int] = {}
         self._stats = Stats(pages=100)
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, number: int) -> None:
+    def add(self, prompt: Sequence[int], params: SamplingParams, number: int, resume: Any = None) -> None:
         self._requests[number] = (prompt, params)
         self._said[number] = 0
         self._stats.requests += 1

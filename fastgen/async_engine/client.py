@@ -15,7 +15,7 @@ import pickle
 import subprocess
 import time
 from collections.abc import AsyncGenerator as PyAsyncGenerator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,6 +42,13 @@ def joined(events: list[Event]) -> list[Event]:
     for event in events:
         samples.setdefault((event.id, event.index), []).append(event)
     return [own[0] if len(own) == 1 else _merge(own) for _, own in sorted(samples.items())]
+
+
+def continued(completion: Completion, event: Event) -> Event:
+    """Return an event that also has the tokens of the resumed completion, which `event` continues."""
+    lists = {name: getattr(completion, name) + values for name, values in event.lists().items()}
+    text = completion.text[: event.resumed_chars] + event.text
+    return replace(event, **lists, token_ids=completion.token_ids + event.token_ids, text=text)
 
 
 def _merge(events: list[Event]) -> Event:
@@ -153,6 +160,7 @@ class AsyncGenerator:
         self._next_number = 0
         self._streams: dict[str | int, EventStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._named: dict[str | int, range] = {}  # {id: numbers} of running calls of `generate`
         self._progress = 0.0  # time.monotonic() of the last step or call, or of the request that ended an idle time
         self._peer: _Process | None = None
         self._loaded = self._closing = self._paused = False
@@ -229,17 +237,40 @@ class AsyncGenerator:
                 for event in events:
                     yield event
 
-    async def generate(self, prompt: Prompt, params: Params = None) -> RequestOutput:
-        """Return the output of one prompt; use asyncio.gather for many prompts. Cancellation aborts the request. Raises
-        what `submit` and EventStream raise."""
+    async def generate(
+        self, prompt: Prompt, params: Params = None, id: str | int | None = None, resume: Completion | None = None
+    ) -> RequestOutput:
+        """Return the output of one prompt; use asyncio.gather for many prompts. Cancellation aborts the request.
+
+        id: name of the request for `cut_off`, and of its output; None: a number. resume: a completion of this prompt to
+        continue; see `Request`. Raises what `submit` and EventStream raise, and ValueError if a request with this id
+        runs.
+        """
+        if id in self._named:
+            raise ValueError(f"a request with the id {id!r} is running; give another id")
         added, first_token, events = time.perf_counter(), None, list[Event]()
-        with self.submit([prompt], params, every_step=False) as stream:
-            async for new in stream:
-                if first_token is None and any(event.token_ids for event in new):
-                    first_token = time.perf_counter() - added
-                events += new
-            id = stream.numbers.start
-        return _output(id, joined(events), Timings(first_token, time.perf_counter() - added))
+        with self.submit([prompt], params, every_step=False, resume=resume) as stream:
+            id = stream.numbers.start if id is None else id
+            self._named[id] = stream.numbers
+            try:
+                async for new in stream:
+                    if first_token is None and any(event.token_ids for event in new):
+                        first_token = time.perf_counter() - added
+                    events += new
+            finally:
+                del self._named[id]
+        samples = joined(events)
+        if resume is not None:
+            samples = [continued(resume, samples[0])]
+        return _output(id, samples, Timings(first_token, time.perf_counter() - added))
+
+    async def cut_off(self, ids: Iterable[str | int] | None = None) -> None:
+        """End calls of `generate` that have these ids; None: all requests. They return the tokens that they have, with
+        the finish_reason "abort"; the completions can be resumed. Ids of requests that do not run are skipped."""
+        numbers = None
+        if ids is not None:
+            numbers = [number for id in ids for number in self._named.get(id, ())]
+        await self.call("cut_off", numbers)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the Generator between two steps, such as `call("score", sequences)` or
@@ -270,13 +301,21 @@ class AsyncGenerator:
         self._paused = False
         await self.call("resume")
 
-    def submit(self, prompts: Sequence[Prompt], params: Params, *, every_step: bool = True) -> EventStream:
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params,
+        *,
+        every_step: bool = True,
+        resume: Completion | None = None,
+    ) -> EventStream:
         """Submit a request of one or more prompts. Return the stream of its events.
 
         prompts: lists of ids, or other prompts, which the engine tokenizes between two steps.
         params: parameters of every prompt, without a mask.
         every_step: False for a reader that needs only the complete answer; the stream then has one list for the first
             event of each prompt, and one list for all other events.
+        resume: a completion of the only prompt, which the events continue; see `continued`.
 
         Raises ValueError or TypeError for wrong params, and EngineError if the engine is not ready.
         """
@@ -295,7 +334,7 @@ class AsyncGenerator:
         try:
             for number, prompt in zip(numbers, prompts, strict=True):
                 self._streams[number] = stream
-                peer.send(Submit(number, prompt, params, self._grammar_timeout, structure))
+                peer.send(Submit(number, prompt, params, self._grammar_timeout, structure, resume))
         except BaseException:  # a prompt that cannot be pickled
             stream.__exit__()
             raise
@@ -377,7 +416,7 @@ class AsyncGenerator:
                 result.set_exception(EngineError(self.dead))
 
 
-def _output(id: int, samples: list[Event], timings: Timings) -> RequestOutput:
+def _output(id: str | int, samples: list[Event], timings: Timings) -> RequestOutput:
     """Return the output of a request. samples: one event per sample, with all its tokens."""
     completions = [Completion(**{name: getattr(event, name) for name in SHARED}) for event in samples]
     first = samples[0]

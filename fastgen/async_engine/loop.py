@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -32,7 +32,7 @@ from fastgen.engine.stats import Stats
 from fastgen.processes.channel import Channel, Failed, Start
 from fastgen.processes.errors import DepartedError, portable
 from fastgen.processes.spawning import end_with_parent
-from fastgen.request import Event, Prompt, SamplingParams
+from fastgen.request import Completion, Event, Prompt, SamplingParams
 from fastgen.text.grammar import Compiler, GrammarMask, named_error
 from fastgen.text.reasoning import after_reasoning, find_reasoning
 from fastgen.text.tokenizer import encode_prompt
@@ -43,8 +43,12 @@ if TYPE_CHECKING:
 
 STATS_SECONDS = 0.25  # minimum interval between two messages with stats
 INTAKE_SECONDS = 0.02  # maximum time between two steps for adding new requests to the Generator
-WEIGHT_METHODS = ("weight_state", "init_weight_group", "close_weight_group", "receive_weights", "read_weights")
+WEIGHT_METHODS = (
+    "weight_state", "init_weight_group", "close_weight_group", "receive_weights", "receive_adapter", "read_weights",
+)  # fmt: skip
 """The methods of WeightUpdates that a client may call."""
+OWN_METHODS = ("pause", "resume", "cut_off", "score")
+"""The methods of EngineLoop that a client may call."""
 
 
 # ------------------------------------------------------------------------------------------------- messages
@@ -80,6 +84,7 @@ class Submit(_Numbered):
     params: parameters in which structured output is given as a grammar.
     grammar_timeout: seconds that the grammar may take to compile.
     structure: name of the parameter that the grammar comes from, for errors.
+    resume: a completion of the prompt to continue; see `Request`.
     """
 
     number: int
@@ -87,6 +92,7 @@ class Submit(_Numbered):
     params: SamplingParams
     grammar_timeout: float = GRAMMAR_TIMEOUT
     structure: str = "grammar"
+    resume: Completion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +105,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Call(_Numbered):
-    """Message to the engine: call a method between two steps: a method of the Generator, one of WEIGHT_METHODS, `pause`
-    or `resume`."""
+    """Message to the engine: call a method between two steps: a method of the Generator, one of WEIGHT_METHODS, or one
+    of OWN_METHODS."""
 
     number: int
     method: str
@@ -178,7 +184,8 @@ class EngineLoop:
     ) -> None:
         self._gen, self._incoming, self._send, self._flush = gen, incoming, send, flush
         self._arrived: dict[int, Submit] = {}  # requests to be added to the Generator, in order
-        self._compiling: dict[int, Future[GrammarMask]] = {}  # requests whose grammar is being compiled
+        # Requests whose grammar is being compiled, with their grammar.
+        self._compiling: dict[int, tuple[Submit, Future[GrammarMask]]] = {}
         self._grammars = GrammarPool(partial(_make_compiler, gen))
         self._updates: WeightUpdates | None = None  # made at the first use, since its module imports torch
         self._held: deque[Any] = deque()  # messages that arrived during a call
@@ -245,6 +252,24 @@ class EngineLoop:
     def resume(self) -> None:
         self._paused = False
 
+    def cut_off(self, numbers: Iterable[int] | None) -> None:
+        """End requests (None: all). Their last events have the finish_reason "abort" and report what they have drawn;
+        see `Generator.cut_off`."""
+        for number in [*self._arrived, *self._compiling] if numbers is None else list(numbers):
+            if number in self._compiling:
+                submit, compiling = self._compiling.pop(number)
+                compiling.cancel()
+                self._add(replace(submit, params=replace(submit.params, grammar=None)))  # it draws nothing
+            elif number in self._arrived:
+                self._add(self._arrived.pop(number))
+        self._gen.cut_off(numbers)
+
+    def score(self, *args: Any, **options: Any) -> list[list[float]]:
+        """Return what `Generator.score` returns. Raises RuntimeError while no steps may run."""
+        if self._paused:
+            raise RuntimeError("the engine is paused; call resume before score")
+        return self._gen.score(*args, **options)
+
     def _handle_messages(self, wait: float | None) -> None:
         """Handle all messages that have arrived. wait: seconds to wait for the first one; None: no limit."""
         while self._held:
@@ -266,8 +291,8 @@ class EngineLoop:
             case Abort():
                 for number in message.numbers:
                     self._arrived.pop(number, None)
-                    if compiling := self._compiling.pop(number, None):
-                        compiling.cancel()
+                    if number in self._compiling:
+                        self._compiling.pop(number)[1].cancel()
                 self._gen.abort(message.numbers)
             case Call():
                 self._call(message)
@@ -287,7 +312,7 @@ class EngineLoop:
 
     def _method(self, name: str) -> Callable[..., Any]:
         """Return the method that a call names."""
-        owner: Any = self if name in ("pause", "resume") else self._gen
+        owner: Any = self if name in OWN_METHODS else self._gen
         if name in WEIGHT_METHODS:
             from fastgen.async_engine.updates import WeightUpdates
 
@@ -316,7 +341,7 @@ class EngineLoop:
             submit = replace(submit, prompt={"prompt_token_ids": ids, "prompt": text})
             grammar = after_reasoning(grammar, gen.tokenizer, ids, gen.model_config.eos_ids)
         compiled = self._grammars.compile(grammar, submit.grammar_timeout)
-        self._compiling[submit.number] = compiled
+        self._compiling[submit.number] = submit, compiled
         compiled.add_done_callback(lambda done: self._incoming.put((submit, done)))
 
     def _take_compiled(self, submit: Submit, compiled: Future[GrammarMask]) -> None:
@@ -329,7 +354,7 @@ class EngineLoop:
 
     def _add(self, submit: Submit) -> None:
         try:
-            self._gen.add(submit.prompt, submit.params, submit.number)
+            self._gen.add(submit.prompt, submit.params, submit.number, submit.resume)
         except Exception as error:  # a RuntimeError while the weights are asleep
             self._refuse(submit.number, error)
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fastgen.async_engine.wire import Header, Wire, placeholders
 from fastgen.device.memory import gpu_id
 from fastgen.generator import Generator
+from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.loader import read_tensors
 from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.weights import Update
@@ -75,16 +76,38 @@ class WeightUpdates:
         group: key of the group. header: names, dtypes and shapes of the tensors, checked before anything is written.
         options: keyword arguments of `Generator.update_weights`, whose errors are raised here too.
         """
-        wire = self._wire
-        if wire is None or not secrets.compare_digest(wire.key.encode(), group.encode()):
-            raise ValueError("there is no weight group with this key; POST /init_weight_group returns one")
-        self._check()
+        wire = self._find(group)
         Update(placeholders(header), checkpoint_shards(self._gen.model_config), options["partial"]).check()
         try:
             return self._gen.update_weights(wire.receive(header, self._check), **options)
         finally:
             if wire.broken:
                 self.close_weight_group()
+
+    def receive_adapter(
+        self, group: str, header: Header, config: dict[str, Any] | None, options: dict[str, Any]
+    ) -> int:
+        """Merge an adapter whose tensors the sender sends. Return the version of the weights.
+
+        config: fields of PEFT's LoraConfig; it is checked with the header before anything is sent. options: keyword
+        arguments of `Generator.update_adapter`. All tensors are received before the weights change.
+        """
+        wire = self._find(group)
+        AdapterUpdate(placeholders(header), config, checkpoint_shards(self._gen.model_config)).check()
+        try:
+            named = [(name, tensor.clone()) for name, tensor in wire.receive(header, self._check)]
+        finally:
+            if wire.broken:
+                self.close_weight_group()
+        return self._gen.update_adapter(named, config, **options)
+
+    def _find(self, group: str) -> Wire:
+        """Return the weight group with this key. Raises ValueError if there is none."""
+        wire = self._wire
+        if wire is None or not secrets.compare_digest(wire.key.encode(), group.encode()):
+            raise ValueError("there is no weight group with this key; POST /init_weight_group returns one")
+        self._check()
+        return wire
 
     def read_weights(self, folder: str, options: dict[str, Any]) -> int:
         """Update the weights from the safetensors files of a folder. Return the version of the weights."""

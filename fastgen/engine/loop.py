@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from fastgen.device.profiling import Tracer, span
@@ -185,6 +185,15 @@ class Loop:
             self.events = [event for event in self.events if event.id != active.id]
             outputs.append(active.output())
         return outputs
+
+    def cut_off(self, wanted: Iterable[str | int]) -> None:
+        """End requests; their outputs or last events have the finish_reason "abort". Raises RuntimeError in a step."""
+        self.check_open()
+        self.drain()
+        for active in [self.active[id] for id in dict.fromkeys(wanted) if id in self.active]:
+            for sequence in [each.sequence for each in active.samples if each.sequence in self.owners]:
+                self.scheduler.finish(sequence, "abort")
+                self.update_output(sequence)
 
     def new_id(self) -> str:
         return next(key for key in map("r{}".format, self._ids) if key not in self.active)

@@ -19,6 +19,7 @@ class ActiveSample:
     text: OutputText | None = None  # updated at each token where events or stop strings need it; else made at the end
     ids_read: int = 0  # number of ids that are in the text
     emitted: tuple[int, int] = (0, 0)  # numbers of ids and of characters in events so far
+    resumed_chars: int = 0  # see Event
 
     def update_text(self, tokenizer: Tokenizer | None) -> str | None:
         """Add the new ids to the text; return the stop string that they complete, if any."""
@@ -61,7 +62,8 @@ class ActiveSample:
         sequence.drawn.extend(completion)
         sequence.versions = [(version, start) for version, start, _ in completion.weight_versions]
         stop = None if self.text is None else self.update_text(tokenizer)
-        self.emitted = (sequence.output_len, 0 if self.text is None else len(self.text.text))
+        self.resumed_chars = 0 if self.text is None else len(self.text.text)
+        self.emitted = (sequence.output_len, self.resumed_chars)
         return stop
 
     def emit(self, events: list[Event], active: ActiveRequest) -> None:
@@ -89,6 +91,8 @@ class ActiveSample:
             weight_versions=sequence.weight_versions if last else None,
             prompt_token_ids=active.prompt_ids if with_prompt else None,
             prompt=active.prompt if with_prompt else None,
+            seed=sequence.seed if last else None,
+            resumed_chars=self.resumed_chars,
         )
         self.emitted = (sequence.output_len, len(text))
         events.append(event)

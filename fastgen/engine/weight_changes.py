@@ -31,9 +31,8 @@ class WeightChanges:
             loop.scheduler.drop_prefixes()
             if in_flight == "recompute":
                 loop.scheduler.preempt_all()
-            for sequence in list(loop.owners) if in_flight == "abort" else ():
-                loop.scheduler.finish(sequence, "abort")
-                loop.update_output(sequence)
+            if in_flight == "abort":
+                loop.cut_off(list(loop.active))
 
         try:
             loop.runner.weights.update(update, begin)

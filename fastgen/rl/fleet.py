@@ -10,17 +10,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator as PyGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fastgen.engine.prompt_scores import pair_scores
 from fastgen.option import takes_fields_of
 from fastgen.processes.errors import DepartedError
-from fastgen.request import Request, RequestOutput, SamplingParams
-from fastgen.rl.remote import Connections, RemoteGenerator, RemoteGeneratorOptions, UnavailableError
+from fastgen.request import Event, Params, Prompt, RequestOutput, SamplingParams
+from fastgen.rl.http import POLL_SECONDS, Connections, UnavailableError
+from fastgen.rl.remote import SCORED, RemoteGenerator, RemoteGeneratorOptions, Sent
 from fastgen.rl.router import Router, prefix_keys
 
 if TYPE_CHECKING:
@@ -35,6 +38,10 @@ LOST = (ConnectionError, UnavailableError, DepartedError)  # errors of an engine
 TAGS = ("weights", "kv_cache")
 
 Result = TypeVar("Result")
+
+
+class LostError(ConnectionError):
+    """Error of a request whose engine has ended."""
 
 
 @dataclass(eq=False)
@@ -54,6 +61,20 @@ class Engine:
     def state(self) -> dict[str, Any]:
         """Return its `weight_version`, and whether its weights are `torn` by an update that failed."""
         return self.remote._weight_state()
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update of weights. kind: "all" or "some" of the weights, or "adapter".
+
+    make: function that makes it in one engine; its arguments are the engine's RemoteGenerator, the source, the version
+        of the new weights, and `in_flight`.
+    source: tensors in host memory or the path of a folder; None: no tensors.
+    """
+
+    kind: str
+    make: Callable[[RemoteGenerator, Any, int, str], int | None]
+    source: dict[str, Tensor] | str | None = None
 
 
 class Fleet(RemoteGenerator):
@@ -77,13 +98,13 @@ class Fleet(RemoteGenerator):
         given = [options.url] if isinstance(options.url, str) else list(options.url)
         if not given or len(set(given)) < len(given):
             raise ValueError(f"url is {options.url!r}; give one address or several different ones")
-        self._options = options
+        self._prepare(options)
         self._given = {url: self._remote(url) for url in given}
         self._engines: list[Engine] = []
         self._made = 0  # number of engines so far
         self._router = Router()
         self._version: int | None = None  # None: no engine was reached yet
-        self._sent: list[tuple[Any, bool]] | None = []  # updates so far, as (tensors or folder, partial); None: no copy
+        self._made_updates: list[Update] | None = []  # those that lead to the current weights; None: no copy
         self._changed = threading.Condition()  # guards all of the above
         self._updating = self._closed = self._paused = False
         self._asleep = set[str]()
@@ -91,7 +112,7 @@ class Fleet(RemoteGenerator):
         self._watcher: threading.Thread | None = None
 
     def _remote(self, url: str) -> RemoteGenerator:
-        return RemoteGenerator(**{**vars(self._options), "url": url})
+        return RemoteGenerator(**{**vars(self._options), "url": url, "ready_timeout": 0})
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -99,22 +120,62 @@ class Fleet(RemoteGenerator):
         self._begin()
         return self._options.max_requests * len(self._engines)
 
-    def _complete(self, request: Request, connections: Connections) -> RequestOutput:
-        """Return the output of a request by any engine. Raises ConnectionError if none is left."""
-        keys, samples = prefix_keys(request.prompt), _samples(request)
+    def _complete(self, sent: Sent, connections: Connections) -> RequestOutput:
+        keys, samples = prefix_keys(sent.request.prompt), _samples(sent.request.params)
+        return self._ask_any(lambda remote: remote._complete(sent, connections), keys, samples, connections)
+
+    def _abort(self, keys: list[str]) -> None:
+        self._all(lambda remote: remote._abort(keys))
+
+    def _events(self, body: dict[str, Any], id: str | int) -> PyGenerator[Event, None, None]:
+        """Yield the events of a request by one engine. Raises ConnectionError if it ends."""
+        self._begin()
+        samples = _samples(body["params"])
+        with self._engine_for(prefix_keys(body["prompt"]), samples, Connections()) as engine:
+            yield from engine.remote._events(body, id)
+
+    def score(
+        self, sequences: Iterable[Prompt], start: int | Sequence[int] = 0, temperature: float = 1.0
+    ) -> list[list[float]]:
+        """Return the logprobs of given tokens, computed by all engines; see `Generator.score`."""
+        prompts, starts = pair_scores(sequences, start, temperature)
+        self._begin()
+
+        def score(first: int) -> list[list[float]]:
+            some = slice(first, first + SCORED)
+            count = len(prompts[some])
+            return self._ask_any(
+                lambda remote: remote.score(prompts[some], starts[some], temperature), [], count, Connections()
+            )
+
+        with ThreadPoolExecutor(len(self._engines), "fastgen-fleet") as pool:
+            return [row for rows in pool.map(score, range(0, len(prompts), SCORED)) for row in rows]
+
+    def _ask_any(
+        self, call: Callable[[RemoteGenerator], Result], keys: list[int], samples: int, connections: Connections
+    ) -> Result:
+        """Return the result of a call of one engine. If the engine ends, the next one is called. Raises ConnectionError
+        if none is left. keys, samples: see `Router.choose`. connections: see RemoteGenerator."""
         while True:
-            engine = self._admit(keys, samples, connections)
-            try:
-                return engine.remote._complete(request, connections)
-            except LOST as error:
-                if connections.ended:
-                    raise
-                self._lose(engine, error)
-            finally:
-                with self._changed:
-                    engine.running -= 1
-                    self._router.leave(engine.number, samples)
-                    self._changed.notify_all()
+            with suppress(LostError), self._engine_for(keys, samples, connections) as engine:
+                return call(engine.remote)
+
+    @contextmanager
+    def _engine_for(self, keys: list[int], samples: int, connections: Connections) -> Iterator[Engine]:
+        """Choose the engine of a request within the block. Raises LostError if it ends."""
+        engine = self._admit(keys, samples, connections)
+        try:
+            yield engine
+        except LOST as error:
+            if connections.ended:
+                raise
+            self._lose(engine, error)
+            raise LostError(f"{engine.url} has ended: {error}") from None
+        finally:
+            with self._changed:
+                engine.running -= 1
+                self._router.leave(engine.number, samples)
+                self._changed.notify_all()
 
     def _admit(self, keys: list[int], samples: int, connections: Connections) -> Engine:
         """Wait until an engine may serve a request, and return it. Raises ConnectionError if no engine is left."""
@@ -148,8 +209,7 @@ class Fleet(RemoteGenerator):
         with self._updates:
             if self._version is not None:
                 return
-            self._find()
-            states = _each(self._engines, Engine.state)
+            states = self._await_engines()
             if all(isinstance(state, Exception) for state in states.values()):
                 for engine, state in states.items():
                     engine.trouble = str(state)
@@ -157,6 +217,18 @@ class Fleet(RemoteGenerator):
             self._version = max(state["weight_version"] for state in states.values() if isinstance(state, dict))
             for engine, state in states.items():
                 self._judge(engine, state)
+
+    def _await_engines(self) -> dict[Engine, Any]:
+        """Wait until all engines are ready, or `ready_timeout` has passed. Return {engine: its state or error}."""
+        begun = time.monotonic()
+        while True:
+            self._find()
+            states = _each(self._engines, Engine.state)
+            late = [state for state in states.values() if isinstance(state, LOST)]
+            if not late or time.monotonic() - begun > self._options.ready_timeout:
+                return states
+            log.info("waiting for %d of %d engines: %s", len(late), len(states), late[0])
+            time.sleep(POLL_SECONDS)
 
     def _find(self) -> None:
         """Add the engines at the given addresses. The address of replicas lists the addresses of its engines, which
@@ -231,17 +303,20 @@ class Fleet(RemoteGenerator):
             with suppress(*LOST):
                 engine.remote.close()  # the weight group of the engine that has ended
             current = state["weight_version"] == self._version and not state["torn"]
-            if self._sent and not current:
+            if self._made_updates and not current:
                 log.info("%s answers again and gets the weights of version %s", engine.url, self._version)
-                error = _tried(lambda: self._send_again(engine.remote))
+                error = _tried(self._update_again, engine.remote)
                 state = error if isinstance(error, Exception) else _tried(engine.state)
             self._judge(engine, state)
 
-    def _send_again(self, remote: RemoteGenerator) -> None:
-        """Send the updates that lead to the current weights."""
-        assert self._sent is not None
-        for source, partial in self._sent:
-            remote.update_weights(source, self._version, partial, "abort")
+    def _update_again(self, remote: RemoteGenerator) -> None:
+        """Make the updates that lead to the current weights."""
+        assert self._made_updates is not None
+        assert self._version is not None
+        last = len(self._made_updates) - 1
+        for place, update in enumerate(self._made_updates):
+            # A version must differ from the previous one, and the last update sets the current one.
+            update.make(remote, update.source, self._version + last - place, "abort")
         remote.close()  # the next update may send from another device
 
     # ------------------------------------------------------------------------------------ weights
@@ -259,43 +334,73 @@ class Fleet(RemoteGenerator):
         An engine that ends during the update is lost, and the update goes on. If engines refuse it, the first of their
         errors is raised; those that took it serve with the new version, and the others do not serve.
         """
+        kind = "some" if partial else "all"
+
+        def make(remote: RemoteGenerator, named: Any, after: int, in_flight: str) -> int | None:
+            return remote.update_weights(named, after, partial, in_flight)
+
         if isinstance(named, str | Path):
-            return self._update(str(Path(named).resolve()), version, partial, in_flight)
-        from fastgen.async_engine.wire import is_sender
+            return self._update(Update(kind, make, str(Path(named).resolve())), None, version, in_flight)
+        return self._gather(Update(kind, make), named, version, in_flight)
+
+    def update_adapter(
+        self,
+        named: Mapping[str, Any] | Iterable[tuple[str, Any]] | None,
+        config: Any = None,
+        version: int | None = None,
+        in_flight: str = "error",
+    ) -> int | None:
+        """Merge a LoRA adapter into the weights of all engines; see `RemoteGenerator.update_adapter` and, for engines
+        that end, `update_weights`."""
+
+        def make(remote: RemoteGenerator, named: Any, after: int, in_flight: str) -> int | None:
+            return remote.update_adapter(named, config, after, in_flight)
+
+        if named is None:
+            return self._update(Update("adapter", make), None, version, in_flight)
+        return self._gather(Update("adapter", make), named, version, in_flight)
+
+    def _gather(self, update: Update, named: Any, version: int | None, in_flight: str) -> int | None:
+        """Update all engines from tensors, which are gathered once."""
         from fastgen.rl.gathering import Gathering
 
         tensors = list(named.items() if isinstance(named, Mapping) else named)
         if not tensors:
             raise ValueError("no tensors are given")
-        gathering = Gathering(tensors, self._options.keep_copy and is_sender())
+        gathering = Gathering(tensors, self._options.keep_copy and self._is_sender())
         try:
-            return self._update(gathering, version, partial, in_flight) if is_sender() else None
+            return self._update(update, gathering, version, in_flight) if self._is_sender() else None
         finally:
             gathering.run()  # other ranks need this one to gather, also after an error
 
-    def _update(self, source: Gathering | str, version: int | None, partial: bool, in_flight: str) -> int:
-        """Update all engines at the same time from a gathering, which this thread runs, or from a folder."""
+    def _update(self, update: Update, gathering: Gathering | None, version: int | None, in_flight: str) -> int:
+        """Update all engines at the same time. gathering: the tensors, which this thread gathers meanwhile; None: the
+        source of `update`."""
         self._begin()
         with self._updates, self._held(in_flight):
             assert self._version is not None
             after = self._version + 1 if version is None else version
-            engines = [engine for engine in self._engines if engine.serves or (engine.answers and not partial)]
+            complete = update.kind == "all"
+            engines = [engine for engine in self._engines if engine.serves or (engine.answers and complete)]
             if not engines:
                 raise self._nobody()
-            senders = {} if isinstance(source, str) else {engine: source.join() for engine in engines}
+            senders = {} if gathering is None else {engine: gathering.join() for engine in engines}
 
-            def send(engine: Engine) -> int | None:
-                if isinstance(source, str):
-                    return engine.remote.update_weights(source, after, partial, in_flight)
+            def make(engine: Engine) -> int | None:
+                if engine not in senders:
+                    return update.make(engine.remote, update.source, after, in_flight)
                 try:
-                    return engine.remote.update_weights(senders[engine].named, after, partial, in_flight)
+                    return update.make(engine.remote, senders[engine].named, after, in_flight)
                 finally:
                     senders[engine].leave()
 
-            found = _each(engines, send, None if isinstance(source, str) else source.run)
+            found = _each(engines, make, None if gathering is None else gathering.run)
             if any(isinstance(result, int) for result in found.values()):
                 self._version = after
-                self._note(source if isinstance(source, str) else source.copies, partial)
+                if gathering is None:
+                    self._note(update)
+                else:
+                    self._note(None if gathering.copies is None else replace(update, source=gathering.copies))
                 self._router.forget()
             return self._settle(found, after)
 
@@ -315,16 +420,19 @@ class Fleet(RemoteGenerator):
                 self._updating = False
                 self._changed.notify_all()
 
-    def _note(self, source: dict[str, Tensor] | str | None, partial: bool) -> None:
-        """Remember an update for engines that come back. source: tensors in host memory or a folder; None: no copy."""
-        if source is None or (partial and self._sent is None):
-            self._sent = None
-        elif not partial:
-            self._sent = [(source, False)]
-        elif self._sent and isinstance(source, dict) and isinstance(before := self._sent[-1][0], dict):
-            before.update(source)
+    def _note(self, update: Update | None) -> None:
+        """Remember an update for engines that come back. None: there is no copy of its tensors."""
+        made = self._made_updates
+        if update is not None and update.kind == "all":
+            self._made_updates = [update]
+        elif update is None or made is None:
+            self._made_updates = None
+        elif update.kind == "adapter":
+            self._made_updates = [*(each for each in made if each.kind != "adapter"), update]
+        elif made and isinstance(made[-1].source, dict) and isinstance(update.source, dict):
+            made[-1].source.update(update.source)
         else:
-            self._sent = [*(self._sent or ()), (source, True)]
+            made.append(update)
 
     def _settle(self, found: dict[Engine, Any], after: int) -> int:
         """Let those engines serve that have the weights of the version `after`, and return it. found: {engine: the
@@ -405,10 +513,10 @@ class Fleet(RemoteGenerator):
         return results
 
 
-def _samples(request: Request) -> int:
-    params = request.params
+def _samples(params: Params) -> int:
+    """Return the number of samples of a request, or 1 if that is wrong, which the engine will say."""
     found = params.n if isinstance(params, SamplingParams) else (params or {}).get("n", 1)
-    return int(found)
+    return found if isinstance(found, int) else 1
 
 
 def _named(tags: str | Iterable[str] | None) -> set[str]:

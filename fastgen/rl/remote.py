@@ -11,34 +11,34 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
-import json
-import socket
+import itertools
 import threading
+import uuid
 from collections.abc import Generator as PyGenerator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from itertools import count
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import urlencode, urlsplit
 
 from fastgen.engine.outputs import error_output
+from fastgen.engine.prompt_scores import pair_scores
 from fastgen.engine.prompts import prompt_list, request_source
 from fastgen.engine.stats import with_progress
 from fastgen.names import explains_names
 from fastgen.option import Options, option, takes_fields_of
-from fastgen.request import Completion, Params, Prompt, Request, RequestOutput, SamplingParams, Timings
+from fastgen.request import Completion, Event, Params, Prompt, Request, RequestOutput, SamplingParams
+from fastgen.rl.http import Connections, ServerClient, shut_down
+from fastgen.rl.outputs import event_of, output_of, unsent_output
 
 if TYPE_CHECKING:
     from fastgen.async_engine.wire import Wire
 
-CONNECT_SECONDS = 10.0
-KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a machine that is gone is noticed in 35 s
-UNAVAILABLE = (500, 502, 503)  # statuses of a server whose engine has ended or is not ready, or that is ending
-END_SECONDS = 0.02  # between two attempts to end connections
+END_SECONDS = 0.02  # between two attempts to end connections or requests
+SCORED = 64  # maximum number of sequences that one request to /score has, since nothing is reported during one
+RESUMED = tuple(Completion.__dataclass_fields__)
 _END: Any = object()  # marks the end of an iterable
 VOCABULARY = 2**31  # vocabulary size for checks in this process; the server checks with the model's
 
@@ -62,23 +62,12 @@ class RemoteGeneratorOptions(Options):
         128 << 20, "bytes of tensors that are sent together, which both sides hold in device memory", low=1
     )
     replace_group: bool = option(False, "take over the weight group of a trainer that has ended without `close`")
-    max_requests: int = option(
-        256, "maximum number of requests of this object that are on the server (on each server) at a time", low=1
-    )
+    max_requests: int = option(256, "maximum number of requests of this object that are on a server at a time", low=1)
+    ready_timeout: float = option(600.0, "seconds to wait at the first call until the server's model is loaded", low=0)
     keep_copy: bool = option(
         False, "with a list of addresses: keep a copy of the last weights in host memory, which an engine that comes "
         "back gets at once; without a copy it stays out of service until the next update from tensors"
     )  # fmt: skip
-
-
-class UnavailableError(RuntimeError):
-    """Error of a server that answers, but whose engine has ended or is not ready."""
-
-
-class Connections(set[HTTPConnection]):
-    """The connections of running requests. ended: True once their answers are no longer wanted."""
-
-    ended = False
 
 
 @explains_names("generate", "stream")
@@ -104,12 +93,15 @@ class RemoteGenerator:
     def __init__(self, options: RemoteGeneratorOptions) -> None:
         options.check()
         assert isinstance(options.url, str)
-        self._options, self._parsed = options, urlsplit(options.url)
-        if self._parsed.scheme not in ("http", "https") or not self._parsed.hostname:
-            raise ValueError(f"url is {options.url!r}; it must be like http://localhost:5678")
-        self._headers = {"Content-Type": "application/json"}
-        if options.api_key is not None:
-            self._headers["Authorization"] = f"Bearer {options.api_key}"
+        self._server = ServerClient(options.url, options.api_key, options.model, options.ready_timeout)
+        self._prepare(options)
+
+    def _prepare(self, options: RemoteGeneratorOptions) -> None:
+        """Set the attributes that do not depend on the number of servers."""
+        self._options = options
+        self._name, self._count = uuid.uuid4().hex, itertools.count()  # of the ids of requests on the server
+        self._sent: dict[str, Sent] = {}  # the requests of `generate` and `stream` that run, by their ids on the server
+        self._calls: set[_Call] = set()  # the calls of `generate` that run
         self._replace_group = options.replace_group
         self._wire: Wire | None = None
         self._key: str | None = None  # key of the group that this object has opened
@@ -129,18 +121,25 @@ class RemoteGenerator:
         for own in each[:1] if shared else each:
             _fields(own)  # raises before anything runs
         requests = [Request(prompt, own, number) for number, (prompt, own) in enumerate(zip(many, each, strict=True))]
-        with closing(self.stream(requests)) as outputs:
-            found = {output.id: output for output in with_progress(outputs, len(many), progress)}
+        call = _Call()
+        self._calls.add(call)
+        try:
+            with closing(self._serve(iter(requests), call)) as outputs:
+                found = {output.id: output for output in with_progress(outputs, len(many), progress)}
+        finally:
+            self._calls.discard(call)
         return [found[number] for number in range(len(many))]
 
     def stream(
         self, requests: Prompt | Iterable[Request | Prompt | None], params: Params = None
     ) -> PyGenerator[RequestOutput, None, None]:
         """Yield the outputs of requests, in the order of completion; see `Generator.stream`. Closing the stream early
-        aborts its requests."""
+        aborts its requests. A Request may resume a completion."""
         _fields(params)  # raises before anything runs
-        source, numbers = request_source(requests, params), count()
-        running, connections = set[Future[RequestOutput]](), Connections()
+        return self._serve(request_source(requests, params), _Call())
+
+    def _serve(self, source: Iterator[Request | None], call: _Call) -> PyGenerator[RequestOutput, None, None]:
+        running, numbers, connections = set[Future[RequestOutput]](), itertools.count(), Connections()
         most = self._open()
         pool = ThreadPoolExecutor(most, "fastgen-remote")
         try:
@@ -151,7 +150,7 @@ class RemoteGenerator:
                             break
                         continue
                     id = f"r{next(numbers)}" if request.id is None else request.id
-                    running.add(pool.submit(self._complete, replace(request, id=id), connections))
+                    running.add(self._submit(pool, replace(request, id=id), call, connections))
                 if not running:
                     return
                 done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -161,23 +160,84 @@ class RemoteGenerator:
             pool.shutdown(wait=False, cancel_futures=True)
             connections.ended = True
             while left := [each for each in running if not each.done()]:  # `wait` never returns cancelled ones as done
-                _shut_down(connections)
+                shut_down(connections)
                 wait(left, timeout=END_SECONDS)
 
     def _open(self) -> int:
-        """Prepare for a stream. Return the maximum number of its requests that are on the server at a time."""
+        """Prepare for requests. Return the maximum number of those of one stream that are sent at a time."""
         return self._options.max_requests
 
-    def _complete(self, request: Request, connections: Connections) -> RequestOutput:
+    def _submit(
+        self, pool: ThreadPoolExecutor, request: Request, call: _Call, connections: Connections
+    ) -> Future[RequestOutput]:
+        """Send a request in a thread of the pool. Return the future of its output."""
+        sent = Sent(request, f"{self._name}-{next(self._count)}", call.aborted)
+        sent.future = future = pool.submit(self._complete, sent, connections)
+        self._sent[sent.key] = sent
+        future.add_done_callback(lambda _: self._sent.pop(sent.key))
+        return future
+
+    def _complete(self, sent: Sent, connections: Connections) -> RequestOutput:
         """Return the output of a request. If the server refuses the request, the output has an error."""
+        request = sent.request
         assert request.id is not None
         try:
-            if request.resume is not None:
-                raise ValueError("a completion cannot be resumed over HTTP; give prompt and completion as one prompt")
-            body = {"prompt": request.prompt, "params": _fields(request.params)}
-            return _output(self._post("/generate", body, connections), request.id)
+            body = _body(request)
+            if sent.aborted:
+                return unsent_output(request, int((body["params"] or {}).get("n", 1)))
+            return output_of(self._server.post("/generate", {**body, "id": sent.key}, connections), request.id)
         except (ValueError, TypeError) as error:
             return error_output(request.id, error)
+
+    def abort(self, ids: str | int | Iterable[str | int] | None = None) -> list[RequestOutput]:
+        """End requests of `generate` and `stream`, from another thread or between two outputs of a `stream`. They
+        return the tokens that they have, with the finish_reason "abort"; this method returns the same outputs. Their
+        completions can be resumed; see `Request`.
+
+        ids: those of Requests that run; other ids are skipped. None: all requests of this object. Prompts of `generate`
+        that were not sent yet then get completions without tokens, and a `stream` goes on with its next request.
+        """
+        wanted = None if ids is None else {ids} if isinstance(ids, str | int) else set(ids)
+        if wanted is None:
+            for call in list(self._calls):
+                call.aborted = True
+        sent = [each for each in list(self._sent.values()) if wanted is None or each.request.id in wanted]
+        for each in sent:
+            each.aborted = True
+        while left := [each for each in sent if not each.future.done()]:
+            self._abort([each.key for each in left])  # again, as the request may come later
+            wait([each.future for each in left], timeout=END_SECONDS)
+        return [each.future.result() for each in sent if not each.future.cancelled()]
+
+    def _abort(self, keys: list[str]) -> None:
+        """End requests. keys: their ids on the server, which skips those that it does not have."""
+        self._server.post("/abort", {"ids": keys})
+
+    def events(self, request: Request | Prompt, params: Params = None) -> PyGenerator[Event, None, None]:
+        """Yield the events of one request as they arrive; see `AsyncGenerator.stream`. Closing the iterator aborts the
+        request. Raises ValueError if the server refuses it."""
+        _fields(params)  # raises before anything runs
+        (one,) = request_source([request], params)
+        assert one is not None
+        return self._events({**_body(one), "stream": True}, "r0" if one.id is None else one.id)
+
+    def _events(self, body: dict[str, Any], id: str | int) -> PyGenerator[Event, None, None]:
+        with closing(self._server.lines("/generate", body)) as lines:
+            for found in lines:
+                yield event_of(found, id)
+
+    def score(
+        self, sequences: Iterable[Prompt], start: int | Sequence[int] = 0, temperature: float = 1.0
+    ) -> list[list[float]]:
+        """Return the logprobs of given tokens; see `Generator.score`. Running requests continue meanwhile. Raises
+        RuntimeError while the engine is paused."""
+        prompts, starts = pair_scores(sequences, start, temperature)
+        found: list[list[float]] = []
+        for first in range(0, len(prompts), SCORED):
+            some = slice(first, first + SCORED)
+            body = {"sequences": prompts[some], "start": starts[some], "temperature": float(temperature)}
+            found += self._server.post("/score", body)["logprobs"]
+        return found
 
     # ------------------------------------------------------------------------------------ weights
 
@@ -200,21 +260,47 @@ class RemoteGenerator:
         options = {"version": version, "partial": partial, "in_flight": in_flight}
         if isinstance(named, str | Path):
             folder = str(Path(named).resolve())
-            return int(self._post("/update_weights", {"folder": folder, **options})["weight_version"])
-        from fastgen.async_engine.wire import header_of, is_sender
+            return int(self._server.post("/update_weights", {"folder": folder, **options})["weight_version"])
+        return self._send_all("/update_weights", named, options)
+
+    def update_adapter(
+        self,
+        named: Mapping[str, Any] | Iterable[tuple[str, Any]] | None,
+        config: Any = None,
+        version: int | None = None,
+        in_flight: str = "error",
+    ) -> int | None:
+        """Merge a LoRA adapter into the weights, replacing the previous one, and return their version; see
+        `Generator.update_adapter`. Ranks that shard the adapter call it together, as `update_weights`."""
+        fields = config.to_dict() if hasattr(config, "to_dict") else config
+        options = {"config": fields, "version": version, "in_flight": in_flight}
+        if named is None:
+            return int(self._server.post("/update_adapter", options)["weight_version"])
+        return self._send_all("/update_adapter", named, options)
+
+    def _send_all(self, path: str, named: Any, options: dict[str, Any]) -> int | None:
+        """Send tensors to a route that receives them. Return the version of the weights; None on ranks above 0."""
+        from fastgen.async_engine.wire import header_of
 
         tensors = list(named.items() if isinstance(named, Mapping) else named)
         if not tensors:
             raise ValueError("no tensors are given")
         turns = iter(tensors)
         try:
-            return self._send(tensors[0][1].device, turns, header_of(tensors), options) if is_sender() else None
+            header = header_of(tensors)
+            return self._send(path, tensors[0][1].device, turns, header, options) if self._is_sender() else None
         finally:
             for _, tensor in turns:  # other ranks need this one to gather the remaining tensors
                 if hasattr(tensor, "full_tensor"):
                     tensor.full_tensor()
 
-    def _send(self, device: Any, tensors: Iterator[Any], header: Any, options: dict[str, Any]) -> int:
+    def _is_sender(self) -> bool:
+        """Return whether this rank of the trainer sends the tensors that all ranks gather."""
+        from fastgen.async_engine.wire import is_sender
+
+        return is_sender()
+
+    def _send(self, path: str, device: Any, tensors: Iterator[Any], header: Any, options: dict[str, Any]) -> int:
         """Ask the server to receive the tensors, and send them meanwhile. Return the version of the weights."""
         wire = self._open_wire(device)
         connections, answer = set[HTTPConnection](), Future[int]()
@@ -222,7 +308,7 @@ class RemoteGenerator:
 
         def ask() -> None:
             try:
-                answer.set_result(self._post("/update_weights", body, connections)["weight_version"])
+                answer.set_result(self._server.post(path, body, connections)["weight_version"])
             except Exception as error:
                 answer.set_exception(error)
 
@@ -239,7 +325,7 @@ class RemoteGenerator:
             wire.close()
             self._wire = None
             while asking.is_alive():
-                _shut_down(connections)
+                shut_down(connections)
                 asking.join(END_SECONDS)
             raise
 
@@ -251,10 +337,10 @@ class RemoteGenerator:
 
             limits = {"timeout": self._options.timeout, "bucket_bytes": self._options.bucket_bytes}
             body = {"backend": self._options.backend, "gpu": gpu_id(device), "replace": self._replace_group, **limits}
-            found = self._post("/init_weight_group", body)
+            found = self._server.post("/init_weight_group", body)
             self._replace_group = True  # from now on, the group belongs to this object
             self._key = found["group"]
-            address = self._parsed.hostname or "", found["port"]
+            address = self._server.host, found["port"]
             self._wire = connect(
                 address, found["group"], found["backend"], device, self._options.timeout, self._options.bucket_bytes
             )
@@ -267,32 +353,30 @@ class RemoteGenerator:
 
     def _weight_state(self) -> dict[str, Any]:
         """Return the version of the weights, and whether they are `torn` by an update that failed."""
-        model = self._options.model
-        query = "" if model is None else "?" + urlencode({"model": model})
-        state: dict[str, Any] = self._ask("GET", "/weight_version" + query)
+        state: dict[str, Any] = self._server.get("/weight_version")
         return state
 
     def _engine_urls(self) -> list[str]:
         """Return the addresses of the engines if this is the address of replicas; else it raises RuntimeError."""
-        return list(self._ask("GET", "/engines")["urls"])
+        return list(self._server.get("/engines")["urls"])
 
     # ------------------------------------------------------------------------------------ states
 
     def pause(self) -> None:
         """Run no steps until `resume`. Running requests stay as they are, and new ones wait."""
-        self._post("/pause", {})
+        self._server.post("/pause", {})
 
     def resume(self) -> None:
         """Run steps again."""
-        self._post("/resume", {})
+        self._server.post("/resume", {})
 
     def sleep(self, tags: str | Iterable[str] | None = None, keep_weights: bool = True) -> int:
         """Give device memory back, and return the number of bytes; see `Generator.sleep`."""
-        return int(self._post("/sleep", {"tags": _tags(tags), "keep_weights": keep_weights})["freed"])
+        return int(self._server.post("/sleep", {"tags": _tags(tags), "keep_weights": keep_weights})["freed"])
 
     def wake(self, tags: str | Iterable[str] | None = None) -> None:
         """Take back the memory that `sleep` gave back."""
-        self._post("/wake", {"tags": _tags(tags)})
+        self._server.post("/wake", {"tags": _tags(tags)})
 
     def close(self) -> None:
         """Close the weight group, so that another program may open one. The server continues."""
@@ -300,7 +384,7 @@ class RemoteGenerator:
         self._wire = self._key = None
         try:
             if key is not None:
-                self._post("/close_weight_group", {"group": key})
+                self._server.post("/close_weight_group", {"group": key})
         finally:
             if wire is not None:  # after the server has closed its end, which may use this end's memory
                 wire.close()
@@ -312,70 +396,32 @@ class RemoteGenerator:
         with suppress(ConnectionError):  # a server that has gone
             self.close()
 
-    # ------------------------------------------------------------------------------------ HTTP
 
-    def _post(self, path: str, body: dict[str, Any], connections: set[HTTPConnection] | None = None) -> Any:
-        data = json.dumps({**body, "model": self._options.model}, default=_plain)
-        return self._ask("POST", path, data, connections)
+@dataclass(eq=False)
+class _Call:
+    """A call of `generate` or `stream`. aborted: its next requests are not sent."""
 
-    def _ask(
-        self, method: str, path: str, data: str | None = None, connections: set[HTTPConnection] | None = None
-    ) -> Any:
-        """Return the body of a response. connections: set that holds the connection while the request runs, so that
-        other threads can shut it down."""
-        kind = HTTPSConnection if self._parsed.scheme == "https" else HTTPConnection
-        connection = kind(self._parsed.hostname or "", self._parsed.port, timeout=CONNECT_SECONDS)
-        connections = set() if connections is None else connections
-        with closing(connection):
-            try:
-                connection.connect()
-                assert connection.sock is not None
-                _set_patient(connection.sock)
-                connections.add(connection)
-                connection.request(method, self._parsed.path.rstrip("/") + path, data, self._headers)
-                response = connection.getresponse()
-                status, text = response.status, response.read().decode()
-            except (OSError, HTTPException) as error:
-                raise ConnectionError(f"no answer from {self._options.url}: {error or type(error).__name__}") from None
-            finally:
-                connections.discard(connection)
-        if status == 200:
-            return json.loads(text)
-        message = text[:300]
-        with suppress(ValueError, KeyError, TypeError):
-            message = json.loads(text)["error"]["message"]
-        if status in (400, 413):
-            raise ValueError(message)
-        hint = "; start fgserve with --rollout, and give an address of replicas in a list" if status == 404 else ""
-        kind_of_error = UnavailableError if status in UNAVAILABLE else RuntimeError
-        raise kind_of_error(f"{self._options.url} answers {status}: {message}{hint}")
+    aborted: bool = False
 
 
-def _set_patient(connected: socket.socket) -> None:
-    """Let a socket wait for an answer as long as it takes, unless the other machine is gone."""
-    connected.settimeout(None)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):  # not on all systems
-            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+@dataclass(eq=False)
+class Sent:
+    """A request that a thread sends. key: its id on the server. aborted: it is not to be sent, if it was not yet."""
 
-
-def _shut_down(connections: set[HTTPConnection]) -> None:
-    """End connections, from a thread other than the ones that wait for their answers."""
-    for connection in list(connections):
-        with suppress(OSError, AttributeError):  # the connection has ended already
-            connection.sock.shutdown(socket.SHUT_RDWR)
-
-
-def _plain(value: Any) -> Any:
-    """Return an array, a set, a pydantic class and the like in a form that JSON can represent."""
-    if hasattr(value, "model_json_schema"):
-        return value.model_json_schema()
-    return value.tolist() if hasattr(value, "tolist") else list(value)
+    request: Request
+    key: str
+    aborted: bool
+    future: Future[RequestOutput] = field(init=False)
 
 
 def _tags(tags: str | Iterable[str] | None) -> list[str] | None:
     return None if tags is None else [tags] if isinstance(tags, str) else list(tags)
+
+
+def _body(request: Request) -> dict[str, Any]:
+    """Return the body of a request to /generate. Raises ValueError or TypeError for wrong params."""
+    resume = None if request.resume is None else {name: getattr(request.resume, name) for name in RESUMED}
+    return {"prompt": request.prompt, "params": _fields(request.params), "resume": resume}
 
 
 def _fields(params: Params) -> dict[str, Any] | None:
@@ -389,20 +435,3 @@ def _fields(params: Params) -> dict[str, Any] | None:
     if checked.mask is not None:
         raise ValueError("a mask cannot be sent to a server; use json_schema, regex, choice or grammar")
     return dict(params) if isinstance(params, Mapping) else dict(vars(checked))
-
-
-def _output(found: dict[str, Any], id: str | int) -> RequestOutput:
-    """Return the output described by the body of a response."""
-    output = RequestOutput(**{**found, "id": id})
-    output.completions = [Completion(**each) for each in found["completions"]]
-    for completion in output.completions:
-        completion.weight_versions = [(version, start, end) for version, start, end in completion.weight_versions]
-        completion.top_logprobs = _with_ids(completion.top_logprobs)
-    output.prompt_top_logprobs = _with_ids(output.prompt_top_logprobs)
-    output.timings = Timings(**found["timings"])
-    return output
-
-
-def _with_ids(tops: list[dict[Any, float]] | None) -> list[dict[int, float]] | None:
-    """Return alternatives with integer ids, which are strings in JSON."""
-    return None if tops is None else [{int(id): logprob for id, logprob in top.items()} for top in tops]

@@ -29,7 +29,7 @@ class FakeGenerator:
         self.calls: list[tuple[str, Any]] = []
         self.left: dict[int, int] = {}
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, number: int) -> None:
+    def add(self, prompt: Sequence[int], params: SamplingParams, number: int, resume: None = None) -> None:
         time.sleep(0.004)
         self.calls.append(("add", number))
         self.left[number] = 3

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,23 +145,44 @@ def test_requests_with_the_same_prompt_go_to_one_engine(gen: RemoteGenerator, se
 
 
 def test_a_killed_engine_loses_no_row_and_doubles_none(
-    gen: RemoteGenerator, servers: Servers, expected: list[Any], weights: Weights
+    gen: RemoteGenerator, servers: Servers, expected: list[Any], weights: Weights, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rows are counted as they arrive, and have the bits of one engine's."""
     found = dict[Any, RequestOutput]()
-    killed = threading.Event()
-    for output in gen.stream([Request(row, PARAMS, number) for number, row in enumerate(ROWS)]):
+    requests = [Request(row, PARAMS, number) for number, row in enumerate(ROWS)]
+    for output in gen.stream(requests):
         assert output.id not in found
         found[output.id] = output
         if len(found) == 3:
-            assert servers.servers[1].stats()["running"] > 0
-            servers.kill(1)
-            killed.set()
-    assert killed.is_set()
+            assert isinstance(gen, Fleet)
+            victim = max(gen._engines, key=lambda engine: engine.running)
+            assert victim.running > 1
+            servers.kill(victim.number)
+    assert f"{victim.url} is lost" in caplog.text
     assert sorted(found) == list(range(len(ROWS)))
     assert rows([found[number] for number in range(len(ROWS))]) == expected
     assert rows(gen.generate(ROWS, PARAMS)) == expected, "two engines go on"
     assert gen.update_weights(changed(weights)) == gen.weight_version
+
+
+def test_abort_events_and_scores_are_those_of_a_generator(gen: RemoteGenerator, servers: Servers) -> None:
+    long = SamplingParams(max_tokens=1500, seed=3, ignore_eos=True, speculate=False)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(gen.generate, ROWS[:6], long)
+        until(lambda: sum(server.stats()["running"] for server in servers.servers) == 6)
+        partial = gen.abort()
+        outputs = running.result()
+    assert sorted(output.id for output in partial) == list(range(6))
+    assert {each.finish_reason for output in outputs for each in output.completions} == {"abort"}
+    longer = replace(long, max_tokens=len(outputs[0].completions[0].token_ids) + 8)
+    (resumed,) = gen.stream([Request(ROWS[0], longer, resume=outputs[0].completions[0])])
+    assert rows([resumed]) == rows(gen.generate(ROWS[0], longer))
+    events = list(gen.events(ROWS[1], PARAMS))
+    (whole,) = gen.generate(ROWS[1], PARAMS)
+    assert [id for event in events if event.index == 1 for id in event.token_ids] == whole.completions[1].token_ids
+    with Generator(page_size=16, num_pages=300) as here:
+        given = [[5, 6, 7], *ROWS[:3]] * 30
+        assert [row[1:] for row in gen.score(given)] == [row[1:] for row in here.score(given)]
 
 
 def test_closing_a_stream_ends_its_requests_and_loses_no_engine(gen: RemoteGenerator, servers: Servers) -> None:
@@ -258,6 +279,7 @@ def test_sleep_and_wake(gen: RemoteGenerator, weights: Weights) -> None:
 # ------------------------------------------------------------------------------------------------ engines that return
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["copy", "folder", "next update"])
 def test_an_engine_that_returns_has_the_current_weights_before_it_serves(
     way: str, servers: Servers, weights: Weights, tmp_path: Path
@@ -283,6 +305,7 @@ def test_an_engine_that_returns_has_the_current_weights_before_it_serves(
         assert servers.answered()[2] > 0
 
 
+@pytest.mark.long
 def test_partial_updates_are_part_of_the_copy(servers: Servers, weights: Weights) -> None:
     servers.repair()
     name = next(iter(weights))
@@ -301,7 +324,7 @@ def test_partial_updates_are_part_of_the_copy(servers: Servers, weights: Weights
 def test_no_engine_is_left(servers: Servers) -> None:
     for number in range(3):
         servers.kill(number)
-    with made(servers, timeout=1) as gen:
+    with made(servers, timeout=1, ready_timeout=0) as gen:
         message = refusal(lambda: gen.generate("a", PARAMS), ConnectionError)
         assert message.startswith("no engine is left: http://127.0.0.1:")
         assert len(re.findall("no answer from", message)) == 3

@@ -95,9 +95,9 @@ def test_a_request_fails_alone_and_wrong_params_before_all(gen: RemoteGenerator)
     assert "outside the vocabulary" in (second.error or "")
     assert "temperature" in refusal(lambda: gen.generate("a", SamplingParams(temperature=-1)), ValueError)
     assert "2 prompts and 1 params" in refusal(lambda: gen.generate(["a", "b"], [SHORT]), ValueError)
-    (resumed,) = gen.stream([Request("a", SHORT, "x", resume=first.completions[0])])
+    (resumed,) = gen.stream([Request([5, 6], SHORT, "x", resume=first.completions[0])])
     assert resumed.id == "x"
-    assert "resumed" in (resumed.error or "")
+    assert "n is 2; a request resumes one completion" in (resumed.error or "")
 
 
 def test_a_stream_takes_requests_and_none_and_ends_them_when_it_is_closed(gen: RemoteGenerator, server: Server) -> None:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 NAME = "fgserve"
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 UNLIMITED = 1_000_000  # Ray's limit of requests per replica; fgserve has its own limit, with OpenAI's errors
-GONE_SECONDS = 5.0  # a replica that has not renewed its address for this long is gone
+GONE_SECONDS = 15.0  # a replica that has not renewed its address for this long is gone
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104  # addresses that stand for all of a machine's
 HEALTH_SECONDS = 1.0  # interval of health checks; Ray ends a replica after three failures in a row
 

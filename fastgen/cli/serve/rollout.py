@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import to_json
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from fastgen.async_engine.client import AsyncGenerator, EngineError
 from fastgen.cli.serve.answers import limited
 from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.fields import Items, Some, Strict, wrong
+from fastgen.cli.serve.protocol import INT32
 from fastgen.cli.serve.service import Service
+from fastgen.request import Completion
+from fastgen.rl.outputs import completion_of
 
 Tags = Some[Literal["weights", "kv_cache"]]
+Treatment = Literal["error", "keep", "recompute", "abort"]
+_Span = Annotated[tuple[int, int, int], Field(strict=False)]
 _Tensor = Annotated[tuple[str, str, list[Annotated[int, Field(ge=0)]]], Field(strict=False)]  # since JSON has no tuples
 
 
@@ -27,11 +34,55 @@ class ModelRequest(Strict):
     model: str | None = None
 
 
+class Resumed(Strict):
+    """A completion to continue, with the fields of fastgen.Completion."""
+
+    index: int = Field(ge=0, le=INT32)
+    token_ids: Items[int]
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None = None
+    error: str | None = None
+    weight_versions: list[_Span] = Field(default_factory=list)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    logprobs: Items[float]
+    untruncated_logprobs: Items[float]
+    raw_logprobs: Items[float]
+    top_logprobs: Items[dict[str, float]] | None = None
+    sampling_mask: Items[Items[int]] | None = None
+
+
 class GenerateRequest(ModelRequest):
-    """A request to /generate, with the prompt and params of `Generator.generate`."""
+    """A request to /generate, with the prompt and params of `Generator.generate`.
+
+    id: name of the request for /abort. resume: a completion of the prompt to continue. stream: the response is a line
+    of JSON for each event, as it arrives, instead of the output.
+    """
 
     prompt: str | Items[int] | list[dict[str, Any]] | dict[str, Any]
     params: dict[str, Any] | None = None
+    id: str | None = None
+    resume: Resumed | None = None
+    stream: bool = False
+
+    @property
+    def resumed(self) -> Completion | None:
+        """The completion to continue. Raises ValueError for a key of its alternatives that is no id."""
+        return None if self.resume is None else completion_of(dict(self.resume))
+
+
+class AbortRequest(ModelRequest):
+    """A request to /abort. ids: of requests to /generate; None: all requests to the model."""
+
+    ids: list[str] | None = None
+
+
+class ScoreRequest(ModelRequest):
+    """A request to /score, with the arguments of `Generator.score`."""
+
+    sequences: Items[str | Items[int] | list[dict[str, Any]] | dict[str, Any]]
+    start: int | Items[int] = 0
+    temperature: FiniteFloat = 1.0
 
 
 class GroupRequest(ModelRequest):
@@ -65,12 +116,29 @@ class UpdateRequest(ModelRequest):
     tensors: list[_Tensor] | None = None
     version: int | None = None
     partial: bool = False
-    in_flight: Literal["error", "keep", "recompute", "abort"] = "error"
+    in_flight: Treatment = "error"
 
     @model_validator(mode="after")
     def _check_source(self) -> UpdateRequest:
         if (self.folder is None) == (self.group is None):
             raise wrong("folder", "or group is required, and not both", "missing_required_parameter")
+        if (self.group is None) != (self.tensors is None):
+            raise wrong("tensors", "belongs to group, which requires it")
+        return self
+
+
+class AdapterRequest(ModelRequest):
+    """A request to /update_adapter. Without a group, the weights without an adapter are restored. tensors: as of
+    UpdateRequest. See `Generator.update_adapter` for the other fields."""
+
+    group: str | None = None
+    tensors: list[_Tensor] | None = None
+    config: dict[str, Any] | None = None
+    version: int | None = None
+    in_flight: Treatment = "error"
+
+    @model_validator(mode="after")
+    def _check_source(self) -> AdapterRequest:
         if (self.group is None) != (self.tensors is None):
             raise wrong("tensors", "belongs to group, which requires it")
         return self
@@ -102,7 +170,10 @@ class Rollout:
                 CloseRequest,
                 lambda engine, wanted: engine.call("close_weight_group", wanted.group),
             ),
+            "/abort": (AbortRequest, lambda engine, wanted: engine.cut_off(wanted.ids)),
+            "/score": (ScoreRequest, _score),
             "/update_weights": (UpdateRequest, self._update),
+            "/update_adapter": (AdapterRequest, self._update_adapter),
             "/pause": (ModelRequest, lambda engine, _: engine.pause()),
             "/resume": (ModelRequest, lambda engine, _: engine.resume()),
             "/sleep": (SleepRequest, _sleep),
@@ -121,13 +192,10 @@ class Rollout:
         try:
             async with limited(self._service, request.receive, timed=isinstance(wanted, GenerateRequest)):
                 result = await call(engine, wanted)
-        except EngineError as error:
-            raise ApiError(500, str(error), code="engine_error") from None
         except (ValueError, TypeError, RuntimeError, OSError) as error:
-            message = "\n".join([str(error), *getattr(error, "__notes__", ())])
-            if isinstance(error, ValueError | TypeError):
-                raise ApiError(400, message, code="invalid_value") from None
-            raise ApiError(409, message, code="conflict") from None
+            raise call_error(error) from None
+        if isinstance(result, Response):
+            return result
         body = to_json({} if result is None else result, inf_nan_mode="constants")  # as Python's json module reads them
         return Response(body, media_type="application/json")
 
@@ -135,25 +203,92 @@ class Rollout:
         samples, most = (wanted.params or {}).get("n"), self._service.options.max_queued_requests
         if isinstance(samples, int) and samples > most:
             raise ValueError(f"n is {samples}; one request may have {most} samples (max_queued_requests)")
-        return await engine.generate(wanted.prompt, wanted.params)
+        if wanted.stream:
+            return EventResponse(self._service, engine, wanted)
+        return await engine.generate(wanted.prompt, wanted.params, wanted.id, wanted.resumed)
 
     async def _init_group(self, engine: AsyncGenerator, wanted: GroupRequest) -> Any:
         arguments = wanted.backend, wanted.gpu, wanted.timeout, wanted.bucket_bytes, wanted.replace
         return await engine.call("init_weight_group", self._service.options.host, *arguments)
 
     async def _update(self, engine: AsyncGenerator, wanted: UpdateRequest) -> dict[str, int]:
-        if engine in self._updating:
-            raise RuntimeError("another update of the weights runs; send this one when it has ended")
         options = {"version": wanted.version, "partial": wanted.partial, "in_flight": wanted.in_flight}
-        self._updating.add(engine)
-        try:
+        with self.updating(engine):
             if wanted.folder is not None:
                 version = await engine.call("read_weights", wanted.folder, options)
             else:
                 version = await engine.call("receive_weights", wanted.group, wanted.tensors, options)
+        return {"weight_version": version}
+
+    async def _update_adapter(self, engine: AsyncGenerator, wanted: AdapterRequest) -> dict[str, int]:
+        options = {"version": wanted.version, "in_flight": wanted.in_flight}
+        with self.updating(engine):
+            if wanted.group is None:
+                version = await engine.call("update_adapter", None, None, **options)
+            else:
+                version = await engine.call("receive_adapter", wanted.group, wanted.tensors, wanted.config, options)
+        return {"weight_version": version}
+
+    @contextmanager
+    def updating(self, engine: AsyncGenerator) -> Iterator[None]:
+        """Mark the weights of an engine as being updated. Raises RuntimeError if they are already."""
+        if engine in self._updating:
+            raise RuntimeError("another update of the weights runs; send this one when it has ended")
+        self._updating.add(engine)
+        try:
+            yield
         finally:
             self._updating.discard(engine)
-        return {"weight_version": version}
+
+
+class EventResponse(Response):
+    """The response to a streamed request: each event is a line of JSON. An error after the beginning is the last line,
+    {"status": ..., "error": ...}; earlier errors are answered by the application's handlers."""
+
+    def __init__(self, service: Service, engine: AsyncGenerator, wanted: GenerateRequest) -> None:
+        super().__init__()
+        self._service, self._engine, self._wanted = service, engine, wanted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun, wanted = False, self._wanted
+        try:
+            async with limited(self._service, receive):
+                with self._engine.submit([wanted.prompt], wanted.params, resume=wanted.resumed) as stream:
+                    async for events in stream:
+                        if not begun:
+                            await _begin_lines(send)
+                        begun = True
+                        lines = b"".join(to_json(event, inf_nan_mode="constants") + b"\n" for event in events)
+                        await send({"type": "http.response.body", "body": lines, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        except (ApiError, ValueError, TypeError, RuntimeError) as error:
+            failure = error if isinstance(error, ApiError) else call_error(error)
+            if not begun:
+                raise failure from None
+            line = to_json({"status": failure.status, **failure.body}) + b"\n"
+            await send({"type": "http.response.body", "body": line})
+        except ClientDisconnect:
+            if not begun:
+                raise
+
+
+async def _begin_lines(send: Send) -> None:
+    headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+def call_error(error: Exception) -> ApiError:
+    """Return the error response for an exception of an engine."""
+    message = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    if isinstance(error, EngineError):
+        return ApiError(500, message, code="engine_error")
+    if isinstance(error, ValueError | TypeError):
+        return ApiError(400, message, code="invalid_value")
+    return ApiError(409, message, code="conflict")
+
+
+async def _score(engine: AsyncGenerator, wanted: ScoreRequest) -> dict[str, Any]:
+    return {"logprobs": await engine.call("score", wanted.sequences, wanted.start, wanted.temperature)}
 
 
 async def _sleep(engine: AsyncGenerator, wanted: SleepRequest) -> dict[str, int]:
