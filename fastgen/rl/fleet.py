@@ -242,11 +242,13 @@ class Fleet(RemoteGenerator):
                 listed = [engine.url for engine in self._engines]
             urls += [url] if isinstance(listed, Exception) else listed
         with self._changed:
+            gone = [engine for engine in self._engines if not engine.serves and engine.url not in urls]
             for url in urls:
                 if all(url != engine.url for engine in self._engines):
+                    if gone:  # one that has ended stays until another one takes its place, since it is looked for
+                        self._engines.remove(gone.pop())
                     self._engines.append(Engine(self._made, url, self._remote(url)))
                     self._made += 1
-            self._engines = [engine for engine in self._engines if engine.serves or engine.url in urls]
 
     def _judge(self, engine: Engine, state: dict[str, Any] | Exception) -> None:
         """Let an engine serve if it has the current weights. state: see `Engine.state`, or the error of asking."""
