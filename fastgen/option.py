@@ -149,8 +149,11 @@ def options_of(cls: Any) -> dict[str, Option]:
     return found
 
 
+MAX_CHOSEN = 128
+"""Maximum number of ids whose logprobs a request chooses."""
+_OF_IDS = ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 ITEMS: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("logit_bias", "stop_token_ids", "allowed_token_ids"), (Integral, "token ids (integers)")),
+    **dict.fromkeys(_OF_IDS, (Integral, "token ids (integers)")),
     **dict.fromkeys(("stop", "choice", "bad_words"), (str, "strings")),
 }
 """Sampling parameters that hold several items: the type of the items, and their name in errors."""
@@ -170,6 +173,8 @@ def check_items(name: str, values: Any, vocab_size: int) -> None:
         raise TypeError(f"{name} must be {form}, not {values!r}")
     if not len(values) and name in ("choice", "allowed_token_ids"):
         raise ValueError(f"{name} is empty, which allows no answer; give at least one of its {words}")
+    if name == "logprob_token_ids" and len(values) > MAX_CHOSEN:
+        raise ValueError(f"{name} has {len(values)} ids; it may have {MAX_CHOSEN}")
     for item in values:
         if not isinstance(item, kind) or isinstance(item, bool):
             raise TypeError(f"{name} must hold {words}, not {item!r}")

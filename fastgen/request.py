@@ -28,7 +28,7 @@ Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int] | SequenceOf[Message] | Mapping[str, Any]
 """Text, token ids, chat messages, or a dict with one of them; see `Generator.generate`."""
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 128
 STRUCTURES = ("mask", "json_schema", "regex", "choice", "grammar")
 
 MAX_BIASES = 4096
@@ -72,9 +72,10 @@ class SamplingParams(Options):
     stop_token_ids: ids that end the output, in addition to the model's eos ids; they stay in token_ids.
     include_stop_str_in_output: the text ends with the stop string, or with the text of the stop id.
     ignore_eos: True: the model's eos ids do not end the output.
-    logprobs: number of raw alternatives to return with each token (0 to 20); the logprob of the token itself is
+    logprobs: number of raw alternatives to return with each token (0 to 128); the logprob of the token itself is
         always returned.
     prompt_logprobs: score the prompt too, with this number of raw alternatives for each token.
+    logprob_token_ids: ids, at most 128, whose raw logprobs are returned with each token, among the alternatives.
     mask: a TokenMask that restricts the tokens.
     allowed_token_ids: ids outside of which no token is drawn; an eos id is drawn only if it is among them.
     bad_words: texts whose tokens, with or without a space before them, are not completed in the output.
@@ -106,6 +107,7 @@ class SamplingParams(Options):
     ignore_eos: bool = option(False, "continue after the model's end-of-sequence tokens")
     logprobs: int | None = option(None, low=0, high=MAX_LOGPROBS)
     prompt_logprobs: int | None = option(None, low=0, high=MAX_LOGPROBS)
+    logprob_token_ids: SequenceOf[int] = ()
     mask: TokenMask | None = None
     json_schema: Mapping[str, Any] | str | type | None = None
     regex: str | None = None
@@ -122,7 +124,7 @@ class SamplingParams(Options):
         if isinstance(biases := self.logit_bias, Mapping) and any(isinstance(id, str) for id in biases):
             ids = {int(id) if isinstance(id, str) and id.isdecimal() else id: bias for id, bias in biases.items()}
             object.__setattr__(self, "logit_bias", ids)
-        for name in ("stop", "stop_token_ids", "bad_words"):
+        for name in ("stop", "stop_token_ids", "bad_words", "logprob_token_ids"):
             if getattr(self, name) is None:  # vLLM's default
                 object.__setattr__(self, name, ())
 
@@ -209,7 +211,8 @@ class Drawn:
     untruncated_logprobs: the same without top_k, top_p and min_p, over all of the vocabulary that penalties, biases and
         masks leave; equal to logprobs where nothing is truncated.
     raw_logprobs: logprobs under the softmax of the untouched logits at temperature 1.
-    top_logprobs: the most likely raw alternatives, token id -> logprob; None unless `SamplingParams.logprobs` asks.
+    top_logprobs: the most likely raw alternatives, and then the chosen ones, token id -> logprob; None unless
+        `SamplingParams.logprobs` or `logprob_token_ids` asks.
     sampling_mask: the token ids that truncation kept; None unless `SamplingParams.return_sampling_mask` asks.
     """
 
@@ -222,9 +225,8 @@ class Drawn:
     @classmethod
     def empty(cls, params: SamplingParams) -> Drawn:
         """Return empty lists for a sample with these parameters."""
-        return Drawn(
-            top_logprobs=[] if params.logprobs else None, sampling_mask=[] if params.return_sampling_mask else None
-        )
+        tops = params.logprobs or len(params.logprob_token_ids)
+        return Drawn(top_logprobs=[] if tops else None, sampling_mask=[] if params.return_sampling_mask else None)
 
     def lists(self) -> dict[str, Any]:
         """Return the lists that are not None, by name."""

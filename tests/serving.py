@@ -63,6 +63,9 @@ class Server:
     def post(self, path: str, data: Any, **options: Any) -> httpx.Response:
         return HTTP.post(self.url + path, json=data, **options)
 
+    def post_bytes(self, path: str, data: bytes, **options: Any) -> httpx.Response:
+        return HTTP.post(self.url + path, content=data, **options)
+
     def send(self, data: bytes) -> socket.socket:
         """Open a connection and send these bytes."""
         connection = socket.create_connection(self.address, timeout=10)

@@ -39,6 +39,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "seed": [2**64, -(2**63) - 1],
     "stop": ["", ["fine", ""]],
     "stop_token_ids": [[VOCAB], [-1]],
+    "logprob_token_ids": [[VOCAB], [-1], [5] * 129],
     "logprobs": [-1, MAX_LOGPROBS + 1],
     "prompt_logprobs": [-1, MAX_LOGPROBS + 1],
 }

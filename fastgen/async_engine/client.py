@@ -33,6 +33,8 @@ from fastgen.text.grammar import params_grammar, structure_name
 
 log = logging.getLogger(__name__)
 
+DRAIN_SECONDS = 0.02  # between two looks at requests that finish before a pause
+
 
 def joined(events: list[Event]) -> list[Event]:
     """Merge the events of each sample into one event. Return these in the order of prompts (`id`) and samples."""
@@ -217,6 +219,11 @@ class AsyncGenerator:
         return self._loaded and self.dead is None and not self._closing
 
     @property
+    def paused(self) -> bool:
+        """True between `pause` and `resume`."""
+        return self._paused
+
+    @property
     def stalled(self) -> float:
         """Seconds since the last step or call, or since the first request after an idle time; 0 while the engine is
         idle, paused, or in a call such as an update of the weights."""
@@ -295,6 +302,17 @@ class AsyncGenerator:
         """Run no steps until `resume`. Running requests stay as they are, and new ones wait."""
         await self.call("pause")
         self._paused = True
+
+    async def pause_drained(self) -> None:
+        """Wait until all running requests have finished, while new ones wait, and pause. A call that is cancelled lets
+        the new ones run."""
+        try:
+            while await self.call("drain"):
+                await asyncio.sleep(DRAIN_SECONDS)
+        except asyncio.CancelledError:
+            await self.resume()
+            raise
+        await self.pause()
 
     async def resume(self) -> None:
         """Run steps again."""

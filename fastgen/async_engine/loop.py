@@ -45,9 +45,10 @@ STATS_SECONDS = 0.25  # minimum interval between two messages with stats
 INTAKE_SECONDS = 0.02  # maximum time between two steps for adding new requests to the Generator
 WEIGHT_METHODS = (
     "weight_state", "init_weight_group", "close_weight_group", "receive_weights", "receive_adapter", "read_weights",
+    "join_trainer", "receive_packed", "transfer_state",
 )  # fmt: skip
 """The methods of WeightUpdates that a client may call."""
-OWN_METHODS = ("pause", "resume", "cut_off", "score")
+OWN_METHODS = ("pause", "resume", "cut_off", "score", "drain")
 """The methods of EngineLoop that a client may call."""
 
 
@@ -191,6 +192,7 @@ class EngineLoop:
         self._held: deque[Any] = deque()  # messages that arrived during a call
         self._calling = -1  # number of the call that runs
         self._paused = False
+        self._draining = False  # new requests are not added
         self._stats_sent = 0.0
         self._trimmed = False  # whether free memory has been returned since the last work
         self._ended = False
@@ -216,7 +218,8 @@ class EngineLoop:
     def idle(self) -> bool:
         """True while only a message can bring work. Running requests wait while the engine is paused, and after an
         update of the weights that has failed midway, until another one is complete."""
-        return not self._arrived and not self._held and (self._waits or not self._gen.unfinished)
+        arrived = self._arrived and not self._draining
+        return not arrived and not self._held and (self._waits or not self._gen.unfinished)
 
     @property
     def _waits(self) -> bool:
@@ -233,7 +236,7 @@ class EngineLoop:
         self._handle_messages(wait)
         self._trim(waited=wait != 0)
         deadline = time.monotonic() + INTAKE_SECONDS
-        while self._arrived and time.monotonic() < deadline:
+        while self._arrived and not self._draining and time.monotonic() < deadline:
             self._add(self._arrived.pop(next(iter(self._arrived))))
         self._report(self._gen.take_events() if self._waits else self._gen.step())
 
@@ -247,10 +250,18 @@ class EngineLoop:
 
     def pause(self) -> None:
         """Run no steps until `resume`. Running requests stay as they are, and new ones wait."""
-        self._paused = True
+        self._paused, self._draining = True, False
 
     def resume(self) -> None:
-        self._paused = False
+        self._paused = self._draining = False
+
+    def drain(self) -> int:
+        """Let new requests wait until `pause` or `resume`, and return the number of unfinished ones. Raises
+        RuntimeError if the engine is paused, so that these cannot finish."""
+        if self._waits and self._gen.unfinished:
+            raise RuntimeError("the engine is paused, so that its requests cannot finish; call resume first")
+        self._draining = True
+        return self._gen.unfinished
 
     def cut_off(self, numbers: Iterable[int] | None) -> None:
         """End requests (None: all). Their last events have the finish_reason "abort" and report what they have drawn;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastgen.async_engine.trainer_group import TrainerGroup, decode_id, find_id
 from fastgen.async_engine.wire import Header, Wire, placeholders
 from fastgen.device.memory import gpu_id
 from fastgen.generator import Generator
 from fastgen.model.adapter import AdapterUpdate
+from fastgen.model.deltas import DELTA
 from fastgen.model.loader import read_tensors
 from fastgen.model.parameters import checkpoint_shards
-from fastgen.model.weights import Update
+from fastgen.model.weights import Shard, Tensors, Update
 
 
 class WeightUpdates:
@@ -30,6 +32,8 @@ class WeightUpdates:
     def __init__(self, gen: Generator, check: Callable[[], None]) -> None:
         self._gen, self._check = gen, check
         self._wire: Wire | None = None
+        self._trainer: TrainerGroup | None = None
+        self._failed: list[TrainerGroup] = []  # kept, since NCCL waits for the trainer when a communicator is destroyed
 
     def weight_state(self) -> dict[str, Any]:
         return {"weight_version": self._gen.weight_version, "torn": self._gen.torn}
@@ -76,10 +80,14 @@ class WeightUpdates:
         group: key of the group. header: names, dtypes and shapes of the tensors, checked before anything is written.
         options: keyword arguments of `Generator.update_weights`, whose errors are raised here too.
         """
-        wire = self._find(group)
-        Update(placeholders(header), checkpoint_shards(self._gen.model_config), options["partial"]).check()
+        wire, shards = self._find(group), checkpoint_shards(self._gen.model_config)
+        Update(placeholders(_without_deltas(header, shards)), shards, options["partial"]).check()
         try:
-            return self._gen.update_weights(wire.receive(header, self._check), **options)
+            received = wire.receive(header, self._check)
+            tensors: Tensors = received
+            if any(name.endswith(DELTA) for name, _, _ in header):  # indices are checked before anything is written
+                tensors = [(name, tensor.clone()) for name, tensor in received]
+            return self._gen.update_weights(tensors, **options)
         finally:
             if wire.broken:
                 self.close_weight_group()
@@ -109,8 +117,61 @@ class WeightUpdates:
         self._check()
         return wire
 
+    def join_trainer(
+        self,
+        ranks: tuple[int, int],
+        address: tuple[str, int] | None,
+        unique_id: str | None,
+        buffer_bytes: int | None,
+        seconds: float,
+    ) -> None:
+        """Join the group of one of vLLM's trainers, instead of an earlier one.
+
+        ranks: index of this process and number of ranks. address: of the trainer's store; None: unique_id is given,
+        NCCL's id in base64. buffer_bytes: see `TrainerGroup.receive`, for updates that do not say it. seconds: see
+        TrainerGroup. Raises ValueError if the weights are not on a GPU, or if the id cannot be read.
+        """
+        given = None if unique_id is None else decode_id(unique_id)
+        if not self.has_nccl:
+            raise ValueError("weights come over NCCL, and this server's are on the CPU; update them from a folder")
+        self._trainer = None
+        found = given or find_id(address, seconds, self._check)
+        device = torch.device(self._gen.config.device)
+        self._trainer = TrainerGroup(found, ranks, device, buffer_bytes, seconds, self._check)
+
+    def receive_packed(self, header: Header, buffer_bytes: int | None) -> int:
+        """Update the weights with what a trainer's group broadcasts; tensors that are not named stay, and running
+        requests keep their KV. Return the version of the weights. See TrainerGroup.receive."""
+        shards = checkpoint_shards(self._gen.model_config)
+        partial = not shards.keys() <= {name for name, _, _ in header}
+        Update(placeholders(header), shards, partial).check()
+        trainer = self._trainer
+        if trainer is None:
+            raise RuntimeError("there is no group with a trainer; POST /init_weight_transfer_engine first")
+        try:
+            tensors = trainer.receive(header, buffer_bytes, self._check)
+            return self._gen.update_weights(tensors, partial=partial, in_flight="keep")
+        finally:
+            if trainer.broken:
+                self._trainer = None
+                self._failed.append(trainer)
+
+    @property
+    def has_nccl(self) -> bool:
+        return torch.device(self._gen.config.device).type == "cuda"
+
+    def transfer_state(self) -> dict[str, Any]:
+        """Return what a trainer asks: whether weights can come over NCCL, and their version."""
+        return {"nccl": self.has_nccl, "weight_version": self._gen.weight_version}
+
     def read_weights(self, folder: str, options: dict[str, Any]) -> int:
         """Update the weights from the safetensors files of a folder. Return the version of the weights."""
         if not Path(folder).is_dir():
             raise ValueError(f"there is no folder {folder} on the server's machine")
         return self._gen.update_weights(read_tensors(Path(folder)), **options)
+
+
+def _without_deltas(header: Header, shards: Mapping[str, Shard]) -> Header:
+    """Return a header in which the weights of the model that have deltas are whole."""
+    weights = {name + DELTA: (name, "float32", list(shard.shape)) for name, shard in shards.items()}
+    return [weights.get(name, (name, kind, shape)) for name, kind, shape in header]

@@ -20,6 +20,7 @@ from fastgen.engine.options import EngineConfig
 from fastgen.engine.step import Lanes, Launched, RowSource, StepFeature, StepInput, StepSequences
 from fastgen.kernels.state import DecodeInput
 from fastgen.model.attention.interface import Attention
+from fastgen.model.chosen import alternatives_of
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.live_weights import LiveWeights
 from fastgen.model.sampler import SampleOutput, draw
@@ -127,9 +128,7 @@ class Runner:
         result.logprobs, result.untruncated_logprobs, result.raw_logprobs = output.logprobs.numpy().tolist()
         # The lanes still have these sequences' parameters: no lane is given away before its last tokens are read.
         params = [self.lanes.params[lane] for lane in launched.sampling]
-        if output.top_ids is not None and output.top_logprobs is not None:
-            rows = zip(params, output.top_ids.tolist(), output.top_logprobs.tolist(), strict=True)
-            result.top_logprobs = [dict(zip(ids[: p.logprobs or 0], values, strict=False)) for p, ids, values in rows]
+        result.top_logprobs = alternatives_of(params, output.top_ids, output.top_logprobs, output.chosen)
         if output.kept is not None:
             kept = output.kept.numpy()  # torch would start all of its threads for each row
             result.sampling_mask = [
@@ -246,9 +245,8 @@ class Runner:
             drawn = draw(step.logits, self.lanes.state, step.lanes, step.positions, plan, mask)
             tokens = drawn.packed[0]
             self.group.broadcast(tokens)
-            step.sampled = SampleOutput(
-                to_host(drawn.packed), *map(to_host, (drawn.top_ids, drawn.top_logprobs, drawn.kept))
-            )
+            rest = drawn.top_ids, drawn.top_logprobs, drawn.kept, drawn.chosen
+            step.sampled = SampleOutput(to_host(drawn.packed), *map(to_host, rest))
             step.logits = None
         elif self.group.rank and len(step.lanes):
             tokens = torch.empty(len(step.lanes), dtype=torch.int32, device=self.device)

@@ -22,7 +22,7 @@ from fastgen.engine.prompt_scores import ScorePlan, ScoreRequest
 from fastgen.engine.runner import Runner
 from fastgen.engine.speculation.drafting import Drafting, speculative_sizes
 from fastgen.engine.speculation.planning import DraftPlan
-from fastgen.kernels import batch_invariant
+from fastgen.kernels import batch_invariant, scoring
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.rope import SlotMapping
@@ -30,7 +30,7 @@ from fastgen.model.kv_pool import KVPool
 from fastgen.model.linear import Linear
 from fastgen.model.quantized import Fp8Linear
 from fastgen.model.transformer import Transformer
-from fastgen.request import MAX_LOGPROBS, Batch, LaneStart, Prefill, SamplingParams
+from fastgen.request import Batch, LaneStart, Prefill, SamplingParams
 
 STEP_SECONDS = 0.06  # limit of a step of decodes and prefills at the measured rate; rounding makes it 50 ms on average
 MULTIPLE = 1024  # tokens; for Mistral 7B on an H200, a step of 2176 takes 21 % longer than one of 2048
@@ -99,7 +99,7 @@ def run_largest_steps(runner: Runner) -> None:
     plain = SamplingParams()
     everything = SamplingParams(
         temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, min_tokens=1,
-        logit_bias={0: 1.0}, logprobs=min(MAX_LOGPROBS, runner.model.config.vocab_size), return_sampling_mask=True,
+        logit_bias={0: 1.0}, logprobs=min(scoring.MOST, runner.model.config.vocab_size), return_sampling_mask=True,
     )  # fmt: skip
     demanding = SamplingParams(temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1)
     config = runner.config

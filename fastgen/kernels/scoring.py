@@ -14,7 +14,8 @@ from fastgen.kernels import sampler_rows as layout
 from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.sampler_rows import NO_KEY, chunk_sum, key_ids, key_logits, log_sum, rank_keys, scale_of
 
-MOST = 32  # maximum number of alternatives
+MOST = 32  # maximum number of alternatives that the kernels list; for more, torch sorts
+SORTED_BYTES = 64 << 20  # size of the rank keys that torch sorts at a time
 
 
 @jit("targets_ptr", "temperature")
@@ -112,13 +113,24 @@ def _launch_alternatives(logits: Tensor, most: int, totals: Tensor | None = None
     assert logits.is_contiguous()
     assert totals.shape == (2, rows)
     assert totals.is_contiguous()
-    assert 0 < most <= min(MOST, vocab)
+    assert 0 < most <= vocab
+    if most > MOST:
+        return _sort_alternatives(logits, most, totals)
     listed = torch.empty(rows, chunks, MOST, dtype=torch.int64, device=device)
     ids = torch.empty(rows, most, dtype=torch.int64, device=device)
     logprobs = torch.empty(rows, most, dtype=torch.float32, device=device)
     _list_kernel[(chunks, rows)](logits, listed, most, vocab, layout.CHUNK, MOST, num_warps=layout.WARPS)
     _merge_kernel[(rows,)](listed, totals, ids, logprobs, most, chunks, power_of_two(chunks * MOST), MOST, num_warps=4)
     return ids, logprobs
+
+
+def _sort_alternatives(logits: Tensor, most: int, totals: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `_launch_alternatives` does, by torch."""
+    vocab = logits.shape[1]
+    parts = logits.split(max(SORTED_BYTES // (8 * vocab), 1))
+    ids = torch.cat([ids_of_keys(rank_keys_of(part.float()).topk(most).values, vocab) for part in parts])
+    best, log_total = totals[:, :, None]
+    return ids, logits.gather(1, ids).float() - best - log_total
 
 
 def _alternatives_twin(logits: Tensor, most: int, totals: Tensor | None = None) -> tuple[Tensor, Tensor]:

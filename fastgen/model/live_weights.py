@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fastgen.device.chip import current
 from fastgen.device.memory import device_memory, release_memory
+from fastgen.model.deltas import delta_targets
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.transformer import Transformer
-from fastgen.model.weights import Shard, Update, write
+from fastgen.model.weights import Shard, Target, Update, write
 
 
 class LiveWeights:
@@ -36,9 +37,10 @@ class LiveWeights:
 
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole tensors, by Hugging Face name, over the model's in place. Merge the factors of adapters, by layer,
-        into the bases."""
+        into the bases, and write sparse deltas into the weights."""
         with self._unpacked() as shards:
-            write({**shards, **self._model.parameters.bases.targets(shards)}, tensors)
+            targets: dict[str, Target] = {**shards, **delta_targets(shards)}
+            write({**targets, **self._model.parameters.bases.targets(shards)}, tensors)
         self._synchronize()
 
     def keep_bases(self, layers: Collection[str], place: str) -> None:

@@ -29,6 +29,7 @@ from fastgen.kernels import sampling, scoring
 from fastgen.kernels.launch import Kernel
 from fastgen.kernels.sampler_rows import TEMPERATURE, TOP_P, gumbel
 from fastgen.kernels.scoring import ids_of_keys, rank_keys_of
+from fastgen.model.chosen import ChosenTokens
 from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
 
 REACH = 30.5  # top-k and top-p cut tokens that are more than exp(REACH) times less likely than the most likely one
@@ -44,7 +45,7 @@ class SamplePlan(NamedTuple):
     min_tokens.
     sorted_tokens: the number of most likely tokens that top-k and top-p must sort, 0 where no drawing row has them.
     keep_mask: some row asks for the tokens that truncation kept. top_logprobs: the largest number of raw alternatives
-    that a row asks for.
+    that a row asks for. chosen: the largest number of ids whose logprobs a row has chosen.
     """
 
     greedy: bool
@@ -55,6 +56,7 @@ class SamplePlan(NamedTuple):
     keep_mask: bool
     sorted_tokens: int
     top_logprobs: int
+    chosen: int = 0
 
     @staticmethod
     def of(params: SamplingParams) -> SamplePlan:
@@ -70,11 +72,12 @@ class SamplePlan(NamedTuple):
             keep_mask=params.return_sampling_mask,
             sorted_tokens=min(params.top_k or MAX_VOCAB, MAX_VOCAB) if cut else 0,
             top_logprobs=params.logprobs or 0,
+            chosen=len(params.logprob_token_ids),
         )
 
     @staticmethod
     def together(plans: np.ndarray) -> SamplePlan:
-        """Return the smallest plan for rows with these plans, int64 [8, R]; R is 1 or more."""
+        """Return the smallest plan for rows with these plans, int64 [9, R]; R is 1 or more."""
         largest = plans.max(1).tolist()
         return SamplePlan(*map(bool, largest[:6]), *largest[6:])
 
@@ -93,16 +96,18 @@ class SampleOutput:
     row, NaN at NO_TOKEN); the untruncated logprobs, which leave out top-k, top-p and min-p; and the raw logprobs, the
     log-softmax of the untouched logits (undefined at NO_TOKEN). top_ids, top_logprobs: int64 and float32 [R, k], the
     raw alternatives, best first, equal ones by id; None for k = 0. kept: bool [R, V], the tokens that could be drawn
-    (one for a greedy row); None unless a row asked for it."""
+    (one for a greedy row); None unless a row asked for it. chosen: float32 [R, c], raw logprobs of the ids that each
+    row has chosen; see ChosenTokens."""
 
     packed: Tensor
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
     kept: Tensor | None = None
+    chosen: Tensor | None = None
 
     def rows(self, chosen: np.ndarray) -> SampleOutput:
         """Return the draws of some rows, int64 [n], on the host."""
-        each = (None if x is None else x[chosen] for x in (self.top_ids, self.top_logprobs, self.kept))
+        each = (None if x is None else x[chosen] for x in (self.top_ids, self.top_logprobs, self.kept, self.chosen))
         return SampleOutput(self.packed[:, chosen].contiguous(), *each)
 
     @property
@@ -160,6 +165,7 @@ class LaneState:
         cells = max_seqs if samples else 0, vocab_size
         self.counts = torch.zeros(cells, dtype=torch.int32, device=device)
         self.in_prompt = torch.zeros(cells, dtype=torch.bool, device=device)
+        self.chosen = ChosenTokens(max_seqs if samples else 0, device)
         self._workspace: sampling.Scratch | None = None
 
     @torch.inference_mode(False)  # as above
@@ -188,6 +194,7 @@ class LaneState:
         self.table.index_copy_(0, uploaded[:, 0], uploaded[:, 1:])
         if any(s.params.logit_bias or s.params.min_tokens for s in starts):
             self._write_pairs(starts)
+        self.chosen.start(starts)
         penalized = [s for s in starts if s.params.penalized]
         if penalized:
             self._count(penalized)
@@ -250,8 +257,10 @@ def _launch_draw(
     output = SampleOutput(out[:4])
     if kept is not None:
         output.kept = _kept(kept, state.rows(lanes), output.tokens)
+    totals = out[4:].view(torch.float32)
+    if plan.chosen:
+        output.chosen = state.chosen.logprobs(logits, lanes, plan.chosen, totals)
     if plan.top_logprobs:
-        totals = out[4:].view(torch.float32)
         output.top_ids, output.top_logprobs = scoring.alternatives.launch(logits, plan.top_logprobs, totals)
     return output
 
@@ -284,6 +293,8 @@ def _draw_twin(
     output = SampleOutput(packed.T.contiguous())
     if plan.keep_mask:
         output.kept = _kept(edited > float("-inf") if kept is None else kept, rows, output.tokens)
+    if plan.chosen:
+        output.chosen = state.chosen.logprobs(logits, lanes, plan.chosen)
     if plan.top_logprobs:
         output.top_ids, output.top_logprobs = scoring.alternatives.twin(logits, plan.top_logprobs)
     return output

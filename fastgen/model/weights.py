@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fastgen.kernels import fp8
+from fastgen.model.deltas import DELTA, Delta
 
 LISTED = 20  # maximum number of names or faults that an error lists
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -199,7 +200,12 @@ class Update:
         for item in self._reading(self._given.items() if isinstance(self._given, Mapping) else self._given):
             try:
                 name, tensor = _checked(item)
-                known = matcher.find(name, tensor.shape, tensor.dtype) is not None
+                shape: Sequence[int] = tensor.shape
+                dtype, travels = tensor.dtype, name
+                if name.endswith(DELTA):
+                    travels, name = name, name.removesuffix(DELTA)
+                    shape, dtype = self._check_delta(name, tensor)
+                known = matcher.find(name, shape, dtype) is not None
             except ValueError as error:
                 if str(error) not in faults:  # a thousand items without a name have the same fault
                     faults.append(str(error))
@@ -208,7 +214,7 @@ class Update:
                 del item
             if known:
                 self.names.append(name)
-                yield name, tensor
+                yield travels, tensor
             del tensor
         try:
             if not self.partial:
@@ -221,12 +227,24 @@ class Update:
             more = [f"and {len(faults) - LISTED} more"] if len(faults) > LISTED else []
             raise ValueError("\n  ".join(["the weights do not fit the model:", *faults[:LISTED], *more]))
 
+    def _check_delta(self, name: str, packed: Tensor) -> tuple[Sequence[int], torch.dtype]:
+        """Check a delta of the model's weight. Return the shape of the weight, and a dtype that it takes; those of the
+        delta if there is no such weight."""
+        shard = self._shards.get(name)
+        if shard is None:
+            return packed.shape, packed.dtype
+        Delta(packed).check(name, shard, self.partial)
+        return shard.shape, torch.float64
+
 
 def _checked(item: Any) -> tuple[str, Tensor]:
-    """Return the name and tensor of an item. Raises ValueError for another item, or a tensor that cannot be copied."""
+    """Return the name and tensor of an item, where a delta has the name with which it travels. Raises ValueError for
+    another item, or a tensor that cannot be copied."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise ValueError(f"{type(item).__name__} is given, and no (name, tensor)")
     name, tensor = item
+    if isinstance(name, str) and isinstance(tensor, tuple | list):
+        name, tensor = name + DELTA, Delta.of(name, tensor).packed
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
         raise ValueError(f"({type(name).__name__}, {type(tensor).__name__}) is given, and no (name, tensor)")
     if hasattr(tensor, "full_tensor"):
@@ -236,8 +254,15 @@ def _checked(item: Any) -> tuple[str, Tensor]:
     return name, tensor
 
 
-def write(targets: Mapping[str, Shard], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write each tensor to the shard with its name.
+class Target(Protocol):
+    """What a tensor of an update is written to, such as a Shard."""
+
+    def write(self, tensor: Tensor) -> None:
+        """Write the tensor, in place."""
+
+
+def write(targets: Mapping[str, Target], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write each tensor to the target with its name.
 
     If a write fails, the remaining tensors are still read, because other ranks may make them together with this rank;
     then the first error is raised.

@@ -364,9 +364,10 @@ class Fleet(RemoteGenerator):
 
     def _gather(self, update: Update, named: Any, version: int | None, in_flight: str) -> int | None:
         """Update all engines from tensors, which are gathered once."""
+        from fastgen.model.deltas import packed_items
         from fastgen.rl.gathering import Gathering
 
-        tensors = list(named.items() if isinstance(named, Mapping) else named)
+        tensors = packed_items(named)
         if not tensors:
             raise ValueError("no tensors are given")
         gathering = Gathering(tensors, self._options.keep_copy and self._is_sender())
@@ -431,10 +432,10 @@ class Fleet(RemoteGenerator):
             self._made_updates = None
         elif update.kind == "adapter":
             self._made_updates = [*(each for each in made if each.kind != "adapter"), update]
-        elif made and isinstance(made[-1].source, dict) and isinstance(update.source, dict):
-            made[-1].source.update(update.source)
+        elif made and (joined := _joined(made[-1].source, update.source)) is not None:
+            self._made_updates = [*made[:-1], replace(made[-1], source=joined)]
         else:
-            made.append(update)
+            self._made_updates = [*made, update]
 
     def _settle(self, found: dict[Engine, Any], after: int) -> int:
         """Let those engines serve that have the weights of the version `after`, and return it. found: {engine: the
@@ -519,6 +520,16 @@ def _samples(params: Params) -> int:
     """Return the number of samples of a request, or 1 if that is wrong, which the engine will say."""
     found = params.n if isinstance(params, SamplingParams) else (params or {}).get("n", 1)
     return found if isinstance(found, int) else 1
+
+
+def _joined(before: Any, after: Any) -> dict[str, Tensor] | None:
+    """Return the tensors in host memory of two updates as one update; None if there are none, or if there are deltas,
+    each of which changes a part of a tensor."""
+    from fastgen.model.deltas import DELTA
+
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return None
+    return None if any(name.endswith(DELTA) for name in (*before, *after)) else {**before, **after}
 
 
 def _named(tags: str | Iterable[str] | None) -> set[str]:

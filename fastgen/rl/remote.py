@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from fastgen.engine.outputs import error_output
-from fastgen.engine.prompt_scores import pair_scores
 from fastgen.engine.prompts import prompt_list, request_source
 from fastgen.engine.stats import with_progress
 from fastgen.names import explains_names
@@ -231,6 +230,8 @@ class RemoteGenerator:
     ) -> list[list[float]]:
         """Return the logprobs of given tokens; see `Generator.score`. Running requests continue meanwhile. Raises
         RuntimeError while the engine is paused."""
+        from fastgen.engine.prompt_scores import pair_scores  # it imports NumPy
+
         prompts, starts = pair_scores(sequences, start, temperature)
         found: list[list[float]] = []
         for first in range(0, len(prompts), SCORED):
@@ -252,7 +253,8 @@ class RemoteGenerator:
 
         named: named tensors, such as `model.named_parameters()`, or the path of a folder of safetensors on the server's
             machine. An iterator is read before the first tensor is sent; DTensors (FSDP) are gathered one at a time, as
-            they are sent. Names, shapes and dtypes are checked before anything is written.
+            they are sent. Names, shapes and dtypes are checked before anything is written. With partial=True, a pair
+            (indices, values) is a sparse delta; an update that has one is received as a whole before it is written.
 
         In a program whose ranks shard the model, all ranks of its default process group call this method. Rank 0 sends;
         the other ranks take part in gathering, and return None.
@@ -281,8 +283,9 @@ class RemoteGenerator:
     def _send_all(self, path: str, named: Any, options: dict[str, Any]) -> int | None:
         """Send tensors to a route that receives them. Return the version of the weights; None on ranks above 0."""
         from fastgen.async_engine.wire import header_of
+        from fastgen.model.deltas import packed_items
 
-        tensors = list(named.items() if isinstance(named, Mapping) else named)
+        tensors = packed_items(named)
         if not tensors:
             raise ValueError("no tensors are given")
         turns = iter(tensors)

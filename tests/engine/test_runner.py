@@ -127,6 +127,33 @@ def test_raw_logprobs_and_alternatives_are_those_of_transformers(family: Path) -
             assert close(row[list(top)].tolist(), best.values.tolist())
 
 
+def test_chosen_ids_have_their_raw_logprobs_whatever_their_neighbours_choose(family: Path) -> None:
+    """They follow the alternatives; ids that are among these are there once."""
+    plain = SamplingParams(max_tokens=12, temperature=0.7, top_k=3, seed=3, ignore_eos=True)
+    many = [7, 5, 7, *range(100, 150)]
+    each = [
+        replace(plain, logprob_token_ids=np.array([9, 5])), plain, replace(plain, logprobs=4),
+        replace(plain, logprobs=2, logprob_token_ids=many), replace(plain, logprob_token_ids=(11,), speculate=False),
+    ]  # fmt: skip
+    prompts = [PROMPTS[0]] * len(each)
+    with Generator(family, max_seqs=8, max_step_tokens=64, page_size=16) as gen:
+        together = gen.generate(prompts, each)
+        alone = [gen.generate(prompt, params)[0] for prompt, params in zip(prompts, each, strict=True)]
+    tops = [output.completions[0].top_logprobs for output in together]
+    assert tops == [output.completions[0].top_logprobs for output in alone]
+    assert tops[1] is None
+    completion, prompt = together[0].completions[0], together[0].prompt_token_ids
+    logprobs = hf_logits(family, prompt + completion.token_ids).log_softmax(-1)[len(prompt) - 1 :]
+    for position, row in enumerate(logprobs[:12]):
+        for found in (tops[0], tops[3], tops[4]):
+            assert found is not None
+            assert close(list(found[position].values()), row[list(found[position])].tolist())
+        first, fourth, last = (found[position] for found in (tops[0], tops[3], tops[4]) if found is not None)
+        assert (list(first), list(last)) == ([9, 5], [11])
+        best = row.topk(2).indices.tolist()
+        assert list(fourth) == list(dict.fromkeys([*best, *many]))
+
+
 def test_greedy_logprobs_are_0_and_lists_are_as_long_as_the_ids(gen: Generator) -> None:
     greedy = SamplingParams(max_tokens=15, temperature=0, ignore_eos=True)
     ids = gen.generate([random_ids(8)], greedy)[0].completions[0].token_ids

@@ -378,7 +378,7 @@ def test_a_score_is_the_logprob_of_the_draw() -> None:
         assert torch.equal(scoring.score.launch(logits, out.tokens, temperature)[0], out.logprobs[1])
 
 
-@pytest.mark.parametrize("most", [1, 5, 20])
+@pytest.mark.parametrize("most", [1, 5, 20, 33])
 @pytest.mark.parametrize("vocab", [40, VOCAB])
 def test_alternatives(vocab: int, most: int) -> None:
     logits = (randn(3, vocab) * 2).round() / 2

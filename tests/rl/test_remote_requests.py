@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from adapters import CONFIG, adapter
 from conftest import random_ids
+from safetensors.torch import load_file
 from sending import KEY, Sharded, refusal
 from serving import FGSERVE, STUB, Server, until
 
@@ -163,6 +165,26 @@ def test_an_adapter_is_merged_and_taken_back(gen: RemoteGenerator, here: Generat
     assert gen.generate([[5, 6]], SHORT)[0].completions[0].token_ids == expected
     assert gen.update_adapter(None, version=99) == 99
     assert gen.generate([[5, 6]], SHORT)[0].completions[0].token_ids == old.token_ids != expected
+
+
+def test_sparse_deltas_are_sent_and_checked_as_a_whole(gen: RemoteGenerator, here: Generator, talker: Path) -> None:
+    weights, name = load_file(talker / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
+    indices = torch.arange(0, weights[name].numel(), 3)
+    deltas: dict[str, Any] = {name: (indices, torch.randn(len(indices))), "model.norm.weight": torch.ones(64) * 2}
+    gen.update_weights(weights)
+    version, old = gen.weight_version, gen.generate([[5, 6]], SHORT)[0].completions[0].token_ids
+    here.update_weights(deltas, partial=True)
+    expected = here.generate([[5, 6]], SHORT)[0].completions[0].token_ids
+    here.update_weights(weights)
+    wrong = {**deltas, "model.layers.0.mlp.down_proj.weight": (torch.tensor([1 << 30]), torch.ones(1))}
+    assert "indices outside of its" in refusal(lambda: gen.update_weights(wrong, partial=True), ValueError)
+    assert "unexpected tensor 'x" in refusal(
+        lambda: gen.update_weights({**deltas, "x": deltas[name]}, partial=True), ValueError
+    )
+    assert gen.generate([[5, 6]], SHORT)[0].completions[0].token_ids == old
+    assert gen.update_weights(deltas, partial=True) == version + 1
+    assert gen.generate([[5, 6]], SHORT)[0].completions[0].token_ids == expected
+    gen.update_weights(weights)
 
 
 # ------------------------------------------------------------------------------------------------ the start

@@ -33,7 +33,7 @@ from fastgen.cli.serve.answers import (
     json_response,
     limited,
 )
-from fastgen.cli.serve.checking import ApiError, RequestT, read_request
+from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.compat import messages, responses
 from fastgen.cli.serve.compat.messages import CountRequest, MessageReply, MessageRequest
 from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
@@ -42,10 +42,11 @@ from fastgen.cli.serve.embeddings import EmbeddingRequest, embed
 from fastgen.cli.serve.fields import FieldPolicy, Strict
 from fastgen.cli.serve.options import LOCAL, ServerOptions
 from fastgen.cli.serve.page import chat_page, docs_page
+from fastgen.cli.serve.posts import Answerer, Post
 from fastgen.cli.serve.prompts import GenerationRequest, detokenize, needed, tokenize, tokenizer_info
 from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from fastgen.cli.serve.rollout import Rollout
 from fastgen.cli.serve.service import ServedModel, Service
+from fastgen.cli.serve.trainers import trainer_routes
 
 PROBES = ("/health", "/ping", "/ready")
 OPEN = ("/", "/docs", "/openapi.json", "/metrics", *PROBES)  # routes that need no API key
@@ -56,7 +57,6 @@ LARGE = 65536  # size in bytes above which bodies are parsed in a thread
 DISCARDED = 8
 
 Handler = Callable[[Request], Awaitable[Response] | Response]
-Answerer = Callable[[Any, Request], Awaitable[Response]]  # answers a post, given its checked body
 
 
 def make_app(service: Service, engines: Callable[[], Awaitable[list[str]]] | None = None) -> Starlette:
@@ -235,7 +235,7 @@ class _Routes:
         options = service.options
         self._policy = FieldPolicy(options.strict, options.ignore_unknown, partial(note, "fgserve"))
         self._created = int(time.time())
-        self._posts: dict[str, tuple[type[Strict], Answerer]] = {
+        posts: dict[str, tuple[type[Strict], Answerer]] = {
             "/chat/completions": (ChatRequest, self._generate),
             "/completions": (CompletionRequest, self._generate),
             "/embeddings": (EmbeddingRequest, self._embed),
@@ -246,9 +246,7 @@ class _Routes:
             "/tokenize": (TokenizeRequest, partial(self._compute, tokenize)),
             "/detokenize": (DetokenizeRequest, partial(self._compute, detokenize)),
         }
-        rollout = Rollout(service)
-        if service.options.rollout and engines is None:
-            self._posts |= rollout.posts
+        self._posts = {path: Post(kind, answer) for path, (kind, answer) in posts.items()}
         self._gets: dict[str, Handler] = {
             "/models": self.models,
             "/models/{name:path}": self.model,
@@ -263,21 +261,23 @@ class _Routes:
         if engines is not None:
             self._gets["/engines"] = self.engines
         elif service.options.rollout:
-            self._gets["/weight_version"] = rollout.weight_version
+            for routes in trainer_routes(service):
+                self._posts |= routes.posts
+                self._gets |= routes.gets
 
     def under(self, prefix: str) -> list[Route]:
         """Return all routes, with a prefix of their paths."""
         posts = [
-            Route(prefix + path, partial(self._post, kind, answer), methods=["POST"])
-            for path, (kind, answer) in self._posts.items()
+            Route(prefix + path, partial(self._post, post), methods=["POST"]) for path, post in self._posts.items()
         ]
         return posts + [Route(prefix + path, handler, methods=["GET"]) for path, handler in self._gets.items()]
 
-    async def _post(self, kind: type[Strict], answer: Answerer, request: Request) -> Response:
-        return await answer(await self._read(kind, request), request)
+    async def _post(self, post: Post, request: Request) -> Response:
+        wanted, answer = await self._read(post, request)
+        return await answer(wanted, request)
 
     async def _generate(self, wanted: GenerationRequest, request: Request) -> Response:
-        return GenerationResponse(self._service, wanted)
+        return GenerationResponse(self._service, wanted.with_mode(self._service.options.logprobs_mode))
 
     async def _translate(
         self, reply: Callable[..., BlockReply], wanted: ResponseRequest | MessageRequest, request: Request
@@ -353,10 +353,13 @@ class _Routes:
         text = {"schema": {"type": "string"}}
         paths["/v1/models/{name}"]["parameters"] = [{"name": "name", "in": "path", "required": True, **text}]
         paths["/v1/tokenizer_info"]["parameters"] = [{"name": "model", "in": "query", **text}]
-        for path, (kind, _) in self._posts.items():
-            schema = kind.model_json_schema(ref_template=f"{place}{{model}}")
-            schemas |= {**schema.pop("$defs", {}), kind.__name__: schema}
-            body = {"required": True, "content": {"application/json": {"schema": {"$ref": place + kind.__name__}}}}
+        for path, post in self._posts.items():
+            for kind in post.kinds:
+                schema = kind.model_json_schema(ref_template=f"{place}{{model}}")
+                schemas |= {**schema.pop("$defs", {}), kind.__name__: schema}
+            links = [{"$ref": place + kind.__name__} for kind in post.kinds]
+            media = {"schema": links[0] if len(links) == 1 else {"anyOf": links}}
+            body = {"required": not post.bodiless, "content": {"application/json": media}}
             paths[f"/v1{path}"] = {"post": {"requestBody": body, "responses": answers}}
         if self._service.options.ignore_unknown:
             schemas = {name: {**schema, "additionalProperties": True} for name, schema in schemas.items()}
@@ -368,7 +371,7 @@ class _Routes:
             described["security"] = [{"key": []}]
         return json_response(described)
 
-    async def _read(self, kind: type[RequestT], request: Request) -> RequestT:
+    async def _read(self, post: Post, request: Request) -> tuple[Strict, Answerer]:
         """Read and check the body of a request. Raises ApiError."""
         options = self._service.options
         limit = int(options.max_body_mb * 1e6)
@@ -383,5 +386,5 @@ class _Routes:
         if size > limit:
             raise ApiError(413, f"the body is larger than {limit} bytes; send less", code="request_too_large")
         if size > LARGE:
-            return await asyncio.to_thread(read_request, kind, bytes(body), self._policy)
-        return read_request(kind, bytes(body), self._policy)
+            return await asyncio.to_thread(post.read, bytes(body), self._policy)
+        return post.read(bytes(body), self._policy)

@@ -31,11 +31,15 @@ class ApiError(Exception):
 
 def read_request(kind: type[RequestT], body: bytes, policy: FieldPolicy | None = None) -> RequestT:
     """Parse a body and check it as `check_request` does. Raises ApiError, which names the wrong field."""
+    return check_request(kind, parse(body), policy)
+
+
+def parse(body: bytes) -> Any:
+    """Return the value of a body. Raises ApiError if it is not JSON."""
     try:
-        data = from_json(body, allow_inf_nan=False)
+        return from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
-    return check_request(kind, data, policy)
 
 
 def check_request(kind: type[RequestT], data: Any, policy: FieldPolicy | None = None) -> RequestT:

@@ -53,7 +53,6 @@ NEUTRAL: dict[str, tuple[Any, str]] = {
     "skip_special_tokens": (True, "texts never show special tokens; return_token_ids returns their ids"),
     "no_stop_trim": (False, "use include_stop_str_in_output"),
     "use_beam_search": (False, "there is no beam search"),
-    "return_tokens_as_token_ids": (False, "use return_token_ids"),
     "return_hidden_states": (False, "hidden states stay in the engine"),
     "plugins": ([], "the server runs no tools itself"),
     "repeat_last_n": (-1, "repetition_penalty sees all tokens, which is -1"),

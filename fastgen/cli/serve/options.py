@@ -71,6 +71,11 @@ class ServerOptions:
         "serve routes for a trainer: new weights, pause and sleep. An engine that dies is restarted only with "
         "replicas, each of which has an address of its own for the trainer",
     )
+    logprobs_mode: str = option(
+        "raw_logprobs", "logprobs that requests get by default: under the model's own softmax, under the distribution "
+        "that was sampled from, or under it without truncation; TRL wants processed_logprobs",
+        choices=("raw_logprobs", "processed_logprobs", "untruncated_logprobs"),
+    )  # fmt: skip
     replicas: int | None = option(
         None, "number of servers that share one address, run by Ray Serve", unset="one server, without Ray", low=1
     )

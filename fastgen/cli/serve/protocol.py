@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
@@ -33,6 +33,7 @@ MAX_STOPS = 64  # maximum number of stop strings, and of bad_words
 MAX_WORD = 1000  # maximum number of characters of one of the bad_words
 INT32 = 2**31 - 1
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "untruncated_logprobs"]
 _TokenId = Annotated[int, Field(ge=0, le=INT32)]
 _Biased = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 _Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
@@ -66,6 +67,7 @@ class GenerationFields(Body):
     repeat_penalty: FiniteFloat | None = Field(None, gt=0, description="the same as repetition_penalty")
     logit_bias: dict[_Biased, _Bias] | None = Field(None, max_length=MAX_BIASES)
     allowed_token_ids: Some[_TokenId] | None = None
+    logprob_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_LOGPROBS, fail_fast=True)] | None = None
     bad_words: Annotated[list[_Word], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=INT32)
     ignore_eos: bool | None = None
@@ -74,7 +76,8 @@ class GenerationFields(Body):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "untruncated_logprobs"] | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens as token_id:5")
+    logprobs_mode: LogprobsMode | None = None
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
     json_schema: dict[str, Any] | str | None = None
@@ -120,8 +123,18 @@ class GenerationFields(Body):
     @property
     def drawn(self) -> str:
         """The name of the list of an Event that is reported as logprobs."""
-        mode = self.logprobs_mode or "raw_logprobs"
-        return "logprobs" if mode == "processed_logprobs" else mode
+        return drawn_name(self.logprobs_mode or "raw_logprobs")
+
+    def with_mode(self, default: str) -> Self:
+        """Return the request with the server's default of logprobs_mode. Where it asks for values that are always raw,
+        of alternatives or of the prompt, all its logprobs stay raw."""
+        if self.logprobs_mode is not None or default == "raw_logprobs" or self._has_raw:
+            return self
+        return self.model_copy(update={"logprobs_mode": default})
+
+    @property
+    def _has_raw(self) -> bool:
+        return False
 
     @property
     def choices(self) -> int:
@@ -141,6 +154,11 @@ class GenerationFields(Body):
         if self.stop == "":
             given["stop"] = None
         return replace(defaults, **given | others)
+
+
+def drawn_name(mode: str) -> str:
+    """Return the name of the list of an Event or a Completion that has the logprobs of a mode."""
+    return "logprobs" if mode == "processed_logprobs" else mode
 
 
 # Fields with the same name and meaning in SamplingParams.
@@ -200,7 +218,7 @@ class ChatRequest(GenerationFields):
     def _check_together(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "is only allowed when logprobs is true")
-        if self.top_logprobs and self.drawn != "raw_logprobs":
+        if self._has_raw and self.drawn != "raw_logprobs":
             raise wrong("top_logprobs", "are raw; leave them out, or logprobs_mode")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise wrong("max_tokens", "and max_completion_tokens mean the same and differ; give one of them")
@@ -230,6 +248,10 @@ class ChatRequest(GenerationFields):
         effort = asked.effort or self.reasoning_effort
         implied = None if effort in (None, "minimal") else effort != "none"
         return next((on for on in (self.enable_thinking, asked.enabled, stated, implied) if on is not None), None)
+
+    @property
+    def _has_raw(self) -> bool:
+        return bool(self.top_logprobs or self.logprob_token_ids)
 
     @property
     def shows_reasoning(self) -> bool:
@@ -277,7 +299,7 @@ class CompletionRequest(GenerationFields):
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             message = "is 0, so the answer would be empty; give at least 1, or set echo or prompt_logprobs"
             raise wrong("max_tokens", message)
-        if (self.logprobs or self.echo) and self.drawn != "raw_logprobs":
+        if self._has_raw and self.drawn != "raw_logprobs":
             raise wrong("logprobs_mode", "goes with logprobs=0 and without echo: alternatives and scores are raw")
         if self.max_tokens == 0 and self.choices > 1:
             raise wrong("n", "must be 1 when max_tokens is 0")
@@ -287,6 +309,10 @@ class CompletionRequest(GenerationFields):
     def limit(self) -> int | None:
         """The maximum number of tokens of an answer; None if the request has no limit."""
         return self.max_tokens
+
+    @property
+    def _has_raw(self) -> bool:
+        return bool(self.logprobs or self.echo or self.logprob_token_ids)
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -28,6 +28,12 @@ from fastgen.text.tool_calls import joined_message
 
 LOWEST = -9999.0  # replaces minus infinity, which JSON does not have
 
+
+def token_name(token: int) -> str:
+    """Return the name of a token without a vocabulary, as vLLM writes it for return_tokens_as_token_ids."""
+    return f"token_id:{token}"
+
+
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
 
 
@@ -113,17 +119,19 @@ class _BaseReply(Generic[Request]):
 
     def _prompt_scores(self, event: Event) -> list[dict[str, Any] | None]:
         """Return vLLM's `prompt_logprobs`: for each token of a prompt, the entries of the token and of its alternatives
-        by id. The first token has none. The rank of a token that is not among the alternatives is unknown."""
+        by id. The first token has none. The rank of a token that is not among the alternatives is unknown, and the
+        first rank after them is given: clients sort by it."""
         assert event.prompt_logprobs is not None
         found: list[dict[str, Any] | None] = []
         tops = event.prompt_top_logprobs or [{}] * len(event.prompt_logprobs)
         for token, logprob, top in zip(self.prompts[int(event.id)].ids, event.prompt_logprobs, tops, strict=True):
             best = list(islice(top.items(), self.request.prompt_logprobs))
-            entries = {token: (logprob, None), **{id: (value, rank) for rank, (id, value) in enumerate(best, 1)}}
+            entries = {token: (logprob, len(best) + 1)}
+            entries |= {id: (value, rank) for rank, (id, value) in enumerate(best, 1)}
             found.append({str(id): self._score(id, *entry) for id, entry in entries.items()} if found else None)
         return found
 
-    def _score(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    def _score(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
         text = None if self._vocabulary is None else self._vocabulary.text(token)
         return {"logprob": max(LOWEST, logprob), "rank": rank, "decoded_token": text}
 
@@ -239,7 +247,8 @@ class ChatReply(_BaseReply[ChatRequest]):
 
     def _alternative(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._vocabulary.raw(token)
-        return {"token": self._vocabulary.text(token), "logprob": max(LOWEST, logprob), "bytes": list(raw)}
+        text = token_name(token) if self.request.return_tokens_as_token_ids else self._vocabulary.text(token)
+        return {"token": text, "logprob": max(LOWEST, logprob), "bytes": list(raw)}
 
 
 def _named(delta: dict[str, Any]) -> dict[str, Any]:
@@ -321,7 +330,8 @@ class CompletionReply(_BaseReply[CompletionRequest]):
         tops: list[dict[int, float]] | None,
     ) -> None:
         """Append the entries of tokens. A token is always among its own alternatives, so there may be one more."""
-        name = self._vocabulary.name
+        chosen = self.request.logprob_token_ids or ()
+        name = token_name if self.request.return_tokens_as_token_ids else self._vocabulary.name
         for position, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             found["tokens"].append(name(token))
             if math.isnan(logprob):  # the first token of a prompt
@@ -329,6 +339,7 @@ class CompletionReply(_BaseReply[CompletionRequest]):
                 found["top_logprobs"].append(None)
                 continue
             top = dict(islice(tops[position].items(), self.request.logprobs)) if tops else {}
+            top |= {id: tops[position][id] for id in chosen if tops and id in tops[position]}
             found["token_logprobs"].append(max(LOWEST, top.setdefault(token, logprob)))
             named: dict[str, float] = {}
             for other, value in top.items():  # best first, so that of tokens with equal names the best is kept

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import to_json
+from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,6 +18,7 @@ from fastgen.async_engine.client import AsyncGenerator, EngineError
 from fastgen.cli.serve.answers import limited
 from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.fields import Items, Some, Strict, wrong
+from fastgen.cli.serve.posts import Post
 from fastgen.cli.serve.protocol import INT32
 from fastgen.cli.serve.service import Service
 from fastgen.request import Completion
@@ -153,45 +155,58 @@ class WakeRequest(ModelRequest):
     tags: Tags | None = None
 
 
-Call = Callable[[AsyncGenerator, Any], Awaitable[Any]]
-"""A function that answers a checked request by calls of its model's engine."""
+Call = Callable[[AsyncGenerator, Any, QueryParams], Awaitable[Any]]
+"""A function that answers a checked request and its query by calls of its model's engine."""
 
 
 class Rollout:
-    """The routes for a trainer. posts: {path: (class of its bodies, function that answers them)}."""
+    """The routes for a trainer. posts: {path: post}."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._updating: set[AsyncGenerator] = set()
-        calls: dict[str, tuple[type[Strict], Call]] = {
-            "/generate": (GenerateRequest, self._generate),
-            "/init_weight_group": (GroupRequest, self._init_group),
-            "/close_weight_group": (
-                CloseRequest,
-                lambda engine, wanted: engine.call("close_weight_group", wanted.group),
+        self.posts = {
+            "/generate": self.post(GenerateRequest, self._generate, timed=True),
+            "/init_weight_group": self.post(GroupRequest, self._init_group),
+            "/close_weight_group": self.post(
+                CloseRequest, lambda engine, wanted, _: engine.call("close_weight_group", wanted.group)
             ),
-            "/abort": (AbortRequest, lambda engine, wanted: engine.cut_off(wanted.ids)),
-            "/score": (ScoreRequest, _score),
-            "/update_weights": (UpdateRequest, self._update),
-            "/update_adapter": (AdapterRequest, self._update_adapter),
-            "/pause": (ModelRequest, lambda engine, _: engine.pause()),
-            "/resume": (ModelRequest, lambda engine, _: engine.resume()),
-            "/sleep": (SleepRequest, _sleep),
-            "/wake": (WakeRequest, lambda engine, wanted: engine.call("wake", wanted.tags)),
+            "/abort": self.post(AbortRequest, lambda engine, wanted, _: engine.cut_off(wanted.ids)),
+            "/score": self.post(ScoreRequest, _score),
+            "/update_weights": self.post(UpdateRequest, self._update),
+            "/update_adapter": self.post(AdapterRequest, self._update_adapter),
+            "/pause": self.post(ModelRequest, lambda engine, *_: engine.pause()),
+            "/resume": self.post(ModelRequest, lambda engine, *_: engine.resume()),
+            "/sleep": self.post(SleepRequest, sleep),
+            "/wake": self.post(WakeRequest, lambda engine, wanted, _: engine.call("wake", wanted.tags)),
         }
-        self.posts = {path: (kind, partial(self._answer, call)) for path, (kind, call) in calls.items()}
+        self.gets = {"/weight_version": self.get(lambda engine, *_: engine.call("weight_state"))}
 
-    async def weight_version(self, request: Request) -> Response:
-        wanted = ModelRequest(model=request.query_params.get("model"))
-        return await self._answer(lambda engine, _: engine.call("weight_state"), wanted, request)
+    def post(self, kind: type[ModelRequest], call: Call, *, bodiless: bool = False, timed: bool = False) -> Post:
+        """Return a post that a call answers. timed: it is subject to the time limit of requests."""
+        return Post(kind, partial(self._answer, call, timed), bodiless=bodiless)
 
-    async def _answer(self, call: Call, wanted: Any, request: Request) -> Response:
-        """Return the response with the result of a call. If the client disconnects, the call ends if it can be ended.
-        Only /generate is subject to the time limit of requests."""
+    def get(self, call: Call) -> Callable[[Request], Awaitable[Response]]:
+        """Return a handler of GETs that a call answers. Their query may name the model."""
+
+        async def handle(request: Request) -> Response:
+            return await self._answer(call, False, ModelRequest(model=request.query_params.get("model")), request)
+
+        return handle
+
+    def check_samples(self, samples: Any) -> None:
+        """Raise ValueError if one request asks for too many samples."""
+        most = self._service.options.max_queued_requests
+        if isinstance(samples, int) and samples > most:
+            raise ValueError(f"n is {samples}; one request may have {most} samples (max_queued_requests)")
+
+    async def _answer(self, call: Call, timed: bool, wanted: Any, request: Request) -> Response:
+        """Return the response with the result of a call. If the client disconnects, the call ends if it can be
+        ended."""
         engine = self._service.choose(wanted.model).engine
         try:
-            async with limited(self._service, request.receive, timed=isinstance(wanted, GenerateRequest)):
-                result = await call(engine, wanted)
+            async with limited(self._service, request.receive, timed=timed):
+                result = await call(engine, wanted, request.query_params)
         except (ValueError, TypeError, RuntimeError, OSError) as error:
             raise call_error(error) from None
         if isinstance(result, Response):
@@ -199,19 +214,17 @@ class Rollout:
         body = to_json({} if result is None else result, inf_nan_mode="constants")  # as Python's json module reads them
         return Response(body, media_type="application/json")
 
-    async def _generate(self, engine: AsyncGenerator, wanted: GenerateRequest) -> Any:
-        samples, most = (wanted.params or {}).get("n"), self._service.options.max_queued_requests
-        if isinstance(samples, int) and samples > most:
-            raise ValueError(f"n is {samples}; one request may have {most} samples (max_queued_requests)")
+    async def _generate(self, engine: AsyncGenerator, wanted: GenerateRequest, _: QueryParams) -> Any:
+        self.check_samples((wanted.params or {}).get("n"))
         if wanted.stream:
             return EventResponse(self._service, engine, wanted)
         return await engine.generate(wanted.prompt, wanted.params, wanted.id, wanted.resumed)
 
-    async def _init_group(self, engine: AsyncGenerator, wanted: GroupRequest) -> Any:
+    async def _init_group(self, engine: AsyncGenerator, wanted: GroupRequest, _: QueryParams) -> Any:
         arguments = wanted.backend, wanted.gpu, wanted.timeout, wanted.bucket_bytes, wanted.replace
         return await engine.call("init_weight_group", self._service.options.host, *arguments)
 
-    async def _update(self, engine: AsyncGenerator, wanted: UpdateRequest) -> dict[str, int]:
+    async def _update(self, engine: AsyncGenerator, wanted: UpdateRequest, _: QueryParams) -> dict[str, int]:
         options = {"version": wanted.version, "partial": wanted.partial, "in_flight": wanted.in_flight}
         with self.updating(engine):
             if wanted.folder is not None:
@@ -220,7 +233,7 @@ class Rollout:
                 version = await engine.call("receive_weights", wanted.group, wanted.tensors, options)
         return {"weight_version": version}
 
-    async def _update_adapter(self, engine: AsyncGenerator, wanted: AdapterRequest) -> dict[str, int]:
+    async def _update_adapter(self, engine: AsyncGenerator, wanted: AdapterRequest, _: QueryParams) -> dict[str, int]:
         options = {"version": wanted.version, "in_flight": wanted.in_flight}
         with self.updating(engine):
             if wanted.group is None:
@@ -287,10 +300,11 @@ def call_error(error: Exception) -> ApiError:
     return ApiError(409, message, code="conflict")
 
 
-async def _score(engine: AsyncGenerator, wanted: ScoreRequest) -> dict[str, Any]:
+async def _score(engine: AsyncGenerator, wanted: ScoreRequest, _: QueryParams) -> dict[str, Any]:
     return {"logprobs": await engine.call("score", wanted.sequences, wanted.start, wanted.temperature)}
 
 
-async def _sleep(engine: AsyncGenerator, wanted: SleepRequest) -> dict[str, int]:
+async def sleep(engine: AsyncGenerator, wanted: SleepRequest, _: QueryParams) -> dict[str, int]:
+    """Answer /sleep."""
     tags = {} if wanted.tags is None else {"tags": wanted.tags}
     return {"freed": await engine.call("sleep", **tags, keep_weights=wanted.keep_weights)}

@@ -1,0 +1,229 @@
+"""The routes of an SGLang server that slime's external rollout engines call, with weights from a folder.
+
+Source: sglang/srt/entrypoints/http_server.py of SGLang 0.5.23, and slime's docs/en/advanced/external-rollout-engines.md
+(`--rollout-external-engine-addrs`, `--update-weight-transport disk`).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+from starlette.datastructures import QueryParams
+
+from fastgen.async_engine.client import AsyncGenerator
+from fastgen.cli.serve.fields import Items, Strict, wrong
+from fastgen.cli.serve.rollout import ModelRequest, Rollout
+from fastgen.request import Completion, Prompt, RequestOutput
+
+NO_IMAGES = "images are not supported"
+Tag = Literal["weights", "kv_cache", "cuda_graph"]
+
+RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+"""{field of SGLang's sampling_params: the same in SamplingParams}; the others have the same name."""
+
+
+class SglangSampling(Strict):
+    """SGLang's sampling_params, as far as they are supported; SamplingParams describes them."""
+
+    without_effect = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "stream_interval"})
+
+    max_new_tokens: int | None = Field(None, ge=1)
+    min_new_tokens: int | None = None
+    sampling_seed: int | None = None
+    n: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
+    no_stop_trim: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    regex: str | None = None
+    json_schema: str | None = None
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The same as parameters of the engine."""
+        given = {RENAMED.get(name, name): value for name, value in dict(self).items() if value is not None}
+        if "no_stop_trim" in given:
+            given["include_stop_str_in_output"] = given.pop("no_stop_trim")
+        return given
+
+
+class SglangRequest(ModelRequest):
+    """SGLang's body of /generate, for one prompt: ids or a text. rid: its name for /abort_request."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "stream": (False, "give prompt instead of input_ids for fgserve's own stream"),
+        "image_data": ([], NO_IMAGES),
+        "return_routed_experts": (False, "there are no experts"),
+        "return_hidden_states": (False, "hidden states stay in the engine"),
+        "logprob_start_len": (-1, "score scores prompts"),
+        "top_logprobs_num": (0, "give prompt and params, with logprobs, for alternatives"),
+    }
+
+    input_ids: Items[int] | None = None
+    text: str | None = None
+    sampling_params: SglangSampling | None = None
+    return_logprob: bool = False
+    rid: str | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> SglangRequest:
+        if (self.input_ids is None) == (self.text is None):
+            raise wrong("input_ids", "or text is required, and not both")
+        return self
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.input_ids or self.text or ""
+
+
+class DiskRequest(ModelRequest):
+    """A request to /update_weights_from_disk. weight_version: if it is a number, the version of the new weights."""
+
+    without_effect = frozenset({"load_format", "flush_cache", "is_async", "torch_empty_cache", "keep_pause"})
+
+    model_path: str
+    abort_all_requests: bool = False
+    weight_version: str | int | None = None
+
+
+class PauseRequest(ModelRequest):
+    """A request to /pause_generation. mode: "abort" ends running requests, "retract" computes their KV again after the
+    pause (here it stays), "in_place" leaves them as they are."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class MemoryRequest(ModelRequest):
+    tags: Items[Tag] | None = None
+
+    @property
+    def parts(self) -> list[str]:
+        """The parts that sleep or wake here; CUDA graphs stay valid in any case."""
+        return [tag for tag in self.tags or ("weights", "kv_cache") if tag != "cuda_graph"]
+
+
+class AbortRidRequest(ModelRequest):
+    """A request to /abort_request."""
+
+    without_effect = frozenset({"abort_message", "finished_reason"})
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class SglangEngine:
+    """The routes of a service. posts: {path: post}. gets: {path: handler}."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
+        post = rollout.post
+        generate = post(SglangRequest, self._generate, timed=True)
+        self.posts = {
+            "/generate": replace(rollout.posts["/generate"], dialects={"input_ids": generate, "text": generate}),
+            "/update_weights_from_disk": post(DiskRequest, self._update),
+            "/pause_generation": post(PauseRequest, _pause, bodiless=True),
+            "/continue_generation": post(ModelRequest, _continue, bodiless=True),
+            "/flush_cache": post(ModelRequest, _flush, bodiless=True),
+            "/release_memory_occupation": post(MemoryRequest, _release, bodiless=True),
+            "/resume_memory_occupation": post(MemoryRequest, _take, bodiless=True),
+            "/abort_request": post(AbortRidRequest, _abort),
+        }
+        version = rollout.gets["/weight_version"]
+        self.gets = {
+            "/flush_cache": rollout.get(_flush),
+            "/get_weight_version": version,
+            "/loads": rollout.get(_loads),
+        }
+
+    async def _generate(self, engine: AsyncGenerator, wanted: SglangRequest, _: QueryParams) -> Any:
+        params = {} if wanted.sampling_params is None else wanted.sampling_params.params
+        self._rollout.check_samples(params.get("n"))
+        output = await engine.generate(wanted.prompt, params, wanted.rid)
+        greedy = params.get("temperature", engine.info.default_params.temperature) == 0
+        found = [_answer(wanted, output, completion, greedy) for completion in output.completions]
+        return found[0] if params.get("n", 1) == 1 else found
+
+    async def _update(self, engine: AsyncGenerator, wanted: DiskRequest, _: QueryParams) -> Any:
+        named = str(wanted.weight_version)
+        in_flight = "abort" if wanted.abort_all_requests else "keep"
+        options = {"version": int(named) if named.isdecimal() else None, "partial": False, "in_flight": in_flight}
+        with self._rollout.updating(engine):
+            version = await engine.call("read_weights", wanted.model_path, options)
+        return {"success": True, "message": f"the weights have version {version}", "weight_version": str(version)}
+
+
+def _answer(wanted: SglangRequest, output: RequestOutput, completion: Completion, greedy: bool) -> dict[str, Any]:
+    """Return the response for a sample. The logprobs are, as SGLang's, those of the whole vocabulary after the
+    temperature; of a greedy sample, at temperature 1."""
+    count, versions = len(completion.token_ids), completion.weight_versions
+    reason: dict[str, Any] = {"type": completion.finish_reason}
+    if completion.finish_reason == "length":
+        reason["length"] = count
+    elif completion.finish_reason == "stop":
+        reason["matched"] = completion.stop_reason
+    else:
+        reason["message"] = completion.error or "the request was aborted"
+    meta: dict[str, Any] = {
+        "id": wanted.rid or uuid.uuid4().hex,
+        "finish_reason": reason,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "completion_tokens": count,
+        "cached_tokens": output.cached_tokens,
+        "weight_version": str(versions[-1][0]) if versions else None,
+        "weight_versions": versions,
+        "e2e_latency": None if output.timings is None else output.timings.finished,
+    }
+    if wanted.return_logprob:
+        values = completion.raw_logprobs if greedy else completion.untruncated_logprobs
+        meta["output_token_logprobs"] = [
+            [logprob, token, None] for logprob, token in zip(values, completion.token_ids, strict=True)
+        ]
+    return {"text": completion.text, "output_ids": completion.token_ids, "meta_info": meta}
+
+
+async def _pause(engine: AsyncGenerator, wanted: PauseRequest, _: QueryParams) -> Any:
+    await engine.pause()
+    if wanted.mode == "abort":
+        await engine.cut_off()
+    return {"status": "ok", "message": "paused"}
+
+
+async def _continue(engine: AsyncGenerator, *_: Any) -> Any:
+    await engine.resume()
+    return {"status": "ok", "message": "running"}
+
+
+async def _flush(*_: Any) -> Any:
+    return {"status": "ok", "message": "the cache never gives KV of old weights"}
+
+
+async def _release(engine: AsyncGenerator, wanted: MemoryRequest, _: QueryParams) -> Any:
+    return {"freed": await engine.call("sleep", wanted.parts) if wanted.parts else 0}
+
+
+async def _take(engine: AsyncGenerator, wanted: MemoryRequest, _: QueryParams) -> Any:
+    if wanted.parts:
+        await engine.call("wake", wanted.parts)
+    return {}
+
+
+async def _abort(engine: AsyncGenerator, wanted: AbortRidRequest, _: QueryParams) -> Any:
+    await engine.cut_off(None if wanted.abort_all else [wanted.rid])
+    return {}
+
+
+async def _loads(engine: AsyncGenerator, *_: Any) -> Any:
+    stats = engine.stats
+    return {"loads": [{"num_running_reqs": stats.running, "num_waiting_reqs": stats.waiting}]}

@@ -1,0 +1,329 @@
+"""The control routes of a vLLM server for trainers, as TRL 1.16 (vllm_mode="server"), SkyRL and prime-rl call them.
+
+Source: vllm/entrypoints/rl/online/api_router.py and its neighbours, of vLLM 0.33. Our own /pause, /resume, /sleep and
+/update_weights keep their bodies: a query (`mode`, `level`) or a field (`update_info`, `weight_dir`) tells vLLM's.
+
+The trainer is rank 0 of a group in which each server is one rank, whatever number of GPUs its model has.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+from starlette.datastructures import QueryParams
+
+from fastgen.async_engine.client import AsyncGenerator
+from fastgen.cli.serve.fields import FieldPolicy, Items, Strict, wrong
+from fastgen.cli.serve.options import ServerOptions
+from fastgen.cli.serve.parts import StructuredOutputs
+from fastgen.cli.serve.protocol import COMPLETION_TOKENS, drawn_name
+from fastgen.cli.serve.replies import LOWEST, token_name
+from fastgen.cli.serve.rollout import ModelRequest, Rollout, SleepRequest, sleep
+from fastgen.request import Completion, RequestOutput, SamplingParams
+
+STRUCTURED = "structured_outputs"
+PAUSES = ("abort", "wait", "keep")
+TAGS = ("weights", "kv_cache")
+PACKED_BYTES = 1 << 30  # vLLM's default size of a packed buffer
+TRANSFER_SECONDS = 300.0  # time without progress after which an update fails
+VERSIONS = "TRL 1.16 with vLLM 0.22 to 0.31, or senders of vLLM up to 0.33, with the backend nccl"
+
+
+class TransferPart(Strict):
+    """A part of a request about weights that come over NCCL."""
+
+    @classmethod
+    def _refuse(cls, name: str, policy: FieldPolicy) -> None:
+        raise wrong(name, f"is not known here; the weight transfer works with {VERSIONS}", "unsupported_parameter")
+
+
+class Packing(TransferPart):
+    """How tensors are packed. Since vLLM 0.28 it is said once, in InitInfo, and before that in each UpdateInfo."""
+
+    packed: bool = False
+    packed_buffer_size_bytes: int = Field(PACKED_BYTES, ge=1)
+    packed_num_buffers: int | None = Field(None, ge=1)  # of the sender
+
+    @property
+    def buffer_bytes(self) -> int | None:
+        """The size of packed buffers; None: each tensor is one broadcast."""
+        return self.packed_buffer_size_bytes if self.packed else None
+
+
+class InitInfo(Packing):
+    """How to meet the trainer: at its store, or by NCCL's unique id. See async_engine/trainer_group.py."""
+
+    master_address: str | None = None
+    master_port: int | None = Field(None, ge=1, le=65535)
+    nccl_unique_id_b64: str | None = None
+    rank_offset: int = Field(ge=1)
+    world_size: int = Field(ge=2)
+
+    @model_validator(mode="after")
+    def _check_meeting(self) -> InitInfo:
+        if (self.master_address is None) == (self.nccl_unique_id_b64 is None):
+            raise wrong("master_address", "or nccl_unique_id_b64 is required, and not both")
+        if (self.master_address is None) != (self.master_port is None):
+            raise wrong("master_port", "belongs to master_address, which requires it")
+        if self.rank_offset >= self.world_size:
+            raise wrong("rank_offset", "must be below world_size")
+        return self
+
+
+class UpdateInfo(Packing):
+    """The tensors that the trainer broadcasts, in order."""
+
+    names: Items[str]
+    dtype_names: Items[str]
+    shapes: Items[list[int]]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> UpdateInfo:
+        if not len(self.names) == len(self.dtype_names) == len(self.shapes):
+            raise wrong("names", "must have as many items as dtype_names and shapes")
+        if any(size < 0 for shape in self.shapes for size in shape):
+            raise wrong("shapes", "has a negative size")
+        return self
+
+    @property
+    def header(self) -> list[tuple[str, str, list[int]]]:
+        """Name, dtype and shape of each tensor."""
+        return list(zip(self.names, self.dtype_names, self.shapes, strict=True))
+
+
+class InitRequest(ModelRequest):
+    init_info: InitInfo
+
+
+class TransferRequest(ModelRequest):
+    """vLLM's body of /update_weights."""
+
+    update_info: UpdateInfo
+
+
+class StartRequest(ModelRequest):
+    """A request to /start_weight_update. Tensors have the names of a checkpoint."""
+
+    neutral: ClassVar[Any] = {"is_checkpoint_format": (True, "send tensors by the names of a checkpoint")}
+
+
+class FinishRequest(ModelRequest):
+    """A request to /finish_weight_update. weight_version: a number, which the trainer gives to the new weights; another
+    text is only a name and has no effect."""
+
+    weight_version: int | str | None = None
+
+
+class FolderRequest(ModelRequest):
+    """prime-rl's body of /update_weights."""
+
+    weight_dir: str
+
+
+class ResetRequest(ModelRequest):
+    """A request to /reset_prefix_cache. The cache never gives KV of old weights, so nothing has to be done."""
+
+    without_effect = frozenset({"reset_running_requests", "reset_external", "reset_connector"})
+
+
+class VllmSampling(Strict):
+    """vLLM's sampling_params, as far as they are supported; SamplingParams describes them."""
+
+    without_effect = frozenset({
+        "output_kind", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "skip_clone",
+        "skip_reading_prefix_cache", "extra_args",
+    })  # fmt: skip
+
+    n: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    logprobs: int | None = Field(None, ge=0)
+    prompt_logprobs: int | None = Field(None, ge=0)
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Items[int] | None = None
+    logprob_token_ids: Items[int] | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        """The same as parameters of the engine; max_tokens is 16 by default, as in vLLM. Raises ValueError."""
+        base = SamplingParams() if self.structured_outputs is None else self.structured_outputs.params
+        given = {name: value for name, value in dict(self).items() if value is not None and name != STRUCTURED}
+        return replace(base, **{"max_tokens": COMPLETION_TOKENS, **given})
+
+
+class TokensRequest(ModelRequest):
+    """A request to /inference/v1/generate: ids in, ids out. request_id: its name for /abort."""
+
+    without_effect = frozenset({"cache_salt", "priority", "kv_transfer_params", "stream_options"})
+    neutral: ClassVar[Mapping[str, tuple[Any, str]]] = {"stream": (False, "use /generate of fgserve")}
+
+    token_ids: Items[int]
+    sampling_params: VllmSampling
+    request_id: str | None = None
+
+
+# ------------------------------------------------------------------------------------------------- routes
+
+
+class VllmControl:
+    """The routes of a service. posts: {path: post}. gets: {path: handler}."""
+
+    def __init__(self, rollout: Rollout, options: ServerOptions) -> None:
+        self._rollout, self._mode = rollout, options.logprobs_mode
+        # Engines between the start and the finish of an update, which run no steps and are to run again after it.
+        self._holding: set[AsyncGenerator] = set()
+        post = rollout.post
+        update = {"update_info": post(TransferRequest, self._update), "weight_dir": post(FolderRequest, self._read)}
+        self.posts = {
+            "/pause": post(ModelRequest, self._pause, bodiless=True),
+            "/resume": post(ModelRequest, self._resume, bodiless=True),
+            "/sleep": post(SleepRequest, _sleep, bodiless=True),
+            "/wake_up": post(ModelRequest, _wake_up, bodiless=True),
+            "/reset_prefix_cache": post(ResetRequest, _reset, bodiless=True),
+            "/init_weight_transfer_engine": post(InitRequest, self._init),
+            "/start_weight_update": post(StartRequest, self._start, bodiless=True),
+            "/update_weights": replace(rollout.posts["/update_weights"], dialects=update),
+            "/finish_weight_update": post(FinishRequest, self._finish, bodiless=True),
+            "/inference/v1/generate": post(TokensRequest, self._generate, timed=True),
+        }
+        self.gets = {"/get_world_size": rollout.get(_world_size)}
+
+    async def _pause(self, engine: AsyncGenerator, _: ModelRequest, query: QueryParams) -> Any:
+        mode = query.get("mode", "keep")  # without a mode, it is our own /pause
+        if mode not in PAUSES:
+            raise ValueError(f"mode is {mode!r}; give one of {', '.join(PAUSES)}")
+        if mode == "wait":
+            await engine.pause_drained()
+        else:
+            await engine.pause()
+        if mode == "abort":
+            await engine.cut_off()
+        self._holding.discard(engine)
+        return {"status": "paused"}
+
+    async def _resume(self, engine: AsyncGenerator, *_: Any) -> Any:
+        self._holding.discard(engine)
+        await engine.resume()
+        return {"status": "resumed"}
+
+    async def _init(self, engine: AsyncGenerator, wanted: InitRequest, _: QueryParams) -> Any:
+        info, address = wanted.init_info, None
+        if info.master_address is not None and info.master_port is not None:
+            address = info.master_address, info.master_port
+        ranks, id = (info.rank_offset, info.world_size), info.nccl_unique_id_b64
+        await engine.call("join_trainer", ranks, address, id, info.buffer_bytes, TRANSFER_SECONDS)
+        return {"message": "Weight transfer initialized"}
+
+    async def _start(self, engine: AsyncGenerator, *_: Any) -> Any:
+        if not engine.paused:
+            await engine.pause()
+            self._holding.add(engine)
+        return {"message": "Weight update started"}
+
+    async def _update(self, engine: AsyncGenerator, wanted: TransferRequest, _: QueryParams) -> Any:
+        info = wanted.update_info
+        with self._rollout.updating(engine):
+            version = await engine.call("receive_packed", info.header, info.buffer_bytes)
+        return {"message": "Weights updated", "weight_version": version}
+
+    async def _finish(self, engine: AsyncGenerator, *_: Any) -> Any:
+        if engine in self._holding:
+            self._holding.discard(engine)
+            await engine.resume()
+        state = await engine.call("weight_state")
+        return {"message": "Weight update finished", "weight_version": state["weight_version"]}
+
+    async def _read(self, engine: AsyncGenerator, wanted: FolderRequest, _: QueryParams) -> Any:
+        options = {"version": None, "partial": False, "in_flight": "keep"}
+        with self._rollout.updating(engine):
+            version = await engine.call("read_weights", wanted.weight_dir, options)
+        return {"status": "ok", "weight_version": version}
+
+    async def _generate(self, engine: AsyncGenerator, wanted: TokensRequest, _: QueryParams) -> Any:
+        params = wanted.sampling_params.params
+        self._rollout.check_samples(params.n)
+        output = await engine.generate(wanted.token_ids, params, wanted.request_id)
+        logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+        choices = [
+            {
+                "index": completion.index,
+                "token_ids": completion.token_ids,
+                "logprobs": {"content": _content(completion, drawn_name(self._mode))} if logprobs else None,
+                "finish_reason": completion.finish_reason,
+                "weight_versions": completion.weight_versions,
+            }
+            for completion in output.completions
+        ]
+        scores = None if params.prompt_logprobs is None else _prompt_scores(output)
+        id = wanted.request_id or f"generate-{uuid.uuid4().hex}"
+        return {"request_id": id, "choices": choices, "prompt_logprobs": scores, "kv_transfer_params": None}
+
+
+async def _sleep(engine: AsyncGenerator, wanted: SleepRequest, query: QueryParams) -> Any:
+    """Answer our own /sleep, or vLLM's, whose query has a level: 1 keeps the weights, and 2 drops them. vLLM's ends
+    running requests."""
+    if "level" not in query and "tags" not in query:
+        return await sleep(engine, wanted, query)
+    level = query.get("level", "1")
+    if level not in ("1", "2"):
+        raise ValueError(f"level is {level!r}; give 1, which keeps the weights on the host, or 2")
+    await engine.cut_off()
+    freed = await engine.call("sleep", query.getlist("tags") or TAGS, keep_weights=level == "1")
+    return {"freed": freed}
+
+
+async def _wake_up(engine: AsyncGenerator, _: ModelRequest, query: QueryParams) -> Any:
+    await engine.call("wake", query.getlist("tags") or None)
+    return {}
+
+
+async def _reset(*_: Any) -> Any:
+    return {"success": True}
+
+
+async def _world_size(*_: Any) -> Any:
+    return {"world_size": 1}
+
+
+def _content(completion: Completion, name: str) -> list[dict[str, Any]]:
+    """Return the logprobs of a completion as vLLM does without a tokenizer. name: of the list with the values."""
+    values, tops = getattr(completion, name), completion.top_logprobs or [{}] * len(completion.token_ids)
+    return [
+        {**_named(token, value), "top_logprobs": [_named(*pair) for pair in top.items()]}
+        for token, value, top in zip(completion.token_ids, values, tops, strict=True)
+    ]
+
+
+def _named(token: int, logprob: float) -> dict[str, Any]:
+    return {"token": token_name(token), "logprob": max(LOWEST, logprob), "bytes": None}
+
+
+def _prompt_scores(output: RequestOutput) -> list[dict[str, Any] | None]:
+    """Return the logprobs of a prompt: for each token the entries of the token and of its alternatives, by id."""
+    values = output.prompt_logprobs or []
+    tops = output.prompt_top_logprobs or [{}] * len(values)
+    return [
+        None if math.isnan(value) else {
+            str(id): {"logprob": max(LOWEST, logprob)} for id, logprob in {**top, token: value}.items()
+        }
+        for token, value, top in zip(output.prompt_token_ids, values, tops, strict=True)
+    ]  # fmt: skip

@@ -1,0 +1,65 @@
+"""All routes for trainers: our own, and those that trainers of other engines call."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fastgen import __version__
+from fastgen.async_engine.client import AsyncGenerator
+from fastgen.cli.serve.compat.sglang import SglangEngine
+from fastgen.cli.serve.compat.vllm_control import VllmControl
+from fastgen.cli.serve.posts import Post
+from fastgen.cli.serve.rollout import ModelRequest, Rollout
+from fastgen.cli.serve.service import Service
+
+
+class Routes(Protocol):
+    """Routes by their paths."""
+
+    @property
+    def posts(self) -> Mapping[str, Post]: ...
+
+    @property
+    def gets(self) -> Mapping[str, Callable[[Request], Awaitable[Response]]]: ...
+
+
+class ServerInfo:
+    """/server_info, which vLLM and SGLang both have, with the fields that trainers read in either."""
+
+    def __init__(self, rollout: Rollout, service: Service) -> None:
+        self._service = service
+        info = rollout.get(self._describe)
+        self.posts: dict[str, Post] = {}
+        self.gets = {"/server_info": info, "/get_server_info": info}
+
+    async def _describe(self, engine: AsyncGenerator, wanted: ModelRequest, _: QueryParams) -> dict[str, Any]:
+        state = await engine.call("transfer_state")
+        model = self._service.choose(wanted.model)
+        name, length, mode = model.name, model.facts.max_model_len, self._service.options.logprobs_mode
+        transfer = {"backend": "nccl"} if state["nccl"] else None
+        config = {"model": name, "max_model_len": length, "logprobs_mode": mode}
+        return {
+            "vllm_config": {"model_config": config, "weight_transfer_config": transfer},
+            "model_path": name,
+            "served_model_name": name,
+            "weight_version": str(state["weight_version"]),
+            **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size"), 1),
+            "disaggregation_mode": "null",
+            "version": f"fastgen {__version__}",
+        }
+
+
+def trainer_routes(service: Service) -> list[Routes]:
+    """Return all routes for trainers. Later ones replace earlier ones of the same path, whose bodies they take, too."""
+    rollout = Rollout(service)
+    return [
+        rollout,
+        VllmControl(rollout, service.options),
+        SglangEngine(rollout),
+        ServerInfo(rollout, service),
+    ]

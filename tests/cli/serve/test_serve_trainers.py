@@ -1,0 +1,264 @@
+"""The routes of vLLM, prime-rl and SGLang for trainers: the calls that SkyRL, prime-rl and slime make."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import new_weights, random_ids
+from safetensors.torch import load_file, save_file
+from serving import FGSERVE, Server, until
+
+from fastgen import Generator, SamplingParams
+
+pytestmark = pytest.mark.timeout(120)
+
+PROMPT = random_ids(9)
+SHORT = SamplingParams(max_tokens=6, seed=3, ignore_eos=True, temperature=0.8, top_k=20)
+SAMPLING = {"max_tokens": 6, "seed": 3, "ignore_eos": True, "temperature": 0.8, "top_k": 20}
+LONG = {"max_tokens": 400, "ignore_eos": True, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def server(talker: Path) -> Iterator[Server]:
+    with Server(FGSERVE, str(talker), "--rollout", "--logprobs-mode", "processed_logprobs") as server:
+        yield server.await_ready()
+
+
+@pytest.fixture(scope="module")
+def here(talker: Path) -> Iterator[Generator]:
+    with Generator(talker, page_size=16, num_pages=300) as gen:
+        yield gen
+
+
+@pytest.fixture
+def step(talker: Path, tmp_path: Path) -> Path:
+    """A folder with new weights, as a trainer writes it."""
+    save_file(new_weights(talker), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def post(server: Server, path: str, body: Any = None, **query: Any) -> Any:
+    """Post a body or none, and return the response's body. It must succeed."""
+    answer = server.post(path, body, params=query) if body is not None else server.post_bytes(path, b"", params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(server: Server, path: str, body: Any, status: int = 400, **query: Any) -> str:
+    answer = server.post(path, body, params=query)
+    assert answer.status_code == status, answer.text
+    message: str = answer.json()["error"]["message"]
+    return message
+
+
+def tokens(server: Server, **sampling: Any) -> Any:
+    body = {"model": "any", "token_ids": PROMPT, "sampling_params": {**SAMPLING, **sampling}}
+    return post(server, "/inference/v1/generate", body)
+
+
+# ------------------------------------------------------------------------------------------------ vLLM
+
+
+def test_tokens_in_and_tokens_out(server: Server, here: Generator) -> None:
+    params = replace(SHORT, n=2, logprobs=2, prompt_logprobs=1)
+    (expected,) = here.generate([PROMPT], params)
+    found = tokens(server, n=2, logprobs=2, prompt_logprobs=1, skip_special_tokens=False, output_kind=2)
+    assert [choice["token_ids"] for choice in found["choices"]] == [each.token_ids for each in expected.completions]
+    for choice, completion in zip(found["choices"], expected.completions, strict=True):
+        content = choice["logprobs"]["content"]
+        assert [entry["logprob"] for entry in content] == completion.logprobs
+        assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in completion.token_ids]
+        assert [len(entry["top_logprobs"]) for entry in content] == [2] * 6
+        assert choice["finish_reason"] == "length"
+    assert found["prompt_logprobs"][0] is None
+    assert len(found["prompt_logprobs"]) == len(PROMPT)
+    assert tokens(server)["choices"][0]["logprobs"] is None
+    assert len(post(server, "/inference/v1/generate", {"token_ids": [5], "sampling_params": {}})["choices"]) == 1
+    wrong = {"token_ids": [99999], "sampling_params": {}}
+    assert "outside the vocabulary" in refused(server, "/inference/v1/generate", wrong)
+    assert "beam" in refused(server, "/inference/v1/generate", {"token_ids": [5], "sampling_params": {"beam": 1}})
+
+
+def test_pauses_of_skyrl(server: Server) -> None:
+    """`keep` freezes requests, `abort` ends them with their tokens, `wait` lets them finish, and new ones wait."""
+    with ThreadPoolExecutor(2) as pool:
+        for mode, reason in (("keep", "length"), ("abort", "abort"), ("wait", "length")):
+            running = pool.submit(tokens, server, **LONG)
+            until(lambda: server.stats()["running"])
+            assert post(server, "/pause", mode=mode, clear_cache="false") == {"status": "paused"}
+            later = pool.submit(tokens, server)
+            steps = server.stats()["steps_total"]
+            time.sleep(0.1)
+            assert server.stats()["steps_total"] == steps
+            assert running.done() == (mode != "keep")
+            assert not later.done()
+            assert post(server, "/resume") == {"status": "resumed"}
+            (choice,) = running.result()["choices"]
+            assert (choice["finish_reason"], len(choice["token_ids"]) == 400) == (reason, mode != "abort")
+            assert len(later.result()["choices"][0]["token_ids"]) == 6
+    assert "give one of abort, wait, keep" in refused(server, "/pause", {}, mode="now")
+    until(server.idle)
+
+
+def test_a_wait_that_its_client_leaves_lets_new_requests_run(server: Server) -> None:
+    post(server, "/pause")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(tokens, server, **LONG)
+        until(lambda: server.stats()["waiting"] + server.stats()["running"])
+        assert "is paused" in refused(server, "/pause", {}, 409, mode="wait")
+        post(server, "/resume")
+        running.result()
+    post(server, "/pause", mode="wait")
+    post(server, "/resume")
+
+
+def test_sleep_levels_and_what_needs_no_work(server: Server, step: Path) -> None:
+    before = tokens(server)["choices"][0]["token_ids"]
+    post(server, "/sleep", level=1)
+    assert "asleep" in refused(server, "/inference/v1/generate", {"token_ids": [5], "sampling_params": {}}, 409)
+    post(server, "/wake_up", tags="weights")
+    post(server, "/wake_up", tags="kv_cache")
+    assert tokens(server)["choices"][0]["token_ids"] == before
+    assert "level is '7'" in refused(server, "/sleep", {}, level=7)
+    assert post(server, "/sleep", {"keep_weights": True}) == {"freed": 0}, "our own"
+    post(server, "/wake_up")
+    assert post(server, "/reset_prefix_cache", {"reset_running_requests": False}) == {"success": True}
+    assert server.get("/get_world_size").json() == {"world_size": 1}
+    info = server.get("/server_info?config_format=json").json()
+    assert info["vllm_config"]["weight_transfer_config"] is None
+    assert info["vllm_config"]["model_config"]["logprobs_mode"] == "processed_logprobs"
+
+
+def test_the_weight_transfer_says_what_is_wrong(server: Server) -> None:
+    meeting = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2}
+    path = "/init_weight_transfer_engine"
+    assert "this server's are on the CPU" in refused(server, path, {"init_info": meeting})
+    assert "not the base64 of 128 bytes" in refused(
+        server, path, {"init_info": {"nccl_unique_id_b64": "AAAA", "rank_offset": 1, "world_size": 2}}
+    )
+    for change, message in (
+        ({"rank_offset": 2}, "must be below world_size"),
+        ({"nccl_unique_id_b64": "x"}, "and not both"),
+        ({"master_port": None}, "belongs to master_address"),
+        ({"src_mesh_dims": [1]}, "works with TRL 1.16 with vLLM 0.22 to 0.31"),
+    ):
+        assert message in refused(server, path, {"init_info": {**meeting, **change}})
+    update = {"names": ["model.norm.weight"], "dtype_names": ["float32"], "shapes": [[64]]}
+    assert post(server, "/start_weight_update") == {"message": "Weight update started"}
+    assert "POST /init_weight_transfer_engine first" in refused(server, "/update_weights", {"update_info": update}, 409)
+    for change, message in (
+        ({"names": []}, "as many items"),
+        ({"names": ["x"]}, "unexpected tensor 'x'"),
+        ({"dtype_names": ["float7"]}, "no dtype 'float7'"),
+        ({"shapes": [[-1]]}, "negative"),
+        ({"ipc_handles": []}, "with the backend nccl"),
+    ):
+        assert message in refused(server, "/update_weights", {"update_info": {**update, **change}})
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(tokens, server)
+        time.sleep(0.1)
+        assert not held.done(), "no steps run in the midst of an update"
+        finished = post(server, "/finish_weight_update", {"weight_version": "step-3"})
+        assert finished["message"] == "Weight update finished"
+        held.result(10)
+
+
+def test_an_update_of_a_paused_engine_leaves_it_paused(server: Server) -> None:
+    post(server, "/pause", mode="keep")
+    post(server, "/start_weight_update", {})
+    post(server, "/finish_weight_update", {})
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(tokens, server)
+        time.sleep(0.1)
+        assert not held.done()
+        post(server, "/resume")
+        held.result(10)
+
+
+def test_prime_rl_names_a_folder(server: Server, here: Generator, step: Path, talker: Path) -> None:
+    assert server.get("/v1/models").json()["data"]
+    old = here.generate([PROMPT], SHORT)[0].completions[0].token_ids
+    here.update_weights(new_weights(talker))
+    new = here.generate([PROMPT], SHORT)[0].completions[0].token_ids
+    here.update_weights(load_file(talker / "model.safetensors"))
+    for folder, expected in ((step, new), (talker, old)):
+        post(server, "/pause", mode="keep", clear_cache="false")
+        assert post(server, "/update_weights", {"weight_dir": str(folder)})["status"] == "ok"
+        post(server, "/resume")
+        assert tokens(server)["choices"][0]["token_ids"] == expected
+    assert old != new
+    assert "there is no folder /nope" in refused(server, "/update_weights", {"weight_dir": "/nope"})
+
+
+# ------------------------------------------------------------------------------------------------ SGLang
+
+
+def sampled(server: Server, **fields: Any) -> Any:
+    sampling = {"max_new_tokens": 6, "sampling_seed": 3, "temperature": 0.8, "top_k": 20, "ignore_eos": True}
+    sampling |= {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
+    sampling |= fields.pop("sampling_params", {})
+    body = {"input_ids": PROMPT, "return_logprob": True, **fields, "sampling_params": sampling}
+    return post(server, "/generate", body)
+
+
+def test_generate_as_slime_asks(server: Server, here: Generator) -> None:
+    expected = here.generate([PROMPT], SHORT)[0].completions[0]
+    found = sampled(server)
+    meta = found["meta_info"]
+    assert [item[1] for item in meta["output_token_logprobs"]] == expected.token_ids == found["output_ids"]
+    assert [item[0] for item in meta["output_token_logprobs"]] == expected.untruncated_logprobs != expected.logprobs
+    assert meta["finish_reason"] == {"type": "length", "length": 6}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), 6)
+    assert found["text"] == expected.text
+    stop = {"stop_token_ids": [expected.token_ids[2]]}
+    stopped = sampled(server, sampling_params=stop)["meta_info"]
+    assert stopped["finish_reason"] == {"type": "stop", "matched": expected.token_ids[2]}
+    greedy = sampled(server, sampling_params={"temperature": 0.0})["meta_info"]["output_token_logprobs"]
+    raw = here.generate([PROMPT], replace(SHORT, temperature=0.0))[0].completions[0].raw_logprobs
+    assert [item[0] for item in greedy] == raw
+    assert "output_token_logprobs" not in sampled(server, return_logprob=False)["meta_info"]
+    assert len(sampled(server, sampling_params={"n": 2})) == 2
+    assert post(server, "/generate", {"text": "hello", "sampling_params": {"max_new_tokens": 2}})["output_ids"]
+    assert "images are not supported" in refused(server, "/generate", {"text": "a", "image_data": ["x"]})
+    assert "and not both" in refused(server, "/generate", {"text": "a", "input_ids": [5]})
+    assert post(server, "/generate", {"prompt": PROMPT, "params": {"max_tokens": 1}})["completions"], "our own"
+
+
+def test_a_step_of_slime(server: Server, step: Path, talker: Path) -> None:
+    """Abort until idle, give memory back, take it, update from disk, continue; partial samples come with their ids."""
+    info = server.get("/server_info").json()
+    assert (info["tp_size"], info["pp_size"], info["disaggregation_mode"]) == (1, 1, "null")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(sampled, server, sampling_params={"max_new_tokens": 400}, rid="mine")
+        until(lambda: server.stats()["running"])
+        post(server, "/abort_request", {"abort_all": True})
+        partial = running.result(10)
+    assert partial["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < len(partial["output_ids"]) < 400
+    until(lambda: server.get("/v1/loads?include=core").json()["loads"][0]["num_running_reqs"] == 0)
+    assert server.get("/flush_cache").status_code == 200
+    post(server, "/release_memory_occupation", {})
+    post(server, "/resume_memory_occupation", {"tags": ["weights"]})
+    post(server, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+    for folder, version in ((step, "11"), (talker, "12")):
+        post(server, "/pause_generation", {})
+        body = {"model_path": str(folder), "weight_version": version, "load_format": None}
+        assert post(server, "/update_weights_from_disk", body)["success"] is True
+        post(server, "/continue_generation", {})
+        assert sampled(server)["meta_info"]["weight_version"] == version
+        assert server.get("/get_weight_version").json()["weight_version"] == int(version)
+    assert "there is no folder" in refused(server, "/update_weights_from_disk", {"model_path": "/nope"})
+
+
+def test_the_schema_has_all_dialects(server: Server) -> None:
+    schema = server.get("/openapi.json").json()
+    bodies = schema["paths"]["/v1/generate"]["post"]["requestBody"]["content"]["application/json"]["schema"]["anyOf"]
+    assert [each["$ref"].rpartition("/")[2] for each in bodies] == ["GenerateRequest", "SglangRequest"]
+    assert not schema["paths"]["/v1/pause"]["post"]["requestBody"]["required"]
+    assert "TransferRequest" in schema["components"]["schemas"]
