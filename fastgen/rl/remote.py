@@ -91,13 +91,9 @@ class RemoteGenerator:
     @takes_fields_of(RemoteGeneratorOptions)
     def __init__(self, options: RemoteGeneratorOptions) -> None:
         options.check()
-        assert isinstance(options.url, str)
-        self._server = ServerClient(options.url, options.api_key, options.model, options.ready_timeout)
-        self._prepare(options)
-
-    def _prepare(self, options: RemoteGeneratorOptions) -> None:
-        """Set the attributes that do not depend on the number of servers."""
         self._options = options
+        if isinstance(options.url, str):
+            self._server: Any = ServerClient(options.url, options.api_key, options.model, options.ready_timeout)
         self._name, self._count = uuid.uuid4().hex, itertools.count()  # of the ids of requests on the server
         self._sent: dict[str, Sent] = {}  # the requests of `generate` and `stream` that run, by their ids on the server
         self._calls: set[_Call] = set()  # the calls of `generate` that run
@@ -204,13 +200,9 @@ class RemoteGenerator:
         for each in sent:
             each.aborted = True
         while left := [each for each in sent if not each.future.done()]:
-            self._abort([each.key for each in left])  # again, as the request may come later
+            self._server.post("/abort", {"ids": [each.key for each in left]})  # again, as the request may come later
             wait([each.future for each in left], timeout=END_SECONDS)
         return [each.future.result() for each in sent if not each.future.cancelled()]
-
-    def _abort(self, keys: list[str]) -> None:
-        """End requests. keys: their ids on the server, which skips those that it does not have."""
-        self._server.post("/abort", {"ids": keys})
 
     def events(self, request: Request | Prompt, params: Params = None) -> PyGenerator[Event, None, None]:
         """Yield the events of one request as they arrive; see `AsyncGenerator.stream`. Closing the iterator aborts the
@@ -291,13 +283,13 @@ class RemoteGenerator:
         turns = iter(tensors)
         try:
             header = header_of(tensors)
-            return self._send(path, tensors[0][1].device, turns, header, options) if self._is_sender() else None
+            return self._send(path, tensors[0][1].device, turns, header, options) if self._sends() else None
         finally:
             for _, tensor in turns:  # other ranks need this one to gather the remaining tensors
                 if hasattr(tensor, "full_tensor"):
                     tensor.full_tensor()
 
-    def _is_sender(self) -> bool:
+    def _sends(self) -> bool:
         """Return whether this rank of the trainer sends the tensors that all ranks gather."""
         from fastgen.async_engine.wire import is_sender
 
@@ -352,16 +344,7 @@ class RemoteGenerator:
     @property
     def weight_version(self) -> int:
         """Version of the server's weights, as `update_weights` returns it."""
-        return int(self._weight_state()["weight_version"])
-
-    def _weight_state(self) -> dict[str, Any]:
-        """Return the version of the weights, and whether they are `torn` by an update that failed."""
-        state: dict[str, Any] = self._server.get("/weight_version")
-        return state
-
-    def _engine_urls(self) -> list[str]:
-        """Return the addresses of the engines if this is the address of replicas; else it raises RuntimeError."""
-        return list(self._server.get("/engines")["urls"])
+        return int(self._server.get("/weight_version")["weight_version"])
 
     # ------------------------------------------------------------------------------------ states
 

@@ -155,7 +155,7 @@ def test_a_killed_engine_loses_no_row_and_doubles_none(
         found[output.id] = output
         if len(found) == 3:
             assert isinstance(gen, Fleet)
-            victim = max(gen._engines, key=lambda engine: engine.running)
+            victim = max(gen._members, key=lambda engine: engine.running)
             assert victim.running > 1
             servers.kill(victim.number)
     assert f"{victim.url} is lost" in caplog.text
@@ -203,7 +203,7 @@ def test_errors_of_requests_are_those_of_the_request(gen: RemoteGenerator) -> No
 def serving(gen: RemoteGenerator) -> list[str]:
     """Return the addresses of the engines that get requests."""
     assert isinstance(gen, Fleet)
-    return [engine.url for engine in gen._engines if engine.serves]
+    return [engine.url for engine in gen._members if engine.serves]
 
 
 # ------------------------------------------------------------------------------------------------ weights
@@ -247,7 +247,7 @@ def test_an_error_of_the_trainer_leaves_no_engine_until_the_next_update(gen: Rem
     with pytest.raises(KeyError):
         gen.update_weights({**some, "model.norm.weight": weights["model.norm.weight"]})
     assert "no engine is left" in refusal(lambda: gen.generate("a", PARAMS), ConnectionError)
-    until(lambda: isinstance(gen, Fleet) and all(engine.answers for engine in gen._engines))
+    until(lambda: isinstance(gen, Fleet) and all(engine.answers for engine in gen._members))
     gen.update_weights(weights)
     assert gen.generate("a", PARAMS)[0].error is None
 
@@ -296,7 +296,7 @@ def test_an_engine_that_returns_has_the_current_weights_before_it_serves(
         servers.restart(2)
         servers.servers[2].await_ready()
         if way == "next update":
-            until(lambda: isinstance(gen, Fleet) and gen._engines[2].answers)
+            until(lambda: isinstance(gen, Fleet) and list(gen._members)[2].answers)
             assert serving(gen) == servers.urls[:2]
             version = gen.update_weights(new)
         until(lambda: serving(gen) == servers.urls)

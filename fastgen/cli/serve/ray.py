@@ -20,6 +20,7 @@ from starlette.applications import Starlette
 
 from fastgen.cli.command import needed, note
 from fastgen.cli.serve.app import make_app
+from fastgen.cli.serve.http_server import HttpServer, configure, listen
 from fastgen.cli.serve.options import Options, gpus, make_options, note_address
 from fastgen.cli.serve.service import Service, import_tokenizers
 
@@ -93,8 +94,6 @@ class Replica:
     def _listen(self) -> str:
         """Serve the routes for a trainer at a free port of this machine, and return its address."""
         import ray
-
-        from fastgen.cli.serve.main import HttpServer, configure, listen
 
         options = self._service.options
         listener = listen(options.host, 0)

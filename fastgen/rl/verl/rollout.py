@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 
-from fastgen.rl.remote import RemoteGenerator, RemoteGeneratorOptions
+from fastgen.rl.remote import RemoteGenerator
 from fastgen.rl.verl import NAME, check_version
 from fastgen.rl.verl.replica import STORE_HOST
 
@@ -42,11 +42,11 @@ class Sender(RemoteGenerator):
     """
 
     def __init__(self, actor: Any) -> None:
-        self._prepare(RemoteGeneratorOptions(NAME, replace_group=True))
-        self._server = ActorClient(actor)  # type: ignore[assignment]
+        super().__init__(f"http://{STORE_HOST}", replace_group=True)
+        self._server = ActorClient(actor)
         self._forms: list[Form] | None = None
 
-    def _is_sender(self) -> bool:
+    def _sends(self) -> bool:
         return True
 
     def send(self, stream: Iterator[tuple[str, Tensor]]) -> None:
