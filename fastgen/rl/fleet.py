@@ -233,3 +233,6 @@ def _samples(params: Params) -> int:
 
 def _named(tags: str | Iterable[str] | None) -> set[str]:
     return set(TAGS if tags is None else [tags] if isinstance(tags, str) else tags)
+
+
+RemoteGenerator._of_several = Fleet

@@ -21,7 +21,7 @@ from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from fastgen.engine.outputs import error_output
 from fastgen.engine.prompts import prompt_list, request_source
@@ -79,14 +79,13 @@ class RemoteGenerator:
     ConnectionError if the server cannot be reached.
     """
 
+    _of_several: ClassVar[type[RemoteGenerator]]  # Fleet, which sets it, since it is made of this class
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return a Fleet, which is a RemoteGenerator, if the address is a list."""
         url = args[0] if args else kwargs.get("url")
-        if cls is not RemoteGenerator or url is None or isinstance(url, str):
-            return super().__new__(cls)
-        from fastgen.rl.fleet import Fleet
-
-        return super().__new__(Fleet)  # type: ignore[return-value]
+        single = cls is not RemoteGenerator or url is None or isinstance(url, str)
+        return super().__new__(cls if single else cls._of_several)  # type: ignore[return-value]
 
     @takes_fields_of(RemoteGeneratorOptions)
     def __init__(self, options: RemoteGeneratorOptions) -> None:
