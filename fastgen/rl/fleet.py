@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastgen.engine.prompt_scores import pair_scores
 from fastgen.option import takes_fields_of
 from fastgen.request import Event, Params, Prompt, RequestOutput, SamplingParams
 from fastgen.rl.http import Connections
@@ -85,6 +84,8 @@ class Fleet(RemoteGenerator):
         self, sequences: Iterable[Prompt], start: int | Sequence[int] = 0, temperature: float = 1.0
     ) -> list[list[float]]:
         """Return the logprobs of given tokens, computed by all engines; see `Generator.score`."""
+        from fastgen.engine.prompt_scores import pair_scores  # which imports numpy
+
         prompts, starts = pair_scores(sequences, start, temperature)
         self._members.begin()
 

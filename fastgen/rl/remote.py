@@ -21,7 +21,7 @@ from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastgen.engine.outputs import error_output
 from fastgen.engine.prompts import prompt_list, request_source
@@ -81,16 +81,14 @@ class RemoteGenerator:
 
     _of_several: ClassVar[type[RemoteGenerator]]  # Fleet, which sets it, since it is made of this class
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Return a Fleet, which is a RemoteGenerator, if the address is a list."""
-        url = args[0] if args else kwargs.get("url")
-        single = cls is not RemoteGenerator or url is None or isinstance(url, str)
-        return super().__new__(cls if single else cls._of_several)  # type: ignore[return-value]
-
     @takes_fields_of(RemoteGeneratorOptions)
     def __init__(self, options: RemoteGeneratorOptions) -> None:
         options.check()
         self._options = options
+        if type(self) is RemoteGenerator and not isinstance(options.url, str):
+            self.__class__ = self._of_several  # not by __new__, which would hide the arguments of __init__
+            self.__init__(**vars(options))  # type: ignore[misc]
+            return
         if isinstance(options.url, str):
             self._server: Any = ServerClient(options.url, options.api_key, options.model, options.ready_timeout)
         self._name, self._count = uuid.uuid4().hex, itertools.count()  # of the ids of requests on the server
