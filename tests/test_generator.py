@@ -276,7 +276,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no tokens": ([5], {"max_tokens": 0}, "at least 1 token .in Python, 0 goes with prompt_logprobs"),
     "cold": ([5], {"temperature": -0.1}, "temperature is -0.1; it must be at least 0"),
     "stop id outside": ([5], {"stop_token_ids": [VOCAB]}, f"stop_token_ids holds the id {VOCAB}"),
-    "many logprobs": ([5], {"logprobs": 21}, "logprobs is 21; it must be at least 0 and at most 20"),
+    "many logprobs": ([5], {"logprobs": 129}, "logprobs is 129; it must be at least 0 and at most 128"),
     "a blank word": ([5], {"bad_words": [" "]}, "a text in bad_words is blank"),
 }
 

@@ -96,6 +96,7 @@ FEATURES = {
     "updates and sleep": r"torn|asleep|sleep|wake|WeightChanges|_?changes|update_weights|blame",
     "fp8 and int4": r"\w*([Ff]p8|[Ii]nt4|quantiz)\w*",
     "prompt scores": r"score|scored|PromptScores?|pair_scores",
+    "chosen logprobs": r"chosen|ChosenTokens|alternatives_of|logprob_token_ids",
     "reasoning and tool calls": r"\w*([Rr]easoning|tool_call|parse_message|tool_syntax)\w*|TOKENIZER_OPTIONS",
     "embeddings": r"embed|embedding|classify|PromptTasks",
     "grammars": r"mask|masks|masked|_?masks|TokenMask|MaskMaker|mask_of|fill_masks|copy_mask|structure\w*",

@@ -185,7 +185,7 @@ class EngineLoop:
     ) -> None:
         self._gen, self._incoming, self._send, self._flush = gen, incoming, send, flush
         self._arrived: dict[int, Submit] = {}  # requests to be added to the Generator, in order
-        # Requests whose grammar is being compiled, with their grammar.
+        # {number: (request, its grammar)} of requests whose grammar is being compiled.
         self._compiling: dict[int, tuple[Submit, Future[GrammarMask]]] = {}
         self._grammars = GrammarPool(partial(_make_compiler, gen))
         self._updates: WeightUpdates | None = None  # made at the first use, since its module imports torch

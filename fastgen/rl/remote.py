@@ -92,7 +92,7 @@ class RemoteGenerator:
         if isinstance(options.url, str):
             self._server: Any = ServerClient(options.url, options.api_key, options.model, options.ready_timeout)
         self._name, self._count = uuid.uuid4().hex, itertools.count()  # of the ids of requests on the server
-        self._sent: dict[str, Sent] = {}  # the requests of `generate` and `stream` that run, by their ids on the server
+        self._sent: dict[str, Sent] = {}  # the running requests of `generate` and `stream`, by key
         self._calls: set[_Call] = set()  # the calls of `generate` that run
         self._replace_group = options.replace_group
         self._wire: Wire | None = None

@@ -113,8 +113,8 @@ class StartRequest(ModelRequest):
 
 
 class FinishRequest(ModelRequest):
-    """A request to /finish_weight_update. weight_version: a number, which the trainer gives to the new weights; another
-    text is only a name and has no effect."""
+    """A request to /finish_weight_update. weight_version: has no effect, since versions count up; the response has
+    the new one."""
 
     weight_version: int | str | None = None
 
