@@ -17,7 +17,19 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.2  # between two looks at a server whose model is being loaded
+KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # notices in 35 s that a machine is gone
+UNAVAILABLE = (500, 502, 503)  # statuses of a server whose engine has ended or is not ready, or that is ending
 REPORT_SECONDS = 10.0  # between two lines in the log about it
+
+
+class UnavailableError(RuntimeError):
+    """Error of a server that answers, but whose engine has ended or is not ready."""
+
+
+class Connections(set[HTTPConnection]):
+    """The connections of running requests. ended: True once their answers are no longer wanted."""
+
+    ended = False
 
 
 class ServerClient:
@@ -93,7 +105,7 @@ class ServerClient:
             return error
         if healthy != 200:
             self._fail(healthy, trouble)
-        return RuntimeError(_message(text))
+        return UnavailableError(_message(text))
 
     def _data(self, body: dict[str, Any]) -> str:
         return json.dumps({**body, "model": self._model}, default=_plain)
@@ -124,7 +136,7 @@ class ServerClient:
             try:
                 connection.connect()
                 assert connection.sock is not None
-                connection.sock.settimeout(None)  # an answer takes as long as it takes
+                _set_patient(connection.sock)
                 connections.add(connection)
                 connection.request(method, self._parsed.path.rstrip("/") + path, data, self._headers)
                 with connection.getresponse() as response:
@@ -139,8 +151,18 @@ class ServerClient:
         message = _message(text)
         if status in (400, 413):
             raise ValueError(message)
-        hint = "; start fgserve with --rollout" if status == 404 else ""
-        raise RuntimeError(f"{self.url} answers {status}: {message}{hint}")
+        hint = "; start fgserve with --rollout, and give an address of replicas in a list" if status == 404 else ""
+        kind = UnavailableError if status in UNAVAILABLE else RuntimeError
+        raise kind(f"{self.url} answers {status}: {message}{hint}")
+
+
+def _set_patient(connected: socket.socket) -> None:
+    """Let a socket wait for an answer as long as it takes, unless the other machine is gone."""
+    connected.settimeout(None)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):  # not on all systems
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def shut_down(connections: set[HTTPConnection]) -> None:

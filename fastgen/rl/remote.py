@@ -4,6 +4,8 @@
     outputs = gen.generate(prompts, SamplingParams(n=16, max_tokens=512))
     gen.update_weights(model.named_parameters(), in_flight="keep")
 
+With a list of addresses it is a Fleet (fleet.py): several engines with the same weights.
+
 Importing this module does not import torch.
 """
 
@@ -19,7 +21,7 @@ from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastgen.engine.outputs import error_output
 from fastgen.engine.prompts import prompt_list, request_source
@@ -27,7 +29,7 @@ from fastgen.engine.stats import with_progress
 from fastgen.names import explains_names
 from fastgen.option import Options, option, takes_fields_of
 from fastgen.request import Completion, Event, Params, Prompt, Request, RequestOutput, SamplingParams
-from fastgen.rl.http import ServerClient, shut_down
+from fastgen.rl.http import Connections, ServerClient, shut_down
 from fastgen.rl.outputs import event_of, output_of, unsent_output
 
 if TYPE_CHECKING:
@@ -44,7 +46,9 @@ VOCABULARY = 2**31  # vocabulary size for checks in this process; the server che
 class RemoteGeneratorOptions(Options):
     """The arguments of a RemoteGenerator."""
 
-    url: str = field(metadata={"help": "address of `fgserve --rollout`, such as http://localhost:5678"})
+    url: str | Sequence[str] = field(
+        metadata={"help": "address of `fgserve --rollout`, such as http://localhost:5678, or a list of addresses"}
+    )
     _: KW_ONLY
     api_key: str | None = option(None, "API key of the server", unset="no key")
     model: str | None = option(None, "name of the model, if the server has several", unset="the server's only model")
@@ -57,8 +61,12 @@ class RemoteGeneratorOptions(Options):
         128 << 20, "bytes of tensors that are sent together, which both sides hold in device memory", low=1
     )
     replace_group: bool = option(False, "take over the weight group of a trainer that has ended without `close`")
-    max_requests: int = option(256, "maximum number of requests of this object that are on the server at a time", low=1)
+    max_requests: int = option(256, "maximum number of requests of this object that are on a server at a time", low=1)
     ready_timeout: float = option(600.0, "seconds to wait at the first call until the server's model is loaded", low=0)
+    keep_copy: bool = option(
+        False, "with a list of addresses: keep a copy of the last weights in host memory, which an engine that comes "
+        "back gets at once; without a copy it stays out of service until the next update from tensors"
+    )  # fmt: skip
 
 
 @explains_names("generate", "stream")
@@ -71,13 +79,20 @@ class RemoteGenerator:
     ConnectionError if the server cannot be reached.
     """
 
+    _of_several: ClassVar[type[RemoteGenerator]]  # Fleet, which sets it, since it is made of this class
+
     @takes_fields_of(RemoteGeneratorOptions)
     def __init__(self, options: RemoteGeneratorOptions) -> None:
         options.check()
         self._options = options
-        self._server = ServerClient(options.url, options.api_key, options.model, options.ready_timeout)
+        if type(self) is RemoteGenerator and not isinstance(options.url, str):
+            self.__class__ = self._of_several  # not by __new__, which would hide the arguments of __init__
+            self.__init__(**vars(options))  # type: ignore[misc]
+            return
+        if isinstance(options.url, str):
+            self._server: Any = ServerClient(options.url, options.api_key, options.model, options.ready_timeout)
         self._name, self._count = uuid.uuid4().hex, itertools.count()  # of the ids of requests on the server
-        self._sent: dict[str, _Sent] = {}  # the running requests of `generate` and `stream`, by key
+        self._sent: dict[str, Sent] = {}  # the running requests of `generate` and `stream`, by key
         self._calls: set[_Call] = set()  # the calls of `generate` that run
         self._replace_group = options.replace_group
         self._wire: Wire | None = None
@@ -116,8 +131,8 @@ class RemoteGenerator:
         return self._serve(request_source(requests, params), _Call())
 
     def _serve(self, source: Iterator[Request | None], call: _Call) -> PyGenerator[RequestOutput, None, None]:
-        running, numbers, connections = set[Future[RequestOutput]](), itertools.count(), set[HTTPConnection]()
-        most = self._options.max_requests
+        running, numbers, connections = set[Future[RequestOutput]](), itertools.count(), Connections()
+        most = self._open()
         pool = ThreadPoolExecutor(most, "fastgen-remote")
         try:
             while True:
@@ -135,21 +150,26 @@ class RemoteGenerator:
                     yield future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            connections.ended = True
             while left := [each for each in running if not each.done()]:  # `wait` never returns cancelled ones as done
                 shut_down(connections)
                 wait(left, timeout=END_SECONDS)
 
+    def _open(self) -> int:
+        """Prepare for requests. Return the maximum number of those of one stream that are sent at a time."""
+        return self._options.max_requests
+
     def _submit(
-        self, pool: ThreadPoolExecutor, request: Request, call: _Call, connections: set[HTTPConnection]
+        self, pool: ThreadPoolExecutor, request: Request, call: _Call, connections: Connections
     ) -> Future[RequestOutput]:
         """Send a request in a thread of the pool. Return the future of its output."""
-        sent = _Sent(request, f"{self._name}-{next(self._count)}", call.aborted)
+        sent = Sent(request, f"{self._name}-{next(self._count)}", call.aborted)
         sent.future = future = pool.submit(self._complete, sent, connections)
         self._sent[sent.key] = sent
         future.add_done_callback(lambda _: self._sent.pop(sent.key))
         return future
 
-    def _complete(self, sent: _Sent, connections: set[HTTPConnection]) -> RequestOutput:
+    def _complete(self, sent: Sent, connections: Connections) -> RequestOutput:
         """Return the output of a request. If the server refuses the request, the output has an error."""
         request = sent.request
         assert request.id is not None
@@ -251,7 +271,7 @@ class RemoteGenerator:
 
     def _send_all(self, path: str, named: Any, options: dict[str, Any]) -> int | None:
         """Send tensors to a route that receives them. Return the version of the weights; None on ranks above 0."""
-        from fastgen.async_engine.wire import header_of, is_sender
+        from fastgen.async_engine.wire import header_of
         from fastgen.model.deltas import packed_items
 
         tensors = packed_items(named)
@@ -260,11 +280,17 @@ class RemoteGenerator:
         turns = iter(tensors)
         try:
             header = header_of(tensors)
-            return self._send(path, tensors[0][1].device, turns, header, options) if is_sender() else None
+            return self._send(path, tensors[0][1].device, turns, header, options) if self._sends() else None
         finally:
             for _, tensor in turns:  # other ranks need this one to gather the remaining tensors
                 if hasattr(tensor, "full_tensor"):
                     tensor.full_tensor()
+
+    def _sends(self) -> bool:
+        """Return whether this rank of the trainer sends the tensors that all ranks gather."""
+        from fastgen.async_engine.wire import is_sender
+
+        return is_sender()
 
     def _send(self, path: str, device: Any, tensors: Iterator[Any], header: Any, options: dict[str, Any]) -> int:
         """Ask the server to receive the tensors, and send them meanwhile. Return the version of the weights."""
@@ -362,7 +388,7 @@ class _Call:
 
 
 @dataclass(eq=False)
-class _Sent:
+class Sent:
     """A request that a thread sends. key: its id on the server. aborted: it is not to be sent, if it was not yet."""
 
     request: Request

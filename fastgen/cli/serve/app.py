@@ -59,9 +59,13 @@ DISCARDED = 8
 Handler = Callable[[Request], Awaitable[Response] | Response]
 
 
-def make_app(service: Service) -> Starlette:
-    """Return the application of a service. The caller runs and closes the service."""
-    routes, origins = _Routes(service), service.options.origins
+def make_app(service: Service, engines: Callable[[], Awaitable[list[str]]] | None = None) -> Starlette:
+    """Return the application of a service. The caller runs and closes the service.
+
+    engines: function that returns the addresses of replicas, for the application at their common address. It lists them
+    at /engines instead of serving the routes for a trainer, who has to call each replica.
+    """
+    routes, origins = _Routes(service, engines), service.options.origins
     middleware = [Middleware(_Report, service=service), Middleware(_Guard, options=service.options)]
     if origins:
         cors = Middleware(
@@ -226,8 +230,8 @@ async def _handle(request: Request, error: Exception) -> Response:
 class _Routes:
     """The routes of a service. Each post route has the class of its bodies and a function that answers them."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, engines: Callable[[], Awaitable[list[str]]] | None = None) -> None:
+        self._service, self._engines = service, engines
         options = service.options
         self._policy = FieldPolicy(options.strict, options.ignore_unknown, partial(note, "fgserve"))
         self._created = int(time.time())
@@ -254,7 +258,9 @@ class _Routes:
             "/metrics": self.metrics,
             "/openapi.json": self.openapi,
         }
-        if service.options.rollout:
+        if engines is not None:
+            self._gets["/engines"] = self.engines
+        elif service.options.rollout:
             for routes in trainer_routes(service):
                 self._posts |= routes.posts
                 self._gets |= routes.gets
@@ -326,6 +332,11 @@ class _Routes:
         for model in self._service.models.values():
             model.check_ready()
         return json_response({"status": "ready"})
+
+    async def engines(self, request: Request) -> Response:
+        """List the addresses of the replicas at which a trainer finds their engines."""
+        assert self._engines is not None
+        return json_response({"urls": await self._engines()})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")

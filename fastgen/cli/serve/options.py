@@ -67,7 +67,9 @@ class ServerOptions:
     )
     verbose: bool = option(False, "log what the engines do, and tracebacks")
     rollout: bool = option(
-        False, "serve routes for a trainer: new weights, pause and sleep. An engine that dies is not restarted"
+        False,
+        "serve routes for a trainer: new weights, pause and sleep. An engine that dies is restarted only with "
+        "replicas, each of which has an address of its own for the trainer",
     )
     logprobs_mode: str = option(
         "raw_logprobs", "logprobs that requests get by default: under the model's own softmax, under the distribution "
@@ -93,8 +95,8 @@ class ServerOptions:
             raise ValueError(
                 "ssl_certfile has no effect on replicas, which Ray serves over HTTP; leave one of them out"
             )
-        if self.rollout and (self.replicas or self.max_replicas):
-            raise ValueError("rollout changes the weights of one server; leave out replicas, or start several servers")
+        if self.rollout and self.max_replicas not in (None, self.replicas):
+            raise ValueError("rollout updates the weights of a fixed number of replicas; leave out max_replicas")
         if self.rollout and self.api_key is None and self.host not in LOCAL:
             raise ValueError(f"rollout lets clients replace the weights; at {self.host} it needs api_key")
         for origin in self.origins:

@@ -20,25 +20,51 @@ from starlette.applications import Starlette
 
 from fastgen.cli.command import needed, note
 from fastgen.cli.serve.app import make_app
+from fastgen.cli.serve.http_server import HttpServer, configure, listen
 from fastgen.cli.serve.options import Options, gpus, make_options, note_address
 from fastgen.cli.serve.service import Service, import_tokenizers
 
 if TYPE_CHECKING:
     from ray.serve import Application
+    from ray.serve.handle import DeploymentHandle
+
+log = logging.getLogger(__name__)
 
 NAME = "fgserve"
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 UNLIMITED = 1_000_000  # Ray's limit of requests per replica; fgserve has its own limit, with OpenAI's errors
+GONE_SECONDS = 15.0  # a replica that has not renewed its address for this long is gone
+EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104  # addresses that stand for all of a machine's
 HEALTH_SECONDS = 1.0  # interval of health checks; Ray ends a replica after three failures in a row
+
+
+class Directory:
+    """The actor of Ray Serve that knows the addresses of the replicas for a trainer. Each replica renews its own."""
+
+    def __init__(self) -> None:
+        self._renewed: dict[str, float] = {}
+
+    async def renew(self, url: str) -> None:
+        self._renewed[url] = time.monotonic()
+
+    async def urls(self) -> list[str]:
+        """Return the addresses that were renewed lately, the oldest replica's first."""
+        limit = time.monotonic() - GONE_SECONDS
+        self._renewed = {url: last for url, last in self._renewed.items() if last > limit}
+        return list(self._renewed)
 
 
 class Replica:
     """The actor of Ray Serve: the application of fgserve, whose engines are separate processes.
 
     A dead engine is not restarted. Its replica becomes unhealthy, and Ray replaces the replica.
+
+    directory: handle of the Directory, for `rollout`. Replicas then have addresses of their own with the routes for a
+    trainer, and the common address lists them.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, directory: DeploymentHandle | None = None) -> None:
+        self._directory = directory
         logging.getLogger("fastgen").setLevel(logging.INFO if options.server.verbose else logging.WARNING)
         server = replace(options.server, restart=False, replicas=options.server.replicas or 1)
         self._service = Service(replace(options, server=server))
@@ -52,7 +78,29 @@ class Replica:
         await asyncio.to_thread(import_tokenizers)
         await asyncio.wait((self._keeping, loaded), return_when=asyncio.FIRST_COMPLETED)
         await self.check_health()
-        return make_app(self._service)
+        directory = self._directory
+        if directory is None:
+            return make_app(self._service)
+        url = self._listen()
+        await directory.renew.remote(url)
+        self._announcing = asyncio.create_task(_announce(directory, url))
+
+        async def engines() -> list[str]:
+            urls: list[str] = await directory.urls.remote()
+            return urls
+
+        return make_app(self._service, engines)
+
+    def _listen(self) -> str:
+        """Serve the routes for a trainer at a free port of this machine, and return its address."""
+        import ray
+
+        options = self._service.options
+        listener = listen(options.host, 0)
+        server = HttpServer(configure(options, make_app(self._service)))
+        self._serving = asyncio.create_task(server.serve([listener]))
+        host = ray.util.get_node_ip_address() if options.host in EVERYWHERE else options.host
+        return replace(options, host=host).url(listener.getsockname()[1])
 
     async def check_health(self) -> None:
         """Raise an error if an engine is not healthy. Ray calls this periodically."""
@@ -60,6 +108,18 @@ class Replica:
             await self._keeping
         if self._service.trouble is not None:
             raise RuntimeError(self._service.trouble)
+
+
+async def _announce(directory: DeploymentHandle, url: str) -> None:
+    """Keep the address of a replica in the directory, also after the directory has been restarted."""
+    from ray.exceptions import RayError
+
+    while True:
+        await asyncio.sleep(HEALTH_SECONDS)
+        try:
+            await directory.renew.remote(url)
+        except RayError as error:
+            log.warning("the directory of replicas does not answer: %s", error)
 
 
 def application(options: Options, tries: int = 20) -> Application:
@@ -83,6 +143,7 @@ def application(options: Options, tries: int = 20) -> Application:
     if num_gpus is None:
         used = set[int]().union(*map(gpus, options.models))
         num_gpus = max(used, default=-1) + 1 if ray.cluster_resources().get("GPU") else 0
+    logs = {"log_level": "INFO" if server.verbose else "WARNING", "enable_access_log": server.verbose}
     deployment = serve.deployment(
         serve.ingress()(Replica),
         ray_actor_options={"num_cpus": server.replica_cpus, "num_gpus": num_gpus},
@@ -91,11 +152,16 @@ def application(options: Options, tries: int = 20) -> Application:
         health_check_period_s=HEALTH_SECONDS,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=server.shutdown_timeout,
-        logging_config={"log_level": "INFO" if server.verbose else "WARNING", "enable_access_log": server.verbose},
+        logging_config=logs,
         max_constructor_retry_count=tries,
         **count,
     )
-    return deployment.bind(options)
+    if not server.rollout:
+        return deployment.bind(options)
+    directory = serve.deployment(
+        Directory, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=UNLIMITED, logging_config=logs
+    )
+    return deployment.bind(options, directory.bind())
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -164,7 +230,7 @@ def _deploy(options: Options) -> None:
     try:
         serve.run(application(options, tries=1), name=NAME)
     except RuntimeError as error:
-        (deployment,) = serve.status().applications[NAME].deployments.values()
+        deployment = serve.status().applications[NAME].deployments[Replica.__name__]
         raise RuntimeError(deployment.message.strip().splitlines()[-1]) from error  # the error of the replica
 
 

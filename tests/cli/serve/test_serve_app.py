@@ -21,7 +21,7 @@ from serving import FGSERVE, Server, alive, descendants, request_bytes, until
 from starlette.testclient import TestClient
 
 from fastgen.cli.serve import app
-from fastgen.cli.serve.main import UNREAD_SECONDS, listen
+from fastgen.cli.serve.http_server import UNREAD_SECONDS, listen
 from fastgen.cli.serve.options import read_options
 from fastgen.cli.serve.service import ServedModel, Service
 
