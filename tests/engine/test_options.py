@@ -50,7 +50,7 @@ def make(model: ModelConfig = MODEL, memory: float = 0, kernels: str = "torch", 
 
 
 def test_the_defaults() -> None:
-    assert make() == EngineConfig(
+    assert make(dtype="float32") == EngineConfig(
         device="cpu",
         dtype="float32",
         max_model_len=1000,
@@ -84,8 +84,31 @@ def test_speculation_suits_the_device() -> None:
     assert make(device="cuda", speculate="auto", attention="reference").speculate is None
 
 
-def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_float32_on_the_cpu() -> None:
-    assert (make(device="cuda").dtype, make().dtype) == ("bfloat16", "float32")
+@pytest.mark.parametrize(
+    ("fast", "checkpoint", "dtype", "reason"),
+    [
+        ("AMX", "bfloat16", "bfloat16", "bfloat16 (the checkpoint's, since this CPU has AMX), "),
+        (
+            None,
+            "bfloat16",
+            "float32",
+            "float32 (this CPU has neither AVX512-BF16 nor AMX for the checkpoint's bfloat16), ",
+        ),
+        ("AMX", "float16", "float32", "float32 (the CPU has no fast products for this checkpoint's dtype), "),
+        ("AMX", "float32", "float32", "cpu, float32, "),
+    ],
+)
+def test_dtype_auto_on_the_cpu_is_one_that_it_multiplies_fast_and_the_start_says_why(
+    fast: str | None, checkpoint: str, dtype: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastgen.engine.options.fast_bfloat16", lambda: fast)
+    config = make(replace(MODEL, dtype=checkpoint))
+    assert (config.dtype, config.kv_cache_dtype) == (dtype, "float32")
+    assert reason in config.summary
+
+
+def test_dtype_auto_is_the_checkpoints_on_a_gpu() -> None:
+    assert make(device="cuda").dtype == make(device="cuda").kv_cache_dtype == "bfloat16"
     assert make(device="cuda", dtype="float16").dtype == "float16"
     assert make(dtype="bfloat16").dtype == make(dtype=torch.bfloat16).dtype == "bfloat16"
 
@@ -98,7 +121,7 @@ ONE_LANE = {"max_seqs": 1, "max_step_tokens": 64, "max_model_len": 64}
     [
         ({"num_pages": 7}, 7, 0),
         ({"kv_cache_gb": 5.5 * PAGE_GB}, 5, 0),
-        ({"kv_cache_gb": 5.5 * PAGE_GB, "dtype": "bfloat16"}, 11, 0),
+        ({"kv_cache_gb": 5.5 * PAGE_GB, "dtype": "bfloat16"}, 5, 0),  # the CPU's KV cache is in float32
         ({"kv_cache_gb": 5.5 * PAGE_GB, "page_size": 16}, 22, 0),
         ({"kv_cache_gb": 9.5 * PAGE_GB, **ONE_LANE}, 9, 0),  # the prefix cache can use more pages than the lanes
         ({"kv_cache_gb": 9.5 * PAGE_GB, "prefix_cache": False, **ONE_LANE}, 2, 0),
