@@ -4,6 +4,7 @@
     python scripts/bench/bench.py cpu --model llama-135m --dtype bfloat16  # true shapes, random weights; 5 minutes
     python scripts/bench/bench.py cpu --model qwen2.5-0.5b --only "batch 1,ragged 32" --pairs 2
     python scripts/bench/bench.py cpu --out x.json                         # writes the report too
+    python scripts/bench/bench.py cpu --table x.json y.json                # prints a table of such reports
     python scripts/bench/bench.py cpu --smoke                              # in seconds, to see that it runs
 
 Each engine runs in a process of its own, so that its peak memory is its own, and the two take turns: a ratio is of one
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -288,6 +289,26 @@ def run_engines(arguments: argparse.Namespace, model: str | None, random_weights
     }
 
 
+def table(reports: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table of reports of one machine: workloads in rows, and in a column per report the tokens per
+    second of fastgen and of transformers, and their ratio."""
+
+    def rate(value: float) -> str:
+        return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+    heads = [f"{report['model']}, {report['dtype']}" for report in reports]
+    lines = [f"| {reports[0]['machine']} | " + " | ".join(heads) + " |", "|---" * (len(reports) + 1) + "|"]
+    for group, suffix in (("quiet", ""), ("beside_busy_processes", ", beside busy processes")):
+        for name in dict.fromkeys(name for report in reports for name in report[group]):
+            cells = []
+            for report in reports:
+                found = report[group].get(name)
+                ours, theirs, ratio = (found[key]["median"] for key in (*ENGINES, "ratio")) if found else (0, 0, 0)
+                cells.append(f"{rate(ours)} / {rate(theirs)} = {ratio:.2f}" if found else "")
+            lines.append(f"| {name}{suffix} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def names_of(text: str) -> list[str]:
     """Return the names of workloads in an argument."""
     names = text.split(",")
@@ -305,11 +326,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--only", type=names_of, metavar="NAMES", help=f"of {','.join(BUNDLED_WORKLOADS)}")
     parser.add_argument("--out", type=Path, help="the JSON file to write; without it none is written")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of runs of each workload (default 5)")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="JSON", help="print a table of reports instead")
     parser.add_argument("--smoke", action="store_true", help="a few tokens")
     arguments = parser.parse_args(argv)
     if arguments.out is not None and arguments.out.is_dir():
         parser.error(f"--out {arguments.out} is a folder; name the JSON file")
-    bench_cpu(arguments)
+    if arguments.table:
+        print(table([json.loads(path.read_text()) for path in arguments.table]))
+    else:
+        bench_cpu(arguments)
 
 
 if __name__ == "__main__":  # started by Engine
