@@ -20,8 +20,13 @@ def is_intel() -> bool:
     return "GenuineIntel" in _info()
 
 
-def fast_bfloat16() -> str | None:
-    """Return the instructions by which this CPU multiplies bfloat16 faster than float32, or None if it has none."""
+def fast_bfloat16() -> tuple[bool, str]:
+    """Return whether this CPU computes steps in bfloat16 much faster than in float32, and why.
+
+    With AMX only products whose bits depend on the batch are fast (`fastgen.model.packed`).
+    """
     if "amx_bf16" in _info():
-        return "AMX"
-    return "AVX512-BF16" if "avx512_bf16" in _info() else None
+        return False, "with AMX, products whose bits do not depend on the batch are hardly faster in bfloat16"
+    if "avx512_bf16" in _info():
+        return True, "this CPU has AVX512-BF16"
+    return False, "this CPU has no AVX512-BF16"

@@ -58,7 +58,7 @@ class GeneratorOptions(Options):
     )  # fmt: skip
     dtype: str = option(
         "auto", "dtype of weights and steps; auto is the checkpoint's dtype on a GPU; on the CPU it is bfloat16 for a "
-        "checkpoint in bfloat16 if the CPU has AVX512-BF16 or AMX, else float32; in Python also a torch.dtype",
+        "checkpoint in bfloat16 if the CPU has AVX512-BF16 without AMX, else float32; in Python also a torch.dtype",
         choices=("auto", *DTYPE_BYTES),
     )  # fmt: skip
     quantization: str | None = option(
@@ -295,10 +295,8 @@ def _auto_dtype(model: ModelConfig, gpu: bool) -> tuple[str, str]:
         return model.dtype, ""
     if model.dtype != "bfloat16" or model.quantization:
         return "float32", "the CPU has no fast products for this checkpoint's dtype"
-    fast = fast_bfloat16()
-    if fast is None:
-        return "float32", "this CPU has neither AVX512-BF16 nor AMX for the checkpoint's bfloat16"
-    return "bfloat16", f"the checkpoint's, since this CPU has {fast}"
+    fast, reason = fast_bfloat16()
+    return ("bfloat16", f"the checkpoint's; {reason}") if fast else ("float32", reason)
 
 
 def _deterministic(
