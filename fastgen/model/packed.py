@@ -1,8 +1,7 @@
 """Linear layers on the CPU whose bits depend neither on the number of rows, from 2 on, nor on the number of threads.
 
 On most x86 processors these are oneDNN's, which torch includes, with weights in its blocked format: a product takes
-down to a third of the time of F.linear in float32 (which calls MKL), and two thirds of it in bfloat16. Intel's
-processors are different. In float32 oneDNN sums rows in an order that depends on their number there, and so it does in
+down to a third of the time of F.linear. Intel's processors are different. In float32 oneDNN sums rows in an order that depends on their number there, and so it does in
 bfloat16 with AMX. There MKL computes the products (`mkl_linear`).
 """
 
