@@ -1,8 +1,8 @@
 """Linear layers on the CPU whose bits depend neither on the number of rows, from 2 on, nor on the number of threads.
 
 On most x86 processors these are oneDNN's, which torch includes, with weights in its blocked format: a product takes
-down to a third of the time of F.linear. Intel's processors are different. In float32 oneDNN sums rows in an order that depends on their number there, and so it does in
-bfloat16 with AMX. There MKL computes the products (`mkl_linear`).
+down to a third of the time of F.linear. Intel's processors are different: in float32, and with AMX in bfloat16, oneDNN
+sums rows in an order that depends on their number. There MKL computes the products (`mkl_linear`).
 """
 
 from __future__ import annotations
