@@ -5,38 +5,46 @@ import os
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
+from fastgen.device import mkl
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.linear import Linear
-from fastgen.model.packed import PACKED_ROW_TILE, pack, unpack
+from fastgen.model.mkl_linear import MklLinear
+from fastgen.model.packed import PACKED_ROW_TILE, Packing, pack, packing, unpack
 
 SHAPES = [
     (16, 64), (128, 64), (128, 128), (200, 96), (256, 704), (392, 96), (456, 352), (512, 256), (520, 300), (896, 1024),
-    (1024, 3072), (4096, 256),
+    (1024, 3072), (4096, 256), (960, 576), (576, 1536), (896, 4864), (37, 41), (4, 2048),
 ]  # fmt: skip
-ROWS = [1, 2, 3, 4, 5, 7, 8, 11, 16, 25, 33, 64, 150, 256]  # in units of PACKED_ROW_TILE
+ROWS = [1, 2, 3, 5, 8, 16, 25, 64, 150]  # in units of PACKED_ROW_TILE
 
 
-def check(outputs: int, inputs: int) -> None:
-    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
-    plain, x = Linear(weight, bias), torch.randn(ROWS[-1] * PACKED_ROW_TILE, inputs)
-    torch.set_num_threads(32)
-    packed = pack(plain)
+def check(kind: Packing, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    plain, x = Linear(weight, bias), torch.randn(ROWS[-1] * PACKED_ROW_TILE, inputs).to(dtype)
+    torch.set_num_threads(16)
+    packed = kind.pack(plain)
     assert pack(packed) is packed
     assert torch.equal(unpack(packed).weight, weight)
-    expected, stream = packed.apply(x), torch.randn(len(x), outputs)
-    torch.testing.assert_close(expected, plain.apply(x), atol=1e-3, rtol=1e-5)
+    expected, stream = packed.apply(x), torch.randn(len(x), outputs).to(dtype)
+    exact = F.linear(x.double(), weight.double(), bias.double()).to(dtype)
+    close = {"atol": 1e-3, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-1, "rtol": 1e-2}
+    torch.testing.assert_close(expected, exact, **close)
     added = packed.apply(x, Fused(add=stream.clone()))
-    torch.testing.assert_close(added, stream + expected, atol=1e-3, rtol=1e-5)
-    for threads in (1, 3, 16, 64):
+    torch.testing.assert_close(added, stream + expected, **close)
+    logits = packed.apply(x, Fused(out_dtype=torch.float32))
+    torch.testing.assert_close(logits, expected.float(), **close)
+    for threads in (1, 2, 4, 16):
         torch.set_num_threads(threads)
         for rows in ROWS:
             part = slice(rows * PACKED_ROW_TILE)
-            assert torch.equal(packed.apply(x[part]), expected[part]), (outputs, inputs, threads, rows)
-            assert torch.equal(packed.apply(x[part], Fused(add=stream[part].clone())), added[part])
+            assert torch.equal(packed.apply(x[part]), expected[part]), (kind, outputs, inputs, threads, rows)
+            if rows < 20:
+                assert torch.equal(packed.apply(x[part], Fused(add=stream[part].clone())), added[part])
 
 
 def check_attention(head_size: int, kv_heads: int, page_size: int) -> None:
@@ -67,8 +75,11 @@ def check_attention(head_size: int, kv_heads: int, page_size: int) -> None:
 
 
 torch.manual_seed(0)
-for shape in SHAPES:
-    check(*shape)
+for dtype in (torch.float32, torch.bfloat16):
+    chosen, other = packing(dtype), MklLinear if mkl.PACKS and dtype == torch.float32 else None
+    for kind in {kind for kind in (chosen, other) if kind is not None}:
+        for shape in SHAPES:
+            check(kind, *shape, dtype)
 # With AVX2, an Intel Xeon with 16 threads gives 72 other bits than with fewer.
 most = 64 if "AVX2" in (os.environ.get("MKL_ENABLE_INSTRUCTIONS"), torch.backends.cpu.get_cpu_capability()) else 264
 for head_size in [size for size in (12, 24, 40, 64, 72, 100, 120, 128, 264) if size <= most]:

@@ -53,7 +53,7 @@ def test_a_kv_cache_in_fp8_changes_logprobs_a_little() -> None:
     assert max(apart) < 1
 
 
-def test_fp8_halves_the_pages(llama: Path) -> None:
+def test_fp8_takes_a_byte_per_number_of_a_page(llama: Path) -> None:
     with pytest.raises(ValueError, match="attention is 'flash', whose kernels do not read fp8"):
         EngineConfig.make(read_config(llama), GeneratorOptions(device="cuda", attention="flash", kv_cache_dtype="fp8"))
     sizes = {}
@@ -61,4 +61,4 @@ def test_fp8_halves_the_pages(llama: Path) -> None:
         options = GeneratorOptions(device="cpu", dtype="bfloat16", kv_cache_dtype=kv)
         sizes[kv] = EngineConfig.make(read_config(llama), options).page_bytes(read_config(llama))
     size = read_config(llama).head_size
-    assert sizes["fp8"] / sizes["auto"] == (size + 1) / (2 * size)
+    assert sizes["fp8"] / sizes["auto"] == (size + 1) / (4 * size), "the KV cache of the CPU is in float32"

@@ -1,4 +1,4 @@
-"""The schedule never shows: on the CPU in float32, tokens and logprobs are the same to the bit, however the work is
+"""The schedule never shows: on the CPU, tokens and logprobs are the same to the bit, however the work is
 divided into steps, pages and batches, and whatever other requests there are."""
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import Turns, check_idle, families_with, random_ids
 from handmade import let_pages_run_out
 
 from fastgen import Generator, Request, RequestOutput, SamplingParams
+from fastgen.device.threads import FreeCores
+from fastgen.model.packed import packing
 from fastgen.request import Completion
 
 SHORT = SamplingParams(max_tokens=16, seed=7, ignore_eos=True)
@@ -75,6 +78,22 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 def test_batches_and_chunks_change_no_bit(schedule: str, family: Path, alone: list[Answer]) -> None:
     with Generator(family, **SCHEDULES[schedule]) as gen:
         assert answers(gen) == alone
+
+
+@pytest.mark.skipif(packing(torch.bfloat16) is None, reason="products in bfloat16 of this processor have no known bits")
+def test_batches_and_threads_change_no_bit_in_bfloat16(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FreeCores, "update", lambda self: 64)  # steps take all threads that torch is set to
+    before, found = torch.get_num_threads(), []
+    schedules = [{"max_seqs": 1}, SCHEDULES["all at once"], SCHEDULES["chunks of 7"], SCHEDULES["chunks of a page"]]
+    try:
+        for threads, schedule in zip((1, 2, 4, 16), schedules, strict=True):
+            torch.set_num_threads(threads)
+            with Generator(llama, dtype="bfloat16", **schedule) as gen:
+                found.append(answers(gen))
+    finally:
+        torch.set_num_threads(before)
+    assert found == found[:1] * len(found)
+    assert found[0] != each_alone(llama), "in float32 the logprobs are others"
 
 
 def test_one_token_per_step_changes_no_bit(family: Path, alone: list[Answer]) -> None:

@@ -5,7 +5,7 @@ core of one thread, the others wait for milliseconds at the end of operations th
 hundreds of these. Therefore a step uses at most as many threads as there are cores that other processes do not use.
 
 The limit is set in OpenMP and MKL for the calling thread only. torch's own setting and the other threads of the program
-are not affected. With MKL's packed products, the bits of a step do not depend on the number of threads.
+are not affected. With the products of `model/packed.py`, the bits of a step do not depend on the number of threads.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fastgen.device.processor import fast_bfloat16
 from fastgen.engine.speculation.options import Speculation
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.option import Options, option, options_of
@@ -56,8 +57,9 @@ class GeneratorOptions(Options):
         choices=("host", "device"),
     )  # fmt: skip
     dtype: str = option(
-        "auto", "dtype of weights and KV cache; auto is the checkpoint's dtype on a GPU, and float32 on the CPU; in "
-        "Python also a torch.dtype", choices=("auto", *DTYPE_BYTES),
+        "auto", "dtype of weights and steps; auto is the checkpoint's dtype on a GPU; on the CPU it is bfloat16 for a "
+        "checkpoint in bfloat16 if the CPU has AVX512-BF16 without AMX, else float32; in Python also a torch.dtype",
+        choices=("auto", *DTYPE_BYTES),
     )  # fmt: skip
     quantization: str | None = option(
         None, "fp8: linear layers except the head are quantized to E4M3 as they are loaded, with one scale per row, "
@@ -65,8 +67,8 @@ class GeneratorOptions(Options):
         choices=("fp8",), unset="the checkpoint's",
     )  # fmt: skip
     kv_cache_dtype: str = option(
-        "auto", "dtype of the KV cache; auto is the model's dtype, fp8 is E4M3 with one scale per token and KV head: "
-        "twice as many tokens fit in the same memory", choices=("auto", "fp8"),
+        "auto", "dtype of the KV cache; auto is the model's dtype, and float32 on the CPU; fp8 is E4M3 with one scale "
+        "per token and KV head: at least twice as many tokens fit in the same memory", choices=("auto", "fp8"),
     )  # fmt: skip
     device: str | None = option(
         None, "cpu, cuda or cuda:1, for example", unset="a GPU if torch can use one, else the CPU"
@@ -153,7 +155,8 @@ class EngineConfig:
     num_pages: number of pages on each rank; 0 until a GPU's memory is measured (`with_pages`).
     max_prefill_tokens: 0 until the speed of prefills is measured, if the user asks for that.
     host_pages: number of pages of the host tier, on each rank.
-    kv_cache_dtype: "fp8", or the same as dtype.
+    kv_cache_dtype: "fp8", or a dtype: the same as `dtype` on a GPU, and float32 on the CPU.
+    dtype_reason: why `dtype` was chosen, if "auto" has chosen it on the CPU.
     kernels: kind of kernels that run: "gluon" (in addition to Triton's), "triton" or "torch".
     context_given: whether the user gave max_model_len; if not, it is what the model and the pool allow.
     adapter: folder of the adapter that is merged at the start.
@@ -177,6 +180,7 @@ class EngineConfig:
     kernels: str
     context_given: bool
     kv_cache_dtype: str
+    dtype_reason: str = ""
     adapter: str | Path | None = None
     speculate: Speculation | None = None
 
@@ -193,8 +197,8 @@ class EngineConfig:
         """
         assert options.device is not None
         gpu = options.device.split(":")[0] != "cpu"
-        auto_dtype, auto_attention = (model.dtype, "paged") if gpu else ("float32", "cpu")
-        dtype = auto_dtype if options.dtype == "auto" else options.dtype
+        auto_attention = "paged" if gpu else "cpu"
+        dtype, dtype_reason = (options.dtype, "") if options.dtype != "auto" else _auto_dtype(model, gpu)
         if options.attention in ("flash", "paged") and not gpu:
             raise ValueError(f"attention is {options.attention!r}, which needs a GPU; use 'auto', 'cpu' or 'reference'")
         if options.attention == "cpu" and gpu:
@@ -204,7 +208,8 @@ class EngineConfig:
         context = options.max_model_len
         if context is not None and context > model.max_position:
             raise ValueError(f"max_model_len is {context}, above the model's {model.max_position} positions; lower it")
-        kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+        auto_kv = dtype if gpu else "float32"  # the dtype that the CPU's attention multiplies
+        kv_dtype = auto_kv if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
         if options.attention == "flash" and kv_dtype == "fp8":
             raise ValueError("attention is 'flash', whose kernels do not read fp8; leave it or kv_cache_dtype out")
         max_seqs, max_step_tokens = _step_size(model, options, dtype, kv_dtype, memory)
@@ -231,6 +236,7 @@ class EngineConfig:
             kernels="triton" if kernels == "gluon" and dtype == "float32" else kernels,
             context_given=context is not None,
             kv_cache_dtype=kv_dtype,
+            dtype_reason=dtype_reason,
             adapter=options.adapter,
             speculate=speculate,
         )
@@ -257,8 +263,9 @@ class EngineConfig:
         ranks = f" and {self.tensor_parallel - 1} more" if self.tensor_parallel > 1 else ""
         mode = ", deterministic" if self.deterministic else ""
         kv = " in fp8" if self.kv_cache_dtype == "fp8" else ""
+        dtype = f"{self.dtype} ({self.dtype_reason})" if self.dtype_reason else self.dtype
         return (
-            f"{self.device}{ranks}, {self.dtype}, context of {self.max_model_len} tokens, KV cache of "
+            f"{self.device}{ranks}, {dtype}, context of {self.max_model_len} tokens, KV cache of "
             f"{self.num_pages * self.page_size} tokens{kv}, kernels: {self.kernels}, attention: {self.attention}{mode}"
         )
 
@@ -288,6 +295,16 @@ class EngineConfig:
     def useful_pages(self) -> int:
         """Return the number of pages that all lanes can fill, plus one."""
         return self.max_seqs * -(-self.max_model_len // self.page_size) + 1
+
+
+def _auto_dtype(model: ModelConfig, gpu: bool) -> tuple[str, str]:
+    """Return the dtype for "auto", and why it is that one where this is not evident: on the CPU."""
+    if gpu or model.dtype == "float32":
+        return model.dtype, ""
+    if model.dtype != "bfloat16" or model.quantization:
+        return "float32", "the CPU has no fast products for this checkpoint's dtype"
+    fast, reason = fast_bfloat16()
+    return ("bfloat16", f"the checkpoint's; {reason}") if fast else ("float32", reason)
 
 
 def _deterministic(

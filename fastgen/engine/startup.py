@@ -148,7 +148,8 @@ def make_runner(model: Transformer, config: EngineConfig, head: HeadWeights | No
     c = model.config
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     sizes = c.num_layers + config.more_kv_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size
-    pool = KVPool(*sizes, dtype, device, fp8=config.kv_cache_dtype == "fp8")
+    fp8 = config.kv_cache_dtype == "fp8"
+    pool = KVPool(*sizes, dtype if fp8 else getattr(torch, config.kv_cache_dtype), device, fp8)
     attention = make_attention(
         config.attention, pool, c.num_heads, c.windows, config.most_rows, config.max_model_len,
         config.deterministic, c.attention_scale,

@@ -131,11 +131,12 @@ def _launch(x: Tensor) -> Tensor:
 def _twin(x: Tensor) -> Tensor:
     """Return silu(gate) * up, [T, I], where x [T, 2 I] is contiguous and holds gate followed by up."""
     gate, up = x.chunk(2, dim=-1)
-    if x.is_cuda or x.dtype != torch.float32:
+    if x.is_cuda:
         return F.silu(gate).mul_(up)
     # Computed with exp, because F.silu rounds differently where a thread's part of a tensor ends within a vector.
+    gate = gate.float()
     weight = gate.neg().exp_().add_(1)
-    return torch.div(gate, weight, out=weight).mul_(up)
+    return torch.div(gate, weight, out=weight).mul_(up).to(x.dtype)
 
 
 swiglu = Kernel(_launch, _twin)

@@ -49,7 +49,7 @@ def put(pages: Tensor, rows: Tensor, heads: Tensor) -> None:
     """Write heads [n, K, D] to the given rows, int64 [n, K], of pages.view(-1, D); pages: [pages, K, P, D]."""
     page_size, head_size = pages.shape[2:]
     if pages.dtype != E4M3:
-        pages.view(-1, head_size).index_put_((rows,), heads)
+        pages.view(-1, head_size).index_put_((rows,), heads.to(pages.dtype))
         return
     heads = heads.float()
     largest = heads.abs().amax(-1, keepdim=True)

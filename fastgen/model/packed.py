@@ -1,28 +1,35 @@
-"""Linear layers on the CPU with weights packed in the format of MKL's matrix products (`fastgen.device.mkl`)."""
+"""Linear layers on the CPU whose bits depend neither on the number of rows, from 2 on, nor on the number of threads.
+
+On most x86 processors these are oneDNN's, which torch includes, with weights in its blocked format: a product takes
+down to a third of the time of F.linear. Intel's processors are different: in float32, and with AMX in bfloat16, oneDNN
+sums rows in an order that depends on their number. There MKL computes the products (`mkl_linear`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fastgen.device import mkl
-from fastgen.device.threads import at_most
+from fastgen.device.processor import is_intel
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.model.linear import UNFUSED, Linear, finish
+from fastgen.model.mkl_linear import MklBfloat16Linear, MklLinear
 
 PACKED_ROW_TILE = 4
-"""`ROW_TILE` for packed weights."""
+"""`ROW_TILE` for packed layers. A single row is summed in another order, and 4 rows take no more time than 2."""
 
-PACKING_THREADS = 8
-"""Maximum number of threads that pack a weight. Later products of few rows use at most this number of threads."""
+_ROWS = 16  # number of rows that oneDNN chooses a format for; the formats for 2 and more rows are the same
 
 
 @dataclass(eq=False)
-class PackedLinear(Linear):
-    """A linear layer in float32 with a packed weight. packed: see `mkl.pack`. `weight` has a shape but no memory."""
+class OneDnnLinear(Linear):
+    """A linear layer with a packed weight. packed: opaque tensor with torch's layout `torch._mkldnn`. `weight` has a
+    shape but no memory."""
 
     packed: Tensor = field(kw_only=True)
 
@@ -31,29 +38,50 @@ class PackedLinear(Linear):
     ) -> Tensor:
         if norm is not None:
             x = rms_norm(x, norm.weight, norm.eps, delta)
-        outputs = len(self.weight)
-        width = mkl.packed_outputs(outputs)
-        if fused.add is not None and width == outputs:
-            y = fused.add if self.bias is None else fused.add.add_(self.bias)
-            return mkl.multiply_packed(x, self.packed, y, keep=1)
-        y = mkl.multiply_packed(x, self.packed, x.new_empty(len(x), width), keep=0)
-        y = y if width == outputs else y[:, :outputs].contiguous()
-        return finish(y if self.bias is None else y.add_(self.bias), fused)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return finish(y if fused.out_dtype is None else y.to(fused.out_dtype), fused)
+
+    @classmethod
+    def pack(cls, linear: Linear) -> OneDnnLinear:
+        """Return a linear layer with its weight packed."""
+        with torch.inference_mode():
+            packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight, _ROWS)
+        return cls(linear.weight.new_empty(()).expand(linear.weight.shape), linear.bias, packed=packed)
+
+    def unpack(self) -> Linear:
+        """Return a linear layer with a plain weight."""
+        return Linear(self.packed.to_dense(), self.bias)
+
+
+class Packing(Protocol):
+    """A class of packed layers."""
+
+    def pack(self, linear: Linear) -> Linear: ...
+
+
+def packing(dtype: torch.dtype) -> Packing | None:
+    """Return the class of packed layers for a dtype on this processor, or None if none has been tested on it."""
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        return None
+    if dtype == torch.float32 and is_intel():
+        return MklLinear if mkl.PACKS else None
+    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return MklBfloat16Linear if mkl.MULTIPLIES_BFLOAT16 else None
+    if dtype == torch.bfloat16:
+        return OneDnnLinear if torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
+    built_in: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return OneDnnLinear if dtype == torch.float32 and built_in else None
 
 
 def pack(linear: Linear) -> Linear:
-    """Return a linear layer with its weight packed."""
-    if isinstance(linear, PackedLinear):
+    """Return a packed form of a linear layer. There must be a `packing` for its dtype."""
+    if isinstance(linear, OneDnnLinear | MklLinear | MklBfloat16Linear):
         return linear
-    packed = linear.weight.new_empty(mkl.pack_size(*linear.weight.shape))
-    with at_most(PACKING_THREADS):
-        mkl.pack(linear.weight, packed)
-    return PackedLinear(linear.weight.new_empty(()).expand(linear.weight.shape), linear.bias, packed=packed)
+    found = packing(linear.weight.dtype)
+    assert found is not None
+    return found.pack(linear)
 
 
 def unpack(linear: Linear) -> Linear:
-    """Return a linear layer with a plain weight: the product with the identity matrix, which is exact."""
-    if not isinstance(linear, PackedLinear):
-        return linear
-    transposed = replace(linear, bias=None).apply(torch.eye(linear.weight.shape[1], dtype=torch.float32))
-    return Linear(transposed.t().contiguous(), linear.bias)
+    """Return a linear layer with a plain weight."""
+    return linear.unpack() if isinstance(linear, OneDnnLinear | MklLinear | MklBfloat16Linear) else linear

@@ -15,14 +15,13 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from fastgen.device import mkl
 from fastgen.device.memory import Memory, memory_on
 from fastgen.kernels.norm import BranchEnd, RMSNorm, WideNorm
 from fastgen.kernels.rope import HeadNorm
 from fastgen.model.adapter import AdapterBases
 from fastgen.model.config import ModelConfig
 from fastgen.model.linear import ROW_TILE, Linear
-from fastgen.model.packed import PACKED_ROW_TILE, pack, unpack
+from fastgen.model.packed import PACKED_ROW_TILE, pack, packing, unpack
 from fastgen.model.quantization import Quantization
 from fastgen.model.quantized import Fp8Linear
 from fastgen.model.weights import Shard
@@ -165,7 +164,7 @@ class Parameters:
         self.memory = memory_on(device)
         self.bases = AdapterBases(self.memory, device)
         self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU, padding to row_tile suffices
-        self._packs = mkl.PACKS and device.type == "cpu" and dtype == torch.float32 and not config.quantization
+        self._packs = device.type == "cpu" and packing(dtype) is not None and not config.quantization
         self.row_tile = 1 if device.type != "cpu" else PACKED_ROW_TILE if self._packs else ROW_TILE
         norm, embedding, *head = model_table(config)
         self.norm = RMSNorm(self._new(*norm.shape), config.norm_eps)

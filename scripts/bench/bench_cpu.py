@@ -1,13 +1,16 @@
 """Measures generated tokens per second on the CPU, of fastgen and of transformers' generate.
 
-    python scripts/bench/bench.py cpu                # the bundled model; 5 minutes
-    python scripts/bench/bench.py cpu --out x.json   # writes the report too
-    python scripts/bench/bench.py cpu --smoke        # the same in seconds, to see that it runs
+    python scripts/bench/bench.py cpu                                      # the bundled model; 5 minutes
+    python scripts/bench/bench.py cpu --model llama-135m --dtype bfloat16  # true shapes, random weights; 5 minutes
+    python scripts/bench/bench.py cpu --model qwen2.5-0.5b --only "batch 1,ragged 32" --pairs 2
+    python scripts/bench/bench.py cpu --out x.json                         # writes the report too
+    python scripts/bench/bench.py cpu --table x.json y.json                # prints a table of such reports
+    python scripts/bench/bench.py cpu --smoke                              # in seconds, to see that it runs
 
 Each engine runs in a process of its own, so that its peak memory is its own, and the two take turns: a ratio is of one
 pair of runs, one right after the other. Prompts are random ids, the same for both engines and new in each
-pair; every sequence runs to its length (no eos). Some workloads also run while other processes are busy, one per
-core, which the benchmark starts and ends.
+pair; every sequence runs to its length (no eos). The bundled model also runs some workloads while other processes are
+busy, one per core, which the benchmark starts and ends.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import random
 import resource
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -32,17 +36,18 @@ from reports import median_and_spread, processor, write_json
 
 @dataclass(frozen=True)
 class Workload:
-    """`sequences` prompts and answers; the lengths of both are drawn evenly from `shortest` to `longest`."""
+    """`sequences` prompts and answers. The lengths of prompts and the numbers of tokens to generate are drawn evenly
+    between the two numbers of `prompt` and of `answer`."""
 
-    sequences: int = 64
-    shortest: int = 16
-    longest: int = 256
+    sequences: int
+    prompt: tuple[int, int]
+    answer: tuple[int, int]
     seed: int = 0
 
     def lengths(self) -> list[tuple[int, int]]:
         """Return (prompt length, tokens to generate) of each sequence, whatever the seed."""
-        draw, span = random.Random(0), (self.shortest, self.longest)
-        return [(draw.randint(*span), draw.randint(*span)) for _ in range(self.sequences)]
+        draw = random.Random(0)
+        return [(draw.randint(*self.prompt), draw.randint(*self.answer)) for _ in range(self.sequences)]
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
         """Return random prompts of these lengths."""
@@ -54,30 +59,63 @@ class Workload:
         """The number of tokens that are asked for."""
         return sum(tokens for _, tokens in self.lengths())
 
+    def shortened(self, most: int) -> Workload:
+        """Return the workload with lengths of at most `most` tokens."""
+        prompt, answer = (tuple(min(length, most) for length in span) for span in (self.prompt, self.answer))
+        return replace(self, prompt=prompt, answer=answer)
 
-WORKLOADS = {
-    "ragged": Workload(),
-    "batch 1": Workload(1, 64, 64),
-    "batch 8": Workload(8, 64, 64),
-    "batch 32": Workload(32, 64, 64),
-    "batch 64": Workload(64, 64, 64),
+
+def batch(sequences: int, prompt: int = 64, answer: int = 64) -> Workload:
+    """Return a workload whose sequences all have the same lengths."""
+    return Workload(sequences, (prompt, prompt), (answer, answer))
+
+
+SHAPE_WORKLOADS = {
+    "batch 1": batch(1),
+    "batch 8": batch(8),
+    "ragged 32": Workload(32, (8, 300), (48, 48)),
+    "long prompt": batch(1, 1500, 32),
+    "first token": batch(1, 1500, 1),
 }
-BUSY = {"batch 1": Workload(1, 64, 64), "batch 32": Workload(32, 16, 16)}
+"""The workloads of a model with random weights, and of a folder or hub id."""
+
+BUNDLED_WORKLOADS = {
+    **SHAPE_WORKLOADS,
+    "ragged 64": Workload(64, (16, 256), (16, 256)),
+    "batch 32": batch(32),
+    "batch 64": batch(64),
+}
+BUSY = {"batch 1": batch(1), "batch 32": batch(32, 16, 16)}
 """Workloads that run while other processes are busy, where transformers may generate 2 tokens per second."""
 
 BUSY_PAIRS = 3
+SMOKE_TOKENS = 24
 
-SMOKE = {"ragged": Workload(4, 16, 24), "batch 1": Workload(1, 16, 16)}
-SMOKE_BUSY = {"batch 1": SMOKE["batch 1"]}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-135m": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
+        "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "head_dim": 64, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+        "tie_word_embeddings": True, "dtype": "bfloat16", "eos_token_id": 0,
+    },
+    "qwen2.5-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896,
+        "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "use_sliding_window": False,
+        "tie_word_embeddings": True, "dtype": "bfloat16", "eos_token_id": 151643,
+    },
+}  # fmt: skip
+"""Configurations of models that run with random weights."""
 
 Run = Callable[[Workload], None]
 
 
-def fastgen_runs(model: str | None, dtype: str) -> Run:
+def fastgen_runs(model: str | None, dtype: str, random_weights: bool) -> Run:
     """Return the function that runs a workload in fastgen."""
     from fastgen import Generator, SamplingParams
 
-    generator = Generator(model, dtype=dtype, device="cpu", seed=0)
+    load = "dummy" if random_weights else "auto"
+    generator = Generator(model, dtype=dtype, device="cpu", load=load, seed=0)
 
     def run(workload: Workload) -> None:
         params = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True) for _, tokens in workload.lengths()]
@@ -87,14 +125,19 @@ def fastgen_runs(model: str | None, dtype: str) -> Run:
     return run
 
 
-def transformers_runs(model: str | None, dtype: str) -> Run:
+def transformers_runs(model: str | None, dtype: str, random_weights: bool) -> Run:
     """Return the function that runs a workload in transformers, as one batch that is padded on the left."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from fastgen.model.loader import resolve
 
-    causal: Any = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=getattr(torch, dtype))
+    folder, numbers = resolve(model), getattr(torch, dtype)
+    causal: Any
+    if random_weights:
+        causal = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=numbers).eval()
+    else:
+        causal = AutoModelForCausalLM.from_pretrained(folder, dtype=numbers)
 
     def run(workload: Workload) -> None:
         prompts = workload.prompts(causal.config.vocab_size)
@@ -111,9 +154,9 @@ def transformers_runs(model: str | None, dtype: str) -> Run:
 ENGINES = {"fastgen": fastgen_runs, "transformers": transformers_runs}
 
 
-def serve_engine(name: str, model: str | None, dtype: str) -> None:
+def serve_engine(name: str, model: str | None, dtype: str, random_weights: bool) -> None:
     """Run each workload that comes as a line of JSON on stdin; answer with seconds and the peak memory in bytes."""
-    run = ENGINES[name](model, dtype)
+    run = ENGINES[name](model, dtype, random_weights)
     unit = 1 if sys.platform == "darwin" else 1024
     for line in sys.stdin:
         workload = Workload(**json.loads(line))
@@ -126,8 +169,8 @@ def serve_engine(name: str, model: str | None, dtype: str) -> None:
 class Engine:
     """An engine in a process of its own. peak_memory: its largest memory so far, in bytes."""
 
-    def __init__(self, name: str, model: str | None, dtype: str) -> None:
-        command = [sys.executable, __file__, json.dumps([name, model, dtype])]
+    def __init__(self, name: str, model: str | None, dtype: str, random_weights: bool) -> None:
+        command = [sys.executable, __file__, json.dumps([name, model, dtype, random_weights])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.peak_memory = 0
 
@@ -177,16 +220,49 @@ def run_pairs(engines: dict[str, Engine], name: str, workload: Workload, pairs: 
     return found
 
 
+@contextmanager
+def model_of(name: str | None) -> Iterator[tuple[str | None, bool]]:
+    """Return the folder or hub id of the model with this name (None: the bundled one), and whether its weights are
+    random."""
+    if name not in SHAPES:
+        yield name, False
+        return
+    with tempfile.TemporaryDirectory(prefix="fastgen-bench-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[name]))
+        yield folder, True
+
+
+def workloads_of(arguments: argparse.Namespace) -> tuple[dict[str, Workload], dict[str, Workload]]:
+    """Return the workloads to run, and the workloads to run while other processes are busy."""
+    bundled = arguments.model is None
+    workloads, busy = (BUNDLED_WORKLOADS, BUSY) if bundled else (SHAPE_WORKLOADS, {})
+    if arguments.only:
+        workloads, busy = {name: BUNDLED_WORKLOADS[name] for name in arguments.only}, {}
+    if arguments.smoke:
+        workloads = {name: workloads[name].shortened(SMOKE_TOKENS) for name in list(workloads)[:2]}
+        busy = {name: busy[name].shortened(SMOKE_TOKENS) for name in list(busy)[:1]}
+    return workloads, busy
+
+
 def bench_cpu(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run and report all workloads, tokens per second and ratios; write the report where `--out` says."""
-    workloads, busy_workloads = (SMOKE, SMOKE_BUSY) if arguments.smoke else (WORKLOADS, BUSY)
+    with model_of(arguments.model) as (model, random_weights):
+        report = run_engines(arguments, model, random_weights)
+    if arguments.out:
+        write_json(arguments.out, report)
+    return report
+
+
+def run_engines(arguments: argparse.Namespace, model: str | None, random_weights: bool) -> dict[str, Any]:
+    """Run all workloads in both engines, and return the report."""
+    workloads, busy_workloads = workloads_of(arguments)
     pairs = 1 if arguments.smoke else arguments.pairs
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    engines = {name: Engine(name, arguments.model, arguments.dtype) for name in ENGINES}
+    engines = {name: Engine(name, model, arguments.dtype, random_weights) for name in ENGINES}
     try:
         for engine in engines.values():
             for workload in workloads.values():
-                engine.rate(replace(workload, shortest=min(workload.shortest, 16), longest=16))  # warms up
+                engine.rate(replace(workload.shortened(64), answer=(4, 4)))  # warms up
         found = {name: run_pairs(engines, name, workload, pairs) for name, workload in workloads.items()}
         with busy_processes(cores):
             busy = {
@@ -196,12 +272,14 @@ def bench_cpu(arguments: argparse.Namespace) -> dict[str, Any]:
     finally:
         for engine in engines.values():
             engine.close()
-    report = {
+    return {
         "model": arguments.model or "bundled",
+        "random_weights": random_weights,
         "dtype": arguments.dtype,
         "machine": processor(),
         "cores": cores,
         "torch": metadata.version("torch"),
+        "transformers": metadata.version("transformers"),
         "pairs": pairs,
         "workloads": {name: asdict(workload) for name, workload in workloads.items()},
         "busy_workloads": {name: asdict(workload) for name, workload in busy_workloads.items()},
@@ -209,24 +287,54 @@ def bench_cpu(arguments: argparse.Namespace) -> dict[str, Any]:
         "quiet": found,
         "beside_busy_processes": busy,
     }
-    if arguments.out:
-        write_json(arguments.out, report)
-    return report
+
+
+def table(reports: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table of reports of one machine: workloads in rows, and in a column per report the tokens per
+    second of fastgen and of transformers, and their ratio."""
+
+    def rate(value: float) -> str:
+        return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+    heads = [f"{report['model']}, {report['dtype']}" for report in reports]
+    lines = [f"| {reports[0]['machine']} | " + " | ".join(heads) + " |", "|---" * (len(reports) + 1) + "|"]
+    for group, suffix in (("quiet", ""), ("beside_busy_processes", ", beside busy processes")):
+        for name in dict.fromkeys(name for report in reports for name in report[group]):
+            cells = []
+            for report in reports:
+                found = report[group].get(name)
+                ours, theirs, ratio = (found[key]["median"] for key in (*ENGINES, "ratio")) if found else (0, 0, 0)
+                cells.append(f"{rate(ours)} / {rate(theirs)} = {ratio:.2f}" if found else "")
+            lines.append(f"| {name}{suffix} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def names_of(text: str) -> list[str]:
+    """Return the names of workloads in an argument."""
+    names = text.split(",")
+    if unknown := sorted(set(names) - set(BUNDLED_WORKLOADS)):
+        raise argparse.ArgumentTypeError(f"no workload {', '.join(unknown)}; there are {', '.join(BUNDLED_WORKLOADS)}")
+    return names
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="bench.py cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="a folder or hub id (default: the bundled model)")
+    parser.add_argument("--model", help=f"{', '.join(SHAPES)}, or a folder or hub id (default: the bundled model)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--only", type=names_of, metavar="NAMES", help=f"of {','.join(BUNDLED_WORKLOADS)}")
     parser.add_argument("--out", type=Path, help="the JSON file to write; without it none is written")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of runs of each workload (default 5)")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="JSON", help="print a table of reports instead")
     parser.add_argument("--smoke", action="store_true", help="a few tokens")
     arguments = parser.parse_args(argv)
     if arguments.out is not None and arguments.out.is_dir():
         parser.error(f"--out {arguments.out} is a folder; name the JSON file")
-    bench_cpu(arguments)
+    if arguments.table:
+        print(table([json.loads(path.read_text()) for path in arguments.table]))
+    else:
+        bench_cpu(arguments)
 
 
 if __name__ == "__main__":  # started by Engine

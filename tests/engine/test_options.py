@@ -50,7 +50,7 @@ def make(model: ModelConfig = MODEL, memory: float = 0, kernels: str = "torch", 
 
 
 def test_the_defaults() -> None:
-    assert make() == EngineConfig(
+    assert make(dtype="float32") == EngineConfig(
         device="cpu",
         dtype="float32",
         max_model_len=1000,
@@ -84,8 +84,26 @@ def test_speculation_suits_the_device() -> None:
     assert make(device="cuda", speculate="auto", attention="reference").speculate is None
 
 
-def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_float32_on_the_cpu() -> None:
-    assert (make(device="cuda").dtype, make().dtype) == ("bfloat16", "float32")
+@pytest.mark.parametrize(
+    ("fast", "checkpoint", "dtype", "start"),
+    [
+        (True, "bfloat16", "bfloat16", "cpu, bfloat16 (the checkpoint's; it is so), "),
+        (False, "bfloat16", "float32", "cpu, float32 (it is so), "),
+        (True, "float16", "float32", "cpu, float32 (the CPU has no fast products for this checkpoint's dtype), "),
+        (True, "float32", "float32", "cpu, float32, "),
+    ],
+)
+def test_dtype_auto_on_the_cpu_is_one_that_it_multiplies_fast_and_the_start_says_why(
+    fast: bool, checkpoint: str, dtype: str, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastgen.engine.options.fast_bfloat16", lambda: (fast, "it is so"))
+    config = make(replace(MODEL, dtype=checkpoint))
+    assert (config.dtype, config.kv_cache_dtype) == (dtype, "float32")
+    assert config.summary.startswith(start)
+
+
+def test_dtype_auto_is_the_checkpoints_on_a_gpu() -> None:
+    assert make(device="cuda").dtype == make(device="cuda").kv_cache_dtype == "bfloat16"
     assert make(device="cuda", dtype="float16").dtype == "float16"
     assert make(dtype="bfloat16").dtype == make(dtype=torch.bfloat16).dtype == "bfloat16"
 
@@ -98,7 +116,7 @@ ONE_LANE = {"max_seqs": 1, "max_step_tokens": 64, "max_model_len": 64}
     [
         ({"num_pages": 7}, 7, 0),
         ({"kv_cache_gb": 5.5 * PAGE_GB}, 5, 0),
-        ({"kv_cache_gb": 5.5 * PAGE_GB, "dtype": "bfloat16"}, 11, 0),
+        ({"kv_cache_gb": 5.5 * PAGE_GB, "dtype": "bfloat16"}, 5, 0),  # the CPU's KV cache is in float32
         ({"kv_cache_gb": 5.5 * PAGE_GB, "page_size": 16}, 22, 0),
         ({"kv_cache_gb": 9.5 * PAGE_GB, **ONE_LANE}, 9, 0),  # the prefix cache can use more pages than the lanes
         ({"kv_cache_gb": 9.5 * PAGE_GB, "prefix_cache": False, **ONE_LANE}, 2, 0),

@@ -73,7 +73,7 @@ def test_the_loss_is_the_sum_over_each_token_by_itself() -> None:
 def test_a_step_makes_what_was_better_likelier_in_the_generator_too() -> None:
     model, settings = trained(), rl_grpo.Settings(batch=8, micro_batch=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
-    with Generator(seed=0, num_pages=32) as gen:
+    with Generator(dtype="float32", seed=0, num_pages=32) as gen:
         chats = [rl_grpo.chat(problem) for problem in ((12, 34), (56, 78))]
         outputs = gen.generate(chats, SamplingParams(n=4, max_tokens=16, seed=3))
         samples = rl_grpo.rollouts(outputs, torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]]))

@@ -27,7 +27,7 @@ def server() -> Iterator[str]:
 
 def test_completions_come_with_ids_and_logprobs() -> None:
     params = {"n": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 64}
-    with Generator(seed=0, num_pages=32) as gen:
+    with Generator(dtype="float32", seed=0, num_pages=32) as gen:
         prompts = [encode_prompt(rl_grpo.chat(problem), gen.tokenizer)[0] for problem in ((12, 34), (56, 78))]
         found = rl_trl.GeneratorClient(gen).generate(prompts, repetition_penalty=1.0, **params)
         with pytest.raises(ValueError, match="a prompt cannot be answered: the prompt has 3000 tokens"):

@@ -35,8 +35,8 @@ from fastgen.model.kv_pool import KVPool
 
 KEY_BLOCK = 64
 KEY_STEP = 16  # products read a multiple of this many keys of a block
-TILE_ROWS = 48  # maximum number of query rows of a prefill tile
-SCORES = 2**20  # approximate maximum number of scores in memory
+TILE_ROWS = 96  # maximum number of query rows of a prefill tile
+SCORES = 2**18  # approximate maximum number of scores in memory, which fit in a core's cache
 
 Indices = NDArray[np.int64]
 
@@ -93,7 +93,7 @@ class _Tiles:
     weights: Tensor
     sums: Tensor
     others: list[tuple[Tensor, Tensor]]
-    _hidden: dict[int, Tensor] = field(default_factory=dict)
+    _hidden: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 
     def move(self, ends: Indices) -> None:
         """Set the positions of decodes. ends: int64 [S], the new KV lengths. The number of KEY_STEPs that each tile
@@ -101,12 +101,14 @@ class _Tiles:
         self.position = torch.from_numpy(ends[self.sequences] - 1).view(1, -1, 1, 1)
         self._hidden.clear()
 
-    def hidden(self, window: int) -> Tensor:
-        """Return which keys are hidden from each query row: bool [R or 1, n, 1, B * KEY_BLOCK]."""
+    def hidden(self, window: int) -> tuple[int, Tensor]:
+        """Return a number of first keys that all query rows see, and which of the later keys are hidden from each
+        query row: bool [R or 1, n, 1, later keys]."""
         if window not in self._hidden:
-            ahead = self.position - torch.arange(self.scores.shape[2])
+            seen = 0 if window else int(self.position.min()) + 1
+            ahead = self.position - torch.arange(seen, self.scores.shape[2])
             hidden = ahead < 0
-            self._hidden[window] = hidden.logical_or_(ahead >= window) if window else hidden
+            self._hidden[window] = seen, hidden.logical_or_(ahead >= window) if window else hidden
         return self._hidden[window]
 
 
@@ -339,8 +341,9 @@ class CpuAttention:
         torch.index_select(q, 0, tiles.queries, out=tiles.q.view(-1, self._head_size))
         products.score(keys)
         scores, weights = tiles.scores[: tiles.rows], tiles.weights[: tiles.rows]
-        by_head = scores.view(tiles.rows, -1, self._kv_heads, scores.shape[2])
-        torch.where(tiles.hidden(window), self._hide, by_head, out=by_head)
+        seen, hidden = tiles.hidden(window)
+        later = scores.view(tiles.rows, -1, self._kv_heads, scores.shape[2])[..., seen:]
+        torch.where(hidden, self._hide, later, out=later)
         torch.softmax(scores, -1, out=weights)
         products.sum(values)
         for first, other in tiles.others:

@@ -53,7 +53,7 @@ def test_the_start_says_what_runs_without_torch_in_this_process(server: Server) 
     """The tokenizer of the HTTP process comes from transformers."""
     server.await_said("ready: fastgen-tiny", 5)
     kinds = r"context of \d+ tokens, KV cache of 4800 tokens, kernels: torch, attention: cpu, deterministic"
-    assert re.search(f"^fgserve: fastgen-tiny: cpu, float32, {kinds}$", server.said, re.M)
+    assert re.search(rf"^fgserve: fastgen-tiny: cpu, (bfloat16|float32) \(.+\), {kinds}$", server.said, re.M)
     assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
     assert "PyTorch" not in server.said
 

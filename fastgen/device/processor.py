@@ -1,0 +1,32 @@
+"""What the CPU is, as far as Linux tells: who made it, and whether it multiplies bfloat16 fast. torch is not needed."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+
+_INFO = Path("/proc/cpuinfo")
+
+
+@cache
+def _info() -> frozenset[str]:
+    """Return the words that describe the CPU."""
+    return frozenset((_INFO.read_text() if _INFO.exists() else platform.processor()).replace(",", " ").split())
+
+
+def is_intel() -> bool:
+    """Return whether Intel has made this CPU."""
+    return "GenuineIntel" in _info()
+
+
+def fast_bfloat16() -> tuple[bool, str]:
+    """Return whether this CPU computes steps in bfloat16 much faster than in float32, and why.
+
+    With AMX only products whose bits depend on the batch are fast (`fastgen.model.packed`).
+    """
+    if "amx_bf16" in _info():
+        return False, "with AMX, products whose bits do not depend on the batch are hardly faster in bfloat16"
+    if "avx512_bf16" in _info():
+        return True, "this CPU has AVX512-BF16"
+    return False, "this CPU has no AVX512-BF16"
