@@ -61,8 +61,9 @@ class GeneratorOptions(Options):
     )  # fmt: skip
     quantization: str | None = option(
         None, "fp8: linear layers except the head are quantized to E4M3 as they are loaded, with one scale per row, "
-        "and their inputs with one scale per token; a checkpoint in fp8 needs no option",
-        choices=("fp8",), unset="the checkpoint's",
+        "and their inputs with one scale per token; a checkpoint that is quantized, in fp8 or int4, needs no option, "
+        "and the others are a check of its quant_method",
+        choices=("fp8", "awq", "gptq", "compressed-tensors", "auto-round"), unset="the checkpoint's",
     )  # fmt: skip
     kv_cache_dtype: str = option(
         "auto", "dtype of the KV cache; auto is the model's dtype, fp8 is E4M3 with one scale per token and KV head: "
@@ -157,6 +158,7 @@ class EngineConfig:
     context_given: whether the user gave max_model_len; if not, it is what the model and the pool allow.
     adapter: folder of the adapter that is merged at the start.
     speculate: options of speculation, including max_rows and row_cost; None: no speculation.
+    weights: form of quantized weights, "fp8" or "int4"; "": they have the dtype.
     """
 
     device: str
@@ -178,6 +180,7 @@ class EngineConfig:
     kv_cache_dtype: str
     adapter: str | Path | None = None
     speculate: Speculation | None = None
+    weights: str = ""
 
     @classmethod
     def make(
@@ -228,6 +231,7 @@ class EngineConfig:
             kernels="triton" if kernels == "gluon" and dtype == "float32" else kernels,
             context_given=context is not None,
             kv_cache_dtype=kv_dtype,
+            weights=model.quantization.name if model.quantization else "",
             adapter=options.adapter,
             speculate=_speculation(options, max_step_tokens, gpu, kernels),
         )
@@ -254,8 +258,9 @@ class EngineConfig:
         ranks = f" and {self.tensor_parallel - 1} more" if self.tensor_parallel > 1 else ""
         mode = ", deterministic" if self.deterministic else ""
         kv = " in fp8" if self.kv_cache_dtype == "fp8" else ""
+        weights = f", weights in {self.weights}" if self.weights else ""
         return (
-            f"{self.device}{ranks}, {self.dtype}, context of {self.max_model_len} tokens, KV cache of "
+            f"{self.device}{ranks}, {self.dtype}{weights}, context of {self.max_model_len} tokens, KV cache of "
             f"{self.num_pages * self.page_size} tokens{kv}, kernels: {self.kernels}, attention: {self.attention}{mode}"
         )
 
@@ -360,7 +365,7 @@ def _step_size(
     if max_seqs is None:
         lanes = 256
         if memory:
-            room = 0.9 * memory - model.num_parameters * (1 if model.quantization else DTYPE_BYTES[dtype])
+            room = 0.9 * memory - model.weight_bytes(DTYPE_BYTES[dtype])
             fit = int(room / (256 * token_bytes(model, kv_dtype) + LANE_BYTES * model.vocab_size))
             lanes = min(1 << max(fit, 1).bit_length() - 1, 1024)
         max_seqs = max(min(lanes, max_step_tokens or budget), 1)

@@ -30,13 +30,8 @@ class Fp8Linear(Linear):
         """Make a layer of zeros. rows: {Hugging Face module that is fused into it: its outputs on this rank}. new:
         makes a tensor of zeros from a shape and a dtype.
 
-        Raises ValueError if only some of the modules are in fp8, or if sizes are not multiples of the block size.
+        Raises ValueError if sizes are not multiples of the block size.
         """
-        if not all(map(form.covers, rows)):
-            raise ValueError(
-                f"quantization_config leaves some of {', '.join(rows)} unquantized and not all of them, which is not "
-                "supported"
-            )
         if form.blocks and any(size % fp8.BLOCK for size in (size_in, *rows.values())):
             raise ValueError(
                 f"{', '.join(rows)} of {size_in} inputs and {', '.join(map(str, rows.values()))} outputs, on each "

@@ -66,6 +66,7 @@ class UpdateRequest(ModelRequest):
     version: int | None = None
     partial: bool = False
     in_flight: Literal["error", "keep", "recompute", "abort"] = "error"
+    requantize: bool = False
 
     @model_validator(mode="after")
     def _check_source(self) -> UpdateRequest:
@@ -144,7 +145,8 @@ class Rollout:
     async def _update(self, engine: AsyncGenerator, wanted: UpdateRequest) -> dict[str, int]:
         if engine in self._updating:
             raise RuntimeError("another update of the weights runs; send this one when it has ended")
-        options = {"version": wanted.version, "partial": wanted.partial, "in_flight": wanted.in_flight}
+        fields = "version", "partial", "in_flight", "requantize"
+        options = {field: getattr(wanted, field) for field in fields}
         self._updating.add(engine)
         try:
             if wanted.folder is not None:
