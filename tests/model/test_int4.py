@@ -88,6 +88,36 @@ def test_published_checkpoints(name: str, checkpoint: Checkpoint, tmp_path: Path
         check_scores(gen, source, meant)
 
 
+@pytest.mark.parametrize(("group", "symmetric"), [(128, True), (32, False), (-1, False)])
+def test_files_of_compressed_tensors(group: int, symmetric: bool, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """The package packs a model, saves it, and unpacks it again; the unpacked model is the reference."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.utils import calculate_qparams
+    from transformers import AutoModelForCausalLM
+
+    form, source = compressed_form(group, symmetric), source_of(checkpoint, "")
+    config = QuantizationConfig(**{**form.config, "quantization_status": "initialized"})
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    apply_quantization_config(model, config)
+    for name in form.modules(model.state_dict()):
+        module = model.get_submodule(name)
+        arguments, rows = module.quantization_scheme.weights, len(module.weight)
+        groups = module.weight.detach().view(rows, -1, module.weight.shape[1] if group == -1 else group)
+        scales, zeros = calculate_qparams(groups.amin(2), groups.amax(2), arguments)
+        module.weight_scale.data.copy_(scales)
+        if not symmetric:
+            module.weight_zero_point.data.copy_(zeros)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(tmp_path / "packed")
+    compressor.update_config(str(tmp_path / "packed"))
+    compressor.decompress_model(model)
+    assert "model.layers.0.mlp.up_proj.weight_packed" in load_file(tmp_path / "packed" / "model.safetensors")
+    with Generator(tmp_path / "packed", **CPU) as gen:
+        check_scores(gen, source, model.state_dict())
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_are_rounded_once_to_the_dtype(dtype: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The answers have the bits of a checkpoint of the weights that int4 represents."""
