@@ -144,6 +144,7 @@ def _compressed_tensors(given: dict[str, Any]) -> Quantization:
     packed = _need(given, "format", "float-quantized", "pack-quantized") == "pack-quantized"
     _need(given, "quantization_status", None, "compressed")
     _need(given.get("sparsity_config") or {}, "format", None, "dense", name="sparsity_config.format")
+    _need(given, "transform_config", None, {})
     groups = given.get("config_groups") or {}
     if len(groups) != 1:
         raise ValueError(f"config_groups has {len(groups)} groups; one, of all linear layers, is supported")
