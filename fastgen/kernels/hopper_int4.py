@@ -56,6 +56,9 @@ def _instructions(low: bool, kind: str, magic: int) -> str:
 BF16, BF16_LOW = constant(_instructions(False, "bf16", 0x4300)), constant(_instructions(True, "bf16", 0x4300))
 F16 = constant(_instructions(False, "f16", 0x6400))
 REGISTERS, REGISTERS_LOW = constant(",".join(["=&r"] * 8 + ["r"] * 10)), constant(",".join(["=&r"] * 8 + ["r"] * 14))
+BF16_PAIRS, F16_PAIRS = (
+    constant((kind,) * 8) for kind in (getattr(gl, "bfloat16", None), getattr(gl, "float16", None))
+)
 
 
 @dataclass(frozen=True)
@@ -129,12 +132,13 @@ def _product_kernel(
     ring = (words, xs, ready, free)
     tables = (bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr)
     scales = (scales_ptr, zeros_ptr)
-    tile = (head, first_row, PAIRS, ROWS)
+    tile = (head, first_row)
     acc, read = gl.warp_specialize(
         [
             (
                 _multiply,
-                (ring, places, tables, out_ptr, scales, tile, T, N, K, GROUP, HALF, KV, ADD, CHUNK, AHEAD, EARLY),
+                (ring, places, tables, out_ptr, scales, tile, T, N, K, GROUP, HALF, KV, ADD, ROWS, PAIRS, CHUNK, AHEAD,
+                 EARLY),
             ),
             (_load_tiles, (x_desc, words_desc, ring, first_token, head, first_row, K, HALF, EARLY)),
         ],
@@ -198,11 +202,11 @@ def _load_x(x_desc, ring, stage, step, first_token):
 def _multiply(
     ring, places, tables, out_ptr, scales, tile, T, N,
     K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr,
-    CHUNK: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    ROWS: gl.constexpr, PAIRS: gl.constexpr, CHUNK: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Multiply the tiles as they arrive. Return the product [ROWS, TOKENS], and if AHEAD the inputs of the epilogue."""
     words, xs, ready, free = ring
-    head, first_row, PAIRS, ROWS = tile
+    head, first_row = tile
     _scales_ptr, zeros_ptr = scales
     STAGES: gl.constexpr = xs.shape[0]
     TOKENS: gl.constexpr = xs.shape[1]
@@ -211,14 +215,15 @@ def _multiply(
     PARTS: gl.constexpr = CHUNK // 64
     CHUNKS: gl.constexpr = DEPTH // CHUNK
     LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
+    WARPS: gl.constexpr = gl.num_warps()
     threads: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 0]] + [[0, 1, 0, 0, 0, 0]] * (PARTS // 2)
-        + [[gl.num_warps(), 0, 0, 0, 0, 0]] * (BLOCKS // gl.num_warps() - 1),
+        + [[WARPS, 0, 0, 0, 0, 0]] * (BLOCKS // WARPS - 1),
         [[0, 0, 0, 1, 0, 0], [0, 0, 0, 2, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0], [0, 0, 4, 0, 0, 0]],
-        [[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]] + [[4, 0, 0, 0, 0, 0]] * (gl.num_warps() // 8), [],
+        [[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]] + [[4, 0, 0, 0, 0, 0]] * (WARPS // 8), [],
         [BLOCKS, PARTS, 8, 4, 2, 2],
     )  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     memory = reinterpret(words, gl.int32, [STAGES, BLOCKS, DEPTH // 64, 8, 4, 2, 2], LINEAR)
     base, there = _rows(head, first_row, N, K, GROUP, HALF, PAIRS, BLOCKS, threads)
@@ -234,11 +239,16 @@ def _multiply(
     for step in range(0, (K + DEPTH - 1) // DEPTH):
         following = _factors(scales, base, there, (step + 1) * DEPTH, K, GROUP, DEPTH, CHUNK, threads)
         nvidia.mbarrier.wait(ready.index(stage), phase)
+        packed = ()
         for chunk in gl.static_range(CHUNKS):
-            packed = memory.index(stage).slice(chunk * PARTS, PARTS, 1).load(threads)
-            weight = _dequantized(packed, factors[chunk], zeros_ptr is not None, xs.dtype)
+            part = memory.index(stage).slice(chunk * PARTS, PARTS, 1)
+            packed = packed + (part.load(threads),)  # type: ignore[assignment]
+        for chunk in gl.static_range(CHUNKS):
+            weight = _dequantized(packed[chunk], factors[chunk], zeros_ptr is not None, xs.dtype)
             x = xs.index(stage).slice(chunk * CHUNK, CHUNK, 1)
-            acc = nvidia.warpgroup_mma(gl.convert_layout(weight, left), x.permute((1, 0)), acc, is_async=True)
+            acc = nvidia.warpgroup_mma(
+                gl.convert_layout(weight, left, assert_trivial=True), x.permute((1, 0)), acc, is_async=True
+            )
             acc = nvidia.warpgroup_mma_wait(1, deps=[acc])
             if chunk == 0:
                 nvidia.mbarrier.arrive(free.index(before), pred=step > 0)  # the previous step has ended
@@ -308,7 +318,7 @@ def _factors(
         zero = (where, where)
         if zeros_ptr is not None:
             zero = (gl.load(zeros_ptr + where, mask=here, other=0), gl.load(zeros_ptr + where + 8, mask=here, other=0))
-        found = found + ((scale, zero),)
+        found = found + ((scale, zero),)  # type: ignore[assignment]
     return found
 
 
@@ -333,11 +343,15 @@ def _dequantized(packed, factors, ZEROS: gl.constexpr, dtype: gl.constexpr):
         low0 = _twice(_rest(scale[0])) + nothing
         low1 = _twice(_rest(scale[1])) + nothing
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            BF16_LOW, REGISTERS_LOW, [packed, z0, z1, high0, high1, low0, low1], (dtype,) * 8, True, 2
+            BF16_LOW, REGISTERS_LOW, [packed, z0, z1, high0, high1, low0, low1], BF16_PAIRS, True, 2
+        )
+    elif dtype == gl.bfloat16:
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            BF16, REGISTERS, [packed, z0, z1, high0, high1], BF16_PAIRS, True, 2
         )
     else:
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            BF16 if dtype == gl.bfloat16 else F16, REGISTERS, [packed, z0, z1, high0, high1], (dtype,) * 8, True, 2
+            F16, REGISTERS, [packed, z0, z1, high0, high1], F16_PAIRS, True, 2
         )
     found = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
     return gl.reshape(gl.permute(found, (0, 6, 2, 1, 4, 8, 7, 3, 5)), [16 * BLOCKS, 64 * PARTS])

@@ -78,13 +78,13 @@ def restore(words: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor
 
 def _nibbles(words: Tensor) -> Tensor:
     """Return the nibbles of words [N, K / 8], uint8 [N, K / 8, 8]."""
-    bytes_ = words.contiguous().view(torch.uint8).unflatten(1, (-1, 4))
+    bytes_: Tensor = words.contiguous().view(torch.uint8).unflatten(1, (-1, 4))
     return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(2)
 
 
 def _words(nibbles: Tensor) -> Tensor:
     """Return words with the given nibbles: the inverse of `_nibbles`."""
-    pairs = nibbles.unflatten(2, (4, 2))
+    pairs: Tensor = nibbles.unflatten(2, (4, 2))
     return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32).squeeze(2)
 
 
@@ -96,7 +96,7 @@ def _restored(words: Tensor) -> Tensor:
 
 
 def _blocked(scales: Tensor) -> Tensor:
-    return scales.unflatten(0, (-1, ROWS)).transpose(1, 2).reshape(scales.shape)
+    return scales.view(-1, ROWS, scales.shape[1]).transpose(1, 2).reshape(scales.shape)
 
 
 def _rows(blocked: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def _rows(blocked: Tensor) -> Tensor:
 
 def _dequantize_twin(words: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the weight [N, K] in `dtype` from its prepared form."""
-    q = _restored(words).unflatten(1, (scales.shape[1], -1)).float()
+    q: Tensor = _restored(words).unflatten(1, (scales.shape[1], -1)).float()
     q -= MIDDLE if zeros is None else _rows(zeros).float()[:, :, None]
     return q.mul_(_rows(scales).float()[:, :, None]).to(dtype).flatten(1)
 
