@@ -1,35 +1,327 @@
-"""Matrix products with weights in int4: plain torch, until the kernels come."""
+"""Batch-invariant products with weights of 4 bits, in groups with one scale each.
+
+A weight is (q - zero) * scale, computed in float32 and rounded once to the dtype of x. The products are those of
+fastgen.kernels.batch_invariant with the rounded weight, with the same instruction in the same order, so a result has
+the bits that the dequantized weight gives there. Few tokens use kernels that dequantize in registers. Many tokens use a
+scratch copy of the dequantized weight, which costs less than a tenth of the product from 4096 tokens on.
+
+Shape letters: T tokens, N outputs, K inputs, G groups of K / G inputs.
+
+The logical form of a weight is
+- words: int32 [N, K / 8]. Bits 4i to 4i + 3 of word j are q, 0 to 15, of column 8j + i.
+- scales: float16, bfloat16 or float32 [N, G].
+- zeros: uint8 [N, G], or None, which means 8.
+
+Kernels read a prepared form, which has the same shapes, in another order. Blocks of 16 rows follow each other, so a
+range of blocks can be prepared or restored separately. A block of words is [K / 64, 32, 4]: for each 64 columns, and
+each thread of a warp, 4 words with the weights that the thread holds of 16 x 16 weights in a tensor core instruction.
+The bits 4i and 16 + 4i of a word are neighbours in a row (see `prepare`). A block of scales or zeros is [G, 16].
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen.device.chip import Chip
+from fastgen.kernels import batch_invariant, hopper_int4
 from fastgen.kernels.batch_invariant import Fused, finished
-from fastgen.kernels.launch import Kernel
+from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
+from fastgen.kernels.launch import Kernel, constant, jit, tl
+
+ROWS, COLUMNS = 16, 64  # rows of a block, and columns of a part of it
+GROUPS = (32, 64)  # columns of a group, if they are not a multiple of 128 or all columns
+MIDDLE = 8  # the zero of weights without zeros
+COPIED, DEPTH = 64, 128  # rows of a tile that is dequantized, and columns of a tile
+FEW, FEW_ROWS, FEW_STAGES = (16, 32, 64), 64, 4  # padded tokens, rows and stages of the kernel in Triton
+MOST = 64  # tokens up to which the kernel in Gluon is faster than a product with a scratch copy
+MAGIC = constant(0x4B000000)
+"""Bits of the float32 number 2**23. Its lowest bits replaced by q are the number 2**23 + q."""
 
 
 def check(outputs: int, inputs: int, group: int) -> None:
     """Raise ValueError if the kernels cannot take a weight [outputs, inputs] with `group` columns per group."""
+    if outputs % ROWS or inputs % COLUMNS:
+        raise ValueError(
+            f"weights of 4 bits need outputs in multiples of {ROWS} and inputs in multiples of {COLUMNS} on each rank; "
+            f"here is one of {outputs} x {inputs}: run the model on fewer ranks, or use a checkpoint that is not "
+            "quantized"
+        )
+    if inputs % group or not (group in GROUPS or group % 128 == 0 or group == inputs):
+        raise ValueError(
+            f"weights of 4 bits need groups of {', '.join(map(str, GROUPS))}, a multiple of 128 or all columns, which "
+            f"divide the number of columns; here are groups of {group} in {inputs} columns on each rank"
+        )
 
 
 def prepare(words: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the prepared form of a weight in its logical form. Both have the same shapes."""
-    return words, scales, zeros
+    """Return the prepared form of a weight in its logical form. Both have the same shapes.
+
+    Thread 4 * row + t of a warp holds of each 16 x 16 weights: rows `row` and `row + 8`, columns 2t, 2t + 1, 2t + 8 and
+    2t + 9. Nibble (h, i1, i0) of its word, of which i0 is the lowest bit of the nibble's number, is the weight of row
+    `row + 8 * i0` and column 2t + 8 * i1 + h.
+    """
+    rows, columns = words.shape[0], 8 * words.shape[1]
+    check(rows, columns, columns // scales.shape[1])
+    nibbles = _nibbles(words).view(rows // ROWS, 2, 8, columns // COLUMNS, 4, 2, 4, 2)  # block i0 row part j i1 t h
+    ordered = nibbles.permute(0, 3, 2, 6, 4, 7, 5, 1).reshape(rows, columns // 8, 8)
+    return _words(ordered), _blocked(scales), None if zeros is None else _blocked(zeros)
 
 
 def restore(words: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the logical form of a weight in its prepared form: the inverse of `prepare`."""
-    return words, scales, zeros
+    return _words(_restored(words).unflatten(1, (-1, 8))), _rows(scales), None if zeros is None else _rows(zeros)
 
 
-def _twin(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, fused: Fused) -> Tensor:
-    octets = weight.contiguous().view(torch.uint8)
-    numbers = torch.stack((octets & 15, octets >> 4), -1).view(*scales.shape, -1).float()
-    numbers -= 8 if zeros is None else zeros[..., None]
-    found = numbers.mul_(scales.float()[..., None]).flatten(1)
-    return finished(F.linear(x, found.to(x.dtype), bias), fused)
+def _nibbles(words: Tensor) -> Tensor:
+    """Return the nibbles of words [N, K / 8], uint8 [N, K / 8, 8]."""
+    bytes_: Tensor = words.contiguous().view(torch.uint8).unflatten(1, (-1, 4))
+    return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(2)
 
 
-product = Kernel(_twin, _twin)
+def _words(nibbles: Tensor) -> Tensor:
+    """Return words with the given nibbles: the inverse of `_nibbles`."""
+    pairs: Tensor = nibbles.unflatten(2, (4, 2))
+    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32).squeeze(2)
+
+
+def _restored(words: Tensor) -> Tensor:
+    """Return the nibbles of prepared words [N, K / 8] in the logical order, uint8 [N, K]."""
+    rows, columns = words.shape[0], 8 * words.shape[1]
+    ordered = _nibbles(words).view(rows // ROWS, columns // COLUMNS, 8, 4, 4, 2, 2, 2)  # block part row t j h i1 i0
+    return ordered.permute(0, 7, 2, 1, 4, 6, 3, 5).reshape(rows, columns)
+
+
+def _blocked(scales: Tensor) -> Tensor:
+    return scales.view(-1, ROWS, scales.shape[1]).transpose(1, 2).reshape(scales.shape)
+
+
+def _rows(blocked: Tensor) -> Tensor:
+    rows, groups = blocked.shape
+    return blocked.reshape(-1, groups, ROWS).transpose(1, 2).reshape(rows, groups)
+
+
+def _dequantize_twin(words: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the weight [N, K] in `dtype` from its prepared form."""
+    q: Tensor = _restored(words).unflatten(1, (scales.shape[1], -1)).float()
+    q -= MIDDLE if zeros is None else _rows(zeros).float()[:, :, None]
+    return q.mul_(_rows(scales).float()[:, :, None]).to(dtype).flatten(1)
+
+
+@jit()
+def _unpacked(
+    words_ptr, scales_ptr, zeros_ptr, row, here, at,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Return DEPTH columns of the weight from column `at` on, float32 [ROWS, DEPTH].
+
+    row: [ROWS], of which each 16 are a block, and here: [ROWS], whether they are loaded. Others are zeros, as are
+    columns from K on.
+    """
+    BLOCKS: tl.constexpr = ROWS // 16
+    PARTS: tl.constexpr = DEPTH // 64
+    IN_STEP: tl.constexpr = DEPTH // GROUP if GROUP < DEPTH else 1  # groups
+    block = tl.reshape(row, [BLOCKS, 16]) // 16
+    block = tl.max(tl.where(tl.reshape(here, [BLOCKS, 16]), block, -1), 1)[:, None, None, None]
+    part = at // 64 + tl.arange(0, PARTS)[None, :, None, None]
+    thread = tl.arange(0, 32)[None, None, :, None]
+    offset = ((block.to(tl.int64) * (K // 64) + part) * 32 + thread) * 4 + tl.arange(0, 4)[None, None, None, :]
+    words = tl.load(words_ptr + offset, mask=(block >= 0) & (part < K // 64), other=0)
+    q = (words[:, :, :, :, None] >> (4 * tl.arange(0, 8))) & 15
+    q = tl.permute(tl.reshape(q, [BLOCKS, PARTS, 8, 4, 4, 2, 2, 2]), (0, 7, 2, 1, 4, 6, 3, 5))
+    q = (tl.reshape(q, [ROWS, IN_STEP, DEPTH // IN_STEP]) | MAGIC).to(tl.float32, bitcast=True)
+    group = at // GROUP + tl.arange(0, IN_STEP)[None, :]
+    offset = (row // 16 * (K // GROUP * 16) + row % 16)[:, None] + group * 16
+    there = here[:, None] & (group < K // GROUP)
+    scale = tl.load(scales_ptr + offset, mask=there, other=0.0).to(tl.float32)
+    zero = 8388616.0  # 2**23 + 8
+    if zeros_ptr is not None:
+        zero = tl.load(zeros_ptr + offset, mask=there, other=0).to(tl.float32)[:, :, None] + 8388608.0
+    return tl.reshape((q - zero) * scale[:, :, None], [ROWS, DEPTH])
+
+
+@jit()
+def _dequantize_kernel(
+    words_ptr, scales_ptr, zeros_ptr, out_ptr, N,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Dequantize ROWS rows and DEPTH columns per program."""
+    row, first = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * DEPTH
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    weight = _unpacked(words_ptr, scales_ptr, zeros_ptr, row, row < N, first, K, GROUP, ROWS, DEPTH)
+    column = first + tl.arange(0, DEPTH)[None, :]
+    here = (row < N)[:, None] & (column < K)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * K + column, weight.to(out_ptr.dtype.element_ty), mask=here)
+
+
+def _dequantize_launch(words: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    outputs, inputs, group = _sizes(words, scales, zeros)
+    out, pdl = words.new_empty(outputs, inputs, dtype=dtype), Chip.of(words.device).dependent_launch
+    grid = -(-outputs // COPIED), -(-inputs // DEPTH)
+    _dequantize_kernel[grid](
+        words, scales, zeros, out, outputs, inputs, group, COPIED, DEPTH, pdl, num_warps=8, launch_pdl=pdl
+    )
+    return out
+
+
+dequantize = Kernel(_dequantize_launch, _dequantize_twin)
+
+
+@jit("T")
+def _product_kernel(
+    x_desc, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr,
+    values_ptr, T, N, K: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr,
+    ADD: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, DEPTH: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute ROWS rows of the weight for all tokens per program. See batch_invariant's kernel for the arguments."""
+    PAIRS: tl.constexpr = ROWS // 2 // HEADS  # pairs of a head in a tile
+    first_row, head = tl.program_id(0) * ROWS, 0
+    row, number = first_row + tl.arange(0, ROWS), tl.arange(0, ROWS // 2)
+    here = row < N
+    if HALF > 0:
+        head = tl.program_id(0) // tl.cdiv(HALF, PAIRS) * HEADS
+        first_row = tl.program_id(0) % tl.cdiv(HALF, PAIRS) * PAIRS
+        row = tl.arange(0, ROWS)
+        here = first_row + row % PAIRS < HALF
+        row = ((head + row // (2 * PAIRS)) * 2 + row // PAIRS % 2) * HALF + first_row + row % PAIRS
+        here = here & (row < N)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    for at in tl.range(0, K, DEPTH, num_stages=STAGES):
+        x = x_desc.load([0, at])
+        weight = _unpacked(words_ptr, scales_ptr, zeros_ptr, row, here, at, K, GROUP, ROWS, DEPTH)
+        acc = tl.dot(weight.to(x.dtype), tl.trans(x), acc, input_precision="ieee")
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.trans(acc)
+    token = tl.arange(0, TOKENS)[:, None]
+    if HALF > 0:
+        acc = tl.permute(tl.reshape(acc, [TOKENS, HEADS, 2, PAIRS]), (0, 1, 3, 2))
+        a, b = tl.split(tl.reshape(acc, [TOKENS, ROWS // 2, 2]))
+        head += number // PAIRS
+        at = first_row + number % PAIRS
+        read = read_pairs(token, head, at, bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, T, N, HALF, KV)
+        finish_pairs(a, b, read, token, head, at, bias_ptr, out_ptr, keys_ptr, values_ptr, T, N, HALF, KV, P)
+    else:
+        read = read_rows(token, row, bias_ptr, out_ptr, T, N, ADD)
+        finish_rows(acc, read, token, row, bias_ptr, out_ptr, T, N, ADD)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """The arguments of a kernel that depend on the epilogue of a product.
+
+    half, heads: number of pairs of a head, or 0 without pairs, and heads of a tile. out: the tensor that receives the
+    result. others: the kernel's arguments from bias_ptr to values_ptr. sizes: from HALF to ADD. tiles: number of tiles.
+    """
+
+    half: int
+    heads: int
+    out: Tensor
+    others: tuple[Tensor | None, ...]
+    sizes: tuple[int, ...]
+    tiles: int
+
+    @classmethod
+    def of(cls, x: Tensor, outputs: int, bias: Tensor | None, fused: Fused, rows: int) -> Epilogue:
+        """Check the arguments of a product. rows: rows of a tile."""
+        half, heads = outputs // 2 if fused.swiglu else 0, 1
+        width = half if fused.swiglu else outputs
+        turned: tuple[Tensor | None, ...] = (None,) * 6
+        num_kv = page_size = 0
+        if fused.rope is not None:
+            mapping, keys, values = fused.rope.mapping, fused.rope.keys, fused.rope.values
+            mapping.check(len(x), keys, values)
+            turned = mapping.positions, mapping.slots, mapping.cos, mapping.sin, keys, values
+            _, num_kv, page_size, head_size = keys.shape
+            half = head_size // 2
+            width = outputs - 2 * num_kv * head_size
+            if half & (half - 1) == 0:
+                heads = max(rows // (2 * half), 1)
+        out = fused.out if fused.add is None else fused.add
+        if out is None:
+            out = x.new_empty(len(x), width, dtype=fused.out_dtype)
+        assert out.shape == (len(x), width)
+        assert out.is_contiguous()
+        assert bias is None or bias.shape == (outputs,)
+        pairs = rows // 2 // heads
+        tiles = -(-outputs // (2 * half * heads)) * -(-half // pairs) if half else -(-outputs // rows)
+        return cls(half, heads, out, (bias, out, *turned), (half, num_kv, page_size, fused.add is not None), tiles)
+
+
+def _sizes(words: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[int, int, int]:
+    """Check the tensors of a weight, and return N, K and the columns of a group."""
+    outputs, inputs = len(words), 8 * words.shape[1]
+    group = inputs // scales.shape[1]
+    check(outputs, inputs, group)
+    assert words.dtype == torch.int32
+    assert len(scales) == outputs
+    assert zeros is None or (zeros.shape == scales.shape and zeros.dtype == torch.uint8)
+    assert all(each is None or each.is_contiguous() for each in (words, scales, zeros))
+    return outputs, inputs, group
+
+
+def _launch(
+    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, fused: Fused
+) -> Tensor:
+    half = fused.rope.keys.shape[-1] // 2 if fused.rope else len(words) // 2 if fused.swiglu else 0
+    chip = Chip.of(x.device)
+    gluon = hopper_int4.runs_on(chip, x.dtype, scales.dtype)
+    if len(x) <= (MOST if gluon else max(FEW)) and x.dtype.itemsize == 2 and half % ROWS == 0:
+        tile = hopper_int4.tile_of(len(x), len(words), chip) if gluon else None
+        return launch_as(tile, x, words, scales, zeros, bias, fused)
+    weight = dequantize.launch(words, scales, zeros, x.dtype)
+    out: Tensor = batch_invariant.product.launch(x, weight, bias, fused)
+    return out
+
+
+def launch_as(
+    tile: hopper_int4.Tile | None, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
+    fused: Fused,
+) -> Tensor:  # fmt: skip
+    """Compute the product without a scratch copy of the weight, in Gluon with a tile, or in Triton for at most 64
+    tokens. The other arguments are those of the twin."""
+    outputs, inputs, group = _sizes(words, scales, zeros)
+    assert x.shape[1] == inputs
+    assert x.is_contiguous()
+    chip, rows = Chip.of(x.device), tile.rows if tile else FEW_ROWS
+    ends = Epilogue.of(x, outputs, bias, fused, rows)
+    if tile:
+        hopper_int4.launch(
+            tile, x, words, scales, zeros, ends.half, ends.heads, ends.tiles, ends.others, ends.sizes, chip
+        )
+    else:
+        _launch_triton(x, words, scales, zeros, group, ends, chip)
+    return ends.out if fused.rope is None else ends.out.view(len(x), -1, 2 * ends.half)
+
+
+def _launch_triton(
+    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, ends: Epilogue, chip: Chip
+) -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor as Described
+
+    (tokens, inputs), outputs, pdl = x.shape, len(words), chip.dependent_launch
+    padded = next(each for each in FEW if tokens <= each)
+    _product_kernel[(ends.tiles,)](
+        Described(x, [tokens, inputs], [inputs, 1], [padded, DEPTH]), words, scales, zeros, *ends.others, tokens,
+        outputs, inputs, group, *ends.sizes, padded, FEW_ROWS, ends.heads, DEPTH, FEW_STAGES, pdl,
+        num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _twin(x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, fused: Fused) -> Tensor:
+    """Return x weight^T + bias, [T, N] in x's dtype, with the epilogue `fused`.
+
+    x: [T, K], bfloat16, float16 or float32. words, scales, zeros: the weight's prepared form. bias: [N] in x's dtype.
+    """
+    return finished(F.linear(x, dequantize.twin(words, scales, zeros, x.dtype), bias), fused)
+
+
+int4_product = Kernel(_launch, _twin)

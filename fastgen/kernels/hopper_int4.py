@@ -1,0 +1,402 @@
+"""Products with weights of 4 bits (fastgen.kernels.int4) on Hopper, in Gluon, with the same bits as products with the
+dequantized weight in fastgen.kernels.hopper_products, whose structure this kernel has.
+
+One warp of a program loads tiles of packed words and of x (by TMA). The other warps dequantize in registers, which hold
+the left side of the tensor core instructions: a prepared word has the 8 weights that a thread holds of 16 x 16 weights.
+While the products of one chunk of columns are computed, the next chunk is dequantized.
+
+A nibble becomes a number without a conversion: in the lowest bits of the mantissa of 128 it is bf16's 128 + q. From
+this, 128 + zero is subtracted, which is exact. The difference times the scale is rounded once: a float16 scale is the
+sum of two numbers in bf16, high and low, and (q - zero) * low is exact in bf16, so that one multiply-add rounds the
+whole sum. Where x is float16, the number is 1024 + q, and a float16 scale has one part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.device.chip import Chip
+from fastgen.kernels.epilogue import finish_pairs, finish_rows
+from fastgen.kernels.gluon import gl, gluon_jit, load_tile, next_stage, nvidia, reinterpret
+from fastgen.kernels.hopper_products import described, origin, read_ahead
+from fastgen.kernels.launch import GLUON, constant, tl
+
+COLUMNS = 64  # columns of a part of a block of 16 rows, 512 bytes
+LOADING_REGISTERS = constant(40)  # registers per thread of the loading warp's group; the others get the rest
+AHEAD, AHEAD_ROPE = 64, 32  # sums per thread up to which the epilogue's inputs load before the product
+
+
+def _instructions(low: bool, kind: str, magic: int) -> str:
+    """Return PTX that makes 8 pairs of numbers, in registers $0 to $7, of the words $8 and $9.
+
+    A word has pairs of row 0, row 1, row 0 and row 1. $10 and $12: -(magic + zero) of the two rows, twice. $14 and $16:
+    their scales, twice. low: whether $18 and $20 have the low parts of the scales.
+    """
+    lines = [".reg .b32 q, d, p;"]
+    for number in range(8):
+        word, pair = 8 + number // 4, number % 4
+        zero, scale, lowest = (first + 2 * (pair % 2) for first in (10, 14, 18))
+        if pair:
+            lines.append(f"shr.b32 q, ${word}, {4 * pair};")
+        source = "q" if pair else f"${word}"
+        lines.append(f"lop3.b32 q, {source}, 0x000f000f, {magic * 0x10001:#x}, 0xea;")
+        lines.append(f"add.{kind}x2 d, q, ${zero};")
+        if low:
+            lines.append(f"mul.{kind}x2 p, d, ${lowest};")
+            lines.append(f"fma.rn.{kind}x2 ${number}, d, ${scale}, p;")
+        else:
+            lines.append(f"mul.{kind}x2 ${number}, d, ${scale};")
+    return "{" + " ".join(lines) + "}"
+
+
+BF16, BF16_LOW = constant(_instructions(False, "bf16", 0x4300)), constant(_instructions(True, "bf16", 0x4300))
+F16 = constant(_instructions(False, "f16", 0x6400))
+REGISTERS, REGISTERS_LOW = constant(",".join(["=&r"] * 8 + ["r"] * 10)), constant(",".join(["=&r"] * 8 + ["r"] * 14))
+BF16_PAIRS, F16_PAIRS = (
+    constant((kind,) * 8) for kind in (getattr(gl, "bfloat16", None), getattr(gl, "float16", None))
+)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The tiles of a product, all of which give the same bits.
+
+    tokens, rows, depth: sizes of the tiles of x [tokens, depth] and of the weight [rows, depth] in a step. chunk:
+    number of columns that are dequantized at a time. programs: number of programs for which a processor has room.
+    """
+
+    tokens: int
+    rows: int
+    depth: int
+    warps: int
+    chunk: int
+    programs: int
+
+    def stages(self, chip: Chip) -> int:
+        """Return the number of steps whose tiles fit into the shared memory of a program."""
+        room = chip.shared_memory // self.programs - 3072
+        return min(room // ((4 * self.tokens + self.rows) * self.depth // 2), 12)
+
+    @property
+    def registers(self) -> int:
+        """Return the registers per thread at the start."""
+        return 65536 // self.programs // (32 * (self.warps + 4)) // 8 * 8
+
+
+def tile_of(tokens: int, outputs: int, chip: Chip) -> Tile:
+    """Return the tile for a product of `tokens` tokens and a weight of `outputs` rows."""
+    padded = next((each for each in (8, 16, 32, 64) if tokens <= each), 128)
+    return Tile(padded, 64, 256, 4, 64, 2)
+
+
+def runs_on(chip: Chip, dtype: torch.dtype, scales: torch.dtype) -> bool:
+    """Return whether the kernel runs on a chip, for a dtype of x and of the weight's scales."""
+    exact = {torch.bfloat16: (torch.float16, torch.bfloat16), torch.float16: (torch.float16,)}
+    return GLUON and chip.capability == (9, 0) and scales in exact.get(dtype, ())
+
+
+@gluon_jit("T")
+def _product_kernel(
+    x_desc, words_desc, scales_ptr, zeros_ptr, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr,
+    values_ptr, T, N, K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, P: gl.constexpr,
+    ADD: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, DEPTH: gl.constexpr,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, CUT: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Compute the product of one tile of the weight's rows with one tile of tokens per program.
+
+    Shape letters: see fastgen.kernels.batch_invariant; GROUP: columns per group. CHUNK: see Tile. CUT, AHEAD, EARLY:
+    see hopper_products.
+    """
+    PAIRS: gl.constexpr = ROWS // 2 // HEADS
+    first_token, head, first_row = origin(T, HALF, TOKENS, ROWS, HEADS, CUT)
+    words = gl.allocate_shared_memory(gl.int32, [STAGES] + words_desc.block_type.shape, words_desc.layout)
+    xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, DEPTH], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], nvidia.mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], nvidia.mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        nvidia.mbarrier.init(ready.index(stage), count=1)
+        nvidia.mbarrier.init(free.index(stage), count=1)
+    side_by_side: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 32, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
+    blocked: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
+    spread: gl.constexpr = gl.SliceLayout(2, side_by_side) if HALF > 0 else blocked  # the layout of stores
+    token = gl.expand_dims(first_token + gl.arange(0, TOKENS, gl.SliceLayout(1, spread)), 1)
+    if HALF > 0:
+        number = gl.arange(0, ROWS // 2, gl.SliceLayout(0, spread))
+        places = (token, head + number // PAIRS, first_row + number % PAIRS)
+    else:
+        places = (token, first_row + gl.arange(0, ROWS, gl.SliceLayout(0, spread)))  # type: ignore[assignment]
+    ring = (words, xs, ready, free)
+    tables = (bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr)
+    scales = (scales_ptr, zeros_ptr)
+    tile = (head, first_row)
+    acc, read = gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (ring, places, tables, out_ptr, scales, tile, T, N, K, GROUP, HALF, KV, ADD, ROWS, PAIRS, CHUNK, AHEAD,
+                 EARLY),
+            ),
+            (_load_tiles, (x_desc, words_desc, ring, first_token, head, first_row, K, HALF, EARLY)),
+        ],
+        [1],
+        [LOADING_REGISTERS],
+    )  # fmt: skip
+    if not AHEAD:
+        read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
+    acc = gl.permute(acc, (1, 0))
+    if HALF > 0:
+        acc = gl.permute(gl.reshape(acc, [TOKENS, HEADS, 2, PAIRS]), (0, 1, 3, 2))
+        a, b = gl.split(gl.convert_layout(gl.reshape(acc, [TOKENS, ROWS // 2, 2]), side_by_side))
+        finish_pairs(a, b, read, *places, bias_ptr, out_ptr, keys_ptr, values_ptr, T, N, HALF, KV, P)
+    else:
+        finish_rows(gl.convert_layout(acc, spread), read, *places, bias_ptr, out_ptr, T, N, ADD)
+
+
+@gluon_jit()
+def _load_tiles(
+    x_desc, words_desc, ring, first_token, head, first_row, K: gl.constexpr, HALF: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Load the tiles of all steps, each as soon as a stage is free, and the first tiles of the weight at once."""
+    _words, xs, _ready, free = ring
+    STAGES: gl.constexpr = xs.shape[0]
+    STEPS: gl.constexpr = (K + xs.shape[2] - 1) // xs.shape[2]
+    for stage in gl.static_range(min(STAGES, STEPS)):
+        _load_words(words_desc, ring, stage, stage, head, first_row, HALF)
+    tl.extra.cuda.gdc_wait()
+    for stage in gl.static_range(min(STAGES, STEPS)):
+        _load_x(x_desc, ring, stage, stage, first_token)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    stage = 0
+    phase = 0
+    for step in range(STAGES, STEPS):
+        nvidia.mbarrier.wait(free.index(stage), phase)
+        _load_words(words_desc, ring, stage, step, head, first_row, HALF)
+        _load_x(x_desc, ring, stage, step, first_token)
+        stage, phase = next_stage(stage, phase, STAGES)
+
+
+@gluon_jit()
+def _load_words(words_desc, ring, stage, step, head, first_row, HALF: gl.constexpr):
+    """Begin to load the words of a step to a stage, which is ready when x has arrived there, too."""
+    words, xs, ready, _free = ring
+    PARTS: gl.constexpr = xs.shape[2] // 64
+    SIZE: gl.constexpr = words_desc.block_type.nbytes + xs.shape[1] * xs.shape[2] * 2
+    nvidia.mbarrier.expect(ready.index(stage), SIZE)
+    block = first_row // 16
+    at = [head, 0, block, step * PARTS, 0] if HALF > 0 else [block, step * PARTS, 0]
+    load_tile(words_desc, at, ready.index(stage), words.index(stage))
+
+
+@gluon_jit()
+def _load_x(x_desc, ring, stage, step, first_token):
+    _words, xs, ready, _free = ring
+    load_tile(x_desc, [first_token, step * xs.shape[2]], ready.index(stage), xs.index(stage))
+
+
+@gluon_jit()
+def _multiply(
+    ring, places, tables, out_ptr, scales, tile, T, N,
+    K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr,
+    ROWS: gl.constexpr, PAIRS: gl.constexpr, CHUNK: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Multiply the tiles as they arrive. Return the product [ROWS, TOKENS], and if AHEAD the inputs of the epilogue."""
+    words, xs, ready, free = ring
+    head, first_row = tile
+    _scales_ptr, zeros_ptr = scales
+    STAGES: gl.constexpr = xs.shape[0]
+    TOKENS: gl.constexpr = xs.shape[1]
+    DEPTH: gl.constexpr = xs.shape[2]
+    BLOCKS: gl.constexpr = ROWS // 16
+    PARTS: gl.constexpr = CHUNK // 64
+    CHUNKS: gl.constexpr = DEPTH // CHUNK
+    LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
+    WARPS: gl.constexpr = gl.num_warps()
+    threads: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 0]] + [[0, 1, 0, 0, 0, 0]] * (PARTS // 2)
+        + [[WARPS, 0, 0, 0, 0, 0]] * (BLOCKS // WARPS - 1),
+        [[0, 0, 0, 1, 0, 0], [0, 0, 0, 2, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0], [0, 0, 4, 0, 0, 0]],
+        [[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]] + [[4, 0, 0, 0, 0, 0]] * (WARPS // 8), [],
+        [BLOCKS, PARTS, 8, 4, 2, 2],
+    )  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    memory = reinterpret(words, gl.int32, [STAGES, BLOCKS, DEPTH // 64, 8, 4, 2, 2], LINEAR)
+    base, there = _rows(head, first_row, N, K, GROUP, HALF, PAIRS, BLOCKS, threads)
+    factors = _factors(scales, base, there, 0, K, GROUP, DEPTH, CHUNK, threads)
+    tl.extra.cuda.gdc_wait()
+    read = places
+    if AHEAD:
+        read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+    stage = 0
+    phase = 0
+    before = STAGES - 1
+    for step in range(0, (K + DEPTH - 1) // DEPTH):
+        following = _factors(scales, base, there, (step + 1) * DEPTH, K, GROUP, DEPTH, CHUNK, threads)
+        nvidia.mbarrier.wait(ready.index(stage), phase)
+        packed = ()
+        for chunk in gl.static_range(CHUNKS):
+            part = memory.index(stage).slice(chunk * PARTS, PARTS, 1)
+            packed = packed + (part.load(threads),)  # type: ignore[assignment]
+        for chunk in gl.static_range(CHUNKS):
+            weight = _dequantized(packed[chunk], factors[chunk], zeros_ptr is not None, xs.dtype)
+            x = xs.index(stage).slice(chunk * CHUNK, CHUNK, 1)
+            acc = nvidia.warpgroup_mma(
+                gl.convert_layout(weight, left, assert_trivial=True), x.permute((1, 0)), acc, is_async=True
+            )
+            acc = nvidia.warpgroup_mma_wait(1, deps=[acc])
+            if chunk == 0:
+                nvidia.mbarrier.arrive(free.index(before), pred=step > 0)  # the previous step has ended
+        factors = following
+        before = stage
+        stage, phase = next_stage(stage, phase, STAGES)
+    if not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    return nvidia.warpgroup_mma_wait(0, deps=[acc]), read
+
+
+@gluon_jit()
+def _rows(
+    head, first_row, N, K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, PAIRS: gl.constexpr,
+    BLOCKS: gl.constexpr, threads: gl.constexpr,
+):  # fmt: skip
+    """Return the position of the first scale of each row that a thread holds, [BLOCKS, 1, 8, 1, 1, 1], for the first 8
+    rows of each block, and whether the rows exist."""
+    pairs: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, threads)))
+    block = 16 * gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, pairs)))
+    row = first_row + block
+    there = row < N
+    if HALF > 0:
+        row = first_row + block % PAIRS
+        there = row < HALF
+        row += (head * 2 + block // PAIRS) * HALF
+        there = there & (row < N)
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, pairs)))
+    base = _wide(row, 1, 2) * (K // GROUP) + _wide(within, 0, 1)
+    return base, _wide(there, 1, 2)
+
+
+@gluon_jit()
+def _wide(x, A: gl.constexpr, B: gl.constexpr):
+    """Return x [SIZE] with dimensions A and B, and three at the end."""
+    x = gl.expand_dims(gl.expand_dims(x, A), B)
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 3), 4), 5)
+
+
+@gluon_jit()
+def _factors(
+    scales, base, there, at, K: gl.constexpr, GROUP: gl.constexpr, DEPTH: gl.constexpr, CHUNK: gl.constexpr,
+    threads: gl.constexpr,
+):  # fmt: skip
+    """Return the scales and zeros of the chunks of a step that begins at column `at`."""
+    scales_ptr, zeros_ptr = scales
+    PARTS: gl.constexpr = CHUNK // 64 if GROUP < CHUNK else 1
+    part = gl.arange(
+        0, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, threads)))))
+    )
+    column = at + 64 * _wide(part, 0, 2)
+    if GROUP < 64:
+        half = gl.arange(
+            0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(5, threads)))))
+        )
+        half = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(half, 0), 1), 2), 3)
+        column = column + 32 * gl.expand_dims(half, 5)
+    found = ()
+    for chunk in gl.static_range(DEPTH // CHUNK):
+        group = (column + chunk * CHUNK) // GROUP
+        here = there & (group < K // GROUP)
+        where = base + group * 16
+        scale = (
+            gl.load(scales_ptr + where, mask=here, other=0.0),
+            gl.load(scales_ptr + where + 8, mask=here, other=0.0),
+        )
+        zero = (where, where)
+        if zeros_ptr is not None:
+            zero = (gl.load(zeros_ptr + where, mask=here, other=0), gl.load(zeros_ptr + where + 8, mask=here, other=0))
+        found = found + ((scale, zero),)  # type: ignore[assignment]
+    return found
+
+
+@gluon_jit()
+def _dequantized(packed, factors, ZEROS: gl.constexpr, dtype: gl.constexpr):
+    """Return the weights of words [BLOCKS, PARTS, 8, 4, 2, 2] as [16 * BLOCKS, 64 * PARTS]."""
+    scale, zero = factors
+    LOW: gl.constexpr = scale[0].dtype != dtype
+    BLOCKS: gl.constexpr = packed.shape[0]
+    PARTS: gl.constexpr = packed.shape[1]
+    magic: gl.constexpr = -1023360256 if dtype == gl.bfloat16 else -469703680  # -128 or -1024, twice
+    nothing = packed * 0
+    if ZEROS:
+        z0 = zero[0].to(gl.int32) * 0x10001 + magic + nothing
+        z1 = zero[1].to(gl.int32) * 0x10001 + magic + nothing
+    else:
+        z0 = nothing + (8 * 0x10001 + magic)
+        z1 = z0
+    high0 = _twice(scale[0].to(dtype)) + nothing
+    high1 = _twice(scale[1].to(dtype)) + nothing
+    if LOW:
+        low0 = _twice(_rest(scale[0])) + nothing
+        low1 = _twice(_rest(scale[1])) + nothing
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            BF16_LOW, REGISTERS_LOW, [packed, z0, z1, high0, high1, low0, low1], BF16_PAIRS, True, 2
+        )
+    elif dtype == gl.bfloat16:
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            BF16, REGISTERS, [packed, z0, z1, high0, high1], BF16_PAIRS, True, 2
+        )
+    else:
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            F16, REGISTERS, [packed, z0, z1, high0, high1], F16_PAIRS, True, 2
+        )
+    found = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
+    return gl.reshape(gl.permute(found, (0, 6, 2, 1, 4, 8, 7, 3, 5)), [16 * BLOCKS, 64 * PARTS])
+
+
+@gluon_jit()
+def _rest(scale):
+    """Return what a scale in bf16 leaves of a scale in float16, in bf16, which is exact."""
+    scale = scale.to(gl.float32)
+    return (scale - scale.to(gl.bfloat16).to(gl.float32)).to(gl.bfloat16)
+
+
+@gluon_jit()
+def _twice(x):
+    """Return registers with two copies of 2-byte numbers."""
+    return (x.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x10001
+
+
+def launch(
+    tile: Tile, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, half: int, heads: int, tiles: int,
+    others: tuple[Tensor | None, ...], sizes: tuple[int, ...], chip: Chip,
+) -> None:  # fmt: skip
+    """Multiply x [T, K] by a weight in the prepared form. The caller has checked the arguments.
+
+    half, heads, tiles, others, sizes: see fastgen.kernels.int4.Epilogue.
+    """
+    (tokens, inputs), outputs = x.shape, len(words)
+    parts, token_tiles = tile.depth // COLUMNS, -(-tokens // tile.tokens)
+    blocks, block = words.view(outputs // 16, inputs // COLUMNS, 128), [tile.rows // 16, parts, 128]
+    if half:
+        blocks = blocks.view(-1, 2, half // 16, inputs // COLUMNS, 128)
+        block = [heads, 2, tile.rows // 32 // heads, parts, 128]
+    early = 4 * token_tiles * tiles <= 3 * chip.processors
+    ahead = tile.tokens * tile.rows <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * tile.warps
+    _product_kernel[(token_tiles * tiles,)](
+        described(x, [tile.tokens, tile.depth]), _described(blocks, block), scales, zeros, *others, tokens, outputs,
+        inputs, inputs // scales.shape[1], *sizes, tile.tokens, tile.rows, heads, tile.depth, tile.chunk,
+        tile.stages(chip), token_tiles > 1, ahead, early,
+        num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False, launch_pdl=True,
+    )  # fmt: skip
+
+
+def _described(blocks: Tensor, block: list[int]) -> Any:
+    """Return the TMA descriptor that loads words in tiles of shape `block`, in the order that they have in memory."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(0, 32, len(block))
+    return TensorDescriptor(blocks, [*blocks.shape], [*blocks.stride()], block, layout)
