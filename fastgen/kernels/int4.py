@@ -31,6 +31,7 @@ from fastgen.kernels import batch_invariant, hopper_int4
 from fastgen.kernels.batch_invariant import Fused, finished
 from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
 from fastgen.kernels.launch import Kernel, constant, jit, tl
+from fastgen.kernels.rope import rope_write
 
 ROWS, COLUMNS = 16, 64  # rows of a block, and columns of a part of it
 GROUPS = (32, 64)  # columns of a group, if they are not a multiple of 128 or all columns
@@ -271,23 +272,35 @@ def _sizes(words: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[int, in
 def _launch(
     x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, fused: Fused
 ) -> Tensor:
+    return launch_for(len(x), x, words, scales, zeros, bias, fused)
+
+
+def launch_for(
+    tokens: int, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, fused: Fused
+) -> Tensor:
+    """Compute the product with the kernels for `tokens` tokens, of which x may have fewer. See the twin for the other
+    arguments."""
     half = fused.rope.keys.shape[-1] // 2 if fused.rope else len(words) // 2 if fused.swiglu else 0
     chip = Chip.of(x.device)
     gluon = hopper_int4.runs_on(chip, x.dtype, scales.dtype)
-    if len(x) <= (MOST if gluon else max(FEW)) and x.dtype.itemsize == 2 and half % ROWS == 0:
-        tile = hopper_int4.tile_of(len(x), len(words), chip) if gluon else None
-        return launch_as(tile, x, words, scales, zeros, bias, fused)
+    if tokens <= (MOST if gluon else max(FEW)) and x.dtype.itemsize == 2 and half % ROWS == 0:
+        tile = hopper_int4.tile_of(tokens, len(words), chip) if gluon else None
+        return launch_as(tile, x, words, scales, zeros, bias, fused, tokens)
     weight = dequantize.launch(words, scales, zeros, x.dtype)
-    out: Tensor = batch_invariant.product.launch(x, weight, bias, fused)
-    return out
+    chosen = batch_invariant.config(tokens, *weight.shape, x.dtype, chip)
+    if fused.rope is None or batch_invariant.fuses_rope(tokens):
+        return batch_invariant.launch_as(chosen, x, weight, bias, fused)
+    qkv = batch_invariant.launch_as(chosen, x, weight, bias, fused._replace(rope=None))
+    turned: Tensor = rope_write.launch(qkv, fused.rope.mapping, fused.rope.keys, fused.rope.values)
+    return turned
 
 
 def launch_as(
     tile: hopper_int4.Tile | None, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
-    fused: Fused,
+    fused: Fused, tokens: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Compute the product without a scratch copy of the weight, in Gluon with a tile, or in Triton for at most 64
-    tokens. The other arguments are those of the twin."""
+    """Compute the product without a scratch copy of the weight, in Gluon with a tile, or in Triton with a tile for
+    `tokens` (by default those of x), at most 64. The other arguments are those of the twin."""
     outputs, inputs, group = _sizes(words, scales, zeros)
     assert x.shape[1] == inputs
     assert x.is_contiguous()
@@ -298,17 +311,17 @@ def launch_as(
             tile, x, words, scales, zeros, ends.half, ends.heads, ends.tiles, ends.others, ends.sizes, chip
         )
     else:
-        _launch_triton(x, words, scales, zeros, group, ends, chip)
+        _launch_triton(tokens or len(x), x, words, scales, zeros, group, ends, chip)
     return ends.out if fused.rope is None else ends.out.view(len(x), -1, 2 * ends.half)
 
 
 def _launch_triton(
-    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, ends: Epilogue, chip: Chip
+    most: int, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, ends: Epilogue, chip: Chip
 ) -> None:
     from triton.tools.tensor_descriptor import TensorDescriptor as Described
 
     (tokens, inputs), outputs, pdl = x.shape, len(words), chip.dependent_launch
-    padded = next(each for each in FEW if tokens <= each)
+    padded = next(each for each in FEW if most <= each)
     _product_kernel[(ends.tiles,)](
         Described(x, [tokens, inputs], [inputs, 1], [padded, DEPTH]), words, scales, zeros, *ends.others, tokens,
         outputs, inputs, group, *ends.sizes, padded, FEW_ROWS, ends.heads, DEPTH, FEW_STAGES, pdl,

@@ -248,7 +248,8 @@ def quantize(
     else:
         high = torch.maximum(low.abs(), high.abs())
         low = -high
-    scales = ((high - low) / LEVELS).to(scale_dtype)
+    # Divided by a tensor, because a GPU multiplies by the reciprocal of a Python number, which has other bits.
+    scales = ((high - low) / torch.full_like(high, LEVELS)).to(scale_dtype)
     divisor = scales.float().masked_fill(scales == 0, 1)
     zeros = (-low / divisor).round().clamp(0, LEVELS) if asymmetric else torch.full_like(divisor, MIDDLE)
     numbers = (groups / divisor[..., None]).round().add_(zeros[..., None]).clamp_(0, LEVELS).nan_to_num_()

@@ -5,7 +5,7 @@ On the CPU, weights are dequantized once, when all of them are loaded: layers ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -70,9 +70,34 @@ class Int4Linear(Linear):
     ) -> Tensor:
         if norm is not None:
             x = rms_norm(x, norm.weight, norm.eps, delta)
-        product = int4.product.launch if self.batch_invariant else int4.product
+        product = int4.int4_product.launch if self.batch_invariant else int4.int4_product
         y: Tensor = product(x, self.weight, self.scales, self.zeros, self.bias, fused)
         return y
+
+    def prepare(self) -> None:
+        """Reorder the tensors for kernels, in place, since CUDA graphs have their addresses."""
+        if not self.ready:
+            self._replace(int4.prepare(self.weight, self.scales, self.zeros))
+            self.ready = True
+
+    def restore(self) -> None:
+        """Undo `prepare`, so that shards can be written."""
+        if self.ready:
+            self.ready = False
+            self._replace(int4.restore(self.weight, self.scales, self.zeros))
+
+    @torch.no_grad()
+    def _replace(self, tensors: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        for old, new in zip((self.weight, self.scales, self.zeros), tensors, strict=True):
+            if old is not None and new is not None:
+                old.copy_(new.clone() if new.data_ptr() == old.data_ptr() else new)  # it may be a view of the old one
+
+    def launch_all(self, fused: Fused, dtype: torch.dtype, sizes: Iterable[int]) -> None:
+        """Launch the kernels of products of these numbers of tokens, with one row. fused: see `apply`. dtype: dtype of
+        the input."""
+        x = self.weight.new_zeros(1, self.weight.shape[1] * NIBBLES, dtype=dtype)
+        for size in sizes:
+            int4.launch_for(size, x, self.weight, self.scales, self.zeros, self.bias, fused)
 
     def shards(self, name: str, part: Part, rows: slice, stored: str) -> dict[str, Shard]:
         """Return the shards of a module's tensors. rows: the rows of this layer that are `part` of its weight.
@@ -104,35 +129,24 @@ def rounded_shard(
     )  # fmt: skip
 
 
-def ready(linear: Linear, new: Callable[..., Tensor]) -> Linear:
-    """Return a linear layer that steps can use: an Int4Linear in the order of kernels, in place, or on the CPU a layer
-    with the dequantized weight. new: makes a tensor of zeros from a shape, in the dtype that the model computes in."""
-    if not isinstance(linear, Int4Linear) or linear.ready or linear.weight.device.type == "meta":
+def prepared(linear: Linear, new: Callable[..., Tensor]) -> Linear:
+    """Return a linear layer that steps can use: an Int4Linear in the order of kernels, or on the CPU a layer with the
+    dequantized weight. new: makes a tensor of zeros from a shape, in the dtype that the model computes in."""
+    if not isinstance(linear, Int4Linear):
         return linear
-    tensors = linear.weight, linear.scales, linear.zeros
     if linear.weight.device.type != "cpu":
-        _replace(linear, int4.prepare(*tensors))
-        linear.ready = True
+        linear.prepare()
         return linear
     weight = new(len(linear.weight), linear.weight.shape[1] * NIBBLES)
-    weight.copy_(dequantize(*tensors))
+    weight.copy_(dequantize(linear.weight, linear.scales, linear.zeros))
     return Linear(weight, linear.bias)
 
 
-def unready(linear: Linear) -> Linear:
-    """Undo the reordering of `ready`."""
-    if isinstance(linear, Int4Linear) and linear.ready:
-        linear.ready = False
-        _replace(linear, int4.restore(linear.weight, linear.scales, linear.zeros))
+def restored(linear: Linear) -> Linear:
+    """Return a linear layer whose shards can be written, after `prepared`."""
+    if isinstance(linear, Int4Linear):
+        linear.restore()
     return linear
-
-
-def _replace(linear: Int4Linear, tensors: tuple[Tensor, Tensor, Tensor | None]) -> None:
-    """Write new tensors of the same shapes over those of a layer, whose addresses CUDA graphs have."""
-    with torch.no_grad():
-        for old, new in zip((linear.weight, linear.scales, linear.zeros), tensors, strict=True):
-            if old is not None and new is not None:
-                old.copy_(new)
 
 
 def check_int4(model: ModelConfig, form: Int4) -> None:

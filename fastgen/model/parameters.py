@@ -21,7 +21,7 @@ from fastgen.kernels.rope import HeadNorm
 from fastgen.model.adapter import AdapterBases
 from fastgen.model.config import ModelConfig
 from fastgen.model.int4_layouts import Part
-from fastgen.model.int4_linear import Int4Linear, ready, rounded_shard, unready
+from fastgen.model.int4_linear import Int4Linear, prepared, restored, rounded_shard
 from fastgen.model.linear import ROW_TILE, Linear
 from fastgen.model.packed import PACKED_ROW_TILE, pack, unpack
 from fastgen.model.quantization import Int4, Quantization
@@ -236,7 +236,7 @@ class Parameters:
         Weights are packed one at a time, so that only one of them is in memory twice. A tied head is copied.
         """
         if self._int4 is not None:
-            self._replace(lambda linear: ready(linear, self._new))
+            self._replace(lambda linear: prepared(linear, self._new))
         if self._packs:
             self._replace(pack)
 
@@ -245,7 +245,7 @@ class Parameters:
         if self.config.tied:
             self.lm_head = self._tied()
         self._replace(unpack)
-        self._replace(unready)
+        self._replace(restored)
 
     def _replace(self, change: Callable[[Linear], Linear]) -> None:
         self.lm_head = change(self.lm_head)

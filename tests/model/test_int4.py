@@ -22,8 +22,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "tiny"))
 from int4_forms import Form, auto_round_form, awq_form, compressed_form, gptq_form, rounded
 
 from fastgen import Generator
+from fastgen.kernels.batch_invariant import Fused
+from fastgen.kernels.norm import RMSNorm
 from fastgen.model.config import read_config
 from fastgen.model.int4_linear import Int4Linear
+from fastgen.model.linear import Linear
 from fastgen.model.loader import load
 from fastgen.model.parameters import Parameters
 from fastgen.model.quantization import Int4, parse_quantization
@@ -169,6 +172,28 @@ def test_tensors_are_kept_as_they_are(name: str, checkpoint: Checkpoint, tmp_pat
     else:
         assert held.zeros is not None
         assert torch.equal(held.zeros.long(), torch.cat([each.zero for each in wanted]))
+
+
+@pytest.mark.parametrize("name", ["awq", "packed", "gptq row"])
+def test_a_layer_in_the_order_of_kernels(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """As on a GPU: the layer keeps int4, in another order, which can be undone."""
+    folder, form = tmp_path / "int4", FORMS[name]
+    meant = form.write(source_of(checkpoint, ""), folder)
+    parameters = parameters_of(folder, str(form.dtype).removeprefix("torch."))
+    load(parameters.targets(stored=True), folder)
+    linear, x = parameters.layers[0].gate_up, torch.randn(5, 256)
+    assert isinstance(linear, Int4Linear)
+    before = linear.weight.clone(), linear.scales.clone()
+    linear.prepare()
+    assert not torch.equal(linear.weight, before[0])
+    weight = torch.cat([meant[f"model.layers.0.mlp.{which}_proj.weight"] for which in ("gate", "up")])
+    torch.testing.assert_close(linear.apply(x), x @ weight.t(), rtol=1e-4, atol=1e-4)
+    norm = RMSNorm(torch.rand(256), 1e-5)
+    fused = linear.apply(x.clone(), Fused(swiglu=True), norm)
+    torch.testing.assert_close(fused, Linear(weight, None).apply(x, Fused(swiglu=True), norm), rtol=1e-4, atol=1e-4)
+    linear.restore()
+    assert torch.equal(linear.weight, before[0])
+    assert torch.equal(linear.scales, before[1])
 
 
 class Rank(Group):
