@@ -337,37 +337,37 @@ def _dequantized(packed, factors, ZEROS: gl.constexpr, dtype: gl.constexpr):
     else:
         z0 = nothing + (8 * 0x10001 + magic)
         z1 = z0
-    high0 = _twice(scale[0].to(dtype)) + nothing
-    high1 = _twice(scale[1].to(dtype)) + nothing
     if LOW:
-        low0 = _twice(_rest(scale[0])) + nothing
-        low1 = _twice(_rest(scale[1])) + nothing
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            BF16_LOW, REGISTERS_LOW, [packed, z0, z1, high0, high1, low0, low1], BF16_PAIRS, True, 2
-        )
-    elif dtype == gl.bfloat16:
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            BF16, REGISTERS, [packed, z0, z1, high0, high1], BF16_PAIRS, True, 2
-        )
+        high0, low0 = _split(scale[0])
+        high1, low1 = _split(scale[1])
+        given = [packed, z0, z1, high0 + nothing, high1 + nothing, low0 + nothing, low1 + nothing]
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(BF16_LOW, REGISTERS_LOW, given, BF16_PAIRS, True, 2)
     else:
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            F16, REGISTERS, [packed, z0, z1, high0, high1], F16_PAIRS, True, 2
-        )
+        high0 = _twice(scale[0].to(gl.int16, bitcast=True).to(gl.int32) << 16) + nothing
+        high1 = _twice(scale[1].to(gl.int16, bitcast=True).to(gl.int32) << 16) + nothing
+        given = [packed, z0, z1, high0, high1]
+        if dtype == gl.bfloat16:
+            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(BF16, REGISTERS, given, BF16_PAIRS, True, 2)
+        else:
+            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(F16, REGISTERS, given, F16_PAIRS, True, 2)
     found = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
     return gl.reshape(gl.permute(found, (0, 6, 2, 1, 4, 8, 7, 3, 5)), [16 * BLOCKS, 64 * PARTS])
 
 
 @gluon_jit()
-def _rest(scale):
-    """Return what a scale in bf16 leaves of a scale in float16, in bf16, which is exact."""
+def _split(scale):
+    """Return the high part of a scale in float16, which is its first 8 significant bits, and the rest, both in bf16 and
+    twice in a register."""
     scale = scale.to(gl.float32)
-    return (scale - scale.to(gl.bfloat16).to(gl.float32)).to(gl.bfloat16)
+    high = scale.to(gl.int32, bitcast=True) & -65536
+    low = scale - high.to(gl.float32, bitcast=True)
+    return _twice(high), _twice(low.to(gl.int32, bitcast=True))
 
 
 @gluon_jit()
 def _twice(x):
-    """Return registers with two copies of 2-byte numbers."""
-    return (x.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x10001
+    """Return registers with two copies of their high halves."""
+    return (x & -65536) | ((x >> 16) & 0xFFFF)
 
 
 def launch(

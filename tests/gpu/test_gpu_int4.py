@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits on a GPU: whatever the number of rows and the kernel, they have the bits of the product
+"""Products with weights of 4 bits on a GPU: with any number of rows, and by any kernel, they have the bits of the product
 with the dequantized weight."""
 
 from __future__ import annotations
