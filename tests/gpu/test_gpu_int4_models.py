@@ -71,7 +71,7 @@ def test_answers_have_the_bits_of_the_dequantized_checkpoint(
         expected = alone(gen, requests)
     with Generator(folder, dtype=dtype, deterministic=True, **OPTIONS) as gen:
         assert isinstance(gen._runner.model.layers[0].qkv, Int4Linear)
-        assert "weights in int4" in str(gen.config)
+        assert "weights in int4" in gen.config.summary
         assert answers(gen, requests) == expected
         gen.sleep()
         gen.wake()
