@@ -273,6 +273,17 @@ def dying(weights: dict[str, Tensor]) -> Any:
     raise RuntimeError("the trainer died")
 
 
+def test_the_memory_of_weights_is_planned(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """4.25 bits per weight of linear layers, and 2 bytes per other weight."""
+    source, folder = source_of(checkpoint, ""), tmp_path / "int4"
+    FORMS["packed"].write(source, folder)
+    plain, config = read_config(source), read_config(folder)
+    outside = 2 * plain.vocab_size * plain.hidden_size
+    assert plain.weight_bytes(2) == 2 * plain.num_parameters
+    assert config.weight_bytes(2) == 2 * outside + (plain.num_parameters - outside) * 4.25 / 8
+    assert read_config(source, "fp8").weight_bytes(2) == 2 * outside + plain.num_parameters - outside
+
+
 def test_requantizing_needs_a_quantized_model(checkpoint: Checkpoint) -> None:
     source = source_of(checkpoint, "")
     with (
