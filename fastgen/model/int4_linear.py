@@ -53,7 +53,8 @@ class Int4Linear(Linear):
         if size_in % group or any(size % NIBBLES for size in (size_in, *rows.values())):
             raise ValueError(
                 f"{', '.join(rows)} of {size_in} inputs and {', '.join(map(str, rows.values()))} outputs, on each "
-                f"rank, are not whole groups of {group} inputs and {NIBBLES} outputs; run the model on fewer ranks"
+                f"rank, are not whole groups of {group} inputs and {NIBBLES} outputs; take fewer ranks, or another "
+                "checkpoint"
             )
         size_out, groups = sum(rows.values()), size_in // group
         return cls(

@@ -164,11 +164,11 @@ def _places(name: str, targets: Mapping[str, Shard]) -> list[str]:
 
 
 def scale_dtype(folder: Path, suffix: str) -> str:
-    """Return the dtype of a checkpoint's scales, whose names end in `suffix`: float32 if they have several."""
+    """Return the dtype of a checkpoint's scales, whose names end in `suffix`: float32 if they do not share one of 2
+    bytes."""
     entries = ((file, name) for _, file, name in _entries(folder) if name.endswith("." + suffix))
     found = {file.get_slice(name).get_dtype() for file, name in entries}
-    dtype = FLOATS.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
-    return str(dtype).removeprefix("torch.")
+    return {("F16",): "float16", ("BF16",): "bfloat16"}.get(tuple(found), "float32")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
