@@ -76,10 +76,19 @@ class Tile:
     chunk: int
     programs: int
 
-    def stages(self, chip: Chip) -> int:
+    def groups(self, group: int) -> int:
+        """Return the number of groups of a step, for groups of `group` columns."""
+        return max(self.depth // group, 1)
+
+    def apart(self, group: int) -> int:
+        """Return the distance between the zeros of two stages, in tiles: TMA writes to multiples of 128 bytes."""
+        return max(128 // (self.rows * self.groups(group)), 1)
+
+    def stages(self, chip: Chip, group: int) -> int:
         """Return the number of steps whose tiles fit into the shared memory of a program."""
         room = chip.shared_memory // self.programs - 3072
-        return min(room // ((4 * self.tokens + self.rows) * self.depth // 2), 12)
+        factors = 3 * self.rows * self.groups(group) * self.apart(group)  # a scale and a zero per row and group
+        return min(room // ((4 * self.tokens + self.rows) * self.depth // 2 + factors), 12)
 
     @property
     def registers(self) -> int:
@@ -101,10 +110,11 @@ def runs_on(chip: Chip, dtype: torch.dtype, scales: torch.dtype) -> bool:
 
 @gluon_jit("T")
 def _product_kernel(
-    x_desc, words_desc, scales_ptr, zeros_ptr, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr,
-    values_ptr, T, N, K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, P: gl.constexpr,
-    ADD: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, DEPTH: gl.constexpr,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, CUT: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    x_desc, words_desc, scales_desc, zeros_desc, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr,
+    keys_ptr, values_ptr, T, N, K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr,
+    P: gl.constexpr, ADD: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
+    DEPTH: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, APART: gl.constexpr, CUT: gl.constexpr, AHEAD: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Compute the product of one tile of the weight's rows with one tile of tokens per program.
 
@@ -115,6 +125,12 @@ def _product_kernel(
     first_token, head, first_row = origin(T, HALF, TOKENS, ROWS, HEADS, CUT)
     words = gl.allocate_shared_memory(gl.int32, [STAGES] + words_desc.block_type.shape, words_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, DEPTH], x_desc.layout)
+    scales = gl.allocate_shared_memory(
+        scales_desc.dtype, [STAGES * APART] + scales_desc.block_type.shape, scales_desc.layout
+    )
+    zeros = scales
+    if zeros_desc is not None:
+        zeros = gl.allocate_shared_memory(gl.uint8, [STAGES * APART] + zeros_desc.block_type.shape, zeros_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], nvidia.mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], nvidia.mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -129,18 +145,18 @@ def _product_kernel(
         places = (token, head + number // PAIRS, first_row + number % PAIRS)
     else:
         places = (token, first_row + gl.arange(0, ROWS, gl.SliceLayout(0, spread)))  # type: ignore[assignment]
-    ring = (words, xs, ready, free)
+    ring = (words, xs, scales, zeros, ready, free)
     tables = (bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr)
-    scales = (scales_ptr, zeros_ptr)
-    tile = (head, first_row)
+    described = (x_desc, words_desc, scales_desc, zeros_desc)
+    at = (first_token, head, first_row)
     acc, read = gl.warp_specialize(
         [
             (
                 _multiply,
-                (ring, places, tables, out_ptr, scales, tile, T, N, K, GROUP, HALF, KV, ADD, ROWS, PAIRS, CHUNK, AHEAD,
+                (ring, zeros_desc, places, tables, out_ptr, T, N, K, GROUP, HALF, KV, ADD, ROWS, CHUNK, APART, AHEAD,
                  EARLY),
             ),
-            (_load_tiles, (x_desc, words_desc, ring, first_token, head, first_row, K, HALF, EARLY)),
+            (_load_tiles, (described, ring, at, K, GROUP, HALF, EARLY)),
         ],
         [1],
         [LOADING_REGISTERS],
@@ -158,62 +174,79 @@ def _product_kernel(
 
 @gluon_jit()
 def _load_tiles(
-    x_desc, words_desc, ring, first_token, head, first_row, K: gl.constexpr, HALF: gl.constexpr, EARLY: gl.constexpr,
+    described, ring, at, K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Load the tiles of all steps, each as soon as a stage is free, and the first tiles of the weight at once."""
-    _words, xs, _ready, free = ring
+    _words, xs, _scales, _zeros, _ready, free = ring
     STAGES: gl.constexpr = xs.shape[0]
     STEPS: gl.constexpr = (K + xs.shape[2] - 1) // xs.shape[2]
     for stage in gl.static_range(min(STAGES, STEPS)):
-        _load_words(words_desc, ring, stage, stage, head, first_row, HALF)
+        _load_weight(described, ring, stage, stage, at, GROUP, HALF)
     tl.extra.cuda.gdc_wait()
     for stage in gl.static_range(min(STAGES, STEPS)):
-        _load_x(x_desc, ring, stage, stage, first_token)
+        _load_x(described, ring, stage, stage, at)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     stage = 0
     phase = 0
     for step in range(STAGES, STEPS):
         nvidia.mbarrier.wait(free.index(stage), phase)
-        _load_words(words_desc, ring, stage, step, head, first_row, HALF)
-        _load_x(x_desc, ring, stage, step, first_token)
+        _load_weight(described, ring, stage, step, at, GROUP, HALF)
+        _load_x(described, ring, stage, step, at)
         stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon_jit()
-def _load_words(words_desc, ring, stage, step, head, first_row, HALF: gl.constexpr):
-    """Begin to load the words of a step to a stage, which is ready when x has arrived there, too."""
-    words, xs, ready, _free = ring
-    PARTS: gl.constexpr = xs.shape[2] // 64
-    SIZE: gl.constexpr = words_desc.block_type.nbytes + xs.shape[1] * xs.shape[2] * 2
-    nvidia.mbarrier.expect(ready.index(stage), SIZE)
+def _load_weight(described, ring, stage, step, at, GROUP: gl.constexpr, HALF: gl.constexpr):
+    """Begin to load the words, scales and zeros of a step to a stage, which is ready when x has arrived there, too."""
+    _x_desc, words_desc, scales_desc, zeros_desc = described
+    words, xs, scales, zeros, ready, _free = ring
+    DEPTH: gl.constexpr = xs.shape[2]
+    APART: gl.constexpr = scales.shape[0] // xs.shape[0]
+    SIZE: gl.constexpr = words_desc.block_type.nbytes + scales_desc.block_type.nbytes + xs.shape[1] * DEPTH * 2
+    if zeros_desc is not None:
+        nvidia.mbarrier.expect(ready.index(stage), SIZE + zeros_desc.block_type.nbytes)
+    else:
+        nvidia.mbarrier.expect(ready.index(stage), SIZE)
+    _first_token, head, first_row = at
     block = first_row // 16
-    at = [head, 0, block, step * PARTS, 0] if HALF > 0 else [block, step * PARTS, 0]
-    load_tile(words_desc, at, ready.index(stage), words.index(stage))
+    part = step * (DEPTH // 64)
+    group = step * DEPTH // GROUP
+    load_tile(words_desc, _place(head, block, part, HALF), ready.index(stage), words.index(stage))
+    load_tile(scales_desc, _place(head, block, group, HALF), ready.index(stage), scales.index(APART * stage))
+    if zeros_desc is not None:
+        load_tile(zeros_desc, _place(head, block, group, HALF), ready.index(stage), zeros.index(APART * stage))
 
 
 @gluon_jit()
-def _load_x(x_desc, ring, stage, step, first_token):
-    _words, xs, ready, _free = ring
-    load_tile(x_desc, [first_token, step * xs.shape[2]], ready.index(stage), xs.index(stage))
+def _place(head, block, column, HALF: gl.constexpr):
+    """Return the coordinates of a tile whose first block of rows is `block` of `head`."""
+    return [head, 0, block, column, 0] if HALF > 0 else [block, column, 0]
+
+
+@gluon_jit()
+def _load_x(described, ring, stage, step, at):
+    xs = ring[1]
+    load_tile(described[0], [at[0], step * xs.shape[2]], ring[4].index(stage), xs.index(stage))
 
 
 @gluon_jit()
 def _multiply(
-    ring, places, tables, out_ptr, scales, tile, T, N,
+    ring, zeros_desc, places, tables, out_ptr, T, N,
     K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr,
-    ROWS: gl.constexpr, PAIRS: gl.constexpr, CHUNK: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    ROWS: gl.constexpr, CHUNK: gl.constexpr, APART: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Multiply the tiles as they arrive. Return the product [ROWS, TOKENS], and if AHEAD the inputs of the epilogue."""
-    words, xs, ready, free = ring
-    head, first_row = tile
-    _scales_ptr, zeros_ptr = scales
+    words, xs, scales, zeros, ready, free = ring
     STAGES: gl.constexpr = xs.shape[0]
     TOKENS: gl.constexpr = xs.shape[1]
     DEPTH: gl.constexpr = xs.shape[2]
     BLOCKS: gl.constexpr = ROWS // 16
     PARTS: gl.constexpr = CHUNK // 64
     CHUNKS: gl.constexpr = DEPTH // CHUNK
+    HALVES: gl.constexpr = 2 if GROUP < 64 else 1  # groups of 64 columns, if they have several
+    GROUPS: gl.constexpr = scales.shape[len(scales.shape) - 2] // HALVES
+    CHUNK_GROUPS: gl.constexpr = PARTS if GROUP < CHUNK else 1
     LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
     WARPS: gl.constexpr = gl.num_warps()
     threads: gl.constexpr = gl.DistributedLinearLayout(
@@ -225,34 +258,43 @@ def _multiply(
     )  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    memory = reinterpret(words, gl.int32, [STAGES, BLOCKS, DEPTH // 64, 8, 4, 2, 2], LINEAR)
-    base, there = _rows(head, first_row, N, K, GROUP, HALF, PAIRS, BLOCKS, threads)
-    factors = _factors(scales, base, there, 0, K, GROUP, DEPTH, CHUNK, threads)
+    words = reinterpret(words, gl.int32, [STAGES, BLOCKS, DEPTH // 64, 8, 4, 2, 2], LINEAR)
+    scales = reinterpret(scales, scales.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1], LINEAR)
+    zeros = reinterpret(zeros, zeros.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1], LINEAR)
     tl.extra.cuda.gdc_wait()
     read = places
     if AHEAD:
         read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
     acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+    last = gl.zeros([ROWS, CHUNK], xs.dtype, left)
     stage = 0
     phase = 0
     before = STAGES - 1
     for step in range(0, (K + DEPTH - 1) // DEPTH):
-        following = _factors(scales, base, there, (step + 1) * DEPTH, K, GROUP, DEPTH, CHUNK, threads)
         nvidia.mbarrier.wait(ready.index(stage), phase)
         packed = ()
+        factors = ()
         for chunk in gl.static_range(CHUNKS):
-            part = memory.index(stage).slice(chunk * PARTS, PARTS, 1)
+            part = words.index(stage).slice(chunk * PARTS, PARTS, 1)
             packed = packed + (part.load(threads),)  # type: ignore[assignment]
+            if chunk % (CHUNKS // max(GROUPS // CHUNK_GROUPS, 1)) == 0:
+                scale = _factors(scales.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads)
+                zero = scale
+                if zeros_desc is not None:
+                    zero = _factors(
+                        zeros.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads
+                    )
+            factors = factors + ((scale, zero),)  # type: ignore[assignment]
         for chunk in gl.static_range(CHUNKS):
-            weight = _dequantized(packed[chunk], factors[chunk], zeros_ptr is not None, xs.dtype)
+            weight = _dequantized(packed[chunk], factors[chunk], zeros_desc is not None, xs.dtype)
+            weight = gl.convert_layout(weight, left, assert_trivial=True)
             x = xs.index(stage).slice(chunk * CHUNK, CHUNK, 1)
-            acc = nvidia.warpgroup_mma(
-                gl.convert_layout(weight, left, assert_trivial=True), x.permute((1, 0)), acc, is_async=True
-            )
-            acc = nvidia.warpgroup_mma_wait(1, deps=[acc])
+            acc = nvidia.warpgroup_mma(weight, x.permute((1, 0)), acc, is_async=True)
+            # The registers of the previous chunk's weights were read until now, which the compiler has to know.
+            acc, _ = nvidia.warpgroup_mma_wait(1, deps=[acc, last])
+            last = weight
             if chunk == 0:
                 nvidia.mbarrier.arrive(free.index(before), pred=step > 0)  # the previous step has ended
-        factors = following
         before = stage
         stage, phase = next_stage(stage, phase, STAGES)
     if not EARLY:
@@ -261,65 +303,11 @@ def _multiply(
 
 
 @gluon_jit()
-def _rows(
-    head, first_row, N, K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, PAIRS: gl.constexpr,
-    BLOCKS: gl.constexpr, threads: gl.constexpr,
-):  # fmt: skip
-    """Return the position of the first scale of each row that a thread holds, [BLOCKS, 1, 8, 1, 1, 1], for the first 8
-    rows of each block, and whether the rows exist."""
-    pairs: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, threads)))
-    block = 16 * gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, pairs)))
-    row = first_row + block
-    there = row < N
-    if HALF > 0:
-        row = first_row + block % PAIRS
-        there = row < HALF
-        row += (head * 2 + block // PAIRS) * HALF
-        there = there & (row < N)
-    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, pairs)))
-    base = _wide(row, 1, 2) * (K // GROUP) + _wide(within, 0, 1)
-    return base, _wide(there, 1, 2)
-
-
-@gluon_jit()
-def _wide(x, A: gl.constexpr, B: gl.constexpr):
-    """Return x [SIZE] with dimensions A and B, and three at the end."""
-    x = gl.expand_dims(gl.expand_dims(x, A), B)
-    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 3), 4), 5)
-
-
-@gluon_jit()
-def _factors(
-    scales, base, there, at, K: gl.constexpr, GROUP: gl.constexpr, DEPTH: gl.constexpr, CHUNK: gl.constexpr,
-    threads: gl.constexpr,
-):  # fmt: skip
-    """Return the scales and zeros of the chunks of a step that begins at column `at`."""
-    scales_ptr, zeros_ptr = scales
-    PARTS: gl.constexpr = CHUNK // 64 if GROUP < CHUNK else 1
-    part = gl.arange(
-        0, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, threads)))))
-    )
-    column = at + 64 * _wide(part, 0, 2)
-    if GROUP < 64:
-        half = gl.arange(
-            0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(5, threads)))))
-        )
-        half = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(half, 0), 1), 2), 3)
-        column = column + 32 * gl.expand_dims(half, 5)
-    found = ()
-    for chunk in gl.static_range(DEPTH // CHUNK):
-        group = (column + chunk * CHUNK) // GROUP
-        here = there & (group < K // GROUP)
-        where = base + group * 16
-        scale = (
-            gl.load(scales_ptr + where, mask=here, other=0.0),
-            gl.load(scales_ptr + where + 8, mask=here, other=0.0),
-        )
-        zero = (where, where)
-        if zeros_ptr is not None:
-            zero = (gl.load(zeros_ptr + where, mask=here, other=0), gl.load(zeros_ptr + where + 8, mask=here, other=0))
-        found = found + ((scale, zero),)  # type: ignore[assignment]
-    return found
+def _factors(memory, threads: gl.constexpr):
+    """Return the scales or zeros of the two rows of a thread, both [BLOCKS, groups, 8, 1, HALVES, 1]."""
+    first = memory.slice(0, 1, 3).permute((0, 1, 4, 3, 2, 5)).load(threads)
+    second = memory.slice(1, 1, 3).permute((0, 1, 4, 3, 2, 5)).load(threads)
+    return first, second
 
 
 @gluon_jit()
@@ -379,24 +367,34 @@ def launch(
     half, heads, tiles, others, sizes: see fastgen.kernels.int4.Epilogue.
     """
     (tokens, inputs), outputs = x.shape, len(words)
-    parts, token_tiles = tile.depth // COLUMNS, -(-tokens // tile.tokens)
-    blocks, block = words.view(outputs // 16, inputs // COLUMNS, 128), [tile.rows // 16, parts, 128]
-    if half:
-        blocks = blocks.view(-1, 2, half // 16, inputs // COLUMNS, 128)
-        block = [heads, 2, tile.rows // 32 // heads, parts, 128]
+    group, token_tiles = inputs // scales.shape[1], -(-tokens // tile.tokens)
+
+    def blocks(tensor: Tensor, columns: int, width: int) -> Any:
+        """Return the descriptor that loads tiles of `columns` parts of blocks, which have a size of `width`."""
+        if half:
+            view, block = (
+                tensor.view(-1, 2, half // 16, tensor[0].numel() * 16 // width, width),
+                [heads, 2, tile.rows // 32 // heads],
+            )
+        else:
+            view, block = tensor.view(outputs // 16, -1, width), [tile.rows // 16]
+        return _described(view, [*block, columns, width])
+
+    groups = tile.groups(group)
     early = 4 * token_tiles * tiles <= 3 * chip.processors
     ahead = tile.tokens * tile.rows <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * tile.warps
     _product_kernel[(token_tiles * tiles,)](
-        described(x, [tile.tokens, tile.depth]), _described(blocks, block), scales, zeros, *others, tokens, outputs,
-        inputs, inputs // scales.shape[1], *sizes, tile.tokens, tile.rows, heads, tile.depth, tile.chunk,
-        tile.stages(chip), token_tiles > 1, ahead, early,
+        described(x, [tile.tokens, tile.depth]), blocks(words, tile.depth // COLUMNS, 128),
+        blocks(scales, groups, 16), None if zeros is None else blocks(zeros, groups, 16), *others, tokens, outputs,
+        inputs, group, *sizes, tile.tokens, tile.rows, heads, tile.depth, tile.chunk,
+        tile.stages(chip, group), tile.apart(group), token_tiles > 1, ahead, early,
         num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
 
 
 def _described(blocks: Tensor, block: list[int]) -> Any:
-    """Return the TMA descriptor that loads words in tiles of shape `block`, in the order that they have in memory."""
+    """Return the TMA descriptor that loads tiles of shape `block` in the order that they have in memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(0, 32, len(block))
+    layout = gl.NVMMASharedLayout(0, 8 * blocks.element_size(), len(block))
     return TensorDescriptor(blocks, [*blocks.shape], [*blocks.stride()], block, layout)

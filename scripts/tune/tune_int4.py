@@ -35,12 +35,12 @@ BANDWIDTH = 3.02e12  # of an H100, in bytes per second
 GROUP, BYTES = 128, 200e6
 TOKENS = (1, 8, 32, 64, 16, 128, 256, 2, 4, 512, 1024, 4096)
 FEW = (
-    (64, 256, 4, 64, 2), (64, 256, 4, 128, 2), (64, 512, 4, 128, 2), (64, 512, 4, 64, 1), (64, 256, 4, 64, 3),
-    (64, 256, 4, 128, 1), (128, 256, 4, 64, 2), (128, 256, 4, 64, 1), (128, 128, 4, 64, 2), (128, 256, 8, 64, 2),
-    (128, 256, 8, 128, 1), (128, 512, 8, 64, 1),
+    (64, 512, 4, 128, 2), (64, 512, 4, 128, 1), (64, 1024, 4, 128, 1), (64, 256, 4, 128, 2), (64, 256, 4, 128, 3),
+    (128, 512, 4, 128, 1), (64, 512, 4, 64, 2), (64, 1024, 4, 128, 2), (128, 256, 4, 64, 2), (128, 256, 4, 128, 1),
+    (128, 512, 8, 128, 1), (128, 256, 8, 128, 2),
 )  # fmt: skip
 MANY = (
-    (64, 64, 4, 64, 2), (64, 128, 4, 64, 2), (128, 64, 8, 64, 1), (128, 128, 8, 64, 1), (128, 128, 8, 128, 1),
+    (64, 128, 4, 64, 2), (64, 256, 4, 128, 1), (64, 256, 4, 64, 1), (128, 128, 8, 64, 1), (128, 128, 8, 128, 1),
     (128, 128, 4, 64, 1),
 )  # fmt: skip
 """(rows, depth, warps, chunk, programs) of a Tile to try for up to 64 tokens of a tile, and for more."""
@@ -51,8 +51,9 @@ Run = Callable[[int], Tensor]  # computes a product with the weight of a layer
 def tiles(tokens: int) -> Iterator[Tile]:
     """Return the tiles to try."""
     padded = min(max(8, 1 << (tokens - 1).bit_length()), 256)
-    for size in dict.fromkeys((padded, *(each for each in (32, 128) if each < padded))):
-        yield from (Tile(size, *shape) for shape in (FEW if size <= 64 else MANY))
+    sizes = (padded, 32) if tokens <= 64 else (padded, 128, 64)
+    for size in dict.fromkeys(each for each in sizes if each <= padded):
+        yield from (Tile(size, *shape) for shape in (FEW if tokens <= 64 else MANY))
 
 
 class Bench:
@@ -110,10 +111,10 @@ class Bench:
 def ways(tokens: int, chip: Chip, own: bool) -> list[str | Tile]:
     found: list[str | Tile] = ["own", "bf16"]
     if not own:
-        found += ["triton"] * (tokens in (1, 8, 64))
+        found += ["triton"] * (tokens in (8, 64))
         found += ["dequantize"] * (tokens == 1)
         if hopper_int4.runs_on(chip, torch.bfloat16, torch.float16) and tokens <= 1024:
-            found += [each for each in tiles(tokens) if each.stages(chip) > 1]
+            found += [each for each in tiles(tokens) if each.stages(chip, GROUP) > 1]
     return found
 
 

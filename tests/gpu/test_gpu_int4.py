@@ -1,5 +1,5 @@
-"""Products with weights of 4 bits on a GPU have the bits of the product with the dequantized weight, for any number of
-rows and any kernel."""
+"""Products with weights of 4 bits on a GPU: with any number of rows, and by any kernel, they have the bits of the
+product with the dequantized weight."""
 
 from __future__ import annotations
 
