@@ -215,8 +215,8 @@ def _gptq(given: dict[str, Any]) -> Int4:
     for pattern, changed in (given.get("dynamic") or {}).items():
         if pattern.startswith("-:"):
             ignored.append("re:" + pattern[2:])
-        elif any(given.get(field) != value for field, value in changed.items()):
-            raise ValueError(f"dynamic has {pattern!r}: {changed!r}; fastgen runs all quantized layers in one form")
+        else:
+            _check_same(given, changed, f"dynamic has {pattern!r}")
     return Int4(layout, tuple(ignored), _group_size(given), _need(given, "sym", None, True, False) is False)
 
 
@@ -228,14 +228,15 @@ def _auto_round(given: dict[str, Any]) -> Int4:
     _need(given, "act_bits", None, 16, 32)
     _need(given, "super_bits", None)
     for field in ("block_name_to_quantize", "to_quant_block_names"):
-        _need(given, field, None, "model.layers", ["model.layers"])
+        if not all(name.startswith("model.layers") for name in _flat(given.get(field))):
+            raise _unsupported(field, given[field], "model.layers")
     _check_modules(given.get("modules_in_block_to_quantize"))
     ignored = list(_parts_of_names(given))
     for name, changed in (given.get("extra_config") or {}).items():
         if changed.get("bits", 4) >= 16:
             ignored.append(f"re:(?:{name})$")
-        elif any(given.get(field) != value for field, value in changed.items()):
-            raise ValueError(f"extra_config has {name!r}: {changed!r}; fastgen runs all quantized layers in one form")
+        else:
+            _check_same(given, changed, f"extra_config has {name!r}")
     zeros = _need(given, "sym", None, True, False) is False
     return Int4("gptq" if packing.endswith("gptq") else "awq", tuple(ignored), _group_size(given), zeros)
 
@@ -253,13 +254,27 @@ def _parts_of_names(given: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"*{part}*" for part in given.get("modules_to_not_convert") or ())
 
 
+def _check_same(given: dict[str, Any], changed: dict[str, Any], where: str) -> None:
+    """Raise ValueError if some layers, for which `changed` holds, have another form than the others."""
+    if any(given.get(field) != changed.get(field, given.get(field)) for field in _OF_FORM):
+        raise ValueError(f"{where}: {changed!r}; fastgen runs all quantized layers in one form")
+
+
+def _flat(given: list[Any] | str | None) -> list[str]:
+    """Return the names in a name, a list of names, or lists in a list."""
+    if isinstance(given, str):
+        return [given]
+    return [name for each in given or () for name in _flat(each)]
+
+
 def _check_modules(given: list[Any] | None) -> None:
     """Raise ValueError if `modules_in_block_to_quantize` leaves out a linear layer. given: names, or lists of them."""
-    names = [name for each in given or () for name in (each if isinstance(each, list) else [each])]
+    names = _flat(given)
     if names and not all(any(name.endswith(each) for name in names) for each in _LINEARS):
         raise _unsupported("modules_in_block_to_quantize", given, None)
 
 
+_OF_FORM = "bits", "group_size", "sym", "desc_act", "data_type"
 _LINEARS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 _METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
     "fp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt, "awq": _awq, "gptq": _gptq,

@@ -403,6 +403,7 @@ def test_tensors_that_do_not_matter_are_checked(checkpoint: Checkpoint, tmp_path
         ("AutoRound", "packing_format", "auto_round:auto_gptq:marlin", "packing_format='auto_round:auto_gptq:marlin'"),
         ("AutoRound", "bits", 2, "bits=2"),
         ("AutoRound", "data_type", "mx_fp", "data_type='mx_fp'"),
+        ("AutoRound", "block_name_to_quantize", ["model.layers", "model.visual"], "block_name_to_quantize="),
         ("AutoRound", "extra_config", {"model.layers.0.mlp.up_proj": {"bits": 8}}, "extra_config has"),
     ],
 )
@@ -417,11 +418,12 @@ def test_other_fields_are_refused(name: str, path: str, value: Any, named: str) 
 
 
 def test_modules_that_are_left_out() -> None:
-    dynamic = {"-:.*layers\\.0\\..*": {}, "-:.*down_proj": {}, "+:.*": {"bits": 4}}
+    dynamic = {"-:.*layers\\.0\\..*": {}, "-:.*down_proj": {}, "+:.*": {"bits": 4, "mse": 2.0}}
     extra = {"lm_head": {"bits": 16}, "model.layers.0.mlp.down_proj": {"bits": 16}, ".*layers.1.*": {"bits": 16}}
+    blocks = {"block_name_to_quantize": [["model.layers.0", "model.layers.1", "model.layers.2"]]}
     found = [
         parse_quantization({"quantization_config": {**FORMS["gptq"].config, "dynamic": dynamic}}),
-        parse_quantization({"quantization_config": {**FORMS["AutoRound"].config, "extra_config": extra}}),
+        parse_quantization({"quantization_config": {**FORMS["AutoRound"].config, "extra_config": extra, **blocks}}),
     ]
     names = [f"model.layers.{layer}.mlp.{which}_proj" for layer in range(3) for which in ("up", "down")]
     covered = [[name for name in names if form is not None and form.covers(name)] for form in found]
