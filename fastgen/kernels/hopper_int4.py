@@ -113,8 +113,8 @@ def _product_kernel(
     x_desc, words_desc, scales_desc, zeros_desc, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr,
     keys_ptr, values_ptr, T, N, K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr,
     P: gl.constexpr, ADD: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
-    DEPTH: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, APART: gl.constexpr, CUT: gl.constexpr, AHEAD: gl.constexpr,
-    EARLY: gl.constexpr,
+    DEPTH: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, APART: gl.constexpr, CUT: gl.constexpr,
+    AHEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Compute the product of one tile of the weight's rows with one tile of tokens per program.
 

@@ -114,34 +114,64 @@ def _dequantize_twin(words: Tensor, scales: Tensor, zeros: Tensor | None, dtype:
 
 @jit()
 def _unpacked(
-    words_ptr, scales_ptr, zeros_ptr, row, here, at,
+    words_ptr, scales_ptr, zeros_ptr, row, here, at, dtype: tl.constexpr,
     K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Return DEPTH columns of the weight from column `at` on, float32 [ROWS, DEPTH].
+    """Return DEPTH columns of the weight from column `at` on, [ROWS, DEPTH] in a dtype.
 
-    row: [ROWS], of which each 16 are a block, and here: [ROWS], whether they are loaded. Others are zeros, as are
-    columns from K on.
+    row: [ROWS], of which each 16 are a block, and here: [ROWS], whether they are loaded. Other rows are zeros, and
+    columns from K on are any finite numbers. The numbers stay with the threads that load their words until the end.
     """
     BLOCKS: tl.constexpr = ROWS // 16
     PARTS: tl.constexpr = DEPTH // 64
-    IN_STEP: tl.constexpr = DEPTH // GROUP if GROUP < DEPTH else 1  # groups
-    block = tl.reshape(row, [BLOCKS, 16]) // 16
-    block = tl.max(tl.where(tl.reshape(here, [BLOCKS, 16]), block, -1), 1)[:, None, None, None]
-    part = at // 64 + tl.arange(0, PARTS)[None, :, None, None]
-    thread = tl.arange(0, 32)[None, None, :, None]
-    offset = ((block.to(tl.int64) * (K // 64) + part) * 32 + thread) * 4 + tl.arange(0, 4)[None, None, None, :]
+    HALVES: tl.constexpr = 2 if GROUP < 64 else 1  # groups of 64 columns, if they have several
+    GROUPS: tl.constexpr = DEPTH // GROUP // HALVES if GROUP < DEPTH else 1
+    block = tl.max(tl.where(tl.reshape(here, [BLOCKS, 16]), tl.reshape(row, [BLOCKS, 16]) // 16, -1), 1)
+    block = block[:, None, None]
+    part = at // 64 + tl.arange(0, PARTS)[None, :, None]
+    offset = (block.to(tl.int64) * (K // 64) + part) * 128 + tl.arange(0, 128)[None, None, :]
     words = tl.load(words_ptr + offset, mask=(block >= 0) & (part < K // 64), other=0)
-    q = (words[:, :, :, :, None] >> (4 * tl.arange(0, 8))) & 15
-    q = tl.permute(tl.reshape(q, [BLOCKS, PARTS, 8, 4, 4, 2, 2, 2]), (0, 7, 2, 1, 4, 6, 3, 5))
-    q = (tl.reshape(q, [ROWS, IN_STEP, DEPTH // IN_STEP]) | MAGIC).to(tl.float32, bitcast=True)
-    group = at // GROUP + tl.arange(0, IN_STEP)[None, :]
-    offset = (row // 16 * (K // GROUP * 16) + row % 16)[:, None] + group * 16
-    there = here[:, None] & (group < K // GROUP)
+    words = tl.reshape(words, [BLOCKS, GROUPS, PARTS // GROUPS, 32, HALVES, 4 // HALVES])
+    group = HALVES * tl.arange(0, GROUPS)[None, :, None, None] + tl.arange(0, HALVES)[None, None, None, :]
+    group += at // GROUP
+    block = block[:, :, :, None]
+    offset = (block * (K // GROUP) + group) * 16 + (tl.arange(0, 32) // 4)[None, None, :, None]
+    there = (block >= 0) & (group < K // GROUP)
+    a, b = _factors(scales_ptr, zeros_ptr, offset, there), _factors(scales_ptr, zeros_ptr, offset + 8, there)
+    first = tl.join(_nibble(words, 0, a, dtype), _nibble(words, 1, b, dtype))
+    second = tl.join(_nibble(words, 2, a, dtype), _nibble(words, 3, b, dtype))
+    even = tl.join(first, second)
+    first = tl.join(_nibble(words, 4, a, dtype), _nibble(words, 5, b, dtype))
+    second = tl.join(_nibble(words, 6, a, dtype), _nibble(words, 7, b, dtype))
+    found = tl.reshape(tl.join(even, tl.join(first, second)), [BLOCKS, PARTS, 8, 4, 4, 2, 2, 2, 1])
+    # This sum of one number hides tl.join, after which tl.dot would add in another order on Ampere.
+    found = tl.reduce(found, 8, _add)  # block part row t j i0 i1 h
+    return tl.reshape(tl.permute(found, (0, 5, 2, 1, 4, 6, 3, 7)), [ROWS, DEPTH])
+
+
+@jit()
+def _add(a, b):
+    return a + b
+
+
+@jit()
+def _factors(scales_ptr, zeros_ptr, offset, there):
+    """Load the scales at `offset`, and 2**23 + their zeros."""
     scale = tl.load(scales_ptr + offset, mask=there, other=0.0).to(tl.float32)
-    zero = 8388616.0  # 2**23 + 8
+    zero = 8388616.0
     if zeros_ptr is not None:
-        zero = tl.load(zeros_ptr + offset, mask=there, other=0).to(tl.float32)[:, :, None] + 8388608.0
-    return tl.reshape((q - zero) * scale[:, :, None], [ROWS, DEPTH])
+        # Loaded as 4 bytes: for loads of one byte, tl.dot would add in another order on Ampere.
+        four = tl.load(zeros_ptr.to(tl.pointer_type(tl.int32)) + offset // 4, mask=there, other=0)
+        zero = (((four >> offset % 4 * 8) & 15) | MAGIC).to(tl.float32, bitcast=True)[:, :, None, :, :, None]
+    return scale[:, :, None, :, :, None], zero
+
+
+@jit()
+def _nibble(words, NUMBER: tl.constexpr, factors, dtype: tl.constexpr):
+    """Return the weights of one nibble of each word."""
+    scale, zero = factors
+    q = (((words >> 4 * NUMBER) & 15) | MAGIC).to(tl.float32, bitcast=True)
+    return ((q - zero) * scale).to(dtype)
 
 
 @jit()
@@ -154,10 +184,11 @@ def _dequantize_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    weight = _unpacked(words_ptr, scales_ptr, zeros_ptr, row, row < N, first, K, GROUP, ROWS, DEPTH)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    weight = _unpacked(words_ptr, scales_ptr, zeros_ptr, row, row < N, first, dtype, K, GROUP, ROWS, DEPTH)
     column = first + tl.arange(0, DEPTH)[None, :]
     here = (row < N)[:, None] & (column < K)
-    tl.store(out_ptr + row.to(tl.int64)[:, None] * K + column, weight.to(out_ptr.dtype.element_ty), mask=here)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * K + column, weight, mask=here)
 
 
 def _dequantize_launch(words: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -197,8 +228,8 @@ def _product_kernel(
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     for at in tl.range(0, K, DEPTH, num_stages=STAGES):
         x = x_desc.load([0, at])
-        weight = _unpacked(words_ptr, scales_ptr, zeros_ptr, row, here, at, K, GROUP, ROWS, DEPTH)
-        acc = tl.dot(weight.to(x.dtype), tl.trans(x), acc, input_precision="ieee")
+        weight = _unpacked(words_ptr, scales_ptr, zeros_ptr, row, here, at, x.dtype, K, GROUP, ROWS, DEPTH)
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     acc = tl.trans(acc)

@@ -175,4 +175,6 @@ def test_products_are_compiled_for_hopper() -> None:
 def test_products_are_compiled_for_older_chips(chip: str) -> None:
     several = [each for each in compiled(LAUNCHES, chip) if each["kernel"] == "int4"]
     products = {name for made in several for name in re.findall(r"mma\.sync\S+", made["ptx"])}
+    widths = {width for made in several for width in re.findall(r"kWidth = \d", made["ttgir"])}
+    assert widths == {"kWidth = 2"}, "neighbours in an instruction are neighbours in a row, as in other products"
     assert products == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
