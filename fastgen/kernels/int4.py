@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.device.chip import Chip
-from fastgen.kernels import batch_invariant, hopper_int4
+from fastgen.kernels import batch_invariant, hopper_int4, hopper_products
 from fastgen.kernels.batch_invariant import Fused, finished
 from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
 from fastgen.kernels.launch import Kernel, constant, jit, tl
@@ -318,7 +318,8 @@ def launch_for(
         tile = hopper_int4.tile_of(tokens, len(words), chip) if gluon else None
         return launch_as(tile, x, words, scales, zeros, bias, fused, tokens)
     weight = dequantize.launch(words, scales, zeros, x.dtype)
-    chosen = batch_invariant.config(tokens, *weight.shape, x.dtype, chip)
+    # Not by hopper_products, which loads weights before the previous kernel, here `dequantize`, has written them.
+    chosen = batch_invariant.config(max(tokens, hopper_products.MOST + 1), *weight.shape, x.dtype, chip)
     if fused.rope is None or batch_invariant.fuses_rope(tokens):
         return batch_invariant.launch_as(chosen, x, weight, bias, fused)
     qkv = batch_invariant.launch_as(chosen, x, weight, bias, fused._replace(rope=None))
