@@ -4,6 +4,7 @@ kernel in Gluon makes, and what the kernels are compiled to. gpu/test_gpu_int4.p
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from test_kernels_batch_invariant import changed, error, randn
 from test_kernels_hopper import LOAD, WAIT, check_hand_over, places
 from torch import Tensor
 
-from fastgen.kernels import hopper_int4, int4
+from fastgen.device.chip import Chip
+from fastgen.kernels import batch_invariant, hopper_int4, hopper_products, int4
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.launch import KNOWN, triton
 from fastgen.kernels.rope import SlotMapping
@@ -178,3 +180,19 @@ def test_products_are_compiled_for_older_chips(chip: str) -> None:
     widths = {width for made in several for width in re.findall(r"kWidth = \d", made["ttgir"])}
     assert widths == {"kWidth = 2"}, "neighbours in an instruction are neighbours in a row, as in other products"
     assert products == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+
+
+def test_a_scratch_copy_is_read_after_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of hopper_products load the first tiles of a weight before the previous kernel has ended."""
+    chip, chosen = Chip((9, 0), 132, 232_448), list[batch_invariant.ProductConfig]()
+    monkeypatch.setattr(Chip, "of", lambda device: chip)
+    monkeypatch.setattr(hopper_products, "GLUON", True)
+    copy = SimpleNamespace(launch=lambda words, scales, zeros, dtype: torch.zeros(len(words), 256, dtype=dtype))
+    monkeypatch.setattr(int4, "dequantize", copy)
+    monkeypatch.setattr(batch_invariant, "launch_as", lambda found, *others: chosen.append(found))
+    weight = torch.zeros(4096, 32, dtype=torch.int32), torch.ones(4096, 2), None  # no Gluon with scales in float32
+    for tokens in range(65, 600):
+        int4.launch_for(tokens, torch.zeros(1, 256, dtype=torch.bfloat16), *weight, None, Fused())
+    assert len(chosen) == 535
+    assert not any(found.swap for found in chosen)
+    assert batch_invariant.config(65, 4096, 256, torch.bfloat16, chip).swap
