@@ -358,16 +358,23 @@ def _twice(x):
     return (x & -65536) | ((x >> 16) & 0xFFFF)
 
 
+def kind(tile: Tile, tokens: int, tiles: int, chip: Chip) -> tuple[bool, bool]:
+    """Return the arguments CUT and EARLY of the kernel. tiles: number of tiles of rows."""
+    token_tiles = -(-tokens // tile.tokens)
+    return token_tiles > 1, 4 * token_tiles * tiles <= 3 * chip.processors
+
+
 def launch(
-    tile: Tile, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, half: int, heads: int, tiles: int,
-    others: tuple[Tensor | None, ...], sizes: tuple[int, ...], chip: Chip,
+    tile: Tile, most: int, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, half: int, heads: int,
+    tiles: int, others: tuple[Tensor | None, ...], sizes: tuple[int, ...], chip: Chip,
 ) -> None:  # fmt: skip
     """Multiply x [T, K] by a weight in the prepared form. The caller has checked the arguments.
 
-    half, heads, tiles, others, sizes: see fastgen.kernels.int4.Epilogue.
+    most: number of tokens that the kernel is for, T or more. half, heads, tiles, others, sizes: see
+    fastgen.kernels.int4.Epilogue.
     """
     (tokens, inputs), outputs = x.shape, len(words)
-    group, token_tiles = inputs // scales.shape[1], -(-tokens // tile.tokens)
+    group, token_tiles = inputs // scales.shape[1], -(-most // tile.tokens)
 
     def blocks(tensor: Tensor, columns: int, width: int) -> Any:
         """Return the descriptor that loads tiles of `columns` parts of blocks, which have a size of `width`."""
@@ -381,13 +388,13 @@ def launch(
         return _described(view, [*block, columns, width])
 
     groups = tile.groups(group)
-    early = 4 * token_tiles * tiles <= 3 * chip.processors
+    cut, early = kind(tile, most, tiles, chip)
     ahead = tile.tokens * tile.rows <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * tile.warps
     _product_kernel[(token_tiles * tiles,)](
         described(x, [tile.tokens, tile.depth]), blocks(words, tile.depth // COLUMNS, 128),
         blocks(scales, groups, 16), None if zeros is None else blocks(zeros, groups, 16), *others, tokens, outputs,
         inputs, group, *sizes, tile.tokens, tile.rows, heads, tile.depth, tile.chunk,
-        tile.stages(chip, group), tile.apart(group), token_tiles > 1, ahead, early,
+        tile.stages(chip, group), tile.apart(group), cut, ahead, early,
         num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
 

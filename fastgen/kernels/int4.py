@@ -327,12 +327,29 @@ def launch_for(
     return turned
 
 
+def sizes_of(
+    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, fused: Fused
+) -> list[int]:
+    """Return numbers of tokens for which all kernels run that multiply without a scratch copy. See the twin for the
+    arguments; x has one row."""
+    chip, found = Chip.of(x.device), dict[object, int]()
+    if not hopper_int4.runs_on(chip, x.dtype, scales.dtype):
+        return [*FEW]
+    tiles = dict[int, int]()
+    for tokens in range(1, MOST + 1):
+        tile = hopper_int4.tile_of(tokens, len(words), chip)
+        if tile.rows not in tiles:
+            tiles[tile.rows] = Epilogue.of(x, len(words), bias, fused, tile.rows).tiles
+        found.setdefault((tile, hopper_int4.kind(tile, tokens, tiles[tile.rows], chip)), tokens)
+    return [*found.values()]
+
+
 def launch_as(
     tile: hopper_int4.Tile | None, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
     fused: Fused, tokens: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Compute the product without a scratch copy of the weight, in Gluon with a tile, or in Triton with a tile for
-    `tokens` (by default those of x), at most 64. The other arguments are those of the twin."""
+    """Compute the product without a scratch copy of the weight, in Gluon with a tile, or in Triton for at most 64
+    tokens, with the kernel for `tokens` (by default those of x). The other arguments are those of the twin."""
     outputs, inputs, group = _sizes(words, scales, zeros)
     assert x.shape[1] == inputs
     assert x.is_contiguous()
@@ -340,7 +357,18 @@ def launch_as(
     ends = Epilogue.of(x, outputs, bias, fused, rows)
     if tile:
         hopper_int4.launch(
-            tile, x, words, scales, zeros, ends.half, ends.heads, ends.tiles, ends.others, ends.sizes, chip
+            tile,
+            tokens or len(x),
+            x,
+            words,
+            scales,
+            zeros,
+            ends.half,
+            ends.heads,
+            ends.tiles,
+            ends.others,
+            ends.sizes,
+            chip,
         )
     else:
         _launch_triton(tokens or len(x), x, words, scales, zeros, group, ends, chip)

@@ -97,8 +97,9 @@ class Int4Linear(Linear):
         """Launch the kernels of products of these numbers of tokens, with one row. fused: see `apply`. dtype: dtype of
         the input."""
         x = self.weight.new_zeros(1, self.weight.shape[1] * NIBBLES, dtype=dtype)
-        for size in sizes:
-            int4.launch_for(size, x, self.weight, self.scales, self.zeros, self.bias, fused)
+        arguments = x, self.weight, self.scales, self.zeros, self.bias, fused
+        for size in (*int4.sizes_of(*arguments), *sizes):
+            int4.launch_for(size, *arguments)
 
     def shards(self, name: str, part: Part, rows: slice, stored: str) -> dict[str, Shard]:
         """Return the shards of a module's tensors. rows: the rows of this layer that are `part` of its weight.
