@@ -31,13 +31,13 @@ from fastgen.kernels import batch_invariant, hopper_int4
 from fastgen.kernels.batch_invariant import Fused, finished
 from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
 from fastgen.kernels.launch import Kernel, constant, jit, tl
+from fastgen.kernels.rope import rope_write
 
 ROWS, COLUMNS = 16, 64  # rows of a block, and columns of a part of it
 GROUPS = (32, 64)  # columns of a group, if they are not a multiple of 128 or all columns
 MIDDLE = 8  # the zero of weights without zeros
 COPIED, DEPTH = 64, 128  # rows of a tile that is dequantized, and columns of a tile
 FEW, FEW_ROWS, FEW_STAGES = (16, 32, 64), 64, 4  # padded tokens, rows and stages of the kernel in Triton
-MOST = 64  # tokens up to which the kernel in Gluon is faster than a product with a scratch copy
 MAGIC = constant(0x4B000000)
 """Bits of the float32 number 2**23. Its lowest bits replaced by q are the number 2**23 + q."""
 
@@ -303,14 +303,25 @@ def _launch(
     x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, fused: Fused
 ) -> Tensor:
     half = fused.rope.keys.shape[-1] // 2 if fused.rope else len(words) // 2 if fused.swiglu else 0
-    chip = Chip.of(x.device)
-    gluon = hopper_int4.runs_on(chip, x.dtype, scales.dtype)
-    if len(x) <= (MOST if gluon else max(FEW)) and x.dtype.itemsize == 2 and half % ROWS == 0:
-        tile = hopper_int4.tile_of(len(x), len(words), chip) if gluon else None
-        return launch_as(tile, x, words, scales, zeros, bias, fused)
+    tile = _tile_of(x, words, scales, fused.add is not None)
+    if x.dtype.itemsize == 2 and half % ROWS == 0 and (tile or len(x) <= max(FEW)):
+        if fused.rope is None or batch_invariant.fuses_rope(len(x)):
+            return launch_as(tile, x, words, scales, zeros, bias, fused)
+        qkv = launch_as(tile, x, words, scales, zeros, bias, fused._replace(rope=None))
+        turned: Tensor = rope_write.launch(qkv, fused.rope.mapping, fused.rope.keys, fused.rope.values)
+        return turned
     weight = dequantize.launch(words, scales, zeros, x.dtype)
     out: Tensor = batch_invariant.product.launch(x, weight, bias, fused)
     return out
+
+
+def _tile_of(x: Tensor, words: Tensor, scales: Tensor, add: bool) -> hopper_int4.Tile | None:
+    """Return the tile for a product in Gluon, or None if it is not for Gluon."""
+    chip, (tokens, inputs) = Chip.of(x.device), x.shape
+    if tokens > hopper_int4.MOST or not hopper_int4.runs_on(chip, x.dtype, scales.dtype):
+        return None
+    tile = hopper_int4.tile_of(tokens, len(words), chip, add)
+    return tile if hopper_int4.fits(tile, inputs, inputs // scales.shape[1]) else None
 
 
 def launch_as(
