@@ -25,6 +25,14 @@ from fastgen.kernels.gluon import gl, gluon_jit, load_tile, next_stage, nvidia, 
 from fastgen.kernels.hopper_products import described, origin, read_ahead
 from fastgen.kernels.launch import GLUON, constant, tl
 
+FEW = (8, 16, 32, 64)  # tokens of a tile for few tokens
+WIDE = (128, 256, 4, 64, 2)  # the other sizes of a Tile, for weights with at least one such tile per processor
+NARROW = (64, 512, 4, 128, 1)  # the other sizes for other weights and few tokens
+MANY = (256, 128, 128, 8, 64, 1), (128, 64, 128, 4, 64, 2), (64, 64, 256, 4, 64, 1)
+"""Choices for more tokens. The first whose tiles occupy two thirds of the processors is used."""
+
+MANY_NARROW = (128, 64, 256, 4, 128, 1)  # instead of the second of MANY, if all tiles can run at the same time
+MOST = 2048  # tokens up to which this kernel is faster than a product with a scratch copy of the weight
 COLUMNS = 64  # columns of a part of a block of 16 rows, 512 bytes
 LOADING_REGISTERS = constant(40)  # registers per thread of the loading warp's group; the others get the rest
 AHEAD, AHEAD_ROPE = 64, 32  # sums per thread up to which the epilogue's inputs load before the product
@@ -96,10 +104,31 @@ class Tile:
         return 65536 // self.programs // (32 * (self.warps + 4)) // 8 * 8
 
 
-def tile_of(tokens: int, outputs: int, chip: Chip) -> Tile:
-    """Return the tile for a product of `tokens` tokens and a weight of `outputs` rows."""
-    padded = next((each for each in (8, 16, 32, 64) if tokens <= each), 128)
-    return Tile(padded, 64, 256, 4, 64, 2)
+def tile_of(tokens: int, outputs: int, chip: Chip, add: bool = False) -> Tile:
+    """Return the tile for a product of `tokens` tokens and a weight of `outputs` rows.
+
+    add: whether the result is added to other numbers, for which the registers of the largest tile do not suffice.
+    """
+
+    def programs(size: int, rows: int) -> int:
+        return -(-tokens // size) * -(-outputs // rows)
+
+    if tokens <= max(FEW):
+        padded = next(each for each in FEW if tokens <= each)
+        if programs(padded, WIDE[0]) >= chip.processors:
+            return Tile(padded, *WIDE)
+        if padded > 32 and programs(32, NARROW[0]) <= chip.processors:
+            padded = 32
+        return Tile(padded, *NARROW)
+    several = [each for each in MANY[add:] if each[0] < 2 * tokens and 3 * programs(*each[:2]) >= 2 * chip.processors]
+    chosen = several[0] if several else MANY[-1]
+    narrow = chosen == MANY[1] and programs(*chosen[:2]) <= chip.processors
+    return Tile(*(MANY_NARROW if narrow else chosen))
+
+
+def fits(tile: Tile, inputs: int, group: int) -> bool:
+    """Return whether the steps of a tile have whole groups of `group` columns, or are within one."""
+    return tile.depth % group == 0 or group % tile.depth == 0 or inputs == group >= tile.depth
 
 
 def runs_on(chip: Chip, dtype: torch.dtype, scales: torch.dtype) -> bool:
@@ -387,6 +416,7 @@ def launch(
             view, block = tensor.view(outputs // 16, -1, width), [tile.rows // 16]
         return _described(view, [*block, columns, width])
 
+    assert tile.depth > tile.chunk  # or registers of two chunks in flight would be the same
     groups = tile.groups(group)
     cut, early = kind(tile, most, tiles, chip)
     ahead = tile.tokens * tile.rows <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * tile.warps

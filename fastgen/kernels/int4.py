@@ -38,7 +38,6 @@ GROUPS = (32, 64)  # columns of a group, if they are not a multiple of 128 or al
 MIDDLE = 8  # the zero of weights without zeros
 COPIED, DEPTH = 64, 128  # rows of a tile that is dequantized, and columns of a tile
 FEW, FEW_ROWS, FEW_STAGES = (16, 32, 64), 64, 4  # padded tokens, rows and stages of the kernel in Triton
-MOST = 64  # tokens up to which the kernel in Gluon is faster than a product with a scratch copy
 MAGIC = constant(0x4B000000)
 """Bits of the float32 number 2**23. Its lowest bits replaced by q are the number 2**23 + q."""
 
@@ -311,37 +310,49 @@ def launch_for(
 ) -> Tensor:
     """Compute the product with the kernels for `tokens` tokens, of which x may have fewer. See the twin for the other
     arguments."""
-    half = fused.rope.keys.shape[-1] // 2 if fused.rope else len(words) // 2 if fused.swiglu else 0
-    chip = Chip.of(x.device)
-    gluon = hopper_int4.runs_on(chip, x.dtype, scales.dtype)
-    if tokens <= (MOST if gluon else max(FEW)) and x.dtype.itemsize == 2 and half % ROWS == 0:
-        tile = hopper_int4.tile_of(tokens, len(words), chip) if gluon else None
-        return launch_as(tile, x, words, scales, zeros, bias, fused, tokens)
-    weight = dequantize.launch(words, scales, zeros, x.dtype)
-    # Not by hopper_products, which loads weights before the previous kernel, here `dequantize`, has written them.
-    chosen = batch_invariant.config(max(tokens, hopper_products.MOST + 1), *weight.shape, x.dtype, chip)
     if fused.rope is None or batch_invariant.fuses_rope(tokens):
-        return batch_invariant.launch_as(chosen, x, weight, bias, fused)
-    qkv = batch_invariant.launch_as(chosen, x, weight, bias, fused._replace(rope=None))
+        return _multiply(tokens, x, words, scales, zeros, bias, fused)
+    qkv = _multiply(tokens, x, words, scales, zeros, bias, fused._replace(rope=None))
     turned: Tensor = rope_write.launch(qkv, fused.rope.mapping, fused.rope.keys, fused.rope.values)
     return turned
 
 
-def sizes_of(
-    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, fused: Fused
-) -> list[int]:
+def _multiply(
+    tokens: int, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, fused: Fused
+) -> Tensor:
+    half = fused.rope.keys.shape[-1] // 2 if fused.rope else len(words) // 2 if fused.swiglu else 0
+    tile = _tile_of(tokens, x, words, scales, fused)
+    if x.dtype.itemsize == 2 and half % ROWS == 0 and (tile or tokens <= max(FEW)):
+        return launch_as(tile, x, words, scales, zeros, bias, fused, tokens)
+    weight = dequantize.launch(words, scales, zeros, x.dtype)
+    # Not by hopper_products, which loads weights before the previous kernel, here `dequantize`, has written them.
+    chosen = batch_invariant.config(max(tokens, hopper_products.MOST + 1), *weight.shape, x.dtype, Chip.of(x.device))
+    return batch_invariant.launch_as(chosen, x, weight, bias, fused)
+
+
+def _tile_of(tokens: int, x: Tensor, words: Tensor, scales: Tensor, fused: Fused) -> hopper_int4.Tile | None:
+    """Return the tile for a product in Gluon, or None if it is not for Gluon."""
+    chip, inputs = Chip.of(x.device), x.shape[1]
+    if tokens > hopper_int4.MOST or not hopper_int4.runs_on(chip, x.dtype, scales.dtype):
+        return None
+    tile = hopper_int4.tile_of(tokens, len(words), chip, fused.add is not None)
+    return tile if hopper_int4.fits(tile, inputs, inputs // scales.shape[1]) else None
+
+
+def sizes_of(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, fused: Fused) -> list[int]:
     """Return numbers of tokens for which all kernels run that multiply without a scratch copy. See the twin for the
     arguments; x has one row."""
-    chip, found = Chip.of(x.device), dict[object, int]()
-    if not hopper_int4.runs_on(chip, x.dtype, scales.dtype):
-        return [*FEW]
-    tiles = dict[int, int]()
-    for tokens in range(1, MOST + 1):
-        tile = hopper_int4.tile_of(tokens, len(words), chip)
-        if tile.rows not in tiles:
-            tiles[tile.rows] = Epilogue.of(x, len(words), bias, fused, tile.rows).tiles
-        found.setdefault((tile, hopper_int4.kind(tile, tokens, tiles[tile.rows], chip)), tokens)
-    return [*found.values()]
+    found, tiles = dict[object, int](), dict[tuple[int, bool], int]()
+    for tokens in range(1, hopper_int4.MOST + 1):
+        applied = fused if batch_invariant.fuses_rope(tokens) else fused._replace(rope=None)
+        tile, rope = _tile_of(tokens, x, words, scales, applied), applied.rope is not None
+        if tile is None:
+            continue
+        if (tile.rows, rope) not in tiles:
+            tiles[tile.rows, rope] = Epilogue.of(x, len(words), bias, applied, tile.rows).tiles
+        kind = hopper_int4.kind(tile, tokens, tiles[tile.rows, rope], Chip.of(x.device))
+        found.setdefault((tile, kind, rope), tokens)
+    return [*found.values(), *FEW]
 
 
 def launch_as(
@@ -357,19 +368,9 @@ def launch_as(
     ends = Epilogue.of(x, outputs, bias, fused, rows)
     if tile:
         hopper_int4.launch(
-            tile,
-            tokens or len(x),
-            x,
-            words,
-            scales,
-            zeros,
-            ends.half,
-            ends.heads,
-            ends.tiles,
-            ends.others,
-            ends.sizes,
-            chip,
-        )
+            tile, tokens or len(x), x, words, scales, zeros, ends.half, ends.heads, ends.tiles, ends.others,
+            ends.sizes, chip,
+        )  # fmt: skip
     else:
         _launch_triton(tokens or len(x), x, words, scales, zeros, group, ends, chip)
     return ends.out if fused.rope is None else ends.out.view(len(x), -1, 2 * ends.half)

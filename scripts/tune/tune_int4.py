@@ -40,8 +40,7 @@ FEW = (
     (128, 512, 8, 128, 1), (128, 256, 8, 128, 2),
 )  # fmt: skip
 MANY = (
-    (64, 128, 4, 64, 2), (64, 256, 4, 128, 1), (64, 256, 4, 64, 1), (128, 128, 8, 64, 1), (128, 128, 8, 128, 1),
-    (128, 128, 4, 64, 1),
+    (64, 128, 4, 64, 2), (64, 256, 4, 128, 1), (64, 256, 4, 64, 1), (128, 128, 8, 64, 1), (128, 128, 4, 64, 1),
 )  # fmt: skip
 """(rows, depth, warps, chunk, programs) of a Tile to try for up to 64 tokens of a tile, and for more."""
 
@@ -59,12 +58,12 @@ def tiles(tokens: int) -> Iterator[Tile]:
 class Bench:
     """A product's weights in several layers, and the result for `most` tokens."""
 
-    def __init__(self, product: Product, most: int, device: torch.device) -> None:
+    def __init__(self, product: Product, most: int, device: torch.device, symmetric: bool = False) -> None:
         # Triton's interpreter rounds to bfloat16 differently.
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-        self.product, self.device = product, device
+        self.product, self.device, self.symmetric = product, device, symmetric
         outputs, inputs = product.outputs, product.inputs
-        self.bytes = outputs * inputs // 2 + outputs * inputs // GROUP * 3
+        self.bytes = outputs * inputs // 2 + outputs * inputs // GROUP * (2 if symmetric else 3)
         layers = -(-int(BYTES) // self.bytes) if device.type == "cuda" else 1
         self.weights = [self._weight() for _ in range(layers)]
         self.x = torch.randn(most, inputs, device=device, dtype=dtype)
@@ -73,12 +72,12 @@ class Bench:
         assert torch.equal(int4.dequantize.launch(*self.weights[0], dtype), self.dense), "dequantized"
         self.expected = batch_invariant.product.launch(self.x, self.dense, None, self.fused(most))
 
-    def _weight(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _weight(self) -> tuple[Tensor, Tensor, Tensor | None]:
         outputs, inputs, device = self.product.outputs, self.product.inputs, self.device
         words = torch.randint(-(2**31), 2**31, (outputs, inputs // 8), device=device, dtype=torch.int64).int()
         scales = (torch.rand(outputs, inputs // GROUP, device=device) + 0.5) * (0.2 * inputs**-0.5)
         zeros = torch.randint(0, 16, scales.shape, device=device, dtype=torch.uint8)
-        return words, scales.half(), zeros
+        return (words, scales.bfloat16(), None) if self.symmetric else (words, scales.half(), zeros)
 
     def fused(self, tokens: int) -> Fused:
         add = self.residual[:tokens].clone() if self.product.add else None
@@ -111,9 +110,9 @@ class Bench:
 def ways(tokens: int, chip: Chip, own: bool) -> list[str | Tile]:
     found: list[str | Tile] = ["own", "bf16"]
     if not own:
-        found += ["triton"] * (tokens in (8, 64))
+        found += ["triton"] * (tokens <= 64)
         found += ["dequantize"] * (tokens == 1)
-        if hopper_int4.runs_on(chip, torch.bfloat16, torch.float16) and tokens <= 1024:
+        if hopper_int4.runs_on(chip, torch.bfloat16, torch.float16) and tokens <= 8192:
             found += [each for each in tiles(tokens) if each.stages(chip, GROUP) > 1]
     return found
 
@@ -149,6 +148,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=360, help="how long it may take, about (default: 360)")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--own", action="store_true", help="time the library's own choices only")
+    parser.add_argument("--symmetric", action="store_true", help="bfloat16 scales and no zeros")
     parser.add_argument("--smoke", action="store_true", help="run tiny shapes once, on any device")
     args = parser.parse_args()
     if not torch.cuda.is_available() and not args.smoke:
@@ -160,7 +160,9 @@ def main() -> None:
         products = tuple(Product(each.name, 64, 256, each.add, each.swiglu) for each in products)
     deadline, chip, results = time.monotonic() + args.seconds, Chip.of(device), list[dict[str, Any]]()
     with torch.inference_mode():
-        benches = [Bench(product, 70 if args.smoke else max(args.tokens), device) for product in products]
+        benches = [
+            Bench(product, 70 if args.smoke else max(args.tokens), device, args.symmetric) for product in products
+        ]
         for tokens in (3, 70) if args.smoke else args.tokens:
             several = ["own", "triton"][: 2 if tokens < 64 else 1] if args.smoke else ways(tokens, chip, args.own)
             if args.smoke:
