@@ -196,3 +196,42 @@ def test_a_scratch_copy_is_read_after_it_is_written(monkeypatch: pytest.MonkeyPa
     assert len(chosen) == 535
     assert not any(found.swap for found in chosen)
     assert batch_invariant.config(65, 4096, 256, torch.bfloat16, chip).swap
+
+
+class Recorder:
+    """A kernel that is not run: it notes its compile-time arguments."""
+
+    def __init__(self) -> None:
+        self.seen = set[tuple[Any, ...]]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            self.seen.add((*(each for each in args if isinstance(each, int | bool)), options["num_warps"]))
+
+        return launch
+
+
+@pytest.mark.parametrize("what", ["plain", "add", "swiglu"])
+def test_one_row_launches_the_kernels_of_all_numbers_of_tokens(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the start of an engine does, which compiles what is launched."""
+    chip, kernels = Chip((9, 0), 132, 232_448), [Recorder(), Recorder()]
+    monkeypatch.setattr(Chip, "of", lambda device: chip)
+    monkeypatch.setattr(hopper_int4, "GLUON", True)
+    monkeypatch.setattr(hopper_int4, "_described", lambda *args: None)
+    monkeypatch.setattr(hopper_int4, "described", lambda *args: None)
+    words, scales = torch.zeros(4096, 32, dtype=torch.int32), torch.ones(4096, 2, dtype=torch.bfloat16)
+
+    def run(tokens: int, rows: int) -> None:
+        x = torch.zeros(rows, 256, dtype=torch.bfloat16)
+        fused = Fused(add=torch.zeros(rows, 4096) if what == "add" else None, swiglu=what == "swiglu")
+        sizes = int4.sizes_of(x, words, scales, None, fused) if tokens == 0 else [tokens]
+        for each in sizes:
+            int4.launch_for(each, x, words, scales, None, None, fused)
+
+    monkeypatch.setattr(hopper_int4, "_product_kernel", kernels[0])
+    run(0, 1)
+    monkeypatch.setattr(hopper_int4, "_product_kernel", kernels[1])
+    for tokens in range(1, hopper_int4.MOST + 1):
+        run(tokens, 1)
+    assert kernels[0].seen == kernels[1].seen
+    assert len(kernels[0].seen) > 5
