@@ -2,8 +2,8 @@
 
 A weight is (q - zero) * scale, computed in float32 and rounded once to the dtype of x. The products are those of
 fastgen.kernels.batch_invariant with the rounded weight, with the same instruction in the same order, so a result has
-the bits that the dequantized weight gives there. Few tokens use kernels that dequantize in registers. Many tokens use a
-scratch copy of the dequantized weight, which costs less than a tenth of the product from 4096 tokens on.
+the bits that the dequantized weight gives there. Kernels for few tokens, and on Hopper for up to hopper_int4.MOST,
+dequantize in registers. More tokens use a scratch copy of the dequantized weight.
 
 Shape letters: T tokens, N outputs, K inputs, G groups of K / G inputs.
 
@@ -161,7 +161,7 @@ def _factors(scales_ptr, zeros_ptr, offset, there):
     if zeros_ptr is not None:
         # Loaded as 4 bytes: for loads of one byte, tl.dot would add in another order on Ampere.
         four = tl.load(zeros_ptr.to(tl.pointer_type(tl.int32)) + offset // 4, mask=there, other=0)
-        zero = (((four >> offset % 4 * 8) & 15) | MAGIC).to(tl.float32, bitcast=True)[:, :, None, :, :, None]
+        zero = (((four >> offset % 4 * 8) & 255) | MAGIC).to(tl.float32, bitcast=True)[:, :, None, :, :, None]
     return scale[:, :, None, :, :, None], zero
 
 
