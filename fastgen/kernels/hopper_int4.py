@@ -35,7 +35,7 @@ MANY_NARROW = (128, 64, 256, 4, 128, 1)  # instead of the second of MANY, if all
 MOST = 2048  # tokens up to which this kernel is faster than a product with a scratch copy of the weight
 COLUMNS = 64  # columns of a part of a block of 16 rows, 512 bytes
 LOADING_REGISTERS = constant(40)  # registers per thread of the loading warp's group; the others get the rest
-AHEAD, AHEAD_ROPE = 64, 32  # sums per thread up to which the epilogue's inputs load before the product
+AHEAD, AHEAD_ROPE = 64, 16  # sums per thread up to which the epilogue's inputs load before the product
 
 
 def _instructions(low: bool, kind: str, magic: int) -> str:
@@ -142,16 +142,16 @@ def _product_kernel(
     x_desc, words_desc, scales_desc, zeros_desc, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr,
     keys_ptr, values_ptr, T, N, K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr,
     P: gl.constexpr, ADD: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
-    DEPTH: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, APART: gl.constexpr, CUT: gl.constexpr,
-    AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    DEPTH: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, APART: gl.constexpr, AHEAD: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Compute the product of one tile of the weight's rows with one tile of tokens per program.
 
-    Shape letters: see fastgen.kernels.batch_invariant; GROUP: columns per group. CHUNK: see Tile. CUT, AHEAD, EARLY:
-    see hopper_products.
+    Shape letters: see fastgen.kernels.batch_invariant; GROUP: columns per group. CHUNK: see Tile. APART: see
+    Tile.apart. AHEAD, EARLY: see hopper_products. Programs with the same tile of the weight are neighbours.
     """
     PAIRS: gl.constexpr = ROWS // 2 // HEADS
-    first_token, head, first_row = origin(T, HALF, TOKENS, ROWS, HEADS, CUT)
+    first_token, head, first_row = origin(T, HALF, TOKENS, ROWS, HEADS, True)
     words = gl.allocate_shared_memory(gl.int32, [STAGES] + words_desc.block_type.shape, words_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, DEPTH], x_desc.layout)
     scales = gl.allocate_shared_memory(
@@ -387,23 +387,16 @@ def _twice(x):
     return (x & -65536) | ((x >> 16) & 0xFFFF)
 
 
-def kind(tile: Tile, tokens: int, tiles: int, chip: Chip) -> tuple[bool, bool]:
-    """Return the arguments CUT and EARLY of the kernel. tiles: number of tiles of rows."""
-    token_tiles = -(-tokens // tile.tokens)
-    return token_tiles > 1, 4 * token_tiles * tiles <= 3 * chip.processors
-
-
 def launch(
-    tile: Tile, most: int, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, half: int, heads: int,
-    tiles: int, others: tuple[Tensor | None, ...], sizes: tuple[int, ...], chip: Chip,
+    tile: Tile, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, half: int, heads: int, tiles: int,
+    others: tuple[Tensor | None, ...], sizes: tuple[int, ...], chip: Chip,
 ) -> None:  # fmt: skip
     """Multiply x [T, K] by a weight in the prepared form. The caller has checked the arguments.
 
-    most: number of tokens that the kernel is for, T or more. half, heads, tiles, others, sizes: see
-    fastgen.kernels.int4.Epilogue.
+    half, heads, tiles, others, sizes: see fastgen.kernels.int4.Epilogue.
     """
     (tokens, inputs), outputs = x.shape, len(words)
-    group, token_tiles = inputs // scales.shape[1], -(-most // tile.tokens)
+    group, token_tiles = inputs // scales.shape[1], -(-tokens // tile.tokens)
 
     def blocks(tensor: Tensor, columns: int, width: int) -> Any:
         """Return the descriptor that loads tiles of `columns` parts of blocks, which have a size of `width`."""
@@ -418,13 +411,13 @@ def launch(
 
     assert tile.depth > tile.chunk  # or registers of two chunks in flight would be the same
     groups = tile.groups(group)
-    cut, early = kind(tile, most, tiles, chip)
+    early = tile.tokens <= max(FEW) and 4 * tiles <= 3 * chip.processors
     ahead = tile.tokens * tile.rows <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * tile.warps
     _product_kernel[(token_tiles * tiles,)](
         described(x, [tile.tokens, tile.depth]), blocks(words, tile.depth // COLUMNS, 128),
         blocks(scales, groups, 16), None if zeros is None else blocks(zeros, groups, 16), *others, tokens, outputs,
         inputs, group, *sizes, tile.tokens, tile.rows, heads, tile.depth, tile.chunk,
-        tile.stages(chip, group), tile.apart(group), cut, ahead, early,
+        tile.stages(chip, group), tile.apart(group), ahead, early,
         num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
 

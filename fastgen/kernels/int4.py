@@ -2,8 +2,8 @@
 
 A weight is (q - zero) * scale, computed in float32 and rounded once to the dtype of x. The products are those of
 fastgen.kernels.batch_invariant with the rounded weight, with the same instruction in the same order, so a result has
-the bits that the dequantized weight gives there. Few tokens use kernels that dequantize in registers. Many tokens use a
-scratch copy of the dequantized weight, which costs less than a tenth of the product from 4096 tokens on.
+the bits that the dequantized weight gives there. Kernels for few tokens, and on Hopper for up to hopper_int4.MOST,
+dequantize in registers. More tokens use a scratch copy of the dequantized weight.
 
 Shape letters: T tokens, N outputs, K inputs, G groups of K / G inputs.
 
@@ -161,7 +161,7 @@ def _factors(scales_ptr, zeros_ptr, offset, there):
     if zeros_ptr is not None:
         # Loaded as 4 bytes: for loads of one byte, tl.dot would add in another order on Ampere.
         four = tl.load(zeros_ptr.to(tl.pointer_type(tl.int32)) + offset // 4, mask=there, other=0)
-        zero = (((four >> offset % 4 * 8) & 15) | MAGIC).to(tl.float32, bitcast=True)[:, :, None, :, :, None]
+        zero = (((four >> offset % 4 * 8) & 255) | MAGIC).to(tl.float32, bitcast=True)[:, :, None, :, :, None]
     return scale[:, :, None, :, :, None], zero
 
 
@@ -339,20 +339,13 @@ def _tile_of(tokens: int, x: Tensor, words: Tensor, scales: Tensor, fused: Fused
     return tile if hopper_int4.fits(tile, inputs, inputs // scales.shape[1]) else None
 
 
-def sizes_of(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, fused: Fused) -> list[int]:
-    """Return numbers of tokens for which all kernels run that multiply without a scratch copy. See the twin for the
-    arguments; x has one row."""
-    found, tiles = dict[object, int](), dict[tuple[int, bool], int]()
+def sizes_of(x: Tensor, words: Tensor, scales: Tensor, fused: Fused) -> list[int]:
+    """Return numbers of tokens whose products run all kernels that multiply without a scratch copy; see the twin."""
+    found = dict[object, int]()
     for tokens in range(1, hopper_int4.MOST + 1):
-        applied = fused if batch_invariant.fuses_rope(tokens) else fused._replace(rope=None)
-        tile, rope = _tile_of(tokens, x, words, scales, applied), applied.rope is not None
-        if tile is None:
-            continue
-        if (tile.rows, rope) not in tiles:
-            tiles[tile.rows, rope] = Epilogue.of(x, len(words), bias, applied, tile.rows).tiles
-        kind = hopper_int4.kind(tile, tokens, tiles[tile.rows, rope], Chip.of(x.device))
-        found.setdefault((tile, kind, rope), tokens)
-    return [*found.values(), *FEW]
+        key = _tile_of(tokens, x, words, scales, fused), batch_invariant.fuses_rope(tokens)
+        found.setdefault(key, tokens)
+    return [*FEW, *found.values()]
 
 
 def launch_as(
@@ -368,9 +361,8 @@ def launch_as(
     ends = Epilogue.of(x, outputs, bias, fused, rows)
     if tile:
         hopper_int4.launch(
-            tile, tokens or len(x), x, words, scales, zeros, ends.half, ends.heads, ends.tiles, ends.others,
-            ends.sizes, chip,
-        )  # fmt: skip
+            tile, x, words, scales, zeros, ends.half, ends.heads, ends.tiles, ends.others, ends.sizes, chip
+        )
     else:
         _launch_triton(tokens or len(x), x, words, scales, zeros, group, ends, chip)
     return ends.out if fused.rope is None else ends.out.view(len(x), -1, 2 * ends.half)

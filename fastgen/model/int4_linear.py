@@ -98,7 +98,7 @@ class Int4Linear(Linear):
         the input."""
         x = self.weight.new_zeros(1, self.weight.shape[1] * NIBBLES, dtype=dtype)
         arguments = x, self.weight, self.scales, self.zeros, self.bias, fused
-        for size in (*int4.sizes_of(x, self.weight, self.scales, self.bias, fused), *sizes):
+        for size in (*int4.sizes_of(x, self.weight, self.scales, fused), *sizes):
             int4.launch_for(size, *arguments)
 
     def shards(self, name: str, part: Part, rows: slice, stored: str) -> dict[str, Shard]:

@@ -224,7 +224,7 @@ def test_one_row_launches_the_kernels_of_all_numbers_of_tokens(what: str, monkey
     def run(tokens: int, rows: int) -> None:
         x = torch.zeros(rows, 256, dtype=torch.bfloat16)
         fused = Fused(add=torch.zeros(rows, 4096) if what == "add" else None, swiglu=what == "swiglu")
-        sizes = int4.sizes_of(x, words, scales, None, fused) if tokens == 0 else [tokens]
+        sizes = int4.sizes_of(x, words, scales, fused) if tokens == 0 else [tokens]
         for each in sizes:
             int4.launch_for(each, x, words, scales, None, None, fused)
 
