@@ -29,6 +29,7 @@ from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.model.parameters import checkpoint_shards
+from fastgen.model.quantization import check_requantize
 from fastgen.model.weights import TAGS, Tensors, Update, WeightState
 from fastgen.names import explains_names
 from fastgen.option import takes_fields_of
@@ -64,7 +65,7 @@ class Generator(PromptTasks):
             with agreeing(options.tp_group):
                 options.check()
                 self.folder = resolve(options.model, options.revision, weights=False)  # checks come before the weights
-                self.model_config = read_config(self.folder, in_fp8=options.quantization is not None)
+                self.model_config = read_config(self.folder, options.quantization)
                 reading = {name: getattr(options, name) for name in TOKENIZER_OPTIONS}
                 tokenizer = background.submit(find_tokenizer, options.tokenizer, self.folder, **reading)
                 resolved = resolve_options(self.model_config, options)
@@ -311,7 +312,12 @@ class Generator(PromptTasks):
         return nullcontext() if isinstance(self._team, Follower) else self._loop.tracer.block(path, steps)
 
     def update_weights(
-        self, named: Tensors, version: int | None = None, partial: bool = False, in_flight: str = "error"
+        self,
+        named: Tensors,
+        version: int | None = None,
+        partial: bool = False,
+        in_flight: str = "error",
+        requantize: bool = False,
     ) -> int:
         """Replace the weights, in place, and return their version, by default the one before plus 1 (the first is 0).
 
@@ -324,11 +330,13 @@ class Generator(PromptTasks):
             "recompute" computes their KV again with the new weights; "abort" ends them with the finish_reason "abort"
             and their tokens so far.
             `Completion.weight_versions` holds the version of each token. Later requests never use KV of old weights.
+        requantize: needed by a model in int4: its linear layers are rounded to the nearest numbers of int4.
 
         Raises ValueError with the first 20 names, shapes and dtypes that do not fit. A mapping, its items and a
         sequence are checked before anything is written, and the old weights stay. With any other iterable, or if
         reading one fails midway, generating raises RuntimeError until an update that is not partial is complete.
         """
+        check_requantize(self.model_config.quantization, requantize)
         update = Update(named, checkpoint_shards(self.model_config), partial, self._interrupt.reading)
         return self._update_on_all("update_weights", update, version, in_flight)
 

@@ -306,14 +306,21 @@ def compute(text: str, given: list[Tensor], dtypes: tuple[torch.dtype, ...]) -> 
     """Run PTX instructions on registers that hold two 2-byte numbers each, neighbours in the last dimension."""
     registers = {f"${len(dtypes) + n}": x.x.contiguous().view(torch.int32).long() % 2**32 for n, x in enumerate(given)}
 
-    def times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        found = (x.int().view(torch.bfloat16) for x in (a, b))
-        return operator.mul(*found).view(torch.int32).long()
+    def in_halves(operation: Callable[..., torch.Tensor], dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+        def run(*given: torch.Tensor) -> torch.Tensor:
+            # Sums of products of 2-byte numbers that are near each other are exact in float32.
+            found = operation(*(x.int().view(dtype).float() for x in given))
+            return found.to(dtype).view(torch.int32).long()
+
+        return run
 
     operations: dict[str, Callable[..., Any]] = {
-        "shl.b32": operator.lshift, "shr.b32": operator.rshift, "and.b32": operator.and_, "mul.bf16x2": times,
+        "shl.b32": operator.lshift, "shr.b32": operator.rshift, "and.b32": operator.and_,
         "lop3.b32": {0xEA: lambda a, b, c: a & b | c},
     }  # fmt: skip
+    for kind, dtype in (("bf16x2", torch.bfloat16), ("f16x2", torch.float16)):
+        operations |= {f"add.{kind}": in_halves(operator.add, dtype), f"mul.{kind}": in_halves(operator.mul, dtype)}
+        operations[f"fma.rn.{kind}"] = in_halves(lambda a, b, c: a * b + c, dtype)
     for line in text.strip("{}").split(";"):
         name, _, rest = line.strip().partition(" ")
         if name in operations:

@@ -63,8 +63,9 @@ class GeneratorOptions(Options):
     )  # fmt: skip
     quantization: str | None = option(
         None, "fp8: linear layers except the head are quantized to E4M3 as they are loaded, with one scale per row, "
-        "and their inputs with one scale per token; a checkpoint in fp8 needs no option",
-        choices=("fp8",), unset="the checkpoint's",
+        "and their inputs with one scale per token; a checkpoint that is quantized, in fp8 or int4, needs no option, "
+        "and the others are a check of its quant_method",
+        choices=("fp8", "awq", "gptq", "compressed-tensors", "auto-round"), unset="the checkpoint's",
     )  # fmt: skip
     kv_cache_dtype: str = option(
         "auto", "dtype of the KV cache; auto is the model's dtype, and float32 on the CPU; fp8 is E4M3 with one scale "
@@ -161,6 +162,7 @@ class EngineConfig:
     context_given: whether the user gave max_model_len; if not, it is what the model and the pool allow.
     adapter: folder of the adapter that is merged at the start.
     speculate: options of speculation, including max_rows and row_cost; None: no speculation.
+    weights: form of quantized weights, "fp8" or "int4"; "": they have the dtype.
     """
 
     device: str
@@ -183,6 +185,7 @@ class EngineConfig:
     dtype_reason: str = ""
     adapter: str | Path | None = None
     speculate: Speculation | None = None
+    weights: str = ""
 
     @classmethod
     def make(
@@ -237,6 +240,7 @@ class EngineConfig:
             context_given=context is not None,
             kv_cache_dtype=kv_dtype,
             dtype_reason=dtype_reason,
+            weights=model.quantization.name if model.quantization else "",
             adapter=options.adapter,
             speculate=speculate,
         )
@@ -264,8 +268,9 @@ class EngineConfig:
         mode = ", deterministic" if self.deterministic else ""
         kv = " in fp8" if self.kv_cache_dtype == "fp8" else ""
         dtype = f"{self.dtype} ({self.dtype_reason})" if self.dtype_reason else self.dtype
+        weights = f", weights in {self.weights}" if self.weights else ""
         return (
-            f"{self.device}{ranks}, {dtype}, context of {self.max_model_len} tokens, KV cache of "
+            f"{self.device}{ranks}, {dtype}{weights}, context of {self.max_model_len} tokens, KV cache of "
             f"{self.num_pages * self.page_size} tokens{kv}, kernels: {self.kernels}, attention: {self.attention}{mode}"
         )
 
@@ -385,7 +390,7 @@ def _step_size(
     if max_seqs is None:
         lanes = 256
         if memory:
-            room = 0.9 * memory - model.num_parameters * (1 if model.quantization else DTYPE_BYTES[dtype])
+            room = 0.9 * memory - model.weight_bytes(DTYPE_BYTES[dtype])
             fit = int(room / (256 * token_bytes(model, kv_dtype) + LANE_BYTES * model.vocab_size))
             lanes = min(1 << max(fit, 1).bit_length() - 1, 1024)
         max_seqs = max(min(lanes, max_step_tokens or budget), 1)

@@ -42,10 +42,13 @@ from fastgen.model.attention.interface import Attention
 from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.config import ModelConfig
 from fastgen.model.host_tier import HostTier
+from fastgen.model.int4_layouts import LAYOUTS
+from fastgen.model.int4_linear import check_int4
 from fastgen.model.kv_pool import KVPool
-from fastgen.model.loader import fill_random
+from fastgen.model.loader import fill_random, scale_dtype
 from fastgen.model.loader import load as load_checkpoint
 from fastgen.model.parameters import Parameters, checkpoint_shards
+from fastgen.model.quantization import Int4
 from fastgen.model.quantized import check_fp8
 from fastgen.model.transformer import Transformer
 from fastgen.parallel.group import Group
@@ -65,12 +68,20 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
             raise ValueError("deterministic=True needs all ranks on one host; leave it out, or use fewer ranks")
         config = replace(config, deterministic=False)
     if model_config.quantization and torch.device(device).type == "cuda":
-        check_fp8(model_config.split(group.size), config.dtype, kernels)
+        check_quantized(model_config.split(group.size), config.dtype, kernels)
     if config.kv_cache_dtype == "fp8" and kernels != "torch" and Chip.of(torch.device(device)).capability < (8, 9):
         raise ValueError("kv_cache_dtype='fp8' needs an Ada or Hopper GPU or a newer one; leave it out")
     if slower := slower_than_possible(torch.device(device)):
         log.warning("%s: %s", device, slower)
     return build_runner(model_config, config, folder, options.load, group)
+
+
+def check_quantized(model: ModelConfig, dtype: str, kernels: str) -> None:
+    """Raise ValueError if a GPU cannot run a model with quantized weights. model: config of one rank."""
+    if isinstance(model.quantization, Int4):
+        check_int4(model, model.quantization)
+    else:
+        check_fp8(model, dtype, kernels)
 
 
 def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Runner:
@@ -120,6 +131,10 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
         update = AdapterUpdate.read(config.adapter, checkpoint_shards(model_config))
     half = largest_half(config.max_step_tokens) if model_config.adds_products else 0  # see `ShardedResidual.apply`
     group.prepare(model_config.hidden_size, dtype, half)
+    form = model_config.quantization
+    if isinstance(form, Int4) and load == "auto":
+        form = replace(form, scale_dtype=scale_dtype(folder, LAYOUTS[form.stored].scales.suffix))
+        model_config = replace(model_config, quantization=form)
     parameters = Parameters(model_config, dtype, device, group, config.deterministic)
     if load == "dummy":
         if update is not None:

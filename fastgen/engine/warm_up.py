@@ -26,6 +26,7 @@ from fastgen.kernels import batch_invariant, scoring
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.rope import SlotMapping
+from fastgen.model.int4_linear import Int4Linear
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.linear import Linear
 from fastgen.model.quantized import Fp8Linear
@@ -71,13 +72,17 @@ def _launch_all(runner: Runner) -> None:
 def launch_products(
     model: Transformer, pool: KVPool, sizes: list[int], more: Iterable[tuple[Linear, Fused]] = ()
 ) -> None:
-    """Launch the kernels of linear layers: fp8 products, and batch-invariant products for steps of these numbers of
-    tokens, on which their tiles depend. more: linear layers in addition to the model's, as in `products_of`."""
+    """Launch the kernels of linear layers: fp8 products, and int4 and batch-invariant products for steps of these
+    numbers of tokens, on which their tiles depend. more: linear layers in addition to the model's, as in
+    `products_of`."""
     device = pool.keys.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     for linear, fused in (*products_of(model, model.slot_mapping(pool, zero, zero - 1, 1), pool), *more):
         if isinstance(linear, Fp8Linear):
             linear.launch_all(fused, model.parameters.dtype)
+            continue
+        if isinstance(linear, Int4Linear):
+            linear.launch_all(fused, model.parameters.dtype, sizes)
             continue
         x = linear.weight.new_zeros(1, linear.weight.shape[1])
         for size in sizes:

@@ -142,7 +142,7 @@ def _product_kernel(
     started and the previous one has ended.
     """
     PAIRS: gl.constexpr = ROWS // 2 // HEADS
-    first_token, head, first_row = _origin(T, HALF, TOKENS, ROWS, HEADS, CUT)
+    first_token, head, first_row = origin(T, HALF, TOKENS, ROWS, HEADS, CUT)
     slots: gl.constexpr = [STAGES * PIECES + (SIDE - ROWS) // ROWS]  # with room after the last for its other rows
     weights = gl.allocate_shared_memory(weight_desc.dtype, slots + weight_desc.block_type.shape, weight_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, DEPTH], x_desc.layout)
@@ -179,7 +179,7 @@ def _product_kernel(
         [LOADING_REGISTERS],
     )  # fmt: skip
     if not AHEAD:
-        read = _read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
+        read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
     acc = gl.permute(acc, (1, 0))
     if HALF > 0:
         acc = gl.permute(gl.reshape(acc, [TOKENS, SIDE // 2 // PAIRS, 2, PAIRS]), (0, 1, 3, 2))
@@ -190,7 +190,7 @@ def _product_kernel(
 
 
 @gluon_jit()
-def _origin(
+def origin(
     T, HALF: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """Return the first token, head and row of the program's tile."""
@@ -256,7 +256,7 @@ def _load_x(x_desc, ring, stage, step, first_token):
 
 
 @gluon_jit()
-def _read_ahead(places, tables, out_ptr, T, N, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr):
+def read_ahead(places, tables, out_ptr, T, N, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr):
     """Load the inputs of the epilogue."""
     bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr = tables
     if HALF > 0:
@@ -276,7 +276,7 @@ def _multiply(
     tl.extra.cuda.gdc_wait()
     read = places
     if AHEAD:
-        read = _read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
+        read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
     if scales[0] is None:
         acc = _sum(ring, K, SIDE, PIECES)
     else:

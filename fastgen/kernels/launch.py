@@ -78,8 +78,8 @@ noting: ContextVar[Notes | None] = ContextVar("noting", default=None)
 """While this is set, launches in this context only add their kernels to the Notes."""
 
 
-def constant(value: float) -> Any:
-    """Return a number in a form that kernels can refer to as a global."""
+def constant(value: object) -> Any:
+    """Return a number, a string or a tuple in a form that kernels can refer to as a global."""
     return value if tl is None else tl.constexpr(value)
 
 

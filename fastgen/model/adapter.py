@@ -63,8 +63,11 @@ class AdapterUpdate(Update):
         self, given: Any, config: Any, shards: Mapping[str, Shard], adapted: frozenset[str] = frozenset()
     ) -> None:
         super().__init__(given, {})
-        if any(shard.scales is not None for shard in shards.values()):
-            raise ValueError("the model is in fp8, into which adapters cannot be merged; leave quantization out")
+        if quantized := [shard.form for shard in shards.values() if shard.scales is not None]:
+            raise ValueError(
+                f"the model is in {quantized[0]}, into which adapters cannot be merged; leave quantization out, or use "
+                "a checkpoint that is not quantized"
+            )
         self.adapted = adapted
         self._config = config
         self._sizes = {n.removesuffix(".weight"): s.shape for n, s in shards.items() if n.endswith(LINEARS)}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fastgen.model.quantization import Quantization, parse_quantization
+from fastgen.model.quantization import Int4, Quantization, method_of, parse_quantization
 from fastgen.option import Option
 
 BUNDLED_NAME = "fastgen-tiny"
@@ -114,6 +114,10 @@ _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _DTYPES = ("bfloat16", "float16", "float32")
 _LARGEST = 3e38  # float32 holds no larger number
 _MOST = 2**24  # maximum of sizes in config.json: reading a config of more layers would already fill the memory
+_QUANTIZATION_FILES = {
+    "hf_quant_config.json": "modelopt", "quant_config.json": "awq", "quantize_config.json": "gptq"
+}  # fmt: skip
+"""{file that holds the quantization_config if config.json has none: its quant_method}."""
 GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -186,9 +190,17 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Number of weights, without the few numbers of norms and biases."""
+        return self._layer_parameters + self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+
+    @property
+    def _layer_parameters(self) -> int:
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * layer + self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    def weight_bytes(self, item_size: int) -> float:
+        """Return the size of the weights in bytes. item_size: bytes per weight that is not quantized."""
+        layers = self._layer_parameters * (self.quantization.weight_bytes if self.quantization else item_size)
+        return layers + (self.num_parameters - self._layer_parameters) * item_size
 
     @property
     def adds_products(self) -> bool:
@@ -229,25 +241,37 @@ class ModelConfig:
         )
 
 
-def read_config(folder: Path, in_fp8: bool = False) -> ModelConfig:
+def read_config(folder: Path, quantization: str | None = None) -> ModelConfig:
     """Read `config.json` of a checkpoint folder, and `generation_config.json` if it is there.
 
-    in_fp8: linear layers become fp8, even if the checkpoint is not quantized.
+    quantization: "fp8": linear layers become fp8, even if the checkpoint is not quantized. Another one is the
+    checkpoint's quant_method, as a check.
     Raises ValueError, naming the folder, if config.json is missing, is not JSON, or describes an unsupported model.
     """
     config = _read_json(folder / "config.json")
     if config is None:
         raise ValueError(f"{folder} has no config.json; a checkpoint folder in Hugging Face's format is needed")
     generation = _read_json(folder / "generation_config.json")
-    if not config.get("quantization_config") and (modelopt := _read_json(folder / "hf_quant_config.json")):
-        config["quantization_config"] = {"quant_method": "modelopt", **modelopt}
+    for file, method in _QUANTIZATION_FILES.items():
+        if not config.get("quantization_config") and (given := _read_json(folder / file)):
+            config["quantization_config"] = {"quant_method": method, **given}
     try:
-        found = parse_config(config, generation)
+        found = _quantized(parse_config(config, generation), method_of(config), quantization)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
     except (TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{folder / 'config.json'} has a field of a wrong type ({error!r}); fetch it again") from error
-    return replace(found, quantization=found.quantization or Quantization()) if in_fp8 else found
+    return found
+
+
+def _quantized(found: ModelConfig, method: str | None, wanted: str | None) -> ModelConfig:
+    """Return the configuration with the quantization that the user wants; see `read_config`. method: quant_method of
+    the checkpoint."""
+    fits = not isinstance(found.quantization, Int4) if wanted == "fp8" else wanted in (None, method)
+    if not fits:
+        held = "is not quantized" if method is None else f"has quant_method={method!r}"
+        raise ValueError(f"quantization is {wanted!r}, and the checkpoint {held}; leave quantization out")
+    return replace(found, quantization=found.quantization or Quantization()) if wanted == "fp8" else found
 
 
 def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -267,6 +291,11 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     flags: dict[str, Any] = {**(family.tensors or {}), **(_multipliers(config) if family.multipliers else {})}
     hidden_size = _integer(config, "hidden_size")
     attention_bias = family.attention_bias and bool(config.get("attention_bias"))
+    quantization = parse_quantization(config)
+    if isinstance(quantization, Int4) and "qkv_tensor" in flags:
+        raise ValueError(
+            f"{quantization.name} of {flags['qkv_tensor']}, one tensor of several modules, is not supported"
+        )
     return ModelConfig(
         vocab_size=_integer(config, "vocab_size"),
         hidden_size=hidden_size,
@@ -286,7 +315,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         windows=windows,
         eos_ids=_eos_ids(config, generation or {}),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
-        quantization=parse_quantization(config),
+        quantization=quantization,
         other_rope=other_rope,
         other_layers=other_layers,
         post_norm=family.post_norm,

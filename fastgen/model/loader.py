@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tqdm import tqdm
 from fastgen.device.pinned import on_stream
 from fastgen.device.threads import at_most
 from fastgen.disk import naming_full_disk
+from fastgen.model import int4_layouts
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.model.quantization import SKIPPED
 from fastgen.model.weights import FLOATS, Shard, TensorMatcher, text_name
@@ -43,7 +45,8 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # All files except weights. They are fetched first, because the index names the files of weights.
 _SMALL_FILES = [
-    "config.json", "hf_quant_config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
+    "config.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json", "generation_config.json",
+    "tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "modules.json", "*_Pooling/config.json", _INDEX,
 ]  # fmt: skip
 _CONVERSION = (
@@ -92,9 +95,9 @@ def fill_random(targets: Mapping[str, Shard]) -> None:
                 shard.view.fill_(1.0)
             else:
                 generator.manual_seed(zlib.crc32(f"{name} {shard.start}".encode()))
-                view = shard.view if shard.scales is None else torch.empty_like(shard.view, dtype=torch.float32)
-                view.normal_(0.0, 0.02, generator=generator)
-                Shard(shard.view, tuple(view.shape), scales=shard.scales).write(view)
+                numbers = shard.staged()
+                numbers.normal_(0.0, 0.02, generator=generator)
+                replace(shard, shape=tuple(numbers.shape), start=0).write(numbers)
 
 
 def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False, whole: bool = True) -> None:
@@ -116,7 +119,7 @@ def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False, who
         size = source.nbytes
         with torch.no_grad(), at_most(1), on_stream(stream):
             if stream is not None:
-                dtype = shard.view.dtype if shard.scales is None else source.dtype
+                dtype = shard.staged_as(source.dtype)
                 source = torch.empty(source.shape, dtype=dtype, pin_memory=True).copy_(source)
             shard.write(source)  # waits for the copy, so that a thread holds only one piece of pinned memory
         return size
@@ -133,7 +136,9 @@ def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False, who
 def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True) -> list[tuple[Shard, Tensor]]:
     """Match the tensors of a checkpoint with all `targets`. Return the pieces to copy: shards of some rows of a view,
     each with the same rows of the mapped file."""
-    skipped = SKIPPED if any(name.endswith(SCALE) for name in targets) else ()
+    in_int4 = any(isinstance(shard, int4_layouts.StoredShard) for shard in targets.values())
+    is_fp8 = any(name.endswith(SCALE) for name in targets)
+    skipped = (*SKIPPED, *int4_layouts.SKIPPED) if in_int4 else SKIPPED if is_fp8 else ()
     matcher, pieces = TensorMatcher(targets, skipped=skipped), list[tuple[Shard, Tensor]]()
     for path, file, name in _entries(folder, None if whole else targets.keys()):
         entry = file.get_slice(name)
@@ -142,6 +147,8 @@ def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True)
         for place in _places(target, targets):
             with _about(path):
                 shard = matcher.find(place, entry.get_shape(), _DTYPES.get(entry.get_dtype(), entry.get_dtype()))
+                if shard is None and in_int4:
+                    int4_layouts.check_skipped(place, file.get_tensor(name), targets)
             if shard is not None and shard.view.numel():
                 tensor = file.get_tensor(name)
                 for part in shard.separated():
@@ -157,6 +164,14 @@ def _places(name: str, targets: Mapping[str, Shard]) -> list[str]:
     if f"model.{name}" not in targets:
         return [name]
     return [f"model.{name}", "lm_head.weight"][: 1 + (name == "embed_tokens.weight" and "lm_head.weight" in targets)]
+
+
+def scale_dtype(folder: Path, suffix: str) -> str:
+    """Return the dtype of a checkpoint's scales, whose names end in `suffix`: float32 if they do not share one of 2
+    bytes."""
+    entries = ((file, name) for _, file, name in _entries(folder) if name.endswith("." + suffix))
+    found = {file.get_slice(name).get_dtype() for file, name in entries}
+    return {("F16",): "float16", ("BF16",): "bfloat16"}.get(tuple(found), "float32")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -20,9 +20,11 @@ from fastgen.kernels.norm import BranchEnd, RMSNorm, WideNorm
 from fastgen.kernels.rope import HeadNorm
 from fastgen.model.adapter import AdapterBases
 from fastgen.model.config import ModelConfig
+from fastgen.model.int4_layouts import Part
+from fastgen.model.int4_linear import Int4Linear, prepared, restored, rounded_shard
 from fastgen.model.linear import ROW_TILE, Linear
 from fastgen.model.packed import PACKED_ROW_TILE, pack, packing, unpack
-from fastgen.model.quantization import Quantization
+from fastgen.model.quantization import Int4, Quantization
 from fastgen.model.quantized import Fp8Linear
 from fastgen.model.weights import Shard
 from fastgen.parallel.group import Group
@@ -164,7 +166,9 @@ class Parameters:
         self.memory = memory_on(device)
         self.bases = AdapterBases(self.memory, device)
         self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU, padding to row_tile suffices
-        self._packs = device.type == "cpu" and packing(dtype) is not None and not config.quantization
+        self._int4 = config.quantization if isinstance(config.quantization, Int4) else None
+        plain = config.quantization is None or self._int4 is not None  # on the CPU, int4 is dequantized
+        self._packs = device.type == "cpu" and packing(dtype) is not None and plain
         self.row_tile = 1 if device.type != "cpu" else PACKED_ROW_TILE if self._packs else ROW_TILE
         norm, embedding, *head = model_table(config)
         self.norm = RMSNorm(self._new(*norm.shape), config.norm_eps)
@@ -192,11 +196,14 @@ class Parameters:
         return Linear(self.embedding, None, self._batch_invariant)
 
     def _linear(self, modules: list[Module], form: Quantization | None = None) -> Linear:
-        """Make the linear layer into which modules are fused. form: the model's form of fp8, if it has one."""
+        """Make the linear layer into which modules are fused. form: the model's quantized form, if it has one."""
         rows = [(module.name, self._part(module)[1][0]) for module in modules]
         size_out, size_in = sum(size for _, size in rows), self._part(modules[0])[1][1]
         bias = self._new(size_out) if self._has_bias(modules[0]) else None
         if form is not None and any(form.covers(name) for name, _ in rows):
+            form.check_fused(dict(rows))
+            if isinstance(form, Int4):
+                return Int4Linear.zeros_of(form, rows, size_in, bias, self._new, self._batch_invariant)
             return Fp8Linear.zeros(form, rows, size_in, bias, self._new)
         return Linear(self._new(size_out, size_in), bias, self._batch_invariant)
 
@@ -226,8 +233,8 @@ class Parameters:
     def targets(self, stored: bool = False) -> dict[str, Shard]:
         """Return this rank's shard of each Hugging Face parameter, by name. Weights must not be packed.
 
-        stored: include the scales of an fp8 checkpoint, which are separate tensors. Otherwise shards quantize the
-        weights that are written.
+        stored: the tensors are those of a quantized checkpoint: scales are separate tensors. Otherwise shards quantize
+        the weights that are written.
         """
         form = self.config.quantization.stored if stored and self.config.quantization else ""
         found = self._shards(self, model_table(self._whole), form)
@@ -248,7 +255,12 @@ class Parameters:
             weight = held.weight if isinstance(held, Linear) else held
             whole = module.total or module.shape[0], *module.shape[1:]
             shard = Shard(weight[rows], whole, module.split or 0, start, parts=parts)
-            if isinstance(held, Fp8Linear):
+            part = Part(whole, shard.dim, start, self._part(module)[1][shard.dim])
+            if isinstance(held, Int4Linear):
+                found |= held.shards(module.name, part, rows, form)
+            elif self._int4 is not None and module.place in LINEARS and self._int4.covers(module.name):
+                found[f"{module.name}.weight"] = rounded_shard(self._int4, weight[rows], part)
+            elif isinstance(held, Fp8Linear):
                 found |= held.shards(module.name, shard, rows, form)
             else:
                 found[f"{module.name}.weight"] = shard
@@ -260,10 +272,13 @@ class Parameters:
         return found
 
     def pack(self) -> None:
-        """Pack the weights of matrix products on the CPU, after `targets` are filled. Earlier shards become invalid.
+        """Bring weights into the form that matrix products read, after `targets` are filled: int4, and weights that are
+        packed on the CPU. Earlier shards become invalid.
 
         Weights are packed one at a time, so that only one of them is in memory twice. A tied head is copied.
         """
+        if self._int4 is not None:
+            self._replace(lambda linear: prepared(linear, self._new))
         if self._packs:
             self._replace(pack)
 
@@ -272,6 +287,7 @@ class Parameters:
         if self.config.tied:
             self.lm_head = self._tied()
         self._replace(unpack)
+        self._replace(restored)
 
     def _replace(self, change: Callable[[Linear], Linear]) -> None:
         self.lm_head = change(self.lm_head)

@@ -1,18 +1,20 @@
-"""Reads the `quantization_config` of fp8 checkpoints as a Quantization. This module imports neither torch nor
+"""Reads the `quantization_config` of quantized checkpoints as a Quantization. This module imports neither torch nor
 transformers.
 
-Supported forms are those of Qwen and DeepSeek (one scale per block), Mistral and AutoFP8 (one scale per tensor),
+Supported forms of fp8 are those of Qwen and DeepSeek (one scale per block), Mistral and AutoFP8 (one scale per tensor),
 compressed-tensors (`float-quantized`) and ModelOpt (`FP8`). Activations are always quantized with one scale per token;
-static scales of activations and scales of a KV cache are not read. Other forms raise a ValueError that names the field
-and its value.
+static scales of activations and scales of a KV cache are not read. Supported forms of int4 are AWQ (`gemm`), GPTQ
+without desc_act, AutoRound's `auto_gptq` and `auto_awq`, and compressed-tensors (`pack-quantized`). Other forms raise a
+ValueError that names the field and its value.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 BLOCK = [128, 128]
 SKIPPED = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
@@ -21,13 +23,16 @@ SKIPPED = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v
 
 @dataclass(frozen=True)
 class Quantization:
-    """The fp8 form of a model's linear layers, except the head.
+    """The quantized form of a model's linear layers, except the head: this class is fp8, and Int4 a subclass.
 
+    name: the numbers that weights are stored as. weight_bytes: bytes per weight, with its share of the scales.
     stored: granularity of the scales in the checkpoint, "tensor", "channel" or "block"; "" for a checkpoint that is not
     quantized: it is quantized with one scale per row as it is loaded. ignored: modules that are not quantized, given as
     names, prefixes or suffixes of names, patterns with *, or regular expressions after "re:".
     """
 
+    name: ClassVar[str] = "fp8"
+    weight_bytes: ClassVar[float] = 1
     stored: str = ""
     ignored: tuple[str, ...] = ()
 
@@ -40,6 +45,30 @@ class Quantization:
         """Return whether the linear layer with this module name is quantized."""
         return not any(_matches(pattern, name) for pattern in self.ignored)
 
+    def check_fused(self, names: Collection[str]) -> None:
+        """Raise ValueError if only some of the modules that are fused into one linear layer are quantized."""
+        if not all(map(self.covers, names)):
+            raise ValueError(
+                f"quantization_config leaves some of {', '.join(names)} unquantized and not all of them, which is not "
+                "supported"
+            )
+
+
+@dataclass(frozen=True)
+class Int4(Quantization):
+    """The int4 form of a model's linear layers, except the head: w = (q - zero) * scale, with q from 0 to 15.
+
+    stored: layout of the checkpoint's tensors, a key of LAYOUTS in int4_layouts.py. group_size: number of neighbouring
+    inputs with one scale; 0: all inputs of a row. zeros: each group has a zero; otherwise it is 8. scale_dtype: dtype
+    of the scales in the checkpoint, which they keep.
+    """
+
+    name: ClassVar[str] = "int4"
+    weight_bytes: ClassVar[float] = 4.25 / 8
+    group_size: int = 128
+    zeros: bool = False
+    scale_dtype: str = "float16"
+
 
 def _matches(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
@@ -49,27 +78,55 @@ def _matches(pattern: str, name: str) -> bool:
     return f".{name}.".endswith(f".{pattern}.") or name.startswith(pattern + ".")
 
 
+def check_requantize(form: Quantization | None, requantize: bool) -> None:
+    """Raise ValueError if an update of the weights of a model with this form does not go with `requantize`."""
+    if isinstance(form, Int4) and not requantize:
+        raise ValueError(
+            "the model is in int4, which an update would round to the nearest numbers, without the care that its "
+            "checkpoint was made with; pass requantize=True if that is wanted, or use a model that is not quantized"
+        )
+    if requantize and form is None:
+        raise ValueError("requantize=True, and the model is not quantized; leave it out")
+
+
 def parse_quantization(config: dict[str, Any]) -> Quantization | None:
     """Return the Quantization for the content of config.json, or None for a model that is not quantized."""
-    given = config.get("quantization_config") or config.get("compression_config")
+    given, method = _given(config), method_of(config)
+    if method is None:
+        return None
+    if method not in _METHODS:
+        raise _unsupported("quantization_config.quant_method", method, *_METHODS)
+    found = _METHODS[method](given)
+    has_head = method == "compressed-tensors" and not config.get("tie_word_embeddings")
+    if isinstance(found, Int4) and has_head and found.covers("lm_head"):
+        raise ValueError(f"ignore={given.get('ignore')!r} lacks lm_head, and fastgen runs no head in int4")
+    return found
+
+
+def method_of(config: dict[str, Any]) -> str | None:
+    """Return the quant_method in the content of config.json, or None for a model that is not quantized."""
+    given = _given(config)
     if not given:
         return None
-    method = given.get("quant_method")
-    if method == "compressed-tensors" or (method is None and "config_groups" in given):
-        return _compressed_tensors(given)
-    if method == "modelopt":
-        return _modelopt(given)
-    _need(given, "quant_method", "fp8", name="quantization_config.quant_method")
-    return _fp8(given)
+    method = given.get("quant_method") or given.get("method")
+    return "compressed-tensors" if method is None and "config_groups" in given else str(method)
+
+
+def _given(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("quantization_config") or config.get("compression_config") or {}
 
 
 def _need(given: dict[str, Any], field: str, *values: Any, name: str = "") -> Any:
     """Return the value of a field, None if absent. Raises ValueError if it is not one of `values`."""
     value = given.get(field)
     if value not in values:
-        instead = ", ".join(map(repr, values))
-        raise ValueError(f"{name or field}={value!r} is not supported in a quantized model; {instead} is")
+        raise _unsupported(name or field, value, *values)
     return value
+
+
+def _unsupported(name: str, value: object, *instead: object) -> ValueError:
+    supported = ", ".join(map(repr, instead))
+    return ValueError(f"{name}={value!r} is not supported in a quantized model; {supported} is")
 
 
 def _fp8(given: dict[str, Any]) -> Quantization:
@@ -84,14 +141,17 @@ def _fp8(given: dict[str, Any]) -> Quantization:
 
 
 def _compressed_tensors(given: dict[str, Any]) -> Quantization:
-    _need(given, "format", "float-quantized")
+    packed = _need(given, "format", "float-quantized", "pack-quantized") == "pack-quantized"
     _need(given, "quantization_status", None, "compressed")
     _need(given.get("sparsity_config") or {}, "format", None, "dense", name="sparsity_config.format")
+    _need(given, "transform_config", None, {})
     groups = given.get("config_groups") or {}
     if len(groups) != 1:
         raise ValueError(f"config_groups has {len(groups)} groups; one, of all linear layers, is supported")
     (group,) = groups.values()
     _need(group, "targets", ["Linear"])
+    if packed:
+        return _pack_quantized(group, tuple(given.get("ignore") or ()))
     weights = _need_float(group, "weights", "channel", "tensor", "block")
     _need(weights, "dynamic", None, False, name="weights.dynamic")
     if weights["strategy"] == "block":
@@ -113,3 +173,111 @@ def _modelopt(given: dict[str, Any]) -> Quantization:
     inner = given.get("quantization") or given  # as in hf_quant_config.json
     _need(inner, "quant_algo", "FP8")
     return Quantization("tensor", tuple(inner.get("exclude_modules") or inner.get("ignore") or ()))
+
+
+def _pack_quantized(group: dict[str, Any], ignored: tuple[str, ...]) -> Int4:
+    """Read a group of compressed-tensors in int4 (W4A16)."""
+    weights = group.get("weights") or {}
+    needed = {"num_bits": (4,), "type": ("int",), "strategy": ("group", "channel"), "symmetric": (None, True, False),
+              "dynamic": (None, False), "actorder": (None, "static", "weight")}  # fmt: skip
+    for field, values in needed.items():
+        _need(weights, field, *values, name=f"weights.{field}")
+    for field in ("input_activations", "output_activations"):
+        _need(group, field, None)
+    _need(group, "format", None, "pack-quantized", name="group.format")
+    size = _group_size(weights, "weights.group_size") if weights["strategy"] == "group" else 0
+    return Int4("packed", ignored, size, weights.get("symmetric") is False)
+
+
+def _awq(given: dict[str, Any]) -> Int4:
+    bits = given.get("bits", given.get("w_bit"))  # the second one is in quant_config.json
+    _need({"bits": bits}, "bits", 4)
+    for field in ("version", "format", "checkpoint_format"):
+        _need({field: str(given.get(field) or "gemm").lower()}, field, "gemm")
+    if given.get("backend") in ("llm-awq", "exllama", "exllamav2"):
+        raise _unsupported("backend", given["backend"], "autoawq")
+    size = _group_size(given, "group_size" if "group_size" in given else "q_group_size")
+    zeros = _need(given, "zero_point", None, True, False) is not False
+    return Int4("awq", _parts_of_names(given), size, zeros)
+
+
+def _gptq(given: dict[str, Any]) -> Int4:
+    _need(given, "bits", 4)
+    _need(given, "desc_act", None, False)
+    _need(given, "lm_head", None, False)
+    _need(given, "pack_dtype", None, "int32")
+    _need(given, "is_marlin_format", None, False)
+    layouts = "gptq", "gptq_v2"
+    formats = [_need(given, field, None, *layouts) for field in ("checkpoint_format", "format")]
+    layout = next((found for found in formats if found), "gptq")
+    _check_modules(given.get("modules_in_block_to_quantize"))
+    ignored = []
+    for pattern, changed in (given.get("dynamic") or {}).items():
+        if pattern.startswith("-:"):
+            ignored.append("re:" + pattern[2:])
+        else:
+            _check_same(given, changed, f"dynamic has {pattern!r}")
+    return Int4(layout, tuple(ignored), _group_size(given), _need(given, "sym", None, True, False) is False)
+
+
+def _auto_round(given: dict[str, Any]) -> Int4:
+    """Read AutoRound's own configuration of a checkpoint with the tensors of GPTQ or AWQ."""
+    packing = _need(given, "packing_format", "auto_round:auto_gptq", "auto_round:auto_awq")
+    _need(given, "bits", 4)
+    _need(given, "data_type", None, "int")
+    _need(given, "act_bits", None, 16, 32)
+    _need(given, "super_bits", None)
+    for field in ("block_name_to_quantize", "to_quant_block_names"):
+        if not all(name.startswith("model.layers") for name in _flat(given.get(field))):
+            raise _unsupported(field, given[field], "model.layers")
+    _check_modules(given.get("modules_in_block_to_quantize"))
+    ignored = list(_parts_of_names(given))
+    for name, changed in (given.get("extra_config") or {}).items():
+        if changed.get("bits", 4) >= 16:
+            ignored.append(f"re:(?:{name})$")
+        else:
+            _check_same(given, changed, f"extra_config has {name!r}")
+    zeros = _need(given, "sym", None, True, False) is False
+    return Int4("gptq" if packing.endswith("gptq") else "awq", tuple(ignored), _group_size(given), zeros)
+
+
+def _group_size(given: dict[str, Any], field: str = "group_size") -> int:
+    """Return the group size, 0 for whole rows. Raises ValueError if it is not a multiple of 8."""
+    size = given.get(field.rpartition(".")[2])
+    if type(size) is not int or not (size == -1 or (size > 0 and size % 8 == 0)):
+        raise _unsupported(field, size, -1, 32, 64, 128)
+    return max(size, 0)
+
+
+def _parts_of_names(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return patterns for modules_to_not_convert, whose entries are parts of names."""
+    return tuple(f"*{part}*" for part in given.get("modules_to_not_convert") or ())
+
+
+def _check_same(given: dict[str, Any], changed: dict[str, Any], where: str) -> None:
+    """Raise ValueError if some layers, for which `changed` holds, have another form than the others."""
+    if any(given.get(field) != changed.get(field, given.get(field)) for field in _OF_FORM):
+        raise ValueError(f"{where}: {changed!r}; fastgen runs all quantized layers in one form")
+
+
+def _flat(given: list[Any] | str | None) -> list[str]:
+    """Return the names in a name, a list of names, or lists in a list."""
+    if isinstance(given, str):
+        return [given]
+    return [name for each in given or () for name in _flat(each)]
+
+
+def _check_modules(given: list[Any] | None) -> None:
+    """Raise ValueError if `modules_in_block_to_quantize` leaves out a linear layer. given: names, or lists of them."""
+    names = _flat(given)
+    if names and not all(any(name.endswith(each) for name in names) for each in _LINEARS):
+        raise _unsupported("modules_in_block_to_quantize", given, None)
+
+
+_OF_FORM = "bits", "group_size", "sym", "desc_act", "data_type"
+_LINEARS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+_METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
+    "fp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt, "awq": _awq, "gptq": _gptq,
+    "auto-round": _auto_round,
+}  # fmt: skip
+"""{quant_method: function that reads its quantization_config}."""

@@ -36,13 +36,9 @@ class Fp8Linear(Linear):
         """Make a layer of zeros. rows: (name of a Hugging Face module that is fused into it, its outputs on this rank).
         new: makes a tensor of zeros from a shape and a dtype.
 
-        Raises ValueError if only some of the modules are in fp8, or if sizes are not multiples of the block size.
+        Raises ValueError if sizes are not multiples of the block size.
         """
         names, sizes = ", ".join(dict(rows)), [size for _, size in rows]
-        if not all(form.covers(name) for name, _ in rows):
-            raise ValueError(
-                f"quantization_config leaves some of {names} unquantized and not all of them, which is not supported"
-            )
         if form.blocks and any(size % fp8.BLOCK for size in (size_in, *sizes)):
             raise ValueError(
                 f"{names} of {size_in} inputs and {', '.join(map(str, sizes))} outputs, on each "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -46,12 +46,14 @@ class Shard:
 
     scales: scales of a view in fp8, float32 [rows], or [rows / 128, columns / 128] for blocks; weights are quantized as
     they are written. An fp8 view without scales takes numbers that are in fp8 already; the checkpoint then has the
-    scales as a separate tensor, with a shard of its own, whose shape is () if there is one scale per tensor.
+    scales as a separate tensor, with a shard of its own, whose shape is () if there is one scale per tensor. Shards of
+    int4 are subclasses (int4_layouts.py).
 
     parts: (start, size) of each slice of a tensor that several modules share, such as qkv_proj; the view holds the
-    slices one after the other. (): one slice.
+    slices one after the other. (): one slice. form: the form of a view with scales.
     """
 
+    form: ClassVar[str] = "fp8"
     view: Tensor
     shape: tuple[int, ...]
     dim: int = 0
@@ -104,6 +106,14 @@ class Shard:
         """Return whether a tensor of this dtype can be written."""
         is_fp8 = self.view.dtype == fp8.E4M3 and self.scales is None
         return dtype == fp8.E4M3 if is_fp8 else dtype in FLOATS.values()
+
+    def staged_as(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a tensor of `dtype` is copied to the device."""
+        return self.view.dtype if self.scales is None else dtype
+
+    def staged(self) -> Tensor:
+        """Return a tensor for numbers of the slice that are then written: the view, if it is not quantized."""
+        return self.view if self.scales is None else torch.empty_like(self.view, dtype=torch.float32)
 
     def pieces(self, part: Tensor, size: int) -> Iterator[tuple[Shard, Tensor]]:
         """Yield pieces of about `size` bytes: a shard of some rows of the view, and the same rows of its slice
@@ -172,7 +182,8 @@ class TensorMatcher:
         if not shard.takes(dtype):
             supported = "bfloat16, float16, float32 and float64 weights are supported"
             if dtype in FLOATS.values():
-                supported = "quantization_config says that it is in fp8"
+                held = "fp8" if shard.view.dtype == fp8.E4M3 else "words of int32"
+                supported = f"quantization_config says that it is in {held}"
             raise ValueError(f"tensor {name!r} is {dtype}; {supported}")
         return shard
 

@@ -107,6 +107,7 @@ class Fleet(RemoteGenerator):
         version: int | None = None,
         partial: bool = False,
         in_flight: str = "error",
+        requantize: bool = False,
     ) -> int | None:
         """Replace the weights of all engines, and return their version; see `RemoteGenerator.update_weights`. DTensors
         are gathered once. No request is sent during an update.
@@ -117,7 +118,7 @@ class Fleet(RemoteGenerator):
         kind = "some" if partial else "all"
 
         def make(remote: RemoteGenerator, named: Any, after: int, in_flight: str) -> int | None:
-            return remote.update_weights(named, after, partial, in_flight)
+            return remote.update_weights(named, after, partial, in_flight, requantize)
 
         if isinstance(named, str | Path):
             return self._update(Update(kind, make, str(Path(named).resolve())), None, version, in_flight)

@@ -237,6 +237,7 @@ class RemoteGenerator:
         version: int | None = None,
         partial: bool = False,
         in_flight: str = "error",
+        requantize: bool = False,
     ) -> int | None:
         """Replace the weights, and return their version; see `Generator.update_weights`.
 
@@ -248,7 +249,7 @@ class RemoteGenerator:
         In a program whose ranks shard the model, all ranks of its default process group call this method. Rank 0 sends;
         the other ranks take part in gathering, and return None.
         """
-        options = {"version": version, "partial": partial, "in_flight": in_flight}
+        options = {"version": version, "partial": partial, "in_flight": in_flight, "requantize": requantize}
         if isinstance(named, str | Path):
             folder = str(Path(named).resolve())
             return int(self._server.post("/update_weights", {"folder": folder, **options})["weight_version"])

@@ -252,10 +252,10 @@ def compare(
 
 
 @contextmanager
-def dummy_folder(model: str, smoke: bool) -> Iterator[Path]:
-    """Make a folder that holds the model's config.json and nothing else."""
+def dummy_folder(model: str, smoke: bool, int4: bool = False) -> Iterator[Path]:
+    """Make a folder that holds the model's config.json and nothing else. int4: see `settings`."""
     with tempfile.TemporaryDirectory(prefix="fastgen-bench-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(settings(model, smoke)))
+        (Path(folder) / "config.json").write_text(json.dumps(settings(model, smoke, int4)))
         yield Path(folder)
 
 
@@ -266,6 +266,8 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "kv_cache_dtype",
     )  # fmt: skip
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if given.get("quantization") == "int4":  # of the folder
+        del given["quantization"]
     device, dtype = ("cpu", "float32") if arguments.smoke else ("cuda", "bfloat16")
     if arguments.no_prefix_cache:
         given["prefix_cache"] = False
@@ -335,7 +337,7 @@ def ceilings(arguments: argparse.Namespace) -> dict[str, float] | None:
 def ready_generator(arguments: argparse.Namespace, **options: Any) -> Iterator[tuple[Generator, float]]:
     """Make a Generator that has run something; yield it and the seconds of its start. options: override the options of
     the command line."""
-    with dummy_folder(arguments.model, arguments.smoke) as folder:
+    with dummy_folder(arguments.model, arguments.smoke, arguments.quantization == "int4") as folder:
         start = time.perf_counter()
         generator = Generator(folder, **engine_options(arguments) | options)
         seconds = time.perf_counter() - start

@@ -6,6 +6,7 @@
     python scripts/bench/bench.py gpu --model llama1 --only chat1,chat8,chat32,batch128
     python scripts/bench/bench.py gpu --model qwen14 --only headline
     python scripts/bench/bench.py gpu --quantization fp8               # linear layers in fp8
+    python scripts/bench/bench.py gpu --quantization int4              # linear layers in int4, groups of 128
     python scripts/bench/bench.py gpu --kv-cache-dtype fp8             # keys and values in fp8
     python scripts/bench/bench.py gpu --turns                          # conversations, with and without the host tier
     python scripts/bench/bench.py gpu --speculate                      # speculation over recorded answers
@@ -111,7 +112,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         options.add_argument(name, type=int)
     options.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS", help="the file's name has -tpGPUS")
     options.add_argument("--attention")
-    options.add_argument("--quantization", choices=["fp8"], help="the file's name has -fp8")
+    options.add_argument("--quantization", choices=["fp8", "int4"], help="the file's name has -fp8 or -int4")
     options.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="... -kv-fp8")
     options.add_argument("--memory-fraction", type=float)
     options.add_argument("--no-prefix-cache", action="store_true", help="the file's name ends in -nocache")

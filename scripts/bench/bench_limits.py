@@ -100,9 +100,10 @@ SMOKE_SHAPE = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "n
                "max_position_embeddings": 512}  # fmt: skip
 
 
-def settings(model: str, smoke: bool) -> dict[str, Any]:
-    """Return a model's config.json."""
-    return MODELS[model] | (SMOKE_SHAPE if smoke else {})
+def settings(model: str, smoke: bool, int4: bool = False) -> dict[str, Any]:
+    """Return a model's config.json. int4: its linear layers are in int4, as GPTQ stores them."""
+    form = {"quant_method": "gptq", "bits": 4, "group_size": 32 if smoke else 128, "sym": True, "desc_act": False}
+    return MODELS[model] | (SMOKE_SHAPE if smoke else {}) | ({"quantization_config": form} if int4 else {})
 
 
 VLLM: dict[tuple[str, int], dict[str, int]] = {
@@ -151,18 +152,20 @@ class Costs:
     """Costs of a model.
 
     layers, head: number of parameters of its linear layers and of lm_head. attention: FLOPs per (query, key) pair.
-    kv: bytes of KV per token. fp8: whether the linear layers are in fp8; the head is not.
+    kv: bytes of KV per token. layer_bytes: bytes per weight of the linear layers, without the head. fp8: whether they
+    are in fp8.
     """
 
     layers: int
     head: int
     attention: int
     kv: int
+    layer_bytes: float = DTYPE_BYTES
     fp8: bool = False
 
     @property
-    def weight_bytes(self) -> int:
-        return self.layers * (1 if self.fp8 else DTYPE_BYTES) + self.head * DTYPE_BYTES
+    def weight_bytes(self) -> float:
+        return self.layers * self.layer_bytes + self.head * DTYPE_BYTES
 
     @property
     def layer_flops(self) -> float:
@@ -176,7 +179,8 @@ class Costs:
             head=model.vocab_size * model.hidden_size,
             attention=4 * model.num_layers * model.num_heads * model.head_size,
             kv=2 * model.num_layers * model.num_kv_heads * model.head_size * (1 if kv_dtype == "fp8" else DTYPE_BYTES),
-            fp8=model.quantization is not None,
+            layer_bytes=model.quantization.weight_bytes if model.quantization else DTYPE_BYTES,
+            fp8=model.quantization is not None and model.quantization.name == "fp8",
         )
 
 

@@ -29,6 +29,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -41,6 +42,7 @@ from triton.runtime.driver import driver
 
 from fastgen.device.chip import Chip
 from fastgen.kernels import launch
+from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.launch import Kernel
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -220,7 +222,28 @@ def run_all(models: list[str], dtypes: tuple[str, ...], chip: Chip) -> list[dict
             for name in models:
                 compiled.what = f"{name}, bfloat16, fp8"
                 run(name, "bfloat16", True, quantization="fp8")
+        for dtype in dtypes[:2]:
+            compiled.what = f"weights of 4 bits, {dtype}"
+            # As the start of a Generator does, ahead of all launches.
+            compile_ahead(partial(products_of_4_bits, getattr(torch, dtype)), torch.device("cpu"))
+            products_of_4_bits(getattr(torch, dtype))
     return compiled.rows
+
+
+def products_of_4_bits(dtype: torch.dtype) -> None:
+    """Launch products of Mistral 7B with weights of 4 bits, with each padded number of tokens and each size of
+    groups."""
+    from fastgen.kernels import int4
+    from fastgen.kernels.batch_invariant import Fused
+
+    for outputs, inputs, group in ((6144, 4096, 128), (28672, 4096, 32), (4096, 14336, 64), (4096, 4096, 4096)):
+        words = torch.zeros(outputs, inputs // 8, dtype=torch.int32)
+        scales = torch.zeros(outputs, inputs // group, dtype=torch.float16)
+        zeros = None if group == 32 else scales.to(torch.uint8)
+        for tokens in (1, 9, 17, 33, 65, 300):
+            add = torch.zeros(tokens, outputs, dtype=dtype) if outputs == 4096 else None
+            x, fused = torch.zeros(tokens, inputs, dtype=dtype), Fused(add, swiglu=outputs == 28672)
+            int4.int4_product.launch(x, words, scales, zeros, None, fused)
 
 
 def run(name: str, dtype: str, deterministic: bool, **options: Any) -> None:

@@ -134,7 +134,7 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
         ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "architectures="),
         ({"architectures": None, "model_type": "gemma3"}, "model_type='gemma3'"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config.quant_method='awq'"),
+        ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, "quantization_config.quant_method='hqq'"),
         ({"num_local_experts": 8}, "num_local_experts=8"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),

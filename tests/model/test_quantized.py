@@ -188,7 +188,7 @@ def test_a_checkpoint_is_quantized_as_it_is_loaded(checkpoint: Checkpoint) -> No
         name = "model.layers.1.mlp.down_proj.weight"
         gen.update_weights({name: torch.full((256, 384), torch.nan)}, partial=True)
         assert f"nor are the weights {name};" in str(gen.generate([[5, 6]])[0].error)
-    parameters = Parameters(read_config(source, in_fp8=True), torch.float32, torch.device("cpu"))
+    parameters = Parameters(read_config(source, quantization="fp8"), torch.float32, torch.device("cpu"))
     assert parameters.layers[0].gate_up.weight.dtype == E4M3
     assert parameters.lm_head.weight.dtype == torch.float32
 
@@ -242,7 +242,7 @@ def test_the_parts_of_two_ranks_are_the_whole(name: str, family: str, checkpoint
     if name:
         weights = make(folder, source, FORMS[name])
     new = {key: tensor * 1.5 for key, tensor in weights.items()}
-    config = read_config(folder if name else source, in_fp8=True)
+    config = read_config(folder if name else source, quantization="fp8")
     for rank in range(2):
         parameters = Parameters(config, torch.float32, torch.device("cpu"), Rank(rank))
         load(parameters.targets(stored=True), folder if name else source)
@@ -285,14 +285,14 @@ def test_errors_of_loading(checkpoint: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "path", "value", "named"),
     [
-        (QWEN, "quant_method", "awq", "quant_method='awq'"),
+        (QWEN, "quant_method", "bitsandbytes", "quant_method='bitsandbytes'"),
         (QWEN, "quant_method", "fbgemm_fp8", "quant_method='fbgemm_fp8'"),
         (QWEN, "weight_block_size", [64, 128], r"weight_block_size=\[64, 128\]"),
         (QWEN, "activation_scheme", None, "activation_scheme=None"),
         (QWEN, "fmt", "e5m2", "fmt='e5m2'"),
         (QWEN, "scale_fmt", "ue8m0", "scale_fmt='ue8m0'"),
         (MODELOPT, "quant_algo", "NVFP4", "quant_algo='NVFP4'"),
-        (BLOCKS, "format", "pack-quantized", "format='pack-quantized'"),
+        (BLOCKS, "format", "int-quantized", "format='int-quantized'"),
         (BLOCKS, "quantization_status", "frozen", "quantization_status='frozen'"),
         (BLOCKS, "config_groups", {}, "config_groups has 0 groups"),
         (BLOCKS, "config_groups.group_0.targets", ["re:.*mlp.*"], "targets="),

@@ -119,6 +119,7 @@ class UpdateRequest(ModelRequest):
     version: int | None = None
     partial: bool = False
     in_flight: Treatment = "error"
+    requantize: bool = False
 
     @model_validator(mode="after")
     def _check_source(self) -> UpdateRequest:
@@ -225,7 +226,8 @@ class Rollout:
         return await engine.call("init_weight_group", self._service.options.host, *arguments)
 
     async def _update(self, engine: AsyncGenerator, wanted: UpdateRequest, _: QueryParams) -> dict[str, int]:
-        options = {"version": wanted.version, "partial": wanted.partial, "in_flight": wanted.in_flight}
+        fields = "version", "partial", "in_flight", "requantize"
+        options = {field: getattr(wanted, field) for field in fields}
         with self.updating(engine):
             if wanted.folder is not None:
                 version = await engine.call("read_weights", wanted.folder, options)

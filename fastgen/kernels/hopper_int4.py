@@ -1,0 +1,430 @@
+"""Products with weights of 4 bits (fastgen.kernels.int4) on Hopper, in Gluon, with the same bits as products with the
+dequantized weight in fastgen.kernels.hopper_products, whose structure this kernel has.
+
+One warp of a program loads tiles of packed words and of x (by TMA). The other warps dequantize in registers, which hold
+the left side of the tensor core instructions: a prepared word has the 8 weights that a thread holds of 16 x 16 weights.
+While the products of one chunk of columns are computed, the next chunk is dequantized.
+
+A nibble becomes a number without a conversion: in the lowest bits of the mantissa of 128 it is bf16's 128 + q. From
+this, 128 + zero is subtracted, which is exact. The difference times the scale is rounded once: a float16 scale is the
+sum of two numbers in bf16, high and low, and (q - zero) * low is exact in bf16, so that one multiply-add rounds the
+whole sum. Where x is float16, the number is 1024 + q, and a float16 scale has one part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.device.chip import Chip
+from fastgen.kernels.epilogue import finish_pairs, finish_rows
+from fastgen.kernels.gluon import gl, gluon_jit, load_tile, next_stage, nvidia, reinterpret
+from fastgen.kernels.hopper_products import described, origin, read_ahead
+from fastgen.kernels.launch import GLUON, constant, tl
+
+FEW = (8, 16, 32, 64)  # tokens of a tile for few tokens
+WIDE = (128, 256, 4, 64, 2)  # the other sizes of a Tile, for weights with at least one such tile per processor
+NARROW = (64, 512, 4, 128, 1)  # the other sizes for other weights and few tokens
+MANY = (256, 128, 128, 8, 64, 1), (128, 64, 128, 4, 64, 2), (64, 64, 256, 4, 64, 1)
+"""Choices for more tokens. The first whose tiles occupy two thirds of the processors is used."""
+
+MANY_NARROW = (128, 64, 256, 4, 128, 1)  # instead of the second of MANY, if all tiles can run at the same time
+MOST = 2048  # tokens up to which this kernel is faster than a product with a scratch copy of the weight
+COLUMNS = 64  # columns of a part of a block of 16 rows, 512 bytes
+LOADING_REGISTERS = constant(40)  # registers per thread of the loading warp's group; the others get the rest
+AHEAD, AHEAD_ROPE = 64, 16  # sums per thread up to which the epilogue's inputs load before the product
+
+
+def _instructions(low: bool, kind: str, magic: int) -> str:
+    """Return PTX that makes 8 pairs of numbers, in registers $0 to $7, of the words $8 and $9.
+
+    A word has pairs of row 0, row 1, row 0 and row 1. $10 and $12: -(magic + zero) of the two rows, twice. $14 and $16:
+    their scales, twice. low: whether $18 and $20 have the low parts of the scales.
+    """
+    lines = [".reg .b32 q, d, p;"]
+    for number in range(8):
+        word, pair = 8 + number // 4, number % 4
+        zero, scale, lowest = (first + 2 * (pair % 2) for first in (10, 14, 18))
+        if pair:
+            lines.append(f"shr.b32 q, ${word}, {4 * pair};")
+        source = "q" if pair else f"${word}"
+        lines.append(f"lop3.b32 q, {source}, 0x000f000f, {magic * 0x10001:#x}, 0xea;")
+        lines.append(f"add.{kind}x2 d, q, ${zero};")
+        if low:
+            lines.append(f"mul.{kind}x2 p, d, ${lowest};")
+            lines.append(f"fma.rn.{kind}x2 ${number}, d, ${scale}, p;")
+        else:
+            lines.append(f"mul.{kind}x2 ${number}, d, ${scale};")
+    return "{" + " ".join(lines) + "}"
+
+
+BF16, BF16_LOW = constant(_instructions(False, "bf16", 0x4300)), constant(_instructions(True, "bf16", 0x4300))
+F16 = constant(_instructions(False, "f16", 0x6400))
+REGISTERS, REGISTERS_LOW = constant(",".join(["=&r"] * 8 + ["r"] * 10)), constant(",".join(["=&r"] * 8 + ["r"] * 14))
+BF16_PAIRS, F16_PAIRS = (
+    constant((kind,) * 8) for kind in (getattr(gl, "bfloat16", None), getattr(gl, "float16", None))
+)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The tiles of a product, all of which give the same bits.
+
+    tokens, rows, depth: sizes of the tiles of x [tokens, depth] and of the weight [rows, depth] in a step. chunk:
+    number of columns that are dequantized at a time. programs: number of programs for which a processor has room.
+    """
+
+    tokens: int
+    rows: int
+    depth: int
+    warps: int
+    chunk: int
+    programs: int
+
+    def groups(self, group: int) -> int:
+        """Return the number of groups of a step, for groups of `group` columns."""
+        return max(self.depth // group, 1)
+
+    def apart(self, group: int) -> int:
+        """Return the distance between the zeros of two stages, in tiles: TMA writes to multiples of 128 bytes."""
+        return max(128 // (self.rows * self.groups(group)), 1)
+
+    def stages(self, chip: Chip, group: int) -> int:
+        """Return the number of steps whose tiles fit into the shared memory of a program."""
+        room = chip.shared_memory // self.programs - 3072
+        factors = 3 * self.rows * self.groups(group) * self.apart(group)  # a scale and a zero per row and group
+        return min(room // ((4 * self.tokens + self.rows) * self.depth // 2 + factors), 12)
+
+    @property
+    def registers(self) -> int:
+        """Return the registers per thread at the start."""
+        return 65536 // self.programs // (32 * (self.warps + 4)) // 8 * 8
+
+
+def tile_of(tokens: int, outputs: int, chip: Chip, add: bool = False) -> Tile:
+    """Return the tile for a product of `tokens` tokens and a weight of `outputs` rows.
+
+    add: whether the result is added to other numbers, for which the registers of the largest tile do not suffice.
+    """
+
+    def programs(size: int, rows: int) -> int:
+        return -(-tokens // size) * -(-outputs // rows)
+
+    if tokens <= max(FEW):
+        padded = next(each for each in FEW if tokens <= each)
+        if programs(padded, WIDE[0]) >= chip.processors:
+            return Tile(padded, *WIDE)
+        if padded > 32 and programs(32, NARROW[0]) <= chip.processors:
+            padded = 32
+        return Tile(padded, *NARROW)
+    several = [each for each in MANY[add:] if each[0] < 2 * tokens and 3 * programs(*each[:2]) >= 2 * chip.processors]
+    chosen = several[0] if several else MANY[-1]
+    narrow = chosen == MANY[1] and programs(*chosen[:2]) <= chip.processors
+    return Tile(*(MANY_NARROW if narrow else chosen))
+
+
+def fits(tile: Tile, inputs: int, group: int) -> bool:
+    """Return whether the steps of a tile have whole groups of `group` columns, or are within one."""
+    return tile.depth % group == 0 or group % tile.depth == 0 or inputs == group >= tile.depth
+
+
+def runs_on(chip: Chip, dtype: torch.dtype, scales: torch.dtype) -> bool:
+    """Return whether the kernel runs on a chip, for a dtype of x and of the weight's scales."""
+    exact = {torch.bfloat16: (torch.float16, torch.bfloat16), torch.float16: (torch.float16,)}
+    return GLUON and chip.capability == (9, 0) and scales in exact.get(dtype, ())
+
+
+@gluon_jit("T")
+def _product_kernel(
+    x_desc, words_desc, scales_desc, zeros_desc, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr,
+    keys_ptr, values_ptr, T, N, K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr,
+    P: gl.constexpr, ADD: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
+    DEPTH: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, APART: gl.constexpr, AHEAD: gl.constexpr,
+    EARLY: gl.constexpr,
+):  # fmt: skip
+    """Compute the product of one tile of the weight's rows with one tile of tokens per program.
+
+    Shape letters: see fastgen.kernels.batch_invariant; GROUP: columns per group. CHUNK: see Tile. APART: see
+    Tile.apart. AHEAD, EARLY: see hopper_products. Programs with the same tile of the weight are neighbours.
+    """
+    PAIRS: gl.constexpr = ROWS // 2 // HEADS
+    first_token, head, first_row = origin(T, HALF, TOKENS, ROWS, HEADS, True)
+    words = gl.allocate_shared_memory(gl.int32, [STAGES] + words_desc.block_type.shape, words_desc.layout)
+    xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, DEPTH], x_desc.layout)
+    scales = gl.allocate_shared_memory(
+        scales_desc.dtype, [STAGES * APART] + scales_desc.block_type.shape, scales_desc.layout
+    )
+    zeros = scales
+    if zeros_desc is not None:
+        zeros = gl.allocate_shared_memory(gl.uint8, [STAGES * APART] + zeros_desc.block_type.shape, zeros_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], nvidia.mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], nvidia.mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        nvidia.mbarrier.init(ready.index(stage), count=1)
+        nvidia.mbarrier.init(free.index(stage), count=1)
+    side_by_side: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 32, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
+    blocked: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
+    spread: gl.constexpr = gl.SliceLayout(2, side_by_side) if HALF > 0 else blocked  # the layout of stores
+    token = gl.expand_dims(first_token + gl.arange(0, TOKENS, gl.SliceLayout(1, spread)), 1)
+    if HALF > 0:
+        number = gl.arange(0, ROWS // 2, gl.SliceLayout(0, spread))
+        places = (token, head + number // PAIRS, first_row + number % PAIRS)
+    else:
+        places = (token, first_row + gl.arange(0, ROWS, gl.SliceLayout(0, spread)))  # type: ignore[assignment]
+    ring = (words, xs, scales, zeros, ready, free)
+    tables = (bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr)
+    described = (x_desc, words_desc, scales_desc, zeros_desc)
+    at = (first_token, head, first_row)
+    acc, read = gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (ring, zeros_desc, places, tables, out_ptr, T, N, K, GROUP, HALF, KV, ADD, ROWS, CHUNK, APART, AHEAD,
+                 EARLY),
+            ),
+            (_load_tiles, (described, ring, at, K, GROUP, HALF, EARLY)),
+        ],
+        [1],
+        [LOADING_REGISTERS],
+    )  # fmt: skip
+    if not AHEAD:
+        read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
+    acc = gl.permute(acc, (1, 0))
+    if HALF > 0:
+        acc = gl.permute(gl.reshape(acc, [TOKENS, HEADS, 2, PAIRS]), (0, 1, 3, 2))
+        a, b = gl.split(gl.convert_layout(gl.reshape(acc, [TOKENS, ROWS // 2, 2]), side_by_side))
+        finish_pairs(a, b, read, *places, bias_ptr, out_ptr, keys_ptr, values_ptr, T, N, HALF, KV, P)
+    else:
+        finish_rows(gl.convert_layout(acc, spread), read, *places, bias_ptr, out_ptr, T, N, ADD)
+
+
+@gluon_jit()
+def _load_tiles(
+    described, ring, at, K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Load the tiles of all steps, each as soon as a stage is free, and the first tiles of the weight at once."""
+    _words, xs, _scales, _zeros, _ready, free = ring
+    STAGES: gl.constexpr = xs.shape[0]
+    STEPS: gl.constexpr = (K + xs.shape[2] - 1) // xs.shape[2]
+    for stage in gl.static_range(min(STAGES, STEPS)):
+        _load_weight(described, ring, stage, stage, at, GROUP, HALF)
+    tl.extra.cuda.gdc_wait()
+    for stage in gl.static_range(min(STAGES, STEPS)):
+        _load_x(described, ring, stage, stage, at)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    stage = 0
+    phase = 0
+    for step in range(STAGES, STEPS):
+        nvidia.mbarrier.wait(free.index(stage), phase)
+        _load_weight(described, ring, stage, step, at, GROUP, HALF)
+        _load_x(described, ring, stage, step, at)
+        stage, phase = next_stage(stage, phase, STAGES)
+
+
+@gluon_jit()
+def _load_weight(described, ring, stage, step, at, GROUP: gl.constexpr, HALF: gl.constexpr):
+    """Begin to load the words, scales and zeros of a step to a stage, which is ready when x has arrived there, too."""
+    _x_desc, words_desc, scales_desc, zeros_desc = described
+    words, xs, scales, zeros, ready, _free = ring
+    DEPTH: gl.constexpr = xs.shape[2]
+    APART: gl.constexpr = scales.shape[0] // xs.shape[0]
+    SIZE: gl.constexpr = words_desc.block_type.nbytes + scales_desc.block_type.nbytes + xs.shape[1] * DEPTH * 2
+    if zeros_desc is not None:
+        nvidia.mbarrier.expect(ready.index(stage), SIZE + zeros_desc.block_type.nbytes)
+    else:
+        nvidia.mbarrier.expect(ready.index(stage), SIZE)
+    _first_token, head, first_row = at
+    block = first_row // 16
+    part = step * (DEPTH // 64)
+    group = step * DEPTH // GROUP
+    load_tile(words_desc, _place(head, block, part, HALF), ready.index(stage), words.index(stage))
+    load_tile(scales_desc, _place(head, block, group, HALF), ready.index(stage), scales.index(APART * stage))
+    if zeros_desc is not None:
+        load_tile(zeros_desc, _place(head, block, group, HALF), ready.index(stage), zeros.index(APART * stage))
+
+
+@gluon_jit()
+def _place(head, block, column, HALF: gl.constexpr):
+    """Return the coordinates of a tile whose first block of rows is `block` of `head`."""
+    return [head, 0, block, column, 0] if HALF > 0 else [block, column, 0]
+
+
+@gluon_jit()
+def _load_x(described, ring, stage, step, at):
+    xs = ring[1]
+    load_tile(described[0], [at[0], step * xs.shape[2]], ring[4].index(stage), xs.index(stage))
+
+
+@gluon_jit()
+def _multiply(
+    ring, zeros_desc, places, tables, out_ptr, T, N,
+    K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr,
+    ROWS: gl.constexpr, CHUNK: gl.constexpr, APART: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Multiply the tiles as they arrive. Return the product [ROWS, TOKENS], and if AHEAD the inputs of the epilogue."""
+    words, xs, scales, zeros, ready, free = ring
+    STAGES: gl.constexpr = xs.shape[0]
+    TOKENS: gl.constexpr = xs.shape[1]
+    DEPTH: gl.constexpr = xs.shape[2]
+    BLOCKS: gl.constexpr = ROWS // 16
+    PARTS: gl.constexpr = CHUNK // 64
+    CHUNKS: gl.constexpr = DEPTH // CHUNK
+    HALVES: gl.constexpr = 2 if GROUP < 64 else 1  # groups of 64 columns, if they have several
+    GROUPS: gl.constexpr = scales.shape[len(scales.shape) - 2] // HALVES
+    CHUNK_GROUPS: gl.constexpr = PARTS if GROUP < CHUNK else 1
+    LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
+    WARPS: gl.constexpr = gl.num_warps()
+    threads: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 0]] + [[0, 1, 0, 0, 0, 0]] * (PARTS // 2)
+        + [[WARPS, 0, 0, 0, 0, 0]] * (BLOCKS // WARPS - 1),
+        [[0, 0, 0, 1, 0, 0], [0, 0, 0, 2, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0], [0, 0, 4, 0, 0, 0]],
+        [[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]] + [[4, 0, 0, 0, 0, 0]] * (WARPS // 8), [],
+        [BLOCKS, PARTS, 8, 4, 2, 2],
+    )  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    words = reinterpret(words, gl.int32, [STAGES, BLOCKS, DEPTH // 64, 8, 4, 2, 2], LINEAR)
+    scales = reinterpret(scales, scales.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1], LINEAR)
+    zeros = reinterpret(zeros, zeros.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1], LINEAR)
+    tl.extra.cuda.gdc_wait()
+    read = places
+    if AHEAD:
+        read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+    last = gl.zeros([ROWS, CHUNK], xs.dtype, left)
+    stage = 0
+    phase = 0
+    before = STAGES - 1
+    for step in range(0, (K + DEPTH - 1) // DEPTH):
+        nvidia.mbarrier.wait(ready.index(stage), phase)
+        packed = ()
+        factors = ()
+        for chunk in gl.static_range(CHUNKS):
+            part = words.index(stage).slice(chunk * PARTS, PARTS, 1)
+            packed = packed + (part.load(threads),)  # type: ignore[assignment]
+            if chunk % (CHUNKS // max(GROUPS // CHUNK_GROUPS, 1)) == 0:
+                scale = _factors(scales.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads)
+                zero = scale
+                if zeros_desc is not None:
+                    zero = _factors(
+                        zeros.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads
+                    )
+            factors = factors + ((scale, zero),)  # type: ignore[assignment]
+        for chunk in gl.static_range(CHUNKS):
+            weight = _dequantized(packed[chunk], factors[chunk], zeros_desc is not None, xs.dtype)
+            weight = gl.convert_layout(weight, left, assert_trivial=True)
+            x = xs.index(stage).slice(chunk * CHUNK, CHUNK, 1)
+            acc = nvidia.warpgroup_mma(weight, x.permute((1, 0)), acc, is_async=True)
+            # The registers of the previous chunk's weights were read until now, which the compiler has to know.
+            acc, _ = nvidia.warpgroup_mma_wait(1, deps=[acc, last])
+            last = weight
+            if chunk == 0:
+                nvidia.mbarrier.arrive(free.index(before), pred=step > 0)  # the previous step has ended
+        before = stage
+        stage, phase = next_stage(stage, phase, STAGES)
+    if not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    return nvidia.warpgroup_mma_wait(0, deps=[acc]), read
+
+
+@gluon_jit()
+def _factors(memory, threads: gl.constexpr):
+    """Return the scales or zeros of the two rows of a thread, both [BLOCKS, groups, 8, 1, HALVES, 1]."""
+    first = memory.slice(0, 1, 3).permute((0, 1, 4, 3, 2, 5)).load(threads)
+    second = memory.slice(1, 1, 3).permute((0, 1, 4, 3, 2, 5)).load(threads)
+    return first, second
+
+
+@gluon_jit()
+def _dequantized(packed, factors, ZEROS: gl.constexpr, dtype: gl.constexpr):
+    """Return the weights of words [BLOCKS, PARTS, 8, 4, 2, 2] as [16 * BLOCKS, 64 * PARTS]."""
+    scale, zero = factors
+    LOW: gl.constexpr = scale[0].dtype != dtype
+    BLOCKS: gl.constexpr = packed.shape[0]
+    PARTS: gl.constexpr = packed.shape[1]
+    magic: gl.constexpr = -1023360256 if dtype == gl.bfloat16 else -469703680  # -128 or -1024, twice
+    nothing = packed * 0
+    if ZEROS:
+        z0 = zero[0].to(gl.int32) * 0x10001 + magic + nothing
+        z1 = zero[1].to(gl.int32) * 0x10001 + magic + nothing
+    else:
+        z0 = nothing + (8 * 0x10001 + magic)
+        z1 = z0
+    if LOW:
+        high0, low0 = _split(scale[0])
+        high1, low1 = _split(scale[1])
+        given = [packed, z0, z1, high0 + nothing, high1 + nothing, low0 + nothing, low1 + nothing]
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(BF16_LOW, REGISTERS_LOW, given, BF16_PAIRS, True, 2)
+    else:
+        high0 = _twice(scale[0].to(gl.int16, bitcast=True).to(gl.int32) << 16) + nothing
+        high1 = _twice(scale[1].to(gl.int16, bitcast=True).to(gl.int32) << 16) + nothing
+        given = [packed, z0, z1, high0, high1]
+        if dtype == gl.bfloat16:
+            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(BF16, REGISTERS, given, BF16_PAIRS, True, 2)
+        else:
+            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(F16, REGISTERS, given, F16_PAIRS, True, 2)
+    found = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
+    return gl.reshape(gl.permute(found, (0, 6, 2, 1, 4, 8, 7, 3, 5)), [16 * BLOCKS, 64 * PARTS])
+
+
+@gluon_jit()
+def _split(scale):
+    """Return the high part of a scale in float16, which is its first 8 significant bits, and the rest, both in bf16 and
+    twice in a register."""
+    scale = scale.to(gl.float32)
+    high = scale.to(gl.int32, bitcast=True) & -65536
+    low = scale - high.to(gl.float32, bitcast=True)
+    return _twice(high), _twice(low.to(gl.int32, bitcast=True))
+
+
+@gluon_jit()
+def _twice(x):
+    """Return registers with two copies of their high halves."""
+    return (x & -65536) | ((x >> 16) & 0xFFFF)
+
+
+def launch(
+    tile: Tile, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, half: int, heads: int, tiles: int,
+    others: tuple[Tensor | None, ...], sizes: tuple[int, ...], chip: Chip,
+) -> None:  # fmt: skip
+    """Multiply x [T, K] by a weight in the prepared form. The caller has checked the arguments.
+
+    half, heads, tiles, others, sizes: see fastgen.kernels.int4.Epilogue.
+    """
+    (tokens, inputs), outputs = x.shape, len(words)
+    group, token_tiles = inputs // scales.shape[1], -(-tokens // tile.tokens)
+
+    def blocks(tensor: Tensor, columns: int, width: int) -> Any:
+        """Return the descriptor that loads tiles of `columns` parts of blocks, which have a size of `width`."""
+        if half:
+            view, block = (
+                tensor.view(-1, 2, half // 16, tensor[0].numel() * 16 // width, width),
+                [heads, 2, tile.rows // 32 // heads],
+            )
+        else:
+            view, block = tensor.view(outputs // 16, -1, width), [tile.rows // 16]
+        return _described(view, [*block, columns, width])
+
+    assert tile.depth > tile.chunk  # or registers of two chunks in flight would be the same
+    groups = tile.groups(group)
+    early = tile.tokens <= max(FEW) and 4 * tiles <= 3 * chip.processors
+    ahead = tile.tokens * tile.rows <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * tile.warps
+    _product_kernel[(token_tiles * tiles,)](
+        described(x, [tile.tokens, tile.depth]), blocks(words, tile.depth // COLUMNS, 128),
+        blocks(scales, groups, 16), None if zeros is None else blocks(zeros, groups, 16), *others, tokens, outputs,
+        inputs, group, *sizes, tile.tokens, tile.rows, heads, tile.depth, tile.chunk,
+        tile.stages(chip, group), tile.apart(group), ahead, early,
+        num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False, launch_pdl=True,
+    )  # fmt: skip
+
+
+def _described(blocks: Tensor, block: list[int]) -> Any:
+    """Return the TMA descriptor that loads tiles of shape `block` in the order that they have in memory."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(0, 8 * blocks.element_size(), len(block))
+    return TensorDescriptor(blocks, [*blocks.shape], [*blocks.stride()], block, layout)

@@ -1,0 +1,394 @@
+"""Batch-invariant products with weights of 4 bits, in groups with one scale each.
+
+A weight is (q - zero) * scale, computed in float32 and rounded once to the dtype of x. The products are those of
+fastgen.kernels.batch_invariant with the rounded weight, with the same instruction in the same order, so a result has
+the bits that the dequantized weight gives there. Kernels for few tokens, and on Hopper for up to hopper_int4.MOST,
+dequantize in registers. More tokens use a scratch copy of the dequantized weight.
+
+Shape letters: T tokens, N outputs, K inputs, G groups of K / G inputs.
+
+The logical form of a weight is
+- words: int32 [N, K / 8]. Bits 4i to 4i + 3 of word j are q, 0 to 15, of column 8j + i.
+- scales: float16, bfloat16 or float32 [N, G].
+- zeros: uint8 [N, G], or None, which means 8.
+
+Kernels read a prepared form, which has the same shapes, in another order. Blocks of 16 rows follow each other, so a
+range of blocks can be prepared or restored separately. A block of words is [K / 64, 32, 4]: for each 64 columns, and
+each thread of a warp, 4 words with the weights that the thread holds of 16 x 16 weights in a tensor core instruction.
+The bits 4i and 16 + 4i of a word are neighbours in a row (see `prepare`). A block of scales or zeros is [G, 16].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen.device.chip import Chip
+from fastgen.kernels import batch_invariant, hopper_int4, hopper_products
+from fastgen.kernels.batch_invariant import Fused, finished
+from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
+from fastgen.kernels.launch import Kernel, constant, jit, tl
+from fastgen.kernels.rope import rope_write
+
+ROWS, COLUMNS = 16, 64  # rows of a block, and columns of a part of it
+GROUPS = (32, 64)  # columns of a group, if they are not a multiple of 128 or all columns
+MIDDLE = 8  # the zero of weights without zeros
+COPIED, DEPTH = 64, 128  # rows of a tile that is dequantized, and columns of a tile
+FEW, FEW_ROWS, FEW_STAGES = (16, 32, 64), 64, 4  # padded tokens, rows and stages of the kernel in Triton
+MAGIC = constant(0x4B000000)
+"""Bits of the float32 number 2**23. Its lowest bits replaced by q are the number 2**23 + q."""
+
+
+def check(outputs: int, inputs: int, group: int) -> None:
+    """Raise ValueError if the kernels cannot take a weight [outputs, inputs] with `group` columns per group."""
+    if outputs % ROWS or inputs % COLUMNS:
+        raise ValueError(
+            f"weights of 4 bits need outputs in multiples of {ROWS} and inputs in multiples of {COLUMNS} on each rank; "
+            f"here is one of {outputs} x {inputs}: run the model on fewer ranks, or use a checkpoint that is not "
+            "quantized"
+        )
+    if inputs % group or not (group in GROUPS or group % 128 == 0 or group == inputs):
+        raise ValueError(
+            f"weights of 4 bits need groups of {', '.join(map(str, GROUPS))}, a multiple of 128 or all columns, which "
+            f"divide the number of columns; here are groups of {group} in {inputs} columns on each rank"
+        )
+
+
+def prepare(words: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the prepared form of a weight in its logical form. Both have the same shapes.
+
+    Thread 4 * row + t of a warp holds of each 16 x 16 weights: rows `row` and `row + 8`, columns 2t, 2t + 1, 2t + 8 and
+    2t + 9. Nibble (h, i1, i0) of its word, of which i0 is the lowest bit of the nibble's number, is the weight of row
+    `row + 8 * i0` and column 2t + 8 * i1 + h.
+    """
+    rows, columns = words.shape[0], 8 * words.shape[1]
+    check(rows, columns, columns // scales.shape[1])
+    nibbles = _nibbles(words).view(rows // ROWS, 2, 8, columns // COLUMNS, 4, 2, 4, 2)  # block i0 row part j i1 t h
+    ordered = nibbles.permute(0, 3, 2, 6, 4, 7, 5, 1).reshape(rows, columns // 8, 8)
+    return _words(ordered), _blocked(scales), None if zeros is None else _blocked(zeros)
+
+
+def restore(words: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the logical form of a weight in its prepared form: the inverse of `prepare`."""
+    return _words(_restored(words).unflatten(1, (-1, 8))), _rows(scales), None if zeros is None else _rows(zeros)
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """Return the nibbles of words [N, K / 8], uint8 [N, K / 8, 8]."""
+    bytes_: Tensor = words.contiguous().view(torch.uint8).unflatten(1, (-1, 4))
+    return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(2)
+
+
+def _words(nibbles: Tensor) -> Tensor:
+    """Return words with the given nibbles: the inverse of `_nibbles`."""
+    pairs: Tensor = nibbles.unflatten(2, (4, 2))
+    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32).squeeze(2)
+
+
+def _restored(words: Tensor) -> Tensor:
+    """Return the nibbles of prepared words [N, K / 8] in the logical order, uint8 [N, K]."""
+    rows, columns = words.shape[0], 8 * words.shape[1]
+    ordered = _nibbles(words).view(rows // ROWS, columns // COLUMNS, 8, 4, 4, 2, 2, 2)  # block part row t j h i1 i0
+    return ordered.permute(0, 7, 2, 1, 4, 6, 3, 5).reshape(rows, columns)
+
+
+def _blocked(scales: Tensor) -> Tensor:
+    return scales.view(-1, ROWS, scales.shape[1]).transpose(1, 2).reshape(scales.shape)
+
+
+def _rows(blocked: Tensor) -> Tensor:
+    rows, groups = blocked.shape
+    return blocked.reshape(-1, groups, ROWS).transpose(1, 2).reshape(rows, groups)
+
+
+def _dequantize_twin(words: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the weight [N, K] in `dtype` from its prepared form."""
+    q: Tensor = _restored(words).unflatten(1, (scales.shape[1], -1)).float()
+    q -= MIDDLE if zeros is None else _rows(zeros).float()[:, :, None]
+    return q.mul_(_rows(scales).float()[:, :, None]).to(dtype).flatten(1)
+
+
+@jit()
+def _unpacked(
+    words_ptr, scales_ptr, zeros_ptr, row, here, at, dtype: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Return DEPTH columns of the weight from column `at` on, [ROWS, DEPTH] in a dtype.
+
+    row: [ROWS], of which each 16 are a block, and here: [ROWS], whether they are loaded. Other rows are zeros, and
+    columns from K on are any finite numbers. The numbers stay with the threads that load their words until the end.
+    """
+    BLOCKS: tl.constexpr = ROWS // 16
+    PARTS: tl.constexpr = DEPTH // 64
+    HALVES: tl.constexpr = 2 if GROUP < 64 else 1  # groups of 64 columns, if they have several
+    GROUPS: tl.constexpr = DEPTH // GROUP // HALVES if GROUP < DEPTH else 1
+    block = tl.max(tl.where(tl.reshape(here, [BLOCKS, 16]), tl.reshape(row, [BLOCKS, 16]) // 16, -1), 1)
+    block = block[:, None, None]
+    part = at // 64 + tl.arange(0, PARTS)[None, :, None]
+    offset = (block.to(tl.int64) * (K // 64) + part) * 128 + tl.arange(0, 128)[None, None, :]
+    words = tl.load(words_ptr + offset, mask=(block >= 0) & (part < K // 64), other=0)
+    words = tl.reshape(words, [BLOCKS, GROUPS, PARTS // GROUPS, 32, HALVES, 4 // HALVES])
+    group = HALVES * tl.arange(0, GROUPS)[None, :, None, None] + tl.arange(0, HALVES)[None, None, None, :]
+    group += at // GROUP
+    block = block[:, :, :, None]
+    offset = (block * (K // GROUP) + group) * 16 + (tl.arange(0, 32) // 4)[None, None, :, None]
+    there = (block >= 0) & (group < K // GROUP)
+    a, b = _factors(scales_ptr, zeros_ptr, offset, there), _factors(scales_ptr, zeros_ptr, offset + 8, there)
+    first = tl.join(_nibble(words, 0, a, dtype), _nibble(words, 1, b, dtype))
+    second = tl.join(_nibble(words, 2, a, dtype), _nibble(words, 3, b, dtype))
+    even = tl.join(first, second)
+    first = tl.join(_nibble(words, 4, a, dtype), _nibble(words, 5, b, dtype))
+    second = tl.join(_nibble(words, 6, a, dtype), _nibble(words, 7, b, dtype))
+    found = tl.reshape(tl.join(even, tl.join(first, second)), [BLOCKS, PARTS, 8, 4, 4, 2, 2, 2, 1])
+    # This sum of one number hides tl.join, after which tl.dot would add in another order on Ampere.
+    found = tl.reduce(found, 8, _add)  # block part row t j i0 i1 h
+    return tl.reshape(tl.permute(found, (0, 5, 2, 1, 4, 6, 3, 7)), [ROWS, DEPTH])
+
+
+@jit()
+def _add(a, b):
+    return a + b
+
+
+@jit()
+def _factors(scales_ptr, zeros_ptr, offset, there):
+    """Load the scales at `offset`, and 2**23 + their zeros."""
+    scale = tl.load(scales_ptr + offset, mask=there, other=0.0).to(tl.float32)
+    zero = 8388616.0
+    if zeros_ptr is not None:
+        # Loaded as 4 bytes: for loads of one byte, tl.dot would add in another order on Ampere.
+        four = tl.load(zeros_ptr.to(tl.pointer_type(tl.int32)) + offset // 4, mask=there, other=0)
+        zero = (((four >> offset % 4 * 8) & 255) | MAGIC).to(tl.float32, bitcast=True)[:, :, None, :, :, None]
+    return scale[:, :, None, :, :, None], zero
+
+
+@jit()
+def _nibble(words, NUMBER: tl.constexpr, factors, dtype: tl.constexpr):
+    """Return the weights of one nibble of each word."""
+    scale, zero = factors
+    q = (((words >> 4 * NUMBER) & 15) | MAGIC).to(tl.float32, bitcast=True)
+    return ((q - zero) * scale).to(dtype)
+
+
+@jit()
+def _dequantize_kernel(
+    words_ptr, scales_ptr, zeros_ptr, out_ptr, N,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Dequantize ROWS rows and DEPTH columns per program."""
+    row, first = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * DEPTH
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    weight = _unpacked(words_ptr, scales_ptr, zeros_ptr, row, row < N, first, dtype, K, GROUP, ROWS, DEPTH)
+    column = first + tl.arange(0, DEPTH)[None, :]
+    here = (row < N)[:, None] & (column < K)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * K + column, weight, mask=here)
+
+
+def _dequantize_launch(words: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    outputs, inputs, group = _sizes(words, scales, zeros)
+    out, pdl = words.new_empty(outputs, inputs, dtype=dtype), Chip.of(words.device).dependent_launch
+    grid = -(-outputs // COPIED), -(-inputs // DEPTH)
+    _dequantize_kernel[grid](
+        words, scales, zeros, out, outputs, inputs, group, COPIED, DEPTH, pdl, num_warps=8, launch_pdl=pdl
+    )
+    return out
+
+
+dequantize = Kernel(_dequantize_launch, _dequantize_twin)
+
+
+@jit("T")
+def _product_kernel(
+    x_desc, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr,
+    values_ptr, T, N, K: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr,
+    ADD: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, DEPTH: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute ROWS rows of the weight for all tokens per program. See batch_invariant's kernel for the arguments."""
+    PAIRS: tl.constexpr = ROWS // 2 // HEADS  # pairs of a head in a tile
+    first_row, head = tl.program_id(0) * ROWS, 0
+    row, number = first_row + tl.arange(0, ROWS), tl.arange(0, ROWS // 2)
+    here = row < N
+    if HALF > 0:
+        head = tl.program_id(0) // tl.cdiv(HALF, PAIRS) * HEADS
+        first_row = tl.program_id(0) % tl.cdiv(HALF, PAIRS) * PAIRS
+        row = tl.arange(0, ROWS)
+        here = first_row + row % PAIRS < HALF
+        row = ((head + row // (2 * PAIRS)) * 2 + row // PAIRS % 2) * HALF + first_row + row % PAIRS
+        here = here & (row < N)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    for at in tl.range(0, K, DEPTH, num_stages=STAGES):
+        x = x_desc.load([0, at])
+        weight = _unpacked(words_ptr, scales_ptr, zeros_ptr, row, here, at, x.dtype, K, GROUP, ROWS, DEPTH)
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.trans(acc)
+    token = tl.arange(0, TOKENS)[:, None]
+    if HALF > 0:
+        acc = tl.permute(tl.reshape(acc, [TOKENS, HEADS, 2, PAIRS]), (0, 1, 3, 2))
+        a, b = tl.split(tl.reshape(acc, [TOKENS, ROWS // 2, 2]))
+        head += number // PAIRS
+        at = first_row + number % PAIRS
+        read = read_pairs(token, head, at, bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, T, N, HALF, KV)
+        finish_pairs(a, b, read, token, head, at, bias_ptr, out_ptr, keys_ptr, values_ptr, T, N, HALF, KV, P)
+    else:
+        read = read_rows(token, row, bias_ptr, out_ptr, T, N, ADD)
+        finish_rows(acc, read, token, row, bias_ptr, out_ptr, T, N, ADD)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """The arguments of a kernel that depend on the epilogue of a product.
+
+    half, heads: number of pairs of a head, or 0 without pairs, and heads of a tile. out: the tensor that receives the
+    result. others: the kernel's arguments from bias_ptr to values_ptr. sizes: from HALF to ADD. tiles: number of tiles.
+    """
+
+    half: int
+    heads: int
+    out: Tensor
+    others: tuple[Tensor | None, ...]
+    sizes: tuple[int, ...]
+    tiles: int
+
+    @classmethod
+    def of(cls, x: Tensor, outputs: int, bias: Tensor | None, fused: Fused, rows: int) -> Epilogue:
+        """Check the arguments of a product. rows: rows of a tile."""
+        half, heads = outputs // 2 if fused.swiglu else 0, 1
+        width = half if fused.swiglu else outputs
+        turned: tuple[Tensor | None, ...] = (None,) * 6
+        num_kv = page_size = 0
+        if fused.rope is not None:
+            mapping, keys, values = fused.rope.mapping, fused.rope.keys, fused.rope.values
+            mapping.check(len(x), keys, values)
+            turned = mapping.positions, mapping.slots, mapping.cos, mapping.sin, keys, values
+            _, num_kv, page_size, head_size = keys.shape
+            half = head_size // 2
+            width = outputs - 2 * num_kv * head_size
+            if half & (half - 1) == 0:
+                heads = max(rows // (2 * half), 1)
+        out = fused.out if fused.add is None else fused.add
+        if out is None:
+            out = x.new_empty(len(x), width, dtype=fused.out_dtype)
+        assert out.shape == (len(x), width)
+        assert out.is_contiguous()
+        assert bias is None or bias.shape == (outputs,)
+        pairs = rows // 2 // heads
+        tiles = -(-outputs // (2 * half * heads)) * -(-half // pairs) if half else -(-outputs // rows)
+        return cls(half, heads, out, (bias, out, *turned), (half, num_kv, page_size, fused.add is not None), tiles)
+
+
+def _sizes(words: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[int, int, int]:
+    """Check the tensors of a weight, and return N, K and the columns of a group."""
+    outputs, inputs = len(words), 8 * words.shape[1]
+    group = inputs // scales.shape[1]
+    check(outputs, inputs, group)
+    assert words.dtype == torch.int32
+    assert len(scales) == outputs
+    assert zeros is None or (zeros.shape == scales.shape and zeros.dtype == torch.uint8)
+    assert all(each is None or each.is_contiguous() for each in (words, scales, zeros))
+    return outputs, inputs, group
+
+
+def _launch(
+    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, fused: Fused
+) -> Tensor:
+    return launch_for(len(x), x, words, scales, zeros, bias, fused)
+
+
+def launch_for(
+    tokens: int, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, fused: Fused
+) -> Tensor:
+    """Compute the product with the kernels for `tokens` tokens, of which x may have fewer. See the twin for the other
+    arguments."""
+    if fused.rope is None or batch_invariant.fuses_rope(tokens, x.dtype, Chip.of(x.device)):
+        return _multiply(tokens, x, words, scales, zeros, bias, fused)
+    qkv = _multiply(tokens, x, words, scales, zeros, bias, fused._replace(rope=None))
+    turned: Tensor = rope_write.launch(qkv, fused.rope.mapping, fused.rope.keys, fused.rope.values)
+    return turned
+
+
+def _multiply(
+    tokens: int, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, fused: Fused
+) -> Tensor:
+    half = fused.rope.keys.shape[-1] // 2 if fused.rope else len(words) // 2 if fused.swiglu else 0
+    tile = _tile_of(tokens, x, words, scales, fused)
+    if x.dtype.itemsize == 2 and half % ROWS == 0 and (tile or tokens <= max(FEW)):
+        return launch_as(tile, x, words, scales, zeros, bias, fused, tokens)
+    weight = dequantize.launch(words, scales, zeros, x.dtype)
+    # Not by hopper_products, which loads weights before the previous kernel, here `dequantize`, has written them.
+    chosen = batch_invariant.config(max(tokens, hopper_products.MOST + 1), *weight.shape, x.dtype, Chip.of(x.device))
+    return batch_invariant.launch_as(chosen, x, weight, bias, fused)
+
+
+def _tile_of(tokens: int, x: Tensor, words: Tensor, scales: Tensor, fused: Fused) -> hopper_int4.Tile | None:
+    """Return the tile for a product in Gluon, or None if it is not for Gluon."""
+    chip, inputs = Chip.of(x.device), x.shape[1]
+    if tokens > hopper_int4.MOST or not hopper_int4.runs_on(chip, x.dtype, scales.dtype):
+        return None
+    tile = hopper_int4.tile_of(tokens, len(words), chip, fused.add is not None)
+    return tile if hopper_int4.fits(tile, inputs, inputs // scales.shape[1]) else None
+
+
+def sizes_of(x: Tensor, words: Tensor, scales: Tensor, fused: Fused) -> list[int]:
+    """Return numbers of tokens whose products run all kernels that multiply without a scratch copy; see the twin."""
+    found = dict[object, int]()
+    for tokens in range(1, hopper_int4.MOST + 1):
+        fuses = batch_invariant.fuses_rope(tokens, x.dtype, Chip.of(x.device))
+        key = _tile_of(tokens, x, words, scales, fused), fuses
+        found.setdefault(key, tokens)
+    return [*FEW, *found.values()]
+
+
+def launch_as(
+    tile: hopper_int4.Tile | None, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
+    fused: Fused, tokens: int = 0,
+) -> Tensor:  # fmt: skip
+    """Compute the product without a scratch copy of the weight, in Gluon with a tile, or in Triton for at most 64
+    tokens, with the kernel for `tokens` (by default those of x). The other arguments are those of the twin."""
+    outputs, inputs, group = _sizes(words, scales, zeros)
+    assert x.shape[1] == inputs
+    assert x.is_contiguous()
+    chip, rows = Chip.of(x.device), tile.rows if tile else FEW_ROWS
+    ends = Epilogue.of(x, outputs, bias, fused, rows)
+    if tile:
+        hopper_int4.launch(
+            tile, x, words, scales, zeros, ends.half, ends.heads, ends.tiles, ends.others, ends.sizes, chip
+        )
+    else:
+        _launch_triton(tokens or len(x), x, words, scales, zeros, group, ends, chip)
+    return ends.out if fused.rope is None else ends.out.view(len(x), -1, 2 * ends.half)
+
+
+def _launch_triton(
+    most: int, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, ends: Epilogue, chip: Chip
+) -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor as Described
+
+    (tokens, inputs), outputs, pdl = x.shape, len(words), chip.dependent_launch
+    padded = next(each for each in FEW if most <= each)
+    _product_kernel[(ends.tiles,)](
+        Described(x, [tokens, inputs], [inputs, 1], [padded, DEPTH]), words, scales, zeros, *ends.others, tokens,
+        outputs, inputs, group, *ends.sizes, padded, FEW_ROWS, ends.heads, DEPTH, FEW_STAGES, pdl,
+        num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _twin(x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, fused: Fused) -> Tensor:
+    """Return x weight^T + bias, [T, N] in x's dtype, with the epilogue `fused`.
+
+    x: [T, K], bfloat16, float16 or float32. words, scales, zeros: the weight's prepared form. bias: [N] in x's dtype.
+    """
+    return finished(F.linear(x, dequantize.twin(words, scales, zeros, x.dtype), bias), fused)
+
+
+int4_product = Kernel(_launch, _twin)
