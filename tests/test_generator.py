@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, VOCAB, Script, Turns, check_idle, random_ids
+from conftest import VOCAB, Script, Turns, check_idle, random_ids
+from families import EOS
 from handmade import let_pages_run_out
 
 import fastgen.generator

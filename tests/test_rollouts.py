@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import EOS, Script, Turns, check_idle, hf_logits, random_ids
+from conftest import Script, Turns, check_idle, hf_logits, random_ids
+from families import EOS
 from hash_model import hopeful
 
 from fastgen import Completion, Generator, Request, SamplingParams

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import EOS, Script, check_idle, random_ids
+from conftest import Script, check_idle, random_ids
+from families import EOS
 
 from fastgen import Event, Generator, SamplingParams
 from fastgen.engine.outputs import ActiveSample

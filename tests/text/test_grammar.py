@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import pydantic
 import pytest
-from conftest import EOS, VOCAB
+from conftest import VOCAB
+from families import EOS
 from grammars import MARKS, accepts, allowed, byte_level, rule_of, walk
 
 import fastgen
