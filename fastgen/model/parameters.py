@@ -254,16 +254,16 @@ class Parameters:
             ends[module.place] = rows.stop
             weight = held.weight if isinstance(held, Linear) else held
             whole = module.total or module.shape[0], *module.shape[1:]
-            shard = Shard(weight[rows], whole, module.split or 0, start, parts=parts)
-            part = Part(whole, shard.dim, start, self._part(module)[1][shard.dim])
+            dim = module.split or 0
+            part = Part(whole, dim, start, self._part(module)[1][dim])
             if isinstance(held, Int4Linear):
                 found |= held.shards(module.name, part, rows, form)
             elif self._int4 is not None and module.place in LINEARS and self._int4.covers(module.name):
                 found[f"{module.name}.weight"] = rounded_shard(self._int4, weight[rows], part)
             elif isinstance(held, Fp8Linear):
-                found |= held.shards(module.name, shard, rows, form)
+                found |= held.shards(module.name, Shard(weight[rows], *part[:3], parts=parts), rows, form)
             else:
-                found[f"{module.name}.weight"] = shard
+                found[f"{module.name}.weight"] = Shard(weight[rows], *part[:3], parts=parts)
             if self._has_bias(module):
                 start = start if module.split == ROWS else 0
                 found[f"{module.name}.bias"] = Shard(held.bias[rows], whole[:1], 0, start, parts=parts)
