@@ -34,7 +34,7 @@ class Absent(ModuleType):
 
 names = (
     "device.find", "device.memory", "parallel.group", "engine.runner", "engine.startup", "engine.step",
-    "model.live_weights", "model.weights", "kernels", "kernels.launch",
+    "model.live_weights", "model.loader", "model.weights", "kernels", "kernels.launch",
 )
 for name in ("torch", "torch.distributed", "torch.distributed.device_mesh", *(f"fastgen.{name}" for name in names)):
     sys.modules[name] = Absent(name)

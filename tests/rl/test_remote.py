@@ -154,12 +154,13 @@ def test_updates_by_every_way(gen: RemoteGenerator, here: Generator, talker: Pat
         new, iter(new.items()), list(mixed.items()), {name: Sharded(tensor) for name, tensor in new.items()}, tmp_path,
         [(name, tensor.t().contiguous().t() if tensor.dim() == 2 else tensor) for name, tensor in new.items()],
     ]  # fmt: skip
+    gathered = Sharded.gathered  # by other tests of this process
     for way in ways:
         version = gen.update_weights(load_file(talker / "model.safetensors"))
         assert drawn(gen.generate(PROMPTS, SHORT)) == old
         assert gen.update_weights(way) == gen.weight_version == (version or 0) + 1
         assert drawn(gen.generate(PROMPTS, SHORT)) == expected
-    assert Sharded.gathered == len(new)
+    assert Sharded.gathered - gathered == len(new)
     assert gen.update_weights(new, version=4711) == 4711
     assert gen.generate("a", SHORT)[0].completions[0].weight_versions == [(4711, 0, 8)]
 
@@ -302,18 +303,11 @@ def test_a_server_without_rollout_and_one_that_is_gone() -> None:
     assert "backend is 'mpi'" in refusal(lambda: RemoteGenerator(server.url, backend="mpi"), ValueError)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--host", "0.0.0.0"], "it needs api_key"),
-        (["--replicas", "2"], "leave out replicas"),
-    ],
-)
-def test_a_server_of_a_trainer_is_not_open_and_has_no_replicas(flags: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "fastgen.cli.serve.main", "--rollout", *flags]
+def test_a_server_of_a_trainer_is_not_open() -> None:
+    command = [sys.executable, "-m", "fastgen.cli.serve.main", "--rollout", "--host", "0.0.0.0"]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 2
-    assert message in ran.stderr
+    assert "it needs api_key" in ran.stderr
 
 
 def test_a_long_call_is_no_hang() -> None:
