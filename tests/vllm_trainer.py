@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgen.async_engine.trainer_group import ID_KEY, ID_TYPE
+from fastgen.device.nccl import Communicator, unique_id
 
 MODULE, NAME = ID_TYPE
 FIELDS = (("internal", ctypes.c_byte * 128),)
 Structure: Any = type(NAME, (ctypes.Structure,), {"__module__": MODULE, "_fields_": FIELDS})
 """vLLM's type of an NCCL id, under its name."""
-nccl: Any = torch.cuda.nccl
 
 
 def pickled(value: Any, protocol: int = 5) -> bytes:
@@ -48,7 +48,7 @@ class Trainer:
 
     def __init__(self, url: str, device: str, buffer_bytes: int | None, by_id: bool = False) -> None:
         self._http, self._device, self._buffer_bytes = httpx.Client(base_url=url, timeout=100), device, buffer_bytes
-        id = nccl.unique_id()
+        id = unique_id()
         info: dict[str, Any] = {"rank_offset": 1, "world_size": 2, "packed": buffer_bytes is not None}
         if buffer_bytes is not None:
             info["packed_buffer_size_bytes"] = buffer_bytes
@@ -60,8 +60,8 @@ class Trainer:
             info |= {"master_address": "127.0.0.1", "master_port": self._store.port}
         with ThreadPoolExecutor(1) as pool, torch.cuda.device(device):
             asking = pool.submit(self.post, "/init_weight_transfer_engine", {"init_info": info})
-            self._comms = [nccl.init_rank(2, id, 0)]
-            nccl.all_reduce([torch.zeros(1, device=device)], comms=self._comms)
+            self._group = Communicator(2, id, 0)
+            self._group.all_reduce(torch.zeros(1, dtype=torch.float32, device=device))
             torch.cuda.synchronize(device)
             asking.result()
 
@@ -79,7 +79,7 @@ class Trainer:
         with ThreadPoolExecutor(1) as pool, torch.cuda.device(self._device):
             asking = pool.submit(self.post, "/update_weights", {"update_info": info})
             for buffer in self._buffers(tensors):
-                nccl.broadcast([buffer], comms=self._comms)
+                self._group.broadcast(buffer.contiguous().view(-1).view(torch.uint8))
             torch.cuda.synchronize(self._device)
             asking.result()
         return int(self.post("/finish_weight_update", {})["weight_version"])

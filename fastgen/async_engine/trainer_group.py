@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgen.async_engine.wire import Header, placeholders
+from fastgen.device.nccl import ID_BYTES, Communicator
 from fastgen.processes.errors import DepartedError
 
-_nccl: Any = torch.cuda.nccl  # these functions have no types
-ID_BYTES = 128
 ID_KEY = "broadcast_from/0/0"  # of the store: the first object that rank 0 broadcasts
 ID_TYPE = "vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"
 CONNECT_SECONDS = 60.0  # time for the trainer to open its store
@@ -56,9 +55,9 @@ class TrainerGroup:
         self._device, self._buffer_bytes, self._seconds = device, buffer_bytes, seconds
         rank, size = ranks
         with torch.cuda.device(device):
-            self._comms = [_nccl.init_rank(size, unique_id, rank)]
-            one = torch.zeros(1, device=device)
-            _nccl.all_reduce([one], comms=self._comms)  # the trainer's communicator sums one number at its start
+            self._group = Communicator(size, unique_id, rank)
+            one = torch.zeros(1, dtype=torch.float32, device=device)
+            self._group.all_reduce(one)  # the trainer's communicator sums one number at its start
             self._wait(check)
 
     def receive(
@@ -73,7 +72,7 @@ class TrainerGroup:
         for tensors in packed(header, buffer_bytes or self._buffer_bytes):
             memory = torch.empty(sum(like.nbytes for _, like in tensors), dtype=torch.uint8, device=self._device)
             with torch.cuda.device(self._device):
-                _nccl.broadcast([memory], comms=self._comms)
+                self._group.broadcast(memory)
                 self._wait(check)
             yield from unpacked(memory, tensors)
         self.broken = False

@@ -1,0 +1,84 @@
+"""Functions of NCCL for a group whose unique id another program has made.
+
+torch.cuda.nccl has the same functions, but those that take an id raise SystemError with Python 3.12 (torch 2.11).
+
+https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ID_BYTES = 128
+_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_UINT8, _FLOAT32, _SUM = 1, 7, 0  # of ncclDataType_t and ncclRedOp_t
+
+
+class _UniqueId(ctypes.Structure):
+    """ncclUniqueId, which a function takes by value."""
+
+    _fields_ = [("bytes", ctypes.c_ubyte * ID_BYTES)]
+
+
+_FUNCTIONS: dict[str, list[Any]] = {
+    "ncclGetUniqueId": [_POINTER],
+    "ncclCommInitRank": [_POINTER, _INT, _UniqueId, _INT],
+    "ncclAllReduce": [_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER],
+    "ncclBroadcast": [_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER],
+}
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """Load the library that torch has loaded, and set the argument types of these functions."""
+    loaded = ctypes.CDLL("libnccl.so.2")
+    for name, arguments in _FUNCTIONS.items():
+        getattr(loaded, name).argtypes = arguments
+    loaded.ncclGetErrorString.restype = ctypes.c_char_p
+    return loaded
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Call a function. Raises RuntimeError if it fails."""
+    status = getattr(_library(), name)(*arguments)
+    if status:
+        raise RuntimeError(f"{name}: {_library().ncclGetErrorString(status).decode()}")
+
+
+def unique_id() -> bytes:
+    """Return the unique id of a new group."""
+    made = _UniqueId()
+    _call("ncclGetUniqueId", ctypes.byref(made))
+    return bytes(made.bytes)
+
+
+class Communicator:
+    """This process's end of a group of `size` ranks, on the current GPU. Making it waits for all ranks.
+
+    Its operations run on the current stream, and do not wait. Raises RuntimeError if NCCL refuses.
+    """
+
+    def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
+        self._handle = ctypes.c_void_p()
+        _call("ncclCommInitRank", ctypes.byref(self._handle), size, _UniqueId.from_buffer_copy(unique_id), rank)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sum x, float32 and contiguous, over the ranks in place."""
+        assert x.dtype == torch.float32
+        assert x.is_contiguous()
+        _call("ncclAllReduce", x.data_ptr(), x.data_ptr(), x.numel(), _FLOAT32, _SUM, self._handle, _stream())
+
+    def broadcast(self, x: Tensor) -> None:
+        """Overwrite the bytes of x, uint8 and contiguous, with those of rank 0."""
+        assert x.dtype == torch.uint8
+        assert x.is_contiguous()
+        _call("ncclBroadcast", x.data_ptr(), x.data_ptr(), x.numel(), _UINT8, 0, self._handle, _stream())
+
+
+def _stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
