@@ -40,7 +40,10 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
         state(**{"b.weight": torch.ones(2).as_subclass(Sharded)}),
         [r"'b.weight' is a DTensor; give its full_tensor\(\)"],
     ),
-    "arrays": (state(**{"b.weight": [1.0, 1.0]}), ["'b.weight' has a list that is no pair of tensors", "missing 1 of 3 tensors: b.weight"]),
+    "arrays": (
+        state(**{"b.weight": [1.0, 1.0]}),
+        ["'b.weight' has a list that is no pair of tensors", "missing 1 of 3 tensors: b.weight"],
+    ),
 }  # fmt: skip
 
 
