@@ -2,7 +2,7 @@
 
     python scripts/rl/async_grpo.py                                                # both on the CPU, in minutes
     python scripts/rl/async_grpo.py --device cuda:0 --server-device cuda:1         # on two GPUs
-    python scripts/rl/async_grpo.py --url http://host:5678                         # a server of `fgserve --rollout`
+    python scripts/rl/async_grpo.py --url http://host:5678                         # `fgserve --rollout --dtype float32`
     python scripts/rl/async_grpo.py --out FILE --beside scripts/results/rl-grpo-cpu.json
     python scripts/rl/async_grpo.py --smoke                                        # two small steps in seconds
 

@@ -3,7 +3,7 @@
     pip install -c constraints.txt -e '.[rl]'
     python scripts/rl/rl_trl.py                  # on two CPU cores in minutes
     python scripts/rl/rl_trl.py --device cuda    # on a GPU
-    python scripts/rl/rl_trl.py --url http://host:5678    # with a server of `fgserve --rollout`
+    python scripts/rl/rl_trl.py --url http://host:5678    # a server of `fgserve --rollout --dtype float32`
 
 `sample_by` is for other programs, too. With use_vllm=True and vllm_mode="server" TRL asks its VLLMClient, which imports
 vLLM for the transfer of weights; `sample_by` replaces it by a GeneratorClient. TRL goes on to gather the weights of

@@ -21,7 +21,7 @@ from fastgen.text.tokenizer import encode_prompt
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    with Server(FGSERVE, "--rollout", "--seed", "0") as server:
+    with Server(FGSERVE, "--rollout", "--seed", "0", "--dtype", "float32") as server:
         yield server.await_ready().url
 
 
