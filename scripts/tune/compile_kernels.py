@@ -29,6 +29,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -41,6 +42,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from fastgen.device.chip import Chip
+from fastgen.engine.options import EngineConfig
 from fastgen.kernels import launch
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.launch import Kernel
@@ -208,6 +210,14 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
     Kernel.__call__, Kernel.runs_on = call, lambda self, device: True  # type: ignore[method-assign]
     parameters.Parameters.pack = lambda self: None  # type: ignore[method-assign]  # a GPU's weights are as they are
     startup.make_attention = lambda name, *arguments: PagedAttention(*arguments)
+    make_runner = startup.make_runner
+
+    def with_kv_of_a_gpu(model: Any, config: EngineConfig, head: Any) -> Any:
+        if config.kv_cache_dtype != "fp8":  # on the CPU it would be float32
+            config = replace(config, kv_cache_dtype=config.dtype)
+        return make_runner(model, config, head)
+
+    startup.make_runner = with_kv_of_a_gpu
     yield compiled
 
 
