@@ -26,7 +26,7 @@ TINY = ROOT / "fastgen" / "tiny"
 CPU = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "PYTHONPATH": f"{ROOT}:{HERE}"}
 CPU |= {"RAY_USAGE_STATS_ENABLED": "0", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
 
-pytest.importorskip("verl", reason="needs verl 0.9.1, TransferQueue and cachetools")
+pytest.importorskip("verl", reason="needs verl 0.9.1 and what docs/rl.md installs with it")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 REWARD = """
