@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgen import Generator, RequestOutput
 from fastgen.kernels import drafts
-from fastgen.kernels.drafts import Drawn, Texts
+from fastgen.kernels.drafts import StepDraws, Texts
 
 
 def adversary(monkeypatch: pytest.MonkeyPatch, outputs: Iterable[RequestOutput], vocab: int, seed: int = 0) -> None:
@@ -43,7 +43,7 @@ def adversary_on_device(monkeypatch: pytest.MonkeyPatch, gen: Generator, outputs
     script = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
     right = drafts.recall
 
-    def recall(lanes: Tensor, drawn: Drawn, rows: Tensor, texts: Texts, tokens: Tensor, counts: Tensor) -> None:
+    def recall(lanes: Tensor, drawn: StepDraws, rows: Tensor, texts: Texts, tokens: Tensor, counts: Tensor) -> None:
         right(lanes, drawn, rows, texts, tokens, counts)
         numbers = state.table[lanes, 0].clamp(0, len(script) - 1)
         at = gen._runner.lanes.kv_lens[lanes].long()[:, None] + 1 + torch.arange(tokens.shape[1], device=device)

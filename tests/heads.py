@@ -17,7 +17,7 @@ from fastgen import Generator, RequestOutput
 from fastgen.engine.speculation.drafting import Drafting
 from fastgen.engine.speculation.head import Head
 from fastgen.engine.speculation.planning import DraftPlan
-from fastgen.kernels.drafts import Drawn
+from fastgen.kernels.drafts import StepDraws
 from fastgen.kernels.sampler_rows import gumbel
 
 DIALECTS = ("z-lab", "DeepSpec", "speculators")
@@ -394,7 +394,7 @@ def record(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     head, found, lanes = head_of(gen), Recorded(), gen._runner.lanes  # type: ignore[attr-defined]
     right = head.draft
 
-    def draft(drawn: Drawn, plan: DraftPlan, rows: Tensor, tokens: Tensor, counts: Tensor) -> bool:
+    def draft(drawn: StepDraws, plan: DraftPlan, rows: Tensor, tokens: Tensor, counts: Tensor) -> bool:
         drafted = right(drawn, plan, rows, tokens, counts)
         for lane in drawn.lanes.tolist() if drafted else ():
             seed, index = lanes.state.table[lane, :2].tolist()

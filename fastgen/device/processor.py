@@ -1,4 +1,4 @@
-"""What the CPU is, as far as Linux tells: who made it, and whether it multiplies bfloat16 fast. torch is not needed."""
+"""Properties of the CPU, as far as Linux tells: its maker, and whether it multiplies bfloat16 fast. Needs no torch."""
 
 from __future__ import annotations
 

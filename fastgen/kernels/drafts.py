@@ -114,7 +114,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class StepDraws:
     """The draws of a step, and which of them are kept; the argument of drafters.
 
     lanes: int64 [S], the lanes that draw. tokens, positions: int32 [R], the draws and their positions, one per lane, or
@@ -144,7 +144,7 @@ class Drawn:
 
     @property
     def spread(self) -> bool:
-        """Whether the rows are those of `spread`."""
+        """Return whether the kernel `spread` has distributed the rows: there are more rows than lanes."""
         return len(self.tokens) > len(self.lanes)
 
 
@@ -272,7 +272,7 @@ def _follow_kernel(
 
 def _follow_launch(
     lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, tokens: Tensor, positions: Tensor
-) -> Drawn:
+) -> StepDraws:
     all_lanes, most_drafts = drafts.tokens.shape
     assert lanes.dtype == last.dtype == torch.int64
     assert tokens.dtype == positions.dtype == kv_lens.dtype == torch.int32
@@ -285,16 +285,16 @@ def _follow_launch(
         drafts.scores, last, kv_lens, found, len(lanes), all_lanes, most_drafts,
         len(tokens) > len(lanes), power_of_two(most_drafts + 2), len(drafts.proposals), DECAY, num_warps=4,
     )  # fmt: skip
-    return Drawn(lanes, tokens, positions, found)
+    return StepDraws(lanes, tokens, positions, found)
 
 
 def _follow_twin(
     lanes: Tensor, drafts: Drafts, last: Tensor, kv_lens: Tensor, tokens: Tensor, positions: Tensor
-) -> Drawn:
+) -> StepDraws:
     """Return which draws of a step are kept: those that equal the drafts, and one more. Count the right proposals of
     all drafters.
 
-    lanes, tokens, positions: see Drawn. last: int64 [L], and kv_lens: int32 [L], are updated for these lanes.
+    lanes, tokens, positions: see StepDraws. last: int64 [L], and kv_lens: int32 [L], are updated for these lanes.
     """
     firsts, rows = rows_of(lanes, drafts, tokens)
     number = torch.arange(drafts.tokens.shape[1] + 1, device=lanes.device)
@@ -307,7 +307,7 @@ def _follow_twin(
     right = (drafts.proposals[:, lanes] == drawn[:, :-1]) & (number[:-1] < counts[..., None])
     drafts.scores[:, lanes] = drafts.scores[:, lanes] * torch.exp2(kept * DECAY) + right.int().cumprod(2).sum(2)
     found = torch.stack((kept, torch.full_like(kept, -1), rows - 1, drafts.chosen[lanes]))
-    return Drawn(lanes, tokens, positions, found.int())
+    return StepDraws(lanes, tokens, positions, found.int())
 
 
 def rows_of(lanes: Tensor, drafts: Drafts, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -377,7 +377,7 @@ def _recall_kernel(
     tl.store(sources_ptr + 2 * all_lanes + lane, near)
 
 
-def _recall_launch(lanes: Tensor, drawn: Drawn, rows: Tensor, texts: Texts, tokens: Tensor, counts: Tensor) -> None:
+def _recall_launch(lanes: Tensor, drawn: StepDraws, rows: Tensor, texts: Texts, tokens: Tensor, counts: Tensor) -> None:
     all_lanes, most_drafts = tokens.shape
     assert tokens.dtype == torch.int64
     assert counts.dtype == drawn.found.dtype == rows.dtype == torch.int32
@@ -390,7 +390,7 @@ def _recall_launch(lanes: Tensor, drawn: Drawn, rows: Tensor, texts: Texts, toke
     )  # fmt: skip
 
 
-def _recall_twin(lanes: Tensor, drawn: Drawn, rows: Tensor, texts: Texts, tokens: Tensor, counts: Tensor) -> None:
+def _recall_twin(lanes: Tensor, drawn: StepDraws, rows: Tensor, texts: Texts, tokens: Tensor, counts: Tensor) -> None:
     """Append the draws that are kept to the texts of the lanes, and draft what followed the longest earlier match.
 
     lanes: `drawn.lanes`. rows: `Drafts.rows`. tokens: int64 [L, D], and counts: int32 [L], the drafts, are written for
@@ -484,8 +484,8 @@ def _choose_twin(lanes: Tensor, drafts: Drafts, found: Tensor, active: int) -> N
     """Let the next draft of each lane be the proposal of the drafter with the highest score among those that propose
     something, and write its first token, or -1, to found[1]. Of equal scores, the last drafter counts.
 
-    lanes: int64 [S]. found: see Drawn. active: bit k is set if drafter k has proposed now; otherwise its last proposal
-    is dropped.
+    lanes: int64 [S]. found: see StepDraws. active: bit k is set if drafter k has proposed now; otherwise its last
+    proposal is dropped.
     """
     proposed, scores = drafts.proposed[:, lanes], drafts.scores[:, lanes]
     number = torch.arange(len(proposed), device=lanes.device)[:, None]

@@ -26,7 +26,7 @@ class RMSNorm:
 
 @dataclass(frozen=True)
 class BranchEnd:
-    """What happens to the output of attention or of the MLP before it is added to the residual stream.
+    """The operations on the output of attention or of the MLP before it is added to the residual stream.
 
     norm: an RMSNorm of the output, or None. factor: a number by which it is multiplied.
     """

@@ -204,7 +204,7 @@ class ModelConfig:
 
     @property
     def adds_products(self) -> bool:
-        """Whether the outputs of o and down are added to the residual stream as they are."""
+        """Return whether the outputs of o and down are added to the residual stream without further operations."""
         return self.branch_scale == 1 and not self.post_norm
 
     @property

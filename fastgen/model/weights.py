@@ -300,7 +300,7 @@ def _checked(item: Any) -> tuple[str, Tensor]:
 
 
 class Target(Protocol):
-    """What a tensor of an update is written to, such as a Shard."""
+    """An object to which a tensor of an update is written, such as a Shard."""
 
     def write(self, tensor: Tensor) -> None:
         """Write the tensor, in place."""

@@ -21,7 +21,7 @@ class Share:
 
 
 class Sender:
-    """One of the senders. named: its tensors, each of which it takes once, in their order."""
+    """A sender to one engine. named: its tensors, each of which it takes once, in their order."""
 
     def __init__(self, gathering: Gathering, tensors: list[tuple[str, Any]]) -> None:
         self.named = [(name, Share(self, index, tensor)) for index, (name, tensor) in enumerate(tensors)]

@@ -77,9 +77,9 @@ def reference(folder: Path, device: str, dtype: str) -> Any:
 
 @torch.inference_mode()
 def compare(model: Any, answers: list[Answer]) -> dict[str, Tensor]:
-    """Return, for each token of the answers: difference, fastgen's logprob minus transformers', and behind, by how much
+    """Return, for each token of the answers: difference, fastgen's logprob minus transformers', and gap, by how much
     its logprob in transformers is below the best token's."""
-    found: dict[str, list[Tensor]] = {"difference": [], "behind": []}
+    found: dict[str, list[Tensor]] = {"difference": [], "gap": []}
     for each in answers:
         ids = torch.tensor([each.prompt + each.token_ids], device=model.device)
         logits = model(ids).logits[0, len(each.prompt) - 1 : -1].double()
@@ -87,19 +87,19 @@ def compare(model: Any, answers: list[Answer]) -> dict[str, Tensor]:
         theirs = logits.log_softmax(1)
         logprobs = theirs.gather(1, taken)[:, 0].cpu()
         found["difference"].append(torch.tensor(each.logprobs).double() - logprobs)
-        found["behind"].append(theirs.amax(1).cpu() - logprobs)
+        found["gap"].append(theirs.amax(1).cpu() - logprobs)
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def verdict(found: dict[str, Tensor], dtype: str) -> tuple[bool, str]:
     """Return whether the two agree, and a text that says how well."""
-    root, behind = float(found["difference"].square().mean().sqrt()), float(found["behind"].max())
+    root, gap = float(found["difference"].square().mean().sqrt()), float(found["gap"].max())
     most, least = TOLERANCES[dtype]
-    agree = root <= most and behind <= least
-    same = int((found["behind"] == 0).sum())
+    agree = root <= most and gap <= least
+    same = int((found["gap"] == 0).sum())
     lines = [
-        f"tokens: {same} of {len(found['behind'])} are the likeliest for transformers; the others are up to "
-        f"{behind:.4f} less likely (at most {least:g})",
+        f"tokens: {same} of {len(found['gap'])} are the likeliest for transformers; the others are up to "
+        f"{gap:.4f} less likely (at most {least:g})",
         f"logprobs: {root:.5f} apart (root mean square; at most {most:g}), {found['difference'].abs().max():.5f} for "
         "the most different token",
         f"verdict: {'AGREE' if agree else 'DIFFER'} in {dtype}",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.kernels.drafts import Drafts, Drawn, Texts, choose, follow, recall, spread
+from fastgen.kernels.drafts import Drafts, StepDraws, Texts, choose, follow, recall, spread
 from fastgen.kernels.state import DecodeInput
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def test_follow_recall_and_choose(seed: int) -> None:
     ):
         own, last, kv_lens = copy(drafts, device), torch.zeros(LANES + 1).long(), torch.zeros(LANES + 1).int()
         own_texts, last, kv_lens = copy(texts, device), last.to(device), kv_lens.to(device)
-        drawn: Drawn = follows(lanes.to(device), own, last, kv_lens, tokens.to(device), positions.to(device))
+        drawn: StepDraws = follows(lanes.to(device), own, last, kv_lens, tokens.to(device), positions.to(device))
         recalls(drawn.lanes, drawn, own.rows, own_texts, own.proposals[1], own.proposed[1])
         chooses(drawn.lanes, own, drawn.found, 0b011 if seed % 2 else 0b111)
         waiting = [own.tokens[lane, : own.counts[lane]] for lane in lanes.tolist()]

@@ -1,4 +1,4 @@
-"""What drafts tokens: the interface of all drafters, and the drafter that copies from texts."""
+"""The interface of all drafters, which propose tokens, and the drafter that copies from texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastgen.device.pinned import upload
 from fastgen.engine.speculation.planning import HISTORY, LONGEST, DraftPlan
-from fastgen.kernels.drafts import Drawn, Texts, recall
+from fastgen.kernels.drafts import StepDraws, Texts, recall
 
 
 class Drafter(Protocol):
@@ -19,7 +19,7 @@ class Drafter(Protocol):
     def begin(self, plan: DraftPlan) -> None:
         """Act before a step whose Batch has this payload: begin lanes that draft from now on."""
 
-    def draft(self, drawn: Drawn, plan: DraftPlan, rows: Tensor, tokens: Tensor, counts: Tensor) -> bool:
+    def draft(self, drawn: StepDraws, plan: DraftPlan, rows: Tensor, tokens: Tensor, counts: Tensor) -> bool:
         """Draft the next tokens of the lanes that a step drew for. Return whether it drafts now.
 
         rows: `Drafts.rows`. tokens: int64 [L, D], and counts: int32 [L], are written for these lanes.
@@ -37,6 +37,6 @@ class TextDrafter:
         for lane, first, tokens in plan.texts:
             self._texts.begin(lane, first, upload(tokens, self._device))
 
-    def draft(self, drawn: Drawn, plan: DraftPlan, rows: Tensor, tokens: Tensor, counts: Tensor) -> bool:
+    def draft(self, drawn: StepDraws, plan: DraftPlan, rows: Tensor, tokens: Tensor, counts: Tensor) -> bool:
         recall(drawn.lanes, drawn, rows, self._texts, tokens, counts)
         return True

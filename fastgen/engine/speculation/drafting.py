@@ -18,7 +18,7 @@ from fastgen.engine.speculation.drafters import Drafter, TextDrafter
 from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights
 from fastgen.engine.speculation.planning import Drafted, DraftPlan
 from fastgen.engine.step import Lanes, Launched, StepFeature
-from fastgen.kernels.drafts import Drafts, Drawn, choose, follow, spread
+from fastgen.kernels.drafts import Drafts, StepDraws, choose, follow, spread
 from fastgen.kernels.state import DecodeInput
 from fastgen.model.attention.interface import Attention
 from fastgen.model.kv_pool import KVPool
@@ -96,7 +96,7 @@ class Drafting(StepFeature[DraftPlan]):
         if payload.drafts:
             own = self._lanes
             lanes = own.input.lanes[: len(payload.rows)] if payload.rows else step.lanes
-            drawn: Drawn = follow(lanes, self._drafts, own.state.last_token, own.kv_lens, tokens, step.positions)
+            drawn: StepDraws = follow(lanes, self._drafts, own.state.last_token, own.kv_lens, tokens, step.positions)
             drawn = replace(drawn, prefills=step.batch.prefills)
             for event in step.arrivals.values() if self.head else ():  # it reads pages that are being loaded
                 event.wait()

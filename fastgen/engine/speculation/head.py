@@ -1,5 +1,5 @@
-"""What heads have in common, small models that draft from the target's residual stream: their weights, and their work
-in a Runner.
+"""The common part of heads, which are small models that draft from the target's residual stream: their weights, and
+their work in a Runner.
 
 Drafts are drawn with the noise of the draws that will verify them, so that the same token is drawn wherever the two
 distributions are close.
@@ -29,7 +29,7 @@ from fastgen.engine.speculation.heads import HeadConfig
 from fastgen.engine.speculation.planning import DraftPlan
 from fastgen.engine.step import Lanes
 from fastgen.kernels.batch_invariant import Fused
-from fastgen.kernels.drafts import Drawn
+from fastgen.kernels.drafts import StepDraws
 from fastgen.model.attention.interface import Attention
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.linear import Linear
@@ -144,7 +144,7 @@ class Head(ABC):
     @property
     @abstractmethod
     def linears(self) -> Iterable[tuple[Linear, Fused]]:
-        """One linear layer per kind, with what is fused with it; see warm_up.products_of."""
+        """Return one linear layer per kind, with the operations that are fused with it; see warm_up.products_of."""
 
     @abstractmethod
     def body(self, size: int) -> None:
@@ -163,7 +163,7 @@ class Head(ABC):
     def begin(self, plan: DraftPlan) -> None:  # noqa: B027
         """Lanes have their context in the pages already."""
 
-    def draft(self, drawn: Drawn, plan: DraftPlan, rows: Tensor, tokens: Tensor, counts: Tensor) -> bool:
+    def draft(self, drawn: StepDraws, plan: DraftPlan, rows: Tensor, tokens: Tensor, counts: Tensor) -> bool:
         if not plan.limits:
             return False
         count = size = len(drawn.lanes)

@@ -43,7 +43,8 @@ class TransferPart(Strict):
 
 
 class Packing(TransferPart):
-    """How tensors are packed. Since vLLM 0.28 it is said once, in InitInfo, and before that in each UpdateInfo."""
+    """The packing of tensors into broadcasts. vLLM 0.28 and later give it once, in InitInfo, and earlier versions in
+    each UpdateInfo."""
 
     packed: bool = False
     packed_buffer_size_bytes: int = Field(PACKED_BYTES, ge=1)
@@ -51,12 +52,12 @@ class Packing(TransferPart):
 
     @property
     def buffer_bytes(self) -> int | None:
-        """The size of packed buffers; None: each tensor is one broadcast."""
+        """Return the size of packed buffers; None: each tensor is one broadcast."""
         return self.packed_buffer_size_bytes if self.packed else None
 
 
 class InitInfo(Packing):
-    """How to meet the trainer: at its store, or by NCCL's unique id. See async_engine/trainer_group.py."""
+    """The place where the trainer is met: its store, or NCCL's unique id. See async_engine/trainer_group.py."""
 
     master_address: str | None = None
     master_port: int | None = Field(None, ge=1, le=65535)
