@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -209,7 +210,8 @@ def run_pairs(engines: dict[str, Engine], name: str, workload: Workload, pairs: 
     rates: dict[str, list[float]] = {engine: [] for engine in engines}
     for pair in range(pairs):
         for engine in list(engines)[:: 1 if pair % 2 else -1]:
-            rates[engine].append(engines[engine].rate(replace(workload, seed=pair + 1)))
+            seed = zlib.crc32(f"{name} {pair}".encode())  # prompts of another workload would be in the prefix cache
+            rates[engine].append(engines[engine].rate(replace(workload, seed=seed)))
     ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
     found = {engine: median_and_spread(each) for engine, each in rates.items()} | {"ratio": median_and_spread(ratios)}
     columns = [
