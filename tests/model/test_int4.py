@@ -52,7 +52,8 @@ FORMS = {
     "AutoRound": auto_round_form(128, True, "auto_gptq"),
     "AutoRound AWQ": auto_round_form(32, False, "auto_awq"),
 }
-FAMILY = {"awq": "Qwen2", "gptq": "Mistral", "gptq asymmetric": "Qwen3", "packed": "Qwen3"}  # others: Llama
+FAMILY = {"awq": "Qwen2", "gptq": "Mistral", "gptq asymmetric": "Qwen3", "packed": "Qwen3", "gptq v2": "Arcee",
+          "packed asymmetric": "Arcee"}  # fmt: skip  # others: Llama
 SOME = ("awq", "gptq asymmetric", "packed asymmetric", "packed channel")
 
 
