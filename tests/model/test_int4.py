@@ -418,6 +418,21 @@ def test_other_fields_are_refused(name: str, path: str, value: Any, named: str) 
         parse_quantization({"quantization_config": form})
 
 
+@pytest.mark.parametrize("name", ["gptq", "AutoRound"])
+def test_the_modules_of_a_model_without_a_gate(name: str) -> None:
+    """All linear layers must be named, and gate_proj only if there is one."""
+    modules = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj"]
+    config = {"quantization_config": {**FORMS[name].config, "modules_in_block_to_quantize": modules}}
+    with pytest.raises(ValueError, match="modules_in_block_to_quantize="):
+        parse_quantization(config, gated=False)
+    modules.append("mlp.down_proj")
+    assert isinstance(parse_quantization(config, gated=False), Int4)
+    with pytest.raises(ValueError, match="modules_in_block_to_quantize="):
+        parse_quantization(config)
+    modules.append("mlp.gate_proj")
+    assert isinstance(parse_quantization(config), Int4)
+
+
 def test_modules_that_are_left_out() -> None:
     dynamic = {"-:.*layers\\.0\\..*": {}, "-:.*down_proj": {}, "+:.*": {"bits": 4, "mse": 2.0}}
     extra = {"lm_head": {"bits": 16}, "model.layers.0.mlp.down_proj": {"bits": 16}, ".*layers.1.*": {"bits": 16}}
