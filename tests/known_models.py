@@ -194,7 +194,7 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
          "quantization": Quantization("tensor", ("model.vision_tower", "model.multi_modal_projector", "lm_head"))},
         8_489_553_920,
     ),
-    "mistralai/Devstral-Small-2-24B-Instruct-2512": (  # the text
+    "mistralai/Devstral-Small-2-24B-Instruct-2512": (  # the text; sizes and rope are its own, the rest is Ministral 3's
         {**PIXTRAL, "text_config": DEVSTRAL_SMALL_2, "dtype": "bfloat16", "quantization_config": MISTRAL_FP8},
         {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 11, "max_length": 262144},
         {"num_layers": 40, "num_heads": 32, "head_size": 128, "max_position": 393216, "tied": False,
