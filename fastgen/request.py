@@ -293,9 +293,8 @@ class Sequence:
     index: number of the sample in its request. token_ids: the tokens that the host knows: the prompt and the output so
     far. pending: number of tokens that launched steps draw and the host has not read. computed: number of tokens whose
     KV is written by the steps launched so far, including steps in flight. limit: the value of `computed` at which it
-    needs another page, or ends.
-    pages: its page table. reserved: number of pages that it is expected to fill. indexed: number of its first pages
-    that are in the prefix cache; see `PageAllocator.index`.
+    needs another page, or ends. pages: its page table. reserved: number of pages that it is expected to fill. indexed:
+    number of its first pages that are in the prefix cache; see `PageAllocator.index`.
     """
 
     request_id: str | int

@@ -34,6 +34,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3, "logits_scaling": 0.7,
         "num_local_experts": 0, "shared_intermediate_size": 96, "position_embedding_type": "rope",
         "layer_types": ["full_attention"] * 3, "mamba_n_heads": 4}),
+    "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 20.0, "original_max_position_embeddings": 32,
+        "mscale": 1.0}}),
 }  # fmt: skip
 
 SIZES = {

@@ -93,6 +93,11 @@ MINISTRAL3 = {
     "rope_parameters": MINISTRAL3_ROPE, "sliding_window": None, "tie_word_embeddings": False, "use_cache": True,
     "vocab_size": 131072,
 }  # fmt: skip
+DEVSTRAL_SMALL_2 = {
+    **MINISTRAL3, "hidden_size": 5120, "intermediate_size": 32768, "max_position_embeddings": 393216,
+    "num_hidden_layers": 40, "rope_parameters": {
+        **MINISTRAL3_ROPE, "factor": 48.0, "original_max_position_embeddings": 8192, "rope_theta": 100000000.0},
+}  # fmt: skip
 MISTRAL_SMALL = {
     "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
     "intermediate_size": 32768, "max_position_embeddings": 131072, "model_type": "mistral", "num_attention_heads": 32,
@@ -188,6 +193,16 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
                             query_growth=0.1),
          "quantization": Quantization("tensor", ("model.vision_tower", "model.multi_modal_projector", "lm_head"))},
         8_489_553_920,
+    ),
+    "mistralai/Devstral-Small-2-24B-Instruct-2512": (  # the text; sizes and rope are its own, the rest is Ministral 3's
+        {**PIXTRAL, "text_config": DEVSTRAL_SMALL_2, "dtype": "bfloat16", "quantization_config": MISTRAL_FP8},
+        {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 11, "max_length": 262144},
+        {"num_layers": 40, "num_heads": 32, "head_size": 128, "max_position": 393216, "tied": False,
+         "windows": (0,) * 40,
+         "rope": RopeConfig("yarn", 1e8, 48.0, original_max_position=8192, mscale=1.0, mscale_all_dim=1.0,
+                            query_growth=0.1),
+         "quantization": Quantization("tensor", ("model.vision_tower", "model.multi_modal_projector", "lm_head"))},
+        23_572_403_200,
     ),
     "mistralai/Mistral-Small-3.1-24B-Instruct-2503": (  # the text
         {**PIXTRAL, "text_config": MISTRAL_SMALL, "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0"},
@@ -328,5 +343,21 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
         {"bos_token_id": 1, "eos_token_id": [2, 128131], "pad_token_id": 2},
         {"num_kv_heads": 2, "qkv_bias": False, "o_bias": False, "rope": RopeConfig(theta=5e7), "head_size": 128},
         8_804_241_408,
+    ),
+    "arcee-ai/AFM-4.5B": (
+        {"architectures": ["ArceeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+         "bos_token_id": 128000, "eos_token_id": 128003, "head_dim": 128, "hidden_act": "relu2", "hidden_size": 2560,
+         "initializer_range": 0.02, "intermediate_size": 18432, "max_position_embeddings": 65536, "mlp_bias": False,
+         "model_type": "arcee", "num_attention_heads": 20, "num_hidden_layers": 36, "num_key_value_heads": 4,
+         "rms_norm_eps": 1e-05,
+         "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0,
+                          "original_max_position_embeddings": 4096, "rope_type": "yarn"},
+         "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": False,
+         "vocab_size": 128005},
+        {"bos_token_id": 128000, "eos_token_id": 128003},
+        {"gated": False, "mlp_bias": False, "num_heads": 20, "num_kv_heads": 4, "head_size": 128,
+         "eos_ids": (128003,), "norm_eps": 1e-5,
+         "rope": RopeConfig("yarn", 10000.0, 20.0, original_max_position=4096, mscale=1.0)},
+        4_619_189_760,
     ),
 }  # fmt: skip

@@ -32,7 +32,7 @@ class _Family:
     MLP. only: the supported values of fields, or of their items. post_norm, wide_norm: see ModelConfig. pattern:
     without layer_types, every sliding_window_pattern-th layer has no window. full_rope: what layers without windows
     have where others have windows: "" (the same rope), "none" (no rope), or "stretched" (the config's stretching, which
-    the others lack).
+    the others lack). gated: see ModelConfig.
     """
 
     model_type: str
@@ -52,6 +52,7 @@ class _Family:
     wide_norm: bool = False
     pattern: bool = False
     full_rope: Literal["", "none", "stretched"] = ""
+    gated: bool = True
 
 
 _WRAPPERS = ("Mistral3ForConditionalGeneration", "mistral3")
@@ -96,6 +97,9 @@ _FAMILIES = {
     "InternLM3ForCausalLM": _Family(
         "internlm3", {"eos_token_id": 2, "head_dim": 128, "rms_norm_eps": 1e-5}, attention_bias=True, mlp_bias=True),
     "MiMoForCausalLM": _Family("mimo", _QWEN, qkv_bias=True, window="use_sliding_window"),
+    "ArceeForCausalLM": _Family(
+        "arcee", {"eos_token_id": 128001, "rms_norm_eps": 1e-5, "hidden_act": "relu2"}, attention_bias=True,
+        mlp_bias=True, gated=False),
 }  # fmt: skip
 # Fields that make a model something other than a dense text model, and older names of biases, unless they are null,
 # false, 0 or empty.
@@ -176,6 +180,7 @@ class ModelConfig:
     down_tensor: str = "mlp.down_proj"
     post_norm: bool = False  # attention and MLP have an RMSNorm of their output instead of their input
     wide_norm: bool = False  # an RMSNorm over all heads of q together, and one of k, before rope
+    gated: bool = True  # the MLP is down(silu(gate(x)) * up(x)); False: down(relu(up(x)) ** 2), without a gate
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -195,7 +200,7 @@ class ModelConfig:
     @property
     def _layer_parameters(self) -> int:
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        return self.num_layers * (attention + self.hidden_size * (self.gate_up_size + self.intermediate_size))
 
     def weight_bytes(self, item_size: int) -> float:
         """Return the size of the weights in bytes. item_size: bytes per weight that is not quantized."""
@@ -206,6 +211,11 @@ class ModelConfig:
     def adds_products(self) -> bool:
         """Return whether the outputs of o and down are added to the residual stream without further operations."""
         return self.branch_scale == 1 and not self.post_norm
+
+    @property
+    def gate_up_size(self) -> int:
+        """Number of outputs of the linear layer that stacks gate and up, or holds only up."""
+        return self.intermediate_size * (2 if self.gated else 1)
 
     @property
     def input_sizes(self) -> tuple[int, int, int]:
@@ -291,7 +301,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     flags: dict[str, Any] = {**(family.tensors or {}), **(_multipliers(config) if family.multipliers else {})}
     hidden_size = _integer(config, "hidden_size")
     attention_bias = family.attention_bias and bool(config.get("attention_bias"))
-    quantization = parse_quantization(config)
+    quantization = parse_quantization(config, family.gated)
     if isinstance(quantization, Int4) and "qkv_tensor" in flags:
         raise ValueError(
             f"{quantization.name} of {flags['qkv_tensor']}, one tensor of several modules, is not supported"
@@ -320,6 +330,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         other_layers=other_layers,
         post_norm=family.post_norm,
         wide_norm=family.wide_norm,
+        gated=family.gated,
         **flags,
     )
 
@@ -369,8 +380,9 @@ def _refuse_foreign(config: dict[str, Any], family: _Family) -> None:
     for field in _FOREIGN:
         if config.get(field):
             raise _unsupported(field, config[field])
-    if config.get("hidden_act", "silu") != "silu":
-        raise _unsupported("hidden_act", config["hidden_act"], "only silu is")
+    activation = "silu" if family.gated else "relu2"
+    if config.get("hidden_act", "silu") != activation:
+        raise _unsupported("hidden_act", config["hidden_act"], f"only {activation} is")
 
 
 def _head_size(config: dict[str, Any], hidden_size: int, num_heads: int) -> int:

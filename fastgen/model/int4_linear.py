@@ -156,6 +156,6 @@ def check_int4(model: ModelConfig, form: Int4) -> None:
     """Raise ValueError if the kernels of a GPU cannot run a model in int4. model: config of one rank."""
     heads, kv_heads = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
     shapes = (heads + 2 * kv_heads, model.hidden_size), (model.hidden_size, heads)
-    inner = model.intermediate_size
-    for outputs, inputs in (*shapes, (2 * inner, model.hidden_size), (model.hidden_size, inner)):
+    mlp = (model.gate_up_size, model.hidden_size), (model.hidden_size, model.intermediate_size)
+    for outputs, inputs in (*shapes, *mlp):
         int4.check(outputs, inputs, form.group_size or inputs)

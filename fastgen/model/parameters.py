@@ -104,10 +104,8 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
         Module(attention + "k_proj", "qkv", (kv_heads * head, hidden), ROWS, c.qkv_bias, kv_heads),
         Module(attention + "v_proj", "qkv", (kv_heads * head, hidden), ROWS, c.qkv_bias, kv_heads),
     ]
-    gate_up = [
-        Module(mlp + "gate_proj", "gate_up", (inner, hidden), ROWS, c.mlp_bias),
-        Module(mlp + "up_proj", "gate_up", (inner, hidden), ROWS, c.mlp_bias),
-    ]
+    names = ("gate_proj", "up_proj") if c.gated else ("up_proj",)
+    gate_up = [Module(mlp + name, "gate_up", (inner, hidden), ROWS, c.mlp_bias) for name in names]
     if c.qkv_tensor:
         qkv = _together(layer + c.qkv_tensor, qkv)
     if c.gate_up_tensor:
@@ -123,8 +121,9 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
 
 @dataclass(eq=False)
 class Layer:
-    """The parameters of a layer. qkv stacks the rows of q, k and v; gate_up stacks the rows of gate and up. o_end,
-    down_end: what happens to the outputs of o and down before they are added to the residual stream."""
+    """The parameters of a layer. qkv stacks the rows of q, k and v; gate_up stacks the rows of gate and up, or
+    has only those of up. o_end, down_end: what happens to the outputs of o and down before they are added to the
+    residual stream."""
 
     input_norm: RMSNorm | None
     qkv: Linear

@@ -89,14 +89,17 @@ def check_requantize(form: Quantization | None, requantize: bool) -> None:
         raise ValueError("requantize=True, and the model is not quantized; leave it out")
 
 
-def parse_quantization(config: dict[str, Any]) -> Quantization | None:
-    """Return the Quantization for the content of config.json, or None for a model that is not quantized."""
+def parse_quantization(config: dict[str, Any], gated: bool = True) -> Quantization | None:
+    """Return the Quantization for the content of config.json, or None for a model that is not quantized. gated: the MLP
+    has a gate_proj."""
     given, method = _given(config), method_of(config)
     if method is None:
         return None
     if method not in _METHODS:
         raise _unsupported("quantization_config.quant_method", method, *_METHODS)
     found = _METHODS[method](given)
+    if isinstance(found, Int4):
+        _check_modules(given.get("modules_in_block_to_quantize"), gated)
     has_head = method == "compressed-tensors" and not config.get("tie_word_embeddings")
     if isinstance(found, Int4) and has_head and found.covers("lm_head"):
         raise ValueError(f"ignore={given.get('ignore')!r} lacks lm_head, and fastgen runs no head in int4")
@@ -210,7 +213,6 @@ def _gptq(given: dict[str, Any]) -> Int4:
     layouts = "gptq", "gptq_v2"
     formats = [_need(given, field, None, *layouts) for field in ("checkpoint_format", "format")]
     layout = next((found for found in formats if found), "gptq")
-    _check_modules(given.get("modules_in_block_to_quantize"))
     ignored = []
     for pattern, changed in (given.get("dynamic") or {}).items():
         if pattern.startswith("-:"):
@@ -230,7 +232,6 @@ def _auto_round(given: dict[str, Any]) -> Int4:
     for field in ("block_name_to_quantize", "to_quant_block_names"):
         if not all(name.startswith("model.layers") for name in _flat(given.get(field))):
             raise _unsupported(field, given[field], "model.layers")
-    _check_modules(given.get("modules_in_block_to_quantize"))
     ignored = list(_parts_of_names(given))
     for name, changed in (given.get("extra_config") or {}).items():
         if changed.get("bits", 4) >= 16:
@@ -267,10 +268,10 @@ def _flat(given: list[Any] | str | None) -> list[str]:
     return [name for each in given or () for name in _flat(each)]
 
 
-def _check_modules(given: list[Any] | None) -> None:
+def _check_modules(given: list[Any] | None, gated: bool) -> None:
     """Raise ValueError if `modules_in_block_to_quantize` leaves out a linear layer. given: names, or lists of them."""
-    names = _flat(given)
-    if names and not all(any(name.endswith(each) for name in names) for each in _LINEARS):
+    names, needed = _flat(given), [each for each in _LINEARS if gated or each != "gate_proj"]
+    if names and not all(any(name.endswith(each) for name in names) for each in needed):
         raise _unsupported("modules_in_block_to_quantize", given, None)
 
 

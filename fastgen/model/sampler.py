@@ -42,10 +42,9 @@ class SamplePlan(NamedTuple):
     """The operations that the rows of a batch need, known on the host. False leaves an operation out.
 
     greedy: some row takes the most likely token; random: some row draws one. addends: some row has logit_bias or
-    min_tokens.
-    sorted_tokens: the number of most likely tokens that top-k and top-p must sort, 0 where no drawing row has them.
-    keep_mask: some row asks for the tokens that truncation kept. top_logprobs: the largest number of raw alternatives
-    that a row asks for. chosen: the largest number of ids whose logprobs a row has chosen.
+    min_tokens. sorted_tokens: the number of most likely tokens that top-k and top-p must sort, 0 where no drawing row
+    has them. keep_mask: some row asks for the tokens that truncation kept. top_logprobs: the largest number of raw
+    alternatives that a row asks for. chosen: the largest number of ids whose logprobs a row has chosen.
     """
 
     greedy: bool

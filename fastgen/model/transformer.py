@@ -180,7 +180,9 @@ class Transformer:
             return
         layer, following = self.layers[number], self.layers[number + 1 : number + 2]
         with span("mlp"):
-            hidden = part.residual.project(layer.gate_up, layer.post_norm, Fused(swiglu=True))
+            hidden = part.residual.project(layer.gate_up, layer.post_norm, Fused(swiglu=self.config.gated))
+            if not self.config.gated:
+                hidden.relu_().square_()
             part.residual.apply(layer.down, hidden, following[0].input_norm if following else None, layer.down_end)
         if self.observer is not None and number in self.observer.layers:
             self.observer.observe(part, number)

@@ -188,7 +188,7 @@ def product_shapes(model: ModelConfig) -> list[tuple[int, int]]:
     """Return (out, in) of a layer's four matrix products: qkv, o, gate and up, down."""
     q_size, kv_size = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
     hidden, inner = model.hidden_size, model.intermediate_size
-    return [(q_size + 2 * kv_size, hidden), (hidden, q_size), (2 * inner, hidden), (hidden, inner)]
+    return [(q_size + 2 * kv_size, hidden), (hidden, q_size), (model.gate_up_size, hidden), (hidden, inner)]
 
 
 def limit(costs: Costs, workload: Workload, rates: Rates, lanes: int) -> float:

@@ -170,6 +170,17 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("_rope", "low=1e-6, high=1e6", "high=1e6"),
         ("_text_config", 'inner.get("tie_word_embeddings") and', ""),
         ("_ropes", "if not window)", "if window)"),
+        ("_refuse_foreign", 'config.get("hidden_act", "silu") != activation',
+         'config.get("hidden_act") not in (None, "silu", activation)'),
+    ],
+    ("model.transformer", "tests/model/test_transformer.py"): [
+        ("Transformer.add_mlp", "hidden.relu_().square_()", "hidden.square_()"),
+    ],
+    ("model.quantization", "tests/model/test_int4.py"): [
+        ("_check_modules", 'if gated or each != "gate_proj"', 'if each != "gate_proj"'),
+    ],
+    ("engine.warm_up", "tests/engine/test_startup.py"): [
+        ("products_of", "Fused(swiglu=model.config.gated)", "Fused(swiglu=True)"),
     ],
     ("model.rope", "tests/model/test_rope.py tests/model/test_model_config.py"): [
         ("_llama3", "rope.low_freq_factor, plain / rope.factor, unless_long",

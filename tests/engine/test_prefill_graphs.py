@@ -51,7 +51,7 @@ def test_sizes_rise_and_fill_tiles() -> None:
     assert prefill_sizes(4096) == list(PREFILL_SIZES)
 
 
-NAMES = "llama", "mistral", "qwen2", "qwen3", "ministral3", "granite", "olmo3", "exaone4"
+NAMES = "llama", "mistral", "qwen2", "qwen3", "ministral3", "granite", "olmo3", "exaone4", "arcee"
 
 
 @pytest.mark.parametrize(

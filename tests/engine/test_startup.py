@@ -110,6 +110,12 @@ def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
             assert about(linear.weight, now, found) in ran, tokens
 
 
+@pytest.mark.parametrize(("family", "gated"), [("llama", True), ("arcee", False)], indirect=["family"])
+def test_only_a_gate_is_launched_with_swiglu_at_the_start(family: Path, gated: bool) -> None:
+    model, _, found = products(read_config(family))
+    assert [linear is model.layers[-1].gate_up for linear, fused in found if fused.swiglu] == [True] * gated
+
+
 def test_products_of_layers_in_fp8_and_not_are_launched_at_the_start(llama: Path) -> None:
     config = replace(read_config(llama), quantization=Quantization(ignored=("model.layers.0.mlp.down_proj",)))
     model, _, found = products(config)

@@ -76,9 +76,9 @@ def test_all_kinds_of_kernels_give_the_same_bits(name: str, blocks: bool) -> Non
         assert torch.equal(found, expected[: len(found)]), kind
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+@pytest.fixture(params=[{}, {"architectures": ["ArceeForCausalLM"], "hidden_act": "relu2"}], ids=["gated", "ungated"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, **request.param}))
     return tmp_path
 
 

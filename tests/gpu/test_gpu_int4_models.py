@@ -4,6 +4,7 @@ and sleep, and weights take their memory."""
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,12 @@ FORMS = {
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of random weights, in bfloat16."""
-    folder = tmp_path_factory.mktemp("source")
-    (folder / "config.json").write_text(json.dumps(SIZES))
+    return write_source(tmp_path_factory.mktemp("source"))
+
+
+def write_source(folder: Path, **changes: Any) -> Path:
+    """Write a checkpoint of random weights. changes: fields of config.json."""
+    (folder / "config.json").write_text(json.dumps({**SIZES, **changes}))
     with Generator(folder, load="dummy", **OPTIONS) as gen:
         shards = gen._runner.model.parameters.targets()
         save_file({name: shard.view.cpu().contiguous() for name, shard in shards.items()}, folder / "model.safetensors")
@@ -54,7 +59,7 @@ def plain_of(source: Path, form: Form, folder: Path) -> tuple[Path, Path]:
     """Write the form of a checkpoint, and a checkpoint of the weights that it represents."""
     meant = form.write(source, folder / "int4")
     (folder / "plain").mkdir()
-    (folder / "plain" / "config.json").write_text(json.dumps(SIZES))
+    shutil.copy(source / "config.json", folder / "plain")
     save_file(meant, folder / "plain" / "model.safetensors")
     return folder / "int4", folder / "plain"
 
@@ -65,7 +70,19 @@ def plain_of(source: Path, form: Form, folder: Path) -> tuple[Path, Path]:
 def test_answers_have_the_bits_of_the_dequantized_checkpoint(
     name: str, dtype: str, source: Path, tmp_path: Path
 ) -> None:
-    folder, plain = plain_of(source, FORMS[name], tmp_path)
+    check_bits(*plain_of(source, FORMS[name], tmp_path), dtype)
+
+
+def test_a_model_without_a_gate(tmp_path: Path) -> None:
+    source, written = tmp_path / "source", tmp_path / "written"
+    source.mkdir()
+    written.mkdir()
+    write_source(source, architectures=["ArceeForCausalLM"], hidden_act="relu2")
+    check_bits(*plain_of(source, FORMS["packed"], written), "bfloat16")
+
+
+def check_bits(folder: Path, plain: Path, dtype: str) -> None:
+    """Compare the answers of a checkpoint in int4 with those of the weights that it represents."""
     requests = random_requests(4096, 24, 300, 40)
     with Generator(plain, dtype=dtype, deterministic=True, **OPTIONS) as gen:
         expected = alone(gen, requests)

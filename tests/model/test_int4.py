@@ -52,7 +52,8 @@ FORMS = {
     "AutoRound": auto_round_form(128, True, "auto_gptq"),
     "AutoRound AWQ": auto_round_form(32, False, "auto_awq"),
 }
-FAMILY = {"awq": "Qwen2", "gptq": "Mistral", "gptq asymmetric": "Qwen3", "packed": "Qwen3"}  # others: Llama
+FAMILY = {"awq": "Qwen2", "gptq": "Mistral", "gptq asymmetric": "Qwen3", "packed": "Qwen3", "gptq v2": "Arcee",
+          "packed asymmetric": "Arcee"}  # fmt: skip  # others: Llama
 SOME = ("awq", "gptq asymmetric", "packed asymmetric", "packed channel")
 
 
@@ -415,6 +416,21 @@ def test_other_fields_are_refused(name: str, path: str, value: Any, named: str) 
     inner[last] = value
     with pytest.raises(ValueError, match=named):
         parse_quantization({"quantization_config": form})
+
+
+@pytest.mark.parametrize("name", ["gptq", "AutoRound"])
+def test_the_modules_of_a_model_without_a_gate(name: str) -> None:
+    """All linear layers must be named, and gate_proj only if there is one."""
+    modules = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj"]
+    config = {"quantization_config": {**FORMS[name].config, "modules_in_block_to_quantize": modules}}
+    with pytest.raises(ValueError, match="modules_in_block_to_quantize="):
+        parse_quantization(config, gated=False)
+    modules.append("mlp.down_proj")
+    assert isinstance(parse_quantization(config, gated=False), Int4)
+    with pytest.raises(ValueError, match="modules_in_block_to_quantize="):
+        parse_quantization(config)
+    modules.append("mlp.gate_proj")
+    assert isinstance(parse_quantization(config), Int4)
 
 
 def test_modules_that_are_left_out() -> None:

@@ -19,7 +19,8 @@ def count_parameters(c: ModelConfig) -> int:
     attention = c.hidden_size * (q_size + 2 * kv_size) + q_size * c.hidden_size
     attention += c.qkv_bias * (q_size + 2 * kv_size) + c.o_bias * c.hidden_size + c.qk_norm * 2 * c.head_size
     attention += c.wide_norm * (q_size + kv_size)
-    mlp = 3 * c.hidden_size * c.intermediate_size + c.mlp_bias * (2 * c.intermediate_size + c.hidden_size)
+    inner = (1 + c.gated) * c.intermediate_size  # outputs of gate and up
+    mlp = c.hidden_size * (inner + c.intermediate_size) + c.mlp_bias * (inner + c.hidden_size)
     embeddings = c.vocab_size * c.hidden_size * (1 if c.tied else 2)
     return embeddings + c.num_layers * (attention + mlp + 2 * c.hidden_size) + c.hidden_size
 
@@ -82,6 +83,8 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Phi3ForCausalLM", {}),
     ("Phi3ForCausalLM", {"sliding_window": 16}),
     ("GraniteForCausalLM", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 8, "attention_multiplier": 1}),
+    ("ArceeForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    ("ArceeForCausalLM", {"rope_parameters": YARN, "tie_word_embeddings": True}),
     ("Qwen2ForCausalLM", {**WINDOW, "max_window_layers": 2}),
     ("Qwen2ForCausalLM", {**WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 16}),
@@ -99,6 +102,8 @@ def test_what_transformers_saves(architecture: str, extra: dict[str, Any], tmp_p
     config = read_config(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert parse_config({**written, "architectures": None}) == config  # model_type names the family, too
+    assert written.pop("hidden_act") == ("silu" if config.gated else "relu2")
+    assert parse_config(written) == config
 
     attention = model.model.layers[0].self_attn
     assert count_parameters(config) == sum(p.numel() for p in model.parameters())
@@ -187,6 +192,22 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
 def test_unsupported_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_config({**GOOD, **change})
+
+
+@pytest.mark.parametrize("architecture", [*dict(FAMILIES), "InternLM3ForCausalLM", "MiMoForCausalLM"])
+def test_another_activation_is_named(architecture: str) -> None:
+    config = {**GOOD, "architectures": [architecture]}
+    if architecture == "GraniteMoeHybridForCausalLM":
+        dense = {"num_local_experts": 0, "shared_intermediate_size": 48, "position_embedding_type": "rope"}
+        config |= {**dense, "layer_types": ["full_attention"] * 32}
+    own, other = ("relu2", "silu") if architecture == "ArceeForCausalLM" else ("silu", "relu2")
+    assert parse_config({**config, "hidden_act": own}).gated == (own == "silu")
+    for value in (other, "gelu", None):
+        with pytest.raises(ValueError, match=f"hidden_act={value!r} is not supported; only {own} is"):
+            parse_config({**config, "hidden_act": value})
+    inner = {"model_type": "ministral3", **GOOD, "hidden_act": "gelu"}
+    with pytest.raises(ValueError, match="hidden_act='gelu' is not supported; only silu is"):
+        parse_config({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": inner})
 
 
 def test_forms_that_mean_the_same() -> None:

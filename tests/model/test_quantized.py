@@ -86,7 +86,7 @@ FORMS = {
     "block": Form(compressed("block", ["lm_head"]), "block"),
 }
 BLOCKS = FORMS["block"].config
-FAMILY = {"Qwen3": "Qwen3", "Mistral": "Mistral"}  # others: Llama
+FAMILY = {"Qwen3": "Qwen3", "Mistral": "Mistral", "tensor": "Arcee", "block": "Arcee"}  # others: Llama
 
 
 def modules(form: Quantization, tensors: dict[str, Tensor]) -> list[str]:

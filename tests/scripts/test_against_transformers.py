@@ -18,10 +18,12 @@ import against_transformers
 OPTIONS = ["--device", "cpu", "--tokens", "12", "--length", "90"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_agrees(dtype: str, checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(checkpoint("Exaone4", **FAMILIES["exaone4"][1]), folder)
+@pytest.mark.parametrize(("family", "dtype"), [("exaone4", "float32"), ("exaone4", "bfloat16"), ("arcee", "float32")])
+def test_a_model_agrees(
+    family: str, dtype: str, checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, (name, config) = tmp_path / "model", FAMILIES[family]
+    shutil.copytree(checkpoint(name, **config), folder)
     save_tokenizer(folder)
     assert against_transformers.main([str(folder), *OPTIONS, "--dtype", dtype]) == 0
     assert f"verdict: AGREE in {dtype}" in capsys.readouterr().out

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from known_models import KNOWN
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS / "bench"))
@@ -115,6 +116,14 @@ def test_the_limit_is_what_was_worked_out_by_hand(model: str, gpus: int, name: s
     costs = bench_limits.Costs.of(parse_config(bench_limits.MODELS[model]))
     limit = bench_limits.limit(costs, workload, bench_limits.CARDS["h200"].times(gpus), lanes=workload.sequences)
     assert limit == pytest.approx(known, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", "arcee-ai/AFM-4.5B"])
+def test_the_limit_counts_each_weight_once(name: str) -> None:
+    """Without a gate, a layer has six matrices."""
+    model = parse_config(KNOWN[name][0])
+    costs = bench_limits.Costs.of(model)
+    assert costs.layers + 2 * costs.head == model.num_parameters  # the embedding, too
 
 
 def test_prompts_share_what_the_workload_says_and_nothing_with_another_run() -> None:
