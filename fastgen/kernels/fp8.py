@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.device.chip import Chip, power_of_two
+from fastgen.device.chip import Chip, current, power_of_two
 from fastgen.kernels import batch_invariant, hopper_fp8, hopper_products
 from fastgen.kernels.batch_invariant import Fused, ProductConfig, config, finished, fuses_rope
 from fastgen.kernels.launch import Kernel, jit, tl
@@ -49,7 +49,9 @@ class Quantized:
 
 
 @jit()
-def _quantize_kernel(x_ptr, values_ptr, scales_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _quantize_kernel(
+    x_ptr, values_ptr, scales_ptr, N: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """Quantize one row of N numbers per program."""
     column = tl.arange(0, BLOCK)
     here = column < N
@@ -58,35 +60,40 @@ def _quantize_kernel(x_ptr, values_ptr, scales_ptr, N: tl.constexpr, BLOCK: tl.c
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     x = tl.load(x_ptr + row * N + column, mask=here, other=0.0).to(tl.float32)
-    values, scale = quantized(x)
+    values, scale = quantized(x, EXACT)
     tl.store(values_ptr + row * N + column, values, mask=here)
     tl.store(scales_ptr + row, scale)
 
 
 @jit()
-def quantized(x):
-    """Return x in E4M3 and its scale. x: float32 [BLOCK], a row followed by zeros."""
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x)), 448.0), 1 / (448.0 * 512))
-    x *= tl.div_rn(1.0, scale)  # dividing each number would take twice as long as reading and writing them
+def quantized(x, EXACT: tl.constexpr = False):
+    """Return x in E4M3 and its scale. x: float32 [BLOCK], a row followed by zeros. EXACT: see _quantize_twin."""
+    largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")))  # tl.max ignores NaN
+    scale = tl.maximum(tl.div_rn(largest, 448.0), 1 / (448.0 * 512))
+    x = tl.div_rn(x, scale) if EXACT else x * tl.div_rn(1.0, scale)
     return tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.float8e4nv), scale
 
 
-def _quantize_launch(x: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_launch(x: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
     rows, size = x.shape
     assert x.is_contiguous()
     values, scales = torch.empty_like(x, dtype=E4M3), x.new_empty(rows, dtype=torch.float32)
     chip, block = Chip.of(x.device), power_of_two(size)
     pdl = chip.dependent_launch
     warps = min(max(block // 1024, 1), 8) if rows > FEW * chip.processors else 16
-    _quantize_kernel[(rows,)](x, values, scales, size, block, pdl, num_warps=warps, launch_pdl=pdl)
+    _quantize_kernel[(rows,)](x, values, scales, size, block, exact, pdl, num_warps=warps, launch_pdl=pdl)
     return values, scales
 
 
-def _quantize_twin(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x [T, N] in E4M3, and the scale of each row, its largest magnitude / 448, float32 [T]."""
+def _quantize_twin(x: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
+    """Return x [T, N] in E4M3, and the scale of each row, its largest magnitude / 448, float32 [T].
+
+    exact: numbers are divided by the scale, as weights are. Otherwise they are multiplied by its reciprocal, because a
+    division for each number takes twice as long as reading and writing it.
+    """
     x = x.float()
     scales = _scales(x.abs().amax(1))
-    return _rounded(x * (1 / scales)[:, None]), scales
+    return _rounded(x / scales[:, None] if exact else x * (1 / scales)[:, None]), scales
 
 
 quantize = Kernel(_quantize_launch, _quantize_twin)
@@ -97,11 +104,12 @@ def quantize_weight(weight: Tensor, blocks: bool = False) -> Quantized:
 
     With blocks, N and K have to be multiples of 128.
     """
-    rows, columns = (BLOCK, BLOCK) if blocks else (1, weight.shape[1])
-    tiles = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    if not blocks:
+        with current(weight.device):  # it may be another GPU than that of the thread that updates weights
+            return Quantized(*quantize(weight.contiguous(), exact=True))
+    tiles = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scales = _scales(tiles.abs().amax(dim=(1, 3), keepdim=True))
-    values = _rounded(tiles / scales)
-    return Quantized(values.reshape(weight.shape), scales[:, 0, :, 0] if blocks else scales.flatten())
+    return Quantized(_rounded(tiles / scales).reshape(weight.shape), scales[:, 0, :, 0])
 
 
 def _scales(largest: Tensor) -> Tensor:

@@ -14,6 +14,7 @@
     python scripts/bench/bench.py gpu --model llama70 --tensor-parallel 4 --only headline,chat1
     python scripts/bench/bench.py gpu --model qwen14 --scaling         # on 1, 2 and 4 GPUs: bench_parallel.py
     python scripts/bench/bench.py gpu --tensor-parallel 2 --telling    # messages from rank 0 to the other ranks
+    python scripts/bench/bench.py gpu --tensor-parallel 2 --start      # a cold and a warm start
     python scripts/bench/bench.py gpu --smoke                          # tiny, on the CPU; writes nothing
 
 Shapes are the true ones, weights and prompts random, temperature 1; every sequence runs to its length. Random weights

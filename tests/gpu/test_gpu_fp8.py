@@ -76,6 +76,17 @@ def test_all_kinds_of_kernels_give_the_same_bits(name: str, blocks: bool) -> Non
         assert torch.equal(found, expected[: len(found)]), kind
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("inputs", [1536, 4096, 28672])
+def test_a_weight_is_quantized_to_the_same_bits_as_on_the_cpu(inputs: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(700, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[1], weight[2, 3] = 0, 1e4
+    last = torch.cuda.device_count() - 1  # the current GPU is the first
+    found, expected = fp8.quantize_weight(weight.to(f"cuda:{last}")), fp8.quantize_weight(weight)
+    assert torch.equal(found.scales.cpu(), expected.scales)
+    assert torch.equal(found.values.cpu().view(torch.uint8), expected.values.view(torch.uint8))
+
+
 @pytest.fixture(params=[{}, {"architectures": ["ArceeForCausalLM"], "hidden_act": "relu2"}], ids=["gated", "ungated"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, **request.param}))

@@ -1,4 +1,8 @@
-"""A Generator that sleeps gives its memory back to the driver, and after `wake` its graphs compute the same tokens."""
+"""A Generator that sleeps gives its memory back to the driver, and after `wake` its graphs compute the same tokens.
+
+The tests marked `alone` compare the free memory of the whole GPU, as `sleep` itself does: the memory that a Generator
+maps is not torch's, and a container does not see which process uses how much. They need a GPU that nobody else uses.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,7 @@ def answers(gen: Generator) -> list[list[int]]:
     return [output.completions[0].token_ids for output in gen.generate(CHATS, GREEDY)]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("host_cache_gb", [0, 0.05])
 def test_memory_goes_and_graphs_replay_the_same_tokens(host_cache_gb: float) -> None:
     with Generator(host_cache_gb=host_cache_gb, **OPTIONS) as gen:
@@ -61,6 +66,7 @@ def test_memory_goes_and_graphs_replay_the_same_tokens(host_cache_gb: float) -> 
         assert free() > awake - 64 * MB
 
 
+@pytest.mark.alone
 def test_others_may_use_the_memory_meanwhile() -> None:
     with Generator(**OPTIONS) as gen:
         before = answers(gen)
@@ -76,6 +82,7 @@ def test_others_may_use_the_memory_meanwhile() -> None:
     torch.cuda.empty_cache()
 
 
+@pytest.mark.alone
 def test_all_is_given_back_at_the_end() -> None:
     with Generator(**OPTIONS) as gen:  # so that CUDA has loaded everything that stays loaded
         answers(gen)
@@ -89,6 +96,7 @@ def test_all_is_given_back_at_the_end() -> None:
         assert free() > start - 64 * MB
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.mem_get_info()[1] < 60e9, reason="Mistral 7B and its KV do not fit"
 )
@@ -111,6 +119,7 @@ def test_mistral_wakes_within_a_second(tmp_path: Path) -> None:
             assert [o.completions[0].token_ids for o in after] == [o.completions[0].token_ids for o in before]
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than 2 GPUs that torch can use")
 def test_ranks_sleep() -> None:
     with Generator(tensor_parallel=2, **OPTIONS | {"kv_cache_gb": 4.0}) as gen:

@@ -3,6 +3,7 @@ scripts/tune/tune_fp8.py and gpu/test_gpu_fp8.py run them."""
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -92,13 +93,26 @@ def same(found: Tensor, expected: Tensor) -> float:
     return (found.float() == expected.float()).float().mean().item()
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("size", [128, 300, 14336])
-def test_the_kernel_quantizes_as_its_twin(size: int) -> None:
+def test_the_kernel_quantizes_as_its_twin(size: int, exact: bool) -> None:
     x = random(3, size).bfloat16()
     x[1] = 0
-    (found, scales), (expected, their_scales) = fp8.quantize.launch(x), fp8.quantize.twin(x)
+    (found, scales), (expected, their_scales) = fp8.quantize.launch(x, exact), fp8.quantize.twin(x, exact)
     assert torch.equal(scales, their_scales)
     assert same(found, expected) > (0.97 if DEVICE.type == "cpu" else 0.999999)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of Triton's interpreter
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_stays_so(value: float) -> None:
+    """An update of weights is checked by their scales."""
+    x = random(2, 128)
+    x[0, 5] = value
+    for kind in ("launch", "twin"):
+        values, scales = getattr(fp8.quantize, kind)(x, True)
+        assert scales.isfinite().tolist() == [False, True]
+        assert not (values.float() * scales[:, None])[0].isfinite().any()
 
 
 def test_the_norm_in_fp8() -> None:
