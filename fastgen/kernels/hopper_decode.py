@@ -46,6 +46,7 @@ MOST_STAGES = 8
 AT_ONCE = 1  # blocks whose products overlap
 EARLY = 0
 SPLIT_PROGRAMS = 264
+WHOLE_PROGRAMS = 0
 FEW, MANY = constant(8), constant(32)  # splits whose partial results a program loads at once, if there are few or many
 
 
@@ -544,7 +545,8 @@ def launch(
     assert keys.numel() // (page_size * head_size) < 2**31
     pools = described_pools(keys, values, [1, KEYS, dims])
     at_once = AT_ONCE if keys.dtype != E4M3 and rows <= 16 and stages >= AT_ONCE else 1
-    _decode_kernel[(min(most * num_kv, chip.processors * PROGRAMS, SPLIT_PROGRAMS if split else 999),)](
+    programs = min(most * num_kv, chip.processors * PROGRAMS, SPLIT_PROGRAMS if split else 999)
+    _decode_kernel[(programs if split else max(programs, WHOLE_PROGRAMS),)](
         described(q.view(-1, head_size), [rows, dims]), *pools, out, page_table, tiles, *memory[:3],
         layer, num_pages, page_table.stride(0), int(split), int(alone), num_heads, num_kv, head_size, page_size,
         window, scale, rows, KEYS, dims, stages, SIDE, HEADER, FIELDS, SPLITS, private, at_once, EARLY,

@@ -24,19 +24,18 @@ from fastgen.request import Batch, LaneStart
 VARIANTS: dict[str, dict[str, Any]] = {
     "old": {},
     "early": {"EARLY": 1},
-    "early 132": {"EARLY": 1, "SPLIT_PROGRAMS": 132},
-    "early 64": {"EARLY": 1, "SPLIT_PROGRAMS": 64},
-    "early x2": {"EARLY": 1, "AT_ONCE": 2},
-    "early x3": {"EARLY": 1, "AT_ONCE": 3},
-    "early x1 whole": {"EARLY": 1, "SPLIT_BELOW": 0},
-    "early x2 whole": {"EARLY": 1, "AT_ONCE": 2, "SPLIT_BELOW": 0},
-    "early x3 whole": {"EARLY": 1, "AT_ONCE": 3, "SPLIT_BELOW": 0},
-    "early x2 p1": {"EARLY": 1, "AT_ONCE": 2, "PROGRAMS": 1},
-    "early x3 p1": {"EARLY": 1, "AT_ONCE": 3, "PROGRAMS": 1},
-    "early x2 p1 whole": {"EARLY": 1, "AT_ONCE": 2, "PROGRAMS": 1, "SPLIT_BELOW": 0},
-    "early x3 p1 whole": {"EARLY": 1, "AT_ONCE": 3, "PROGRAMS": 1, "SPLIT_BELOW": 0},
+    "132": {"EARLY": 1, "SPLIT_PROGRAMS": 132},
+    "198": {"EARLY": 1, "SPLIT_PROGRAMS": 198},
+    "p1": {"EARLY": 1, "PROGRAMS": 1},
+    "p1 x2": {"EARLY": 1, "PROGRAMS": 1, "AT_ONCE": 2},
+    "whole": {"EARLY": 1, "SPLIT_BELOW": 0},
+    "whole 132": {"EARLY": 1, "SPLIT_BELOW": 0, "WHOLE_PROGRAMS": 132},
+    "whole 264": {"EARLY": 1, "SPLIT_BELOW": 0, "WHOLE_PROGRAMS": 264},
+    "whole p1": {"EARLY": 1, "PROGRAMS": 1, "SPLIT_BELOW": 0},
+    "whole p1 132": {"EARLY": 1, "PROGRAMS": 1, "SPLIT_BELOW": 0, "WHOLE_PROGRAMS": 132},
     "old again": {},
 }
+MORE = {"chat4": Workload(4, 128, 256), "chat16": Workload(16, 128, 256)}
 
 
 def change_of(settings: dict[str, Any]) -> Any:
@@ -119,7 +118,8 @@ def main() -> None:
     arguments = bench_gpu.parse(["--step", *sys.argv[1:]])
     names = arguments.only or ["chat1", "chat8", "chat32"]
     trees = "group" in names
-    several = {n: Workload(4, 24, 80) if arguments.smoke else WORKLOADS[n] for n in names if n != "group"}
+    several: dict[str, Workload] = {} if arguments.smoke else dict(MORE) if "chat8" in names else {}
+    several |= {n: Workload(4, 24, 80) if arguments.smoke else WORKLOADS[n] for n in names if n != "group"}
     most = 512 if trees and not arguments.smoke else max([4, *(each.sequences for each in several.values())])
     with bench_engine.ready_generator(arguments, max_seqs=most, prefix_cache=False) as (generator, _):
         pool = generator._runner.pool
