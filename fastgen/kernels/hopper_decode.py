@@ -43,10 +43,7 @@ MOST_GROUP = 32  # maximum query heads per KV head; with more, a thread's number
 PROGRAMS = 2  # programs per processor that REGISTERS and `stages_of` leave room for; more could wait for ever
 SPLIT_BELOW = 0.4  # tasks per processor up to which decodes are split, measured on an H200
 MOST_STAGES = 8
-AT_ONCE = 1  # blocks whose products overlap
-EARLY = 0
-SPLIT_PROGRAMS = 264
-WHOLE_PROGRAMS = 0
+EARLY, IDLE, SPLIT_PROGRAMS, WHOLE_PROGRAMS = 0, 0, 264, 0
 FEW, MANY = constant(8), constant(32)  # splits whose partial results a program loads at once, if there are few or many
 
 
@@ -57,7 +54,7 @@ def rows_of(group: int) -> int:
 
 def stages_of(group: int, dims: int, item_size: int, chip: Chip) -> int:
     """Return how many blocks can be loading or in use at the same time. item_size: bytes per element of the pool."""
-    rows = (AT_ONCE * KEYS + 2 * dims) * rows_of(group)
+    rows = (KEYS + 2 * dims) * rows_of(group)
     if item_size == 1:  # in addition, queries in float16 and weights times scales
         rows += (KEYS + dims) * rows_of(group)
     room = (chip.shared_memory + 1024) // PROGRAMS - 2048 - rows * 2
@@ -85,8 +82,8 @@ def _decode_kernel(
     totals_ptr, layer, num_pages, table_width, split, alone,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIMS: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr,
-    HEADER: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr, AT_ONCE: gl.constexpr,
-    EARLY: gl.constexpr,
+    HEADER: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr, EARLY: gl.constexpr,
+    IDLE: gl.constexpr,
 ):  # fmt: skip
     """Compute all tasks, scheduled statically. H, K, D, P, ROWS, DIMS: see fastgen.kernels.attention.
 
@@ -115,6 +112,9 @@ def _decode_kernel(
     if alone == 0:
         tl.extra.cuda.gdc_wait()
     tasks = tl.load(list_ptr) * K
+    if IDLE:  # noqa: SIM102
+        if (gl.program_id(0) >= tasks) & (gl.program_id(0) > 0):
+            return
     task, programs = schedule(gl.program_id(0), gl.num_programs(0), tasks)
     tiles_ptr = list_ptr + HEADER
     blocks = (ks, vs, bits, ready, free)
@@ -125,7 +125,7 @@ def _decode_kernel(
         [
             (_attend, (
                 q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs, split, H, K, D, WINDOW, SCALE,
-                SIDE, FIELDS, SPLITS, PRIVATE, AT_ONCE, EARLY,
+                SIDE, FIELDS, SPLITS, PRIVATE, EARLY,
             )),
             (_load_blocks, (
                 pools, blocks, tiles_ptr, table_ptr, table_width, layer * num_pages, task, tasks,
@@ -185,6 +185,12 @@ def _keys_before(start, end, KEYS: gl.constexpr):
 
 
 @gluon_jit()
+def _first_of(tiles_ptr, task, tasks, K: gl.constexpr, FIELDS: gl.constexpr):
+    """Return the index in the step of a task's query token, or 0 if there is no such task."""
+    return tl.load(tiles_ptr + task // K * FIELDS, mask=task < tasks, other=0)
+
+
+@gluon_jit()
 def _load_query(q_desc, qs, asked, slot, first, task, tasks, H: gl.constexpr, K: gl.constexpr):
     """Begin to load the queries of a task, if there is one. first: see `_first_of`."""
     wanted = task < tasks
@@ -194,36 +200,27 @@ def _load_query(q_desc, qs, asked, slot, first, task, tasks, H: gl.constexpr, K:
 
 
 @gluon_jit()
-def _first_of(tiles_ptr, task, tasks, K: gl.constexpr, FIELDS: gl.constexpr):
-    """Return the index in the step of a task's query token, or 0 if there is no such task."""
-    return tl.load(tiles_ptr + task // K * FIELDS, mask=task < tasks, other=0)
-
-
-@gluon_jit()
 def _attend(
     q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs, splitting,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
-    SIDE: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr, AT_ONCE: gl.constexpr,
-    EARLY: gl.constexpr,
+    SIDE: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Compute the blocks as they arrive, and then combine splits. Keys are rows of products: acc is [DIMS, ROWS]."""
-    ks = blocks[0]
+    ks, vs, bits, ready, free = blocks
     dtype: gl.constexpr = qs.dtype
     FP8: gl.constexpr = ks.dtype != dtype
+    STAGES: gl.constexpr = ks.shape[0]
     KEYS: gl.constexpr = ks.shape[2]
     DIMS: gl.constexpr = ks.shape[3]
     ROWS: gl.constexpr = qs.shape[1]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
-    tall: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], dtype)
-    ws = gl.allocate_shared_memory(dtype, [AT_ONCE, ROWS, KEYS], tall)
+    ws = gl.allocate_shared_memory(dtype, [ROWS, KEYS], gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], dtype))
+    number = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, mma)), 1)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     ones = gl.full([SIDE, KEYS], 1.0, dtype, left)
-    scaled = ws
-    halves = qs
     if FP8:
-        halves = gl.allocate_shared_memory(gl.float16, [1, ROWS, DIMS], qs.index(0).type.layout)
-        scaled = gl.allocate_shared_memory(dtype, [AT_ONCE, ROWS, KEYS], tall)
-    memory = (ws, scaled, ones)
+        halves = gl.allocate_shared_memory(gl.float16, [ROWS, DIMS], qs.index(0).type.layout)
+        scaled = gl.allocate_shared_memory(dtype, [ROWS, KEYS], ws.type.layout)
     first = 0
     if EARLY:
         first = _first_of(tiles_ptr, task, tasks, K, FIELDS)  # the list is older than the previous kernel, see `alone`
@@ -244,91 +241,40 @@ def _attend(
         )
         nvidia.mbarrier.wait(asked.index(slot), q_phase)
         q = qs.index(slot)
-        shrink = 1.0
         if FP8:
-            shrink = gl.expand_dims(gl.convert_layout(_halve(q, halves.index(0)), gl.SliceLayout(0, mma)), 0)
-            q = halves.index(0)
-        state = (acc, peak, total, stage, phase)
-        several = begin + (end - begin + KEYS - 1) // KEYS // AT_ONCE * AT_ONCE * KEYS
-        for start in range(begin, several, AT_ONCE * KEYS):
-            state = _add_blocks(state, q, shrink, blocks, memory, start, end, position, WINDOW, SCALE, AT_ONCE)
-        if AT_ONCE > 1:
-            for start in range(several, end, KEYS):
-                state = _add_blocks(state, q, shrink, blocks, memory, start, end, position, WINDOW, SCALE, 1)
-        acc, peak, total, stage, phase = state
+            shrink = gl.expand_dims(gl.convert_layout(_halve(q, halves), gl.SliceLayout(0, mma)), 0)
+            q = halves
+        for start in range(begin, end, KEYS):
+            k = ks.index(stage).reshape([KEYS, DIMS])
+            v = vs.index(stage).reshape([KEYS, DIMS])
+            nvidia.mbarrier.wait(ready.index(stage), phase)
+            k = _convert_keys(k, left) if FP8 else k
+            scores = nvidia.warpgroup_mma(k, q.permute((1, 0)), gl.zeros([KEYS, ROWS], gl.float32, mma), is_async=True)
+            v = _convert_values(v, left) if FP8 else v.permute((1, 0))
+            scores = nvidia.warpgroup_mma_wait(0, deps=[scores])
+            before = _keys_before(start, end, KEYS)
+            key = start - before + number
+            if FP8:
+                scores = scores * shrink * power_of(bits[0].index(2 * stage).permute((1, 0)).load(mma))
+            weights, next_peak = _weigh(scores, key, start, end, position, WINDOW, SCALE)
+            weights = weights.to(dtype)
+            ws.store(gl.permute(weights, (1, 0)))
+            if FP8:  # no step has written the keys from `end` on; their numbers are finite, but maybe not their scales
+                scales = gl.where(key < end, power_of(bits[1].index(2 * stage).permute((1, 0)).load(mma)), 0.0)
+                scaled.store(gl.permute(weights * scales.to(dtype), (1, 0)))
+            elif end - start + before < KEYS:
+                clear_rows(vs.index(stage).reshape([KEYS, DIMS]), end - start + before)
+            next_total, next_acc = _sum_values(ones, ws, v, scaled if FP8 else ws, mma)
+            nvidia.mbarrier.arrive(free.index(stage))
+            acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, True)
+            stage, phase = next_stage(stage, phase, STAGES)
         part += tokens // SPLITS
         _store(acc, peak, gl.max(total, 0), results, first, part, split, task % K, H, K, D, SPLITS, FP8)
         if (split // SPLITS > 1) & (split % SPLITS < H // K):
             combine_from, combine_until = gl.minimum(combine_from, task), task + 1
         q_phase, slot, task = q_phase ^ slot, slot ^ 1, task + programs
     if (splitting != 0) & (gl.program_id(0) < programs):
-        _combine(results, tiles_ptr, combine_from, combine_until, tasks, programs, H, K, D, DIMS, FIELDS, SPLITS, EARLY)
-
-
-@gluon_jit()
-def _add_blocks(
-    state, q, shrink, blocks, memory, start, end, position,
-    WINDOW: gl.constexpr, SCALE: gl.constexpr, COUNT: gl.constexpr,
-):  # fmt: skip
-    """Extend a partial result by COUNT blocks of keys from `start` on, whose products overlap.
-
-    state: acc [DIMS, ROWS], peak [ROWS], total [SIDE, ROWS], and the first block's stage and phase. q: queries [ROWS,
-    DIMS]. shrink: with fp8, factors of the scores [1, ROWS].
-    """
-    ks, vs, bits, ready, free = blocks
-    ws, scaled, ones = memory
-    acc, peak, total, first_stage, first_phase = state
-    mma: gl.constexpr = acc.type.layout
-    left: gl.constexpr = ones.type.layout
-    dtype: gl.constexpr = ws.dtype
-    FP8: gl.constexpr = ks.dtype != dtype
-    STAGES: gl.constexpr = ks.shape[0]
-    KEYS: gl.constexpr = ks.shape[2]
-    DIMS: gl.constexpr = ks.shape[3]
-    ROWS: gl.constexpr = ws.shape[1]
-    number = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, mma)), 1)
-    scores = ()
-    values = ()
-    stage, phase = first_stage, first_phase
-    for _block in gl.static_range(COUNT):
-        nvidia.mbarrier.wait(ready.index(stage), phase)
-        k = ks.index(stage).reshape([KEYS, DIMS])
-        v = vs.index(stage).reshape([KEYS, DIMS])
-        k = _convert_keys(k, left) if FP8 else k
-        found = nvidia.warpgroup_mma(k, q.permute((1, 0)), gl.zeros([KEYS, ROWS], gl.float32, mma), is_async=True)
-        scores = scores + (found,)  # type: ignore[assignment]
-        values = values + ((_convert_values(v, left) if FP8 else v.permute((1, 0))),)  # type: ignore[assignment]
-        stage, phase = next_stage(stage, phase, STAGES)
-    peaks = ()
-    stage, phase = first_stage, first_phase
-    for block in gl.static_range(COUNT):
-        found = nvidia.warpgroup_mma_wait(COUNT - 1 - block, deps=[scores[block]])
-        at = start + block * KEYS
-        before = _keys_before(at, end, KEYS)
-        key = at - before + number
-        if FP8:
-            found = found * shrink * power_of(bits[0].index(2 * stage).permute((1, 0)).load(mma))
-        weights, next_peak = _weigh(found, key, at, end, position, WINDOW, SCALE)
-        peaks = peaks + (next_peak,)  # type: ignore[assignment]
-        weights = weights.to(dtype)
-        ws.index(block).store(gl.permute(weights, (1, 0)))
-        if FP8:  # no step has written the keys from `end` on; their numbers are finite, but maybe not their scales
-            scales = gl.where(key < end, power_of(bits[1].index(2 * stage).permute((1, 0)).load(mma)), 0.0)
-            scaled.index(block).store(gl.permute(weights * scales.to(dtype), (1, 0)))
-        elif end - at + before < KEYS:
-            clear_rows(vs.index(stage).reshape([KEYS, DIMS]), end - at + before)
-        stage, phase = next_stage(stage, phase, STAGES)
-    nvidia.fence_async_shared()
-    sums = ()
-    for block in gl.static_range(COUNT):
-        sums = sums + (_sum_values(ones, ws.index(block), values[block], scaled.index(block), mma),)  # type: ignore[assignment]
-    stage, phase = first_stage, first_phase
-    for block in gl.static_range(COUNT):
-        next_total, next_acc = nvidia.warpgroup_mma_wait(2 * (COUNT - 1 - block), deps=[sums[block][0], sums[block][1]])
-        nvidia.mbarrier.arrive(free.index(stage))
-        acc, peak, total = combine(acc, peak, total, next_acc, peaks[block], next_total, True)
-        stage, phase = next_stage(stage, phase, STAGES)
-    return acc, peak, total, stage, phase
+        _combine(results, tiles_ptr, combine_from, combine_until, tasks, programs, H, K, D, DIMS, FIELDS, SPLITS)
 
 
 @gluon_jit()
@@ -437,13 +383,15 @@ def _weigh(scores, key, start, end, position, WINDOW: gl.constexpr, SCALE: gl.co
 
 @gluon_jit()
 def _sum_values(ones, weights, v, scaled, mma: gl.constexpr):
-    """Begin to sum weights [ROWS, KEYS], as [SIDE, ROWS], and values v [DIMS, KEYS] times scaled weights."""
+    """Return the sums of weights [ROWS, KEYS], as [SIDE, ROWS], and of values v [DIMS, KEYS] times scaled weights."""
     ROWS: gl.constexpr = weights.shape[0]
     DIMS: gl.constexpr = v.shape[0]
+    nvidia.fence_async_shared()
     total = gl.zeros([ones.shape[0], ROWS], gl.float32, mma)
     total = nvidia.warpgroup_mma(ones, weights.permute((1, 0)), total, is_async=True)
     acc = gl.zeros([DIMS, ROWS], gl.float32, mma)
-    return total, nvidia.warpgroup_mma(v, scaled.permute((1, 0)), acc, is_async=True)
+    acc = nvidia.warpgroup_mma(v, scaled.permute((1, 0)), acc, is_async=True)
+    return nvidia.warpgroup_mma_wait(0, deps=[total, acc])
 
 
 @gluon_jit()
@@ -473,7 +421,7 @@ def _store(
 @gluon_jit()
 def _combine(
     results, tiles_ptr, task, until, tasks, programs, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
-    DIMS: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, EARLY: gl.constexpr,
+    DIMS: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Combine the partial results of some query heads, when all programs have stored theirs.
 
@@ -490,8 +438,6 @@ def _combine(
         while arrived < programs:
             arrived = tl.atomic_add(arrivals_ptr, 0, sem="acquire", scope="gpu")
     while task < until:
-        if not EARLY:
-            tile = read_tile(tiles_ptr + task // K * FIELDS)
         first, tokens, _lane, _position, _begin, _end, part, split = tile
         splits = split // SPLITS
         partials = tokens // SPLITS + splits
@@ -544,11 +490,10 @@ def launch(
     rows, stages = rows_of(group), stages_of(group, dims, keys.element_size(), chip)
     assert keys.numel() // (page_size * head_size) < 2**31
     pools = described_pools(keys, values, [1, KEYS, dims])
-    at_once = AT_ONCE if keys.dtype != E4M3 and rows <= 16 and stages >= AT_ONCE else 1
     programs = min(most * num_kv, chip.processors * PROGRAMS, SPLIT_PROGRAMS if split else 999)
     _decode_kernel[(programs if split else max(programs, WHOLE_PROGRAMS),)](
         described(q.view(-1, head_size), [rows, dims]), *pools, out, page_table, tiles, *memory[:3],
         layer, num_pages, page_table.stride(0), int(split), int(alone), num_heads, num_kv, head_size, page_size,
-        window, scale, rows, KEYS, dims, stages, SIDE, HEADER, FIELDS, SPLITS, private, at_once, EARLY,
+        window, scale, rows, KEYS, dims, stages, SIDE, HEADER, FIELDS, SPLITS, private, EARLY, IDLE,
         num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

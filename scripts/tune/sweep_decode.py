@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,21 +22,28 @@ from fastgen.kernels import hopper_decode
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.request import Batch, LaneStart
 
+NEW: dict[str, Any] = {"EARLY": 1, "IDLE": 1}
 VARIANTS: dict[str, dict[str, Any]] = {
     "old": {},
     "early": {"EARLY": 1},
-    "132": {"EARLY": 1, "SPLIT_PROGRAMS": 132},
-    "198": {"EARLY": 1, "SPLIT_PROGRAMS": 198},
-    "p1": {"EARLY": 1, "PROGRAMS": 1},
-    "p1 x2": {"EARLY": 1, "PROGRAMS": 1, "AT_ONCE": 2},
-    "whole": {"EARLY": 1, "SPLIT_BELOW": 0},
-    "whole 132": {"EARLY": 1, "SPLIT_BELOW": 0, "WHOLE_PROGRAMS": 132},
-    "whole 264": {"EARLY": 1, "SPLIT_BELOW": 0, "WHOLE_PROGRAMS": 264},
-    "whole p1": {"EARLY": 1, "PROGRAMS": 1, "SPLIT_BELOW": 0},
-    "whole p1 132": {"EARLY": 1, "PROGRAMS": 1, "SPLIT_BELOW": 0, "WHOLE_PROGRAMS": 132},
+    "new": NEW,
+    "new 132": NEW | {"SPLIT_PROGRAMS": 132},
+    "new 198": NEW | {"SPLIT_PROGRAMS": 198},
+    "early p1": {"EARLY": 1, "PROGRAMS": 1},
+    "new p1": NEW | {"PROGRAMS": 1},
+    "whole": NEW | {"SPLIT_BELOW": 0},
+    "whole 132": NEW | {"SPLIT_BELOW": 0, "WHOLE_PROGRAMS": 132},
+    "whole 264": NEW | {"SPLIT_BELOW": 0, "WHOLE_PROGRAMS": 264},
+    "whole p1": NEW | {"PROGRAMS": 1, "SPLIT_BELOW": 0},
+    "whole p1 132": NEW | {"PROGRAMS": 1, "SPLIT_BELOW": 0, "WHOLE_PROGRAMS": 132},
     "old again": {},
 }
-MORE = {"chat4": Workload(4, 128, 256), "chat16": Workload(16, 128, 256)}
+MORE = {
+    "keys400": Workload(1, 400, 256),
+    "keys700": Workload(1, 700, 256),
+    "chat4": Workload(4, 128, 256),
+    "chat16": Workload(16, 128, 256),
+}
 
 
 def change_of(settings: dict[str, Any]) -> Any:
@@ -118,7 +126,7 @@ def main() -> None:
     arguments = bench_gpu.parse(["--step", *sys.argv[1:]])
     names = arguments.only or ["chat1", "chat8", "chat32"]
     trees = "group" in names
-    several: dict[str, Workload] = {} if arguments.smoke else dict(MORE) if "chat8" in names else {}
+    several = {n: MORE[n] for n in os.environ.get("MORE", "").split(",") if n}
     several |= {n: Workload(4, 24, 80) if arguments.smoke else WORKLOADS[n] for n in names if n != "group"}
     most = 512 if trees and not arguments.smoke else max([4, *(each.sequences for each in several.values())])
     with bench_engine.ready_generator(arguments, max_seqs=most, prefix_cache=False) as (generator, _):

@@ -63,15 +63,6 @@ def put_partial_results(case: Ragged, keys: int, partial: PartialResults) -> Non
         partial.peaks[number], partial.totals[number] = peak.flatten(), weights.sum(-1).flatten()
 
 
-@pytest.mark.parametrize("at_once", [2, 3])
-def test_several_blocks_at_once(at_once: int, attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
-    lens = [1, 64, 65, 200, 384, 391]
-    case = make([1] * len(lens), lens, 128, 4, 64, torch.bfloat16)
-    found = attend(case, 0)
-    monkeypatch.setattr(hopper_decode, "AT_ONCE", at_once)
-    assert torch.equal(attend(case, 0), found)
-
-
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("group", "head_size", "page_size"), [(4, 128, 64), (1, 64, 128), (5, 96, 64), (16, 128, 64)])
