@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import statistics
 import sys
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 
@@ -39,61 +37,26 @@ def without(name: str, *texts: str, folder: Path) -> ModuleType:
     return module
 
 
-def main() -> None:
+def modules() -> dict[str, ModuleType]:
     folder = Path(tempfile.mkdtemp())
-    modules = {
+    return {
         "both": hopper_fp8,
         "no fall": without("no_fall", FALL, folder=folder),
         "no prefetch": without("no_prefetch", PREFETCH, folder=folder),
         "neither": without("neither", FALL, PREFETCH, folder=folder),
     }
-    if not torch.cuda.is_available():
-        return
-    torch.manual_seed(0)
+
+
+def compile_all(variants: dict[str, ModuleType]) -> None:
     chip = Chip.of(torch.device("cuda", 0))
-    totals: dict[tuple[str, int], float] = defaultdict(float)
-    with torch.inference_mode():
-        benches = [Bench(product, 8448) for product in PRODUCTS[:4]]
+    benches = [Bench(product, 8448) for product in PRODUCTS[:4]]
 
-        def launch_all() -> None:
-            for bench in benches:
-                for tokens in TOKENS:
-                    for module in modules.values():
-                        fp8.hopper_fp8 = module  # type: ignore[attr-defined]
-                        rows = hopper_fp8.rows_of(tokens, bench.product.outputs, chip)
-                        bench.run(rows, tokens, bench.weights[0], bench.added(tokens))
-
-        compile_ahead(launch_all, torch.device("cuda", 0))
+    def launch_all() -> None:
         for bench in benches:
-            product = bench.product
             for tokens in TOKENS:
-                rows, add = hopper_fp8.rows_of(tokens, product.outputs, chip), bench.added(tokens)
-                graphs = {}
-                for name, module in modules.items():
+                for module in variants.values():
                     fp8.hopper_fp8 = module  # type: ignore[attr-defined]
-                    bench.run(rows, tokens, bench.weights[0], add)
-                    torch.cuda.synchronize()
-                    graphs[name] = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graphs[name]):
-                        for weight in bench.weights:
-                            bench.run(rows, tokens, weight, add)
-                found: dict[str, list[float]] = defaultdict(list)
-                for _ in range(16):
-                    for name, graph in graphs.items():
-                        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                        begin.record()
-                        for _ in range(3):
-                            graph.replay()
-                        end.record()
-                        end.synchronize()
-                        found[name].append(begin.elapsed_time(end) * 1000 / 3 / len(bench.weights))
-                for name, times in found.items():
-                    us = statistics.median(times[3:])
-                    totals[name, tokens] += us
-                    print(f"{product.name:8} {tokens:5} {name:12} {us:8.1f} us, least {min(times):8.1f}", flush=True)
-    for (name, tokens), us in totals.items():
-        print(f"a layer {tokens:5} {name:12} {us:8.1f} us, {us / totals['both', tokens] - 1:+.2%}")
+                    rows = hopper_fp8.rows_of(tokens, bench.product.outputs, chip)
+                    bench.run(rows, tokens, bench.weights[0], bench.added(tokens))
 
-
-if __name__ == "__main__":
-    main()
+    compile_ahead(launch_all, torch.device("cuda", 0))

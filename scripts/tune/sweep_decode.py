@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,23 +15,22 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 import bench_engine
 import bench_gpu
+import sweep_ahead
 import torch
 from bench_limits import WORKLOADS, Workload
 from bench_step import Steps, compare, kernels
 
 from fastgen import Generator, SamplingParams
-from fastgen.kernels import hopper_decode
+from fastgen.kernels import fp8, hopper_decode
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.request import Batch, LaneStart
 
 NEW: dict[str, Any] = {"EARLY": 1, "IDLE": 1}
 VARIANTS: dict[str, dict[str, Any]] = {
     "old": {},
-    "early": {"EARLY": 1},
     "new": NEW,
     "new 132": NEW | {"SPLIT_PROGRAMS": 132},
     "new 198": NEW | {"SPLIT_PROGRAMS": 198},
-    "early p1": {"EARLY": 1, "PROGRAMS": 1},
     "new p1": NEW | {"PROGRAMS": 1},
     "whole": NEW | {"SPLIT_BELOW": 0},
     "whole 132": NEW | {"SPLIT_BELOW": 0, "WHOLE_PROGRAMS": 132},
@@ -122,6 +123,34 @@ def share(generator: Generator, name: str, groups: int, samples: int, common: in
             print(f"  {row['name']:50} {each} = {row['us_per_step']:9.1f} us", flush=True)
 
 
+def prefills(generator: Generator, smoke: bool) -> None:
+    """Time prefills with and without `_fall_behind` and `_prefetch`, in turn."""
+    size, count = (20, 8) if smoke else (1056, 64)
+    prompts = [torch.randint(3, 300, (size,), generator=torch.manual_seed(n)).tolist() for n in range(count)]
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    variants, times, tokens = sweep_ahead.modules(), defaultdict(list), set()
+
+    def run(name: str) -> float:
+        fp8.hopper_fp8 = variants[name]  # type: ignore[attr-defined]
+        start = time.perf_counter()
+        outputs = generator.generate(prompts, params)
+        tokens.add(str([(each.completions[0].token_ids, each.completions[0].logprobs) for each in outputs]))
+        return time.perf_counter() - start
+
+    if not smoke:
+        with torch.inference_mode():
+            sweep_ahead.compile_all(variants)
+    for name in variants:
+        run(name)
+    for _ in range(1 if smoke else 4):
+        for name in variants:
+            times[name].append(run(name))
+    for name, each in times.items():
+        share = min(each) / min(times["both"]) - 1
+        print(f"{count} x {size} {name:12} {min(each) * 1e3:8.1f} ms, {share:+.2%}", [f"{x * 1e3:.0f}" for x in each])
+    print("results of prefills:", len(tokens), flush=True)
+
+
 def main() -> None:
     arguments = bench_gpu.parse(["--step", *sys.argv[1:]])
     names = arguments.only or ["chat1", "chat8", "chat32"]
@@ -141,6 +170,8 @@ def main() -> None:
             elif trees:
                 share(generator, "group", 32, 16, 0, 1024, 256)
                 share(generator, "tree", 32, 16, 2048, 512, 128)
+        if arguments.quantization == "fp8" or arguments.smoke:
+            prefills(generator, arguments.smoke)
 
 
 if __name__ == "__main__":
