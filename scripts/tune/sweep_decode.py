@@ -127,7 +127,7 @@ def prefills(generator: Generator, smoke: bool) -> None:
     """Time prefills with and without `_fall_behind` and `_prefetch`, in turn."""
     size, count = (20, 8) if smoke else (1056, 64)
     prompts = [torch.randint(3, 300, (size,), generator=torch.manual_seed(n)).tolist() for n in range(count)]
-    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0)
     variants, times, tokens = sweep_ahead.modules(), defaultdict(list), set()
 
     def run(name: str) -> float:
