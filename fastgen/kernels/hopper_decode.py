@@ -43,7 +43,7 @@ MOST_GROUP = 32  # maximum query heads per KV head; with more, a thread's number
 PROGRAMS = 2  # programs per processor that REGISTERS and `stages_of` leave room for; more could wait for ever
 SPLIT_BELOW = 0.4  # tasks per processor up to which decodes are split, measured on an H200
 MOST_STAGES = 8
-EARLY, IDLE, SPLIT_PROGRAMS, WHOLE_PROGRAMS = 0, 0, 264, 0
+UNSPLIT = 448  # keys up to which a decode is not split, since combining splits takes longer (measured on an H100)
 FEW, MANY = constant(8), constant(32)  # splits whose partial results a program loads at once, if there are few or many
 
 
@@ -52,12 +52,13 @@ def rows_of(group: int) -> int:
     return max(power_of_two(group), 8)
 
 
-def stages_of(group: int, dims: int, item_size: int, chip: Chip) -> int:
-    """Return how many blocks can be loading or in use at the same time. item_size: bytes per element of the pool."""
+def stages_of(group: int, dims: int, item_size: int, chip: Chip, programs: int = PROGRAMS) -> int:
+    """Return how many blocks can be loading or in use at the same time. item_size: bytes per element of the pool.
+    programs: number of programs per processor."""
     rows = (KEYS + 2 * dims) * rows_of(group)
     if item_size == 1:  # in addition, queries in float16 and weights times scales
         rows += (KEYS + dims) * rows_of(group)
-    room = (chip.shared_memory + 1024) // PROGRAMS - 2048 - rows * 2
+    room = (chip.shared_memory + 1024) // programs - 2048 - rows * 2
     return min(room // (2 * KEYS * (dims + 2 * (item_size == 1)) * item_size), MOST_STAGES)
 
 
@@ -82,8 +83,7 @@ def _decode_kernel(
     totals_ptr, layer, num_pages, table_width, split, alone,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIMS: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr,
-    HEADER: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr, EARLY: gl.constexpr,
-    IDLE: gl.constexpr,
+    HEADER: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr,
 ):  # fmt: skip
     """Compute all tasks, scheduled statically. H, K, D, P, ROWS, DIMS: see fastgen.kernels.attention.
 
@@ -112,9 +112,8 @@ def _decode_kernel(
     if alone == 0:
         tl.extra.cuda.gdc_wait()
     tasks = tl.load(list_ptr) * K
-    if IDLE:  # noqa: SIM102
-        if (gl.program_id(0) >= tasks) & (gl.program_id(0) > 0):
-            return
+    if (gl.program_id(0) >= tasks) & (gl.program_id(0) > 0):  # makes room for the next kernel's programs
+        return
     task, programs = schedule(gl.program_id(0), gl.num_programs(0), tasks)
     tiles_ptr = list_ptr + HEADER
     blocks = (ks, vs, bits, ready, free)
@@ -125,7 +124,7 @@ def _decode_kernel(
         [
             (_attend, (
                 q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs, split, H, K, D, WINDOW, SCALE,
-                SIDE, FIELDS, SPLITS, PRIVATE, EARLY,
+                SIDE, FIELDS, SPLITS, PRIVATE,
             )),
             (_load_blocks, (
                 pools, blocks, tiles_ptr, table_ptr, table_width, layer * num_pages, task, tasks,
@@ -203,7 +202,7 @@ def _load_query(q_desc, qs, asked, slot, first, task, tasks, H: gl.constexpr, K:
 def _attend(
     q_desc, qs, asked, blocks, results, tiles_ptr, task, tasks, programs, splitting,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
-    SIDE: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr, EARLY: gl.constexpr,
+    SIDE: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr,
 ):  # fmt: skip
     """Compute the blocks as they arrive, and then combine splits. Keys are rows of products: acc is [DIMS, ROWS]."""
     ks, vs, bits, ready, free = blocks
@@ -221,14 +220,10 @@ def _attend(
     if FP8:
         halves = gl.allocate_shared_memory(gl.float16, [ROWS, DIMS], qs.index(0).type.layout)
         scaled = gl.allocate_shared_memory(dtype, [ROWS, KEYS], ws.type.layout)
-    first = 0
-    if EARLY:
-        first = _first_of(tiles_ptr, task, tasks, K, FIELDS)  # the list is older than the previous kernel, see `alone`
+    first = _first_of(tiles_ptr, task, tasks, K, FIELDS)  # not written by the previous kernel, see `alone`
     # Program 0 always waits, so that this kernel cannot end before the previous one.
     if (task < tasks) | (gl.program_id(0) == 0):
         tl.extra.cuda.gdc_wait()
-    if not EARLY:
-        first = _first_of(tiles_ptr, task, tasks, K, FIELDS)
     _load_query(q_desc, qs, asked, 0, first, task, tasks, H, K)
     stage, phase, slot, q_phase = 0, 0, 0, 0
     combine_from, combine_until = tasks, 0
@@ -487,13 +482,14 @@ def launch(
     """
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _) = q.shape, keys.shape
     chip, group, dims = Chip.of(q.device), num_heads // num_kv, power_of_two(head_size)
-    rows, stages = rows_of(group), stages_of(group, dims, keys.element_size(), chip)
+    # With a processor for each task, a program has the shared memory of two: more keys load before the queries arrive.
+    programs = 1 if most * num_kv <= chip.processors else PROGRAMS
+    rows, stages = rows_of(group), stages_of(group, dims, keys.element_size(), chip, programs)
     assert keys.numel() // (page_size * head_size) < 2**31
     pools = described_pools(keys, values, [1, KEYS, dims])
-    programs = min(most * num_kv, chip.processors * PROGRAMS, SPLIT_PROGRAMS if split else 999)
-    _decode_kernel[(programs if split else max(programs, WHOLE_PROGRAMS),)](
+    _decode_kernel[(min(most * num_kv, chip.processors * programs),)](
         described(q.view(-1, head_size), [rows, dims]), *pools, out, page_table, tiles, *memory[:3],
         layer, num_pages, page_table.stride(0), int(split), int(alone), num_heads, num_kv, head_size, page_size,
-        window, scale, rows, KEYS, dims, stages, SIDE, HEADER, FIELDS, SPLITS, private, EARLY, IDLE,
+        window, scale, rows, KEYS, dims, stages, SIDE, HEADER, FIELDS, SPLITS, private,
         num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
