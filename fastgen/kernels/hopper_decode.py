@@ -112,10 +112,12 @@ def _decode_kernel(
     if alone == 0:
         tl.extra.cuda.gdc_wait()
     tasks = tl.load(list_ptr) * K
-    if (gl.program_id(0) >= tasks) & (gl.program_id(0) > 0):  # makes room for the next kernel's programs
-        return
     task, programs = schedule(gl.program_id(0), gl.num_programs(0), tasks)
+    # Programs without a task make room for the next kernel's. Program 0 stays, since it has to wait in `_attend`.
+    if (task >= tasks) & (gl.program_id(0) > 0):
+        return
     tiles_ptr = list_ptr + HEADER
+    split = split * (read_tile(tiles_ptr)[7] // SPLITS - 1)  # splits come first: 0 if no sequence is split
     blocks = (ks, vs, bits, ready, free)
     pools = (keys_desc, values_desc, key_bits_desc, value_bits_desc)
     arrivals_ptr = list_ptr + 1 + layer  # the layer's counter, which the static schedule does not need
@@ -220,10 +222,8 @@ def _attend(
     if FP8:
         halves = gl.allocate_shared_memory(gl.float16, [ROWS, DIMS], qs.index(0).type.layout)
         scaled = gl.allocate_shared_memory(dtype, [ROWS, KEYS], ws.type.layout)
-    first = _first_of(tiles_ptr, task, tasks, K, FIELDS)  # not written by the previous kernel, see `alone`
-    # Program 0 always waits, so that this kernel cannot end before the previous one.
-    if (task < tasks) | (gl.program_id(0) == 0):
-        tl.extra.cuda.gdc_wait()
+    first = _first_of(tiles_ptr, task, tasks, K, FIELDS)  # which the previous kernel has not written, see `alone`
+    tl.extra.cuda.gdc_wait()  # also in a program 0 without tasks: this kernel cannot end before the previous one
     _load_query(q_desc, qs, asked, 0, first, task, tasks, H, K)
     stage, phase, slot, q_phase = 0, 0, 0, 0
     combine_from, combine_until = tasks, 0
@@ -268,7 +268,7 @@ def _attend(
         if (split // SPLITS > 1) & (split % SPLITS < H // K):
             combine_from, combine_until = gl.minimum(combine_from, task), task + 1
         q_phase, slot, task = q_phase ^ slot, slot ^ 1, task + programs
-    if (splitting != 0) & (gl.program_id(0) < programs):
+    if (splitting > 0) & (gl.program_id(0) < programs):
         _combine(results, tiles_ptr, combine_from, combine_until, tasks, programs, H, K, D, DIMS, FIELDS, SPLITS)
 
 

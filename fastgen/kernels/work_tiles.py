@@ -62,15 +62,15 @@ class SharedRows:
     bases: Tensor
 
 
-@jit("sequences", "split", "whole", "list_size", "bases_size")
+@jit("sequences", "split", "unsplit", "list_size", "bases_size")
 def _plan_kernel(
     lanes_ptr, lens_ptr, windows_ptr, lists_ptr, shared_ptr, ends_ptr, bases_ptr,
-    sequences, split, whole, list_size, bases_size,
+    sequences, split, unsplit, list_size, bases_size,
     BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr,
     ALIGN: tl.constexpr, CLASSES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """List the work tiles of a decode step, with one program per window. Each sequence has count - 1 work tiles of
-    `split` keys, and one with the remaining keys; up to `whole` keys are not split."""
+    `split` keys, and one with the remaining keys; up to `unsplit` keys are one work tile."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -86,14 +86,14 @@ def _plan_kernel(
         begin = tl.maximum(begin, ends)
         partials = (ends > 0).to(tl.int32)
     start = begin // split
-    count = tl.where(length - begin > whole, (length + split - 1) // split - start, (length > begin).to(tl.int32))
+    count = tl.where(length - begin > unsplit, (length + split - 1) // split - start, (length > begin).to(tl.int32))
     rest = length - tl.maximum(begin, (start + count - 1) * split)
 
     longest = tl.maximum(tl.max(tl.where(count > 1, split, rest), 0), 1)
     rest_class = (longest - rest) * CLASSES // longest
-    splits = tl.where(count > 1, count - 1, 0)
-    splits_at = tl.cumsum(splits, 0) - splits
-    total = tl.sum(splits, 0)
+    whole = tl.where(count > 1, count - 1, 0)
+    whole_at = tl.cumsum(whole, 0) - whole
+    total = tl.sum(whole, 0)
     rest_at = tl.zeros([BLOCK_S], tl.int32)
     for number in tl.static_range(CLASSES):
         there = (rest_class == number) & (count > 0)
@@ -112,7 +112,7 @@ def _plan_kernel(
     for first_j in range(0, tl.max(count, 0), BLOCK_J):
         j = (first_j + tl.arange(0, BLOCK_J))[None, :]
         here = j < count[:, None]
-        at = tl.where(j == count[:, None] - 1, rest_at[:, None], splits_at[:, None] + j)
+        at = tl.where(j == count[:, None] - 1, rest_at[:, None], whole_at[:, None] + j)
         tile_ptr = list_ptr + HEADER + at * FIELDS
         from_key = (start[:, None] + j) * split
         tl.store(tile_ptr, s[:, None], mask=here)
@@ -127,7 +127,7 @@ def _plan_kernel(
 
 def _launch(
     lanes: Tensor, kv_lens: Tensor, windows: Tensor, lists: Tensor, split: int, shared: SharedRows | None,
-    whole: int = 0,
+    unsplit: int = 0,
 ) -> None:  # fmt: skip
     count, capacity = len(lanes), (lists.shape[1] - HEADER) // FIELDS
     assert lanes.dtype == torch.int64
@@ -148,7 +148,7 @@ def _launch(
         assert shared.list.dtype == shared.ends.dtype == shared.bases.dtype == torch.int32
         assert min(len(shared.ends), shared.bases.shape[1]) >= count
     _plan_kernel[(len(windows),)](
-        lanes, kv_lens, windows, lists, *tables, count, split, whole, lists.shape[1], bases_size,
+        lanes, kv_lens, windows, lists, *tables, count, split, unsplit, lists.shape[1], bases_size,
         block, max(1024 // block, 1), HEADER, FIELDS, SPLITS, ALIGN, CLASSES, shared is not None, pdl,
         num_warps=4 if block == BLOCKS[0] else 16 if block < 4096 else 32, launch_pdl=pdl,
     )  # fmt: skip
@@ -156,44 +156,44 @@ def _launch(
 
 def _twin(
     lanes: Tensor, kv_lens: Tensor, windows: Tensor, lists: Tensor, split: int, shared: SharedRows | None,
-    whole: int = 0,
+    unsplit: int = 0,
 ) -> None:  # fmt: skip
     """Write the lists of a step with one token per sequence to `lists`, int32 [W, HEADER + capacity * FIELDS].
 
     lanes: int64 [S], the row of the page table of each sequence. kv_lens: int32 [S], number of keys of each sequence,
     including the new token. windows: int32 [W], 0 for no window. split: number of keys, a multiple or a divisor of
     ALIGN; keys are split at its multiples. shared: the ranges that the sequences share; its `bases` are written, and
-    the counters of its list are reset. whole: number of keys up to which a sequence is not split.
+    the counters of its list are reset. unsplit: number of keys up to which a sequence is not split.
     """
     lanes_of, lens = (_host(x) for x in (lanes, kv_lens))
     ends = _host(shared.ends)[: len(lens)] if shared else np.zeros_like(lens)
     if shared:
         shared.list[1:HEADER] = 0
-    for number, (window, listed) in enumerate(zip(windows.tolist(), lists, strict=True)):
+    for number, (window, whole) in enumerate(zip(windows.tolist(), lists, strict=True)):
         begin = np.maximum(lens - window, 0) // ALIGN * ALIGN if window else np.zeros_like(lens)
-        found = _cut(lanes_of, lens, np.maximum(begin, ends), split, whole, (ends > 0).astype(np.int64))
+        found = _cut(lanes_of, lens, np.maximum(begin, ends), split, unsplit, (ends > 0).astype(np.int64))
         if shared:
-            shared.bases[number, found[:, FIRST]] = torch.from_numpy(found[:, PART].copy()).to(listed.device)
+            shared.bases[number, found[:, FIRST]] = torch.from_numpy(found[:, PART].copy()).to(whole.device)
         length, rest = found[:, END] - found[:, BEGIN], found[:, SPLIT] % SPLITS + 1 == found[:, SPLIT] // SPLITS
         longest = np.where(rest, length, split).max(initial=1)
         order = np.argsort(np.where(rest, (longest - length) * CLASSES // longest, -1), kind="stable")
-        listed[:HEADER] = 0
-        listed[0] = len(found)
-        listed[HEADER : HEADER + found.size] = torch.from_numpy(found[order].ravel()).to(listed.device)
+        whole[:HEADER] = 0
+        whole[0] = len(found)
+        whole[HEADER : HEADER + found.size] = torch.from_numpy(found[order].ravel()).to(whole.device)
 
 
 def _host(tensor: Tensor) -> Ints:
     return tensor.cpu().numpy().astype(np.int64)
 
 
-def _cut(lanes: Ints, lens: Ints, begin: Ints, split: int, whole: int, partials: Ints) -> NDArray[np.int32]:
-    """Return the work tiles [n, FIELDS] of decodes with keys [begin, lens), split at multiples of `split` if they are
-    more than `whole`.
+def _cut(lanes: Ints, lens: Ints, begin: Ints, split: int, unsplit: int, partials: Ints) -> NDArray[np.int32]:
+    """Return the work tiles [n, FIELDS] of decodes with keys [begin, lens), split at multiples of `split` if there are
+    more than `unsplit`.
 
     partials: [S], 1 for each sequence that has a partial result for shared keys, else 0. lanes, lens, begin: [S].
     """
     start = begin // split
-    count = np.where(lens - begin > whole, -(-lens // split) - start, lens > begin)
+    count = np.where(lens - begin > unsplit, -(-lens // split) - start, lens > begin)
     parts = np.where(count > 1, count, 0) + partials
     owner = np.repeat(np.arange(len(count)), count)
     number = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]

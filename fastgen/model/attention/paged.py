@@ -93,7 +93,7 @@ class PagedAttention:
         split, most = (self.configs[kernel.DECODE].keys, self._most_splits + 1) if splits else (work_tiles.WHOLE, 1)
         rows = self.prefixes.rows if shared else None
         config = self.configs[kernel.DECODE]
-        work_tiles.plan_decode(lanes, kv_lens, self._windows, self._lists, split, rows, config.whole)
+        work_tiles.plan_decode(lanes, kv_lens, self._windows, self._lists, split, rows, config.unsplit)
         plan = PagedPlan(page_table, {window: [] for window in self.windows})
         for number, window in enumerate(self.windows):
             if rows is not None:
