@@ -25,6 +25,7 @@ LANE_BYTES = 22  # memory per lane and token of the vocabulary: penalty counts, 
 DEFAULT_KV_CACHE_GB = 4.0  # on the CPU; on a GPU the free memory is measured
 GPU_ROWS, CPU_ROWS = 64, 32  # maximum rows of a speculative step; with more, arithmetic costs more than drafts save
 GPU_ROW_COST, CPU_ROW_COST = 0.004, 0.08  # time of one more row, relative to the time of a step
+PREFILL_TILE = 128  # tokens of a tile in the kernels for many tokens
 MIN_PREFILL_TOKENS = 256  # a smaller step takes about as long on a GPU, since it reads all weights
 DECODE_KEYS, DECODE_GROUP = 64, 32  # block size and maximum number of query heads per KV head of Gluon's decode kernel
 
@@ -189,14 +190,19 @@ class EngineConfig:
 
     @classmethod
     def make(
-        cls, model: ModelConfig, options: GeneratorOptions, memory: int = 0, kernels: str = "torch"
+        cls,
+        model: ModelConfig,
+        options: GeneratorOptions,
+        memory: int = 0,
+        kernels: str = "torch",
+        processors: int = 0,
     ) -> EngineConfig:
         """Return the configuration for checked options of one rank, with a device; tensor_parallel is the number of
         ranks.
 
         model: configuration of the model's part on this rank (`ModelConfig.split`). memory: bytes of the GPU's memory,
-        0 on the CPU. kernels: fastest kind of kernels that the device runs ("gluon", "triton" or "torch"). Raises
-        ValueError, saying what to change.
+        0 on the CPU. kernels: fastest kind of kernels that the device runs ("gluon", "triton" or "torch"). processors:
+        number of the GPU's multiprocessors, 0 if it does not matter. Raises ValueError, saying what to change.
         """
         assert options.device is not None
         gpu = options.device.split(":")[0] != "cpu"
@@ -215,7 +221,7 @@ class EngineConfig:
         kv_dtype = auto_kv if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
         if options.attention == "flash" and kv_dtype == "fp8":
             raise ValueError("attention is 'flash', whose kernels do not read fp8; leave it or kv_cache_dtype out")
-        max_seqs, max_step_tokens = _step_size(model, options, dtype, kv_dtype, memory)
+        max_seqs, max_step_tokens = _step_size(model, options, dtype, kv_dtype, memory, processors)
         limit = options.max_prefill_tokens
         speculate = _speculation(options, max_step_tokens, gpu, kernels)
         bytes_of_token = token_bytes(model, kv_dtype, speculate.kv_layers if speculate else 0)
@@ -376,17 +382,18 @@ def token_bytes(model: ModelConfig, kv_dtype: str, more_layers: int = 0) -> int:
 
 
 def _step_size(
-    model: ModelConfig, options: GeneratorOptions, dtype: str, kv_dtype: str, memory: int
+    model: ModelConfig, options: GeneratorOptions, dtype: str, kv_dtype: str, memory: int, processors: int
 ) -> tuple[int, int]:
-    """Return the number of lanes and the token budget: as given, or chosen for the memory (in bytes; 0 on the CPU).
+    """Return the number of lanes and the token budget: as given, or chosen for the memory (in bytes; 0 on the CPU) and
+    the number of multiprocessors.
 
     On a GPU, there are as many lanes as sequences of 256 tokens fit next to the weights, since more lanes per step make
     better use of the arithmetic, and the budget is one at which matrix products run at full speed.
     """
     max_seqs, max_step_tokens = options.max_seqs, options.max_step_tokens
     budget = 512  # on the CPU, where a step of 2048 tokens may take seconds that a newcomer waits
-    if memory:  # 66 tiles of 128 tokens are distributed evenly over the 132 multiprocessors of an H100 or H200
-        budget = 8448 if memory > 60e9 else 4096 if memory > 30e9 else 2048
+    if memory:
+        budget = _even_budget(8192 if memory > 60e9 else 4096 if memory > 30e9 else 2048, processors)
     if max_seqs is None:
         lanes = 256
         if memory:
@@ -402,6 +409,19 @@ def _step_size(
             "a step must hold one token of every sequence"
         )
     return max_seqs, max_step_tokens
+
+
+def _even_budget(tokens: int, processors: int) -> int:
+    """Return the token budget nearest to `tokens` whose tiles a GPU's multiprocessors share evenly, or `tokens` if it
+    differs by more than a quarter.
+
+    The number of tiles of tokens is a multiple of half the number of multiprocessors, and the number of tiles of a
+    weight's rows is usually even. Measured on an H200 (8448 instead of 8192 tokens); on GPUs with another number of
+    multiprocessors, it only follows from that number.
+    """
+    unit = PREFILL_TILE * processors // 2
+    near = round(tokens / unit) * unit if unit else tokens
+    return near if abs(near - tokens) <= tokens / 4 else tokens
 
 
 def _num_pages(config: EngineConfig, options: GeneratorOptions, page_bytes: int, measured: bool) -> int:

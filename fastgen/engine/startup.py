@@ -62,7 +62,10 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
     """Return the Runner of a rank of `group`. device: device of this rank; `options.device` may be another rank's."""
     release_memory(device)
     memory, kernels = group.minimum(device_memory(device)), kernels_of(torch.device(device))
-    config = EngineConfig.make(model_config.split(group.size), replace(options, device=device), memory, kernels)
+    processors = group.minimum(Chip.of(torch.device(device)).processors)
+    config = EngineConfig.make(
+        model_config.split(group.size), replace(options, device=device), memory, kernels, processors
+    )
     if config.deterministic and not group.sums_in_order:
         if options.deterministic:
             raise ValueError("deterministic=True needs all ranks on one host; leave it out, or use fewer ranks")

@@ -62,8 +62,9 @@ class AttentionConfig:
 
     rows: number of rows of a query tile, at least tokens * G. keys: number of keys of a block. programs: maximum number
     of programs per processor. peel: whether blocks of keys that all rows see in full have a separate loop without a
-    mask. combine_rows, combine_splits: numbers of rows and splits whose partial results are loaded together.
-    specialized, streamed: whether fastgen.kernels.hopper_prefill, or hopper_decode, computes the work tiles.
+    mask. combine_rows, combine_splits: numbers of rows and splits whose partial results are loaded together. unsplit:
+    number of keys up to which a decode is not split. specialized, streamed: whether fastgen.kernels.hopper_prefill, or
+    hopper_decode, computes the work tiles.
     """
 
     rows: int
@@ -74,6 +75,7 @@ class AttentionConfig:
     peel: bool
     combine_rows: int
     combine_splits: int
+    unsplit: int = 0
     specialized: bool = False
     streamed: bool = False
 
@@ -112,8 +114,9 @@ def configure(
         programs = programs_of(size, warps, chip)
         streamed = not tiles and hopper_decode.streams(chip, dtype, group, head_size, page_size, 1 if fp8 else None)
         return AttentionConfig(
-            rows, keys, warps, stages, programs, tiles, combine_rows, combine_splits, streamed=streamed
-        )
+            rows, keys, warps, stages, programs, tiles, combine_rows, combine_splits,
+            unsplit=hopper_decode.UNSPLIT if streamed else 0, streamed=streamed,
+        )  # fmt: skip
     raise ValueError(
         f"attention='paged' cannot run {group} query heads per KV head of size {head_size} in {dtype} on this GPU, "
         f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"

@@ -32,7 +32,9 @@ from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.rope import SlotMapping, rope_write
 
 ALIGN = 8  # the inputs of a weight are a multiple of it, so that rows begin at multiples of 16 bytes
-GROUP = 2176  # tokens whose tiles share the weight's tiles in the L2 cache, about a quarter of a large step
+GROUP = 2176
+"""Tokens whose tiles share the weight's tiles in the L2 cache, about a quarter of a large step. Measured on an H200,
+whose L2 cache has 50 MB; no GPU with a smaller one was measured."""
 
 FLOAT32 = (32, 32, 32, 4, 2)  # tokens, rows, depth, warps, stages of ProductConfig at any number of tokens
 FEW = {16: (128, 128), 32: (128, 64), 64: (64, 128)}
@@ -47,7 +49,8 @@ MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 2, 3, 12  # programs per processor, a
 SIDES, TILE = 16, 4096  # the cost, in multiplications, of a row or column of a tile, and of a tile itself
 
 FEW_IN_TRITON = 32
-"""Tokens up to which these products are faster than cuBLAS in Triton. In Gluon it is hopper_products.ALL[2]."""
+"""Tokens up to which these products are faster than cuBLAS in Triton. Measured on an H200; GPUs of other generations,
+which always use Triton, were not measured. In Gluon it is hopper_products.ALL[2]."""
 
 MOST = max(*FEW, hopper_products.ALL[2])  # tokens up to which these products can be faster than cuBLAS
 

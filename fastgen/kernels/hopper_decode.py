@@ -41,8 +41,9 @@ KEYS = 64  # keys of a block, as in all attention kernels
 SOME = constant(16)  # keys that an instruction sums; a sequence's last block is padded to a multiple of these
 MOST_GROUP = 32  # maximum query heads per KV head; with more, a thread's numbers do not fit in its registers
 PROGRAMS = 2  # programs per processor that REGISTERS and `stages_of` leave room for; more could wait for ever
-SPLIT_BELOW = 0.4  # tasks per processor up to which decodes are split
+SPLIT_BELOW = 0.4  # tasks per processor up to which decodes are split, measured on an H200
 MOST_STAGES = 8
+UNSPLIT = 448  # keys up to which a decode is not split, since combining splits takes longer (measured on an H100)
 FEW, MANY = constant(8), constant(32)  # splits whose partial results a program loads at once, if there are few or many
 
 
@@ -51,12 +52,13 @@ def rows_of(group: int) -> int:
     return max(power_of_two(group), 8)
 
 
-def stages_of(group: int, dims: int, item_size: int, chip: Chip) -> int:
-    """Return how many blocks can be loading or in use at the same time. item_size: bytes per element of the pool."""
+def stages_of(group: int, dims: int, item_size: int, chip: Chip, programs: int = PROGRAMS) -> int:
+    """Return how many blocks can be loading or in use at the same time. item_size: bytes per element of the pool.
+    programs: number of programs per processor."""
     rows = (KEYS + 2 * dims) * rows_of(group)
     if item_size == 1:  # in addition, queries in float16 and weights times scales
         rows += (KEYS + dims) * rows_of(group)
-    room = (chip.shared_memory + 1024) // PROGRAMS - 2048 - rows * 2
+    room = (chip.shared_memory + 1024) // programs - 2048 - rows * 2
     return min(room // (2 * KEYS * (dims + 2 * (item_size == 1)) * item_size), MOST_STAGES)
 
 
@@ -111,7 +113,11 @@ def _decode_kernel(
         tl.extra.cuda.gdc_wait()
     tasks = tl.load(list_ptr) * K
     task, programs = schedule(gl.program_id(0), gl.num_programs(0), tasks)
+    # Programs without a task make room for the next kernel's. Program 0 stays, since it has to wait in `_attend`.
+    if (task >= tasks) & (gl.program_id(0) > 0):
+        return
     tiles_ptr = list_ptr + HEADER
+    split = split * (read_tile(tiles_ptr)[7] // SPLITS - 1)  # splits come first: 0 if no sequence is split
     blocks = (ks, vs, bits, ready, free)
     pools = (keys_desc, values_desc, key_bits_desc, value_bits_desc)
     arrivals_ptr = list_ptr + 1 + layer  # the layer's counter, which the static schedule does not need
@@ -180,11 +186,15 @@ def _keys_before(start, end, KEYS: gl.constexpr):
 
 
 @gluon_jit()
-def _load_query(
-    q_desc, qs, asked, slot, tiles_ptr, task, tasks, H: gl.constexpr, K: gl.constexpr, FIELDS: gl.constexpr
-):
+def _first_of(tiles_ptr, task, tasks, K: gl.constexpr, FIELDS: gl.constexpr):
+    """Return the index in the step of a task's query token, or 0 if there is no such task."""
+    return tl.load(tiles_ptr + task // K * FIELDS, mask=task < tasks, other=0)
+
+
+@gluon_jit()
+def _load_query(q_desc, qs, asked, slot, first, task, tasks, H: gl.constexpr, K: gl.constexpr):
+    """Begin to load the queries of a task, if there is one. first: see `_first_of`."""
     wanted = task < tasks
-    first = tl.load(tiles_ptr + task // K * FIELDS, mask=wanted, other=0)
     nvidia.mbarrier.expect(asked.index(slot), 2 * qs.shape[1] * qs.shape[2], pred=wanted)
     row = first * H + task % K * (H // K)
     load_tile(q_desc, [row, 0], asked.index(slot), qs.index(slot), pred=wanted)
@@ -212,15 +222,15 @@ def _attend(
     if FP8:
         halves = gl.allocate_shared_memory(gl.float16, [ROWS, DIMS], qs.index(0).type.layout)
         scaled = gl.allocate_shared_memory(dtype, [ROWS, KEYS], ws.type.layout)
-    # Program 0 always waits, so that this kernel cannot end before the previous one.
-    if (task < tasks) | (gl.program_id(0) == 0):
-        tl.extra.cuda.gdc_wait()
-    _load_query(q_desc, qs, asked, 0, tiles_ptr, task, tasks, H, K, FIELDS)
+    first = _first_of(tiles_ptr, task, tasks, K, FIELDS)  # which the previous kernel has not written, see `alone`
+    tl.extra.cuda.gdc_wait()  # also in a program 0 without tasks: this kernel cannot end before the previous one
+    _load_query(q_desc, qs, asked, 0, first, task, tasks, H, K)
     stage, phase, slot, q_phase = 0, 0, 0, 0
     combine_from, combine_until = tasks, 0
     while task < tasks:
         first, tokens, _lane, position, begin, end, part, split = read_tile(tiles_ptr + task // K * FIELDS)
-        _load_query(q_desc, qs, asked, slot ^ 1, tiles_ptr, task + programs, tasks, H, K, FIELDS)
+        following = _first_of(tiles_ptr, task + programs, tasks, K, FIELDS)
+        _load_query(q_desc, qs, asked, slot ^ 1, following, task + programs, tasks, H, K)
         acc, peak, total = _begin(
             results, tokens, part, split, task % K, H, K, D, DIMS, ROWS, SIDE, SPLITS, PRIVATE, FP8, mma
         )
@@ -258,8 +268,8 @@ def _attend(
         if (split // SPLITS > 1) & (split % SPLITS < H // K):
             combine_from, combine_until = gl.minimum(combine_from, task), task + 1
         q_phase, slot, task = q_phase ^ slot, slot ^ 1, task + programs
-    if (splitting != 0) & (gl.program_id(0) < programs):
-        _combine(results, tiles_ptr, combine_from, combine_until, programs, H, K, D, DIMS, FIELDS, SPLITS)
+    if (splitting > 0) & (gl.program_id(0) < programs):
+        _combine(results, tiles_ptr, combine_from, combine_until, tasks, programs, H, K, D, DIMS, FIELDS, SPLITS)
 
 
 @gluon_jit()
@@ -405,7 +415,7 @@ def _store(
 
 @gluon_jit()
 def _combine(
-    results, tiles_ptr, task, until, programs, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
+    results, tiles_ptr, task, until, tasks, programs, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
     DIMS: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Combine the partial results of some query heads, when all programs have stored theirs.
@@ -418,11 +428,12 @@ def _combine(
     arrivals_ptr = results[4]
     barrier()  # all threads have stored before the program counts as arrived
     arrived = tl.atomic_add(arrivals_ptr, 1, sem="release", scope="gpu")
+    tile = read_tile(tiles_ptr + gl.minimum(task, tasks - 1) // K * FIELDS)  # while others arrive
     if task < until:
         while arrived < programs:
             arrived = tl.atomic_add(arrivals_ptr, 0, sem="acquire", scope="gpu")
     while task < until:
-        first, tokens, _lane, _position, _begin, _end, part, split = read_tile(tiles_ptr + task // K * FIELDS)
+        first, tokens, _lane, _position, _begin, _end, part, split = tile
         splits = split // SPLITS
         partials = tokens // SPLITS + splits
         if splits > 1:
@@ -433,6 +444,7 @@ def _combine(
                 else:
                     _combine_head(results, first, part, partials, head, H, D, DIMS, FEW)
         task += programs
+        tile = read_tile(tiles_ptr + gl.minimum(task, tasks - 1) // K * FIELDS)
 
 
 @gluon_jit()
@@ -470,10 +482,12 @@ def launch(
     """
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _) = q.shape, keys.shape
     chip, group, dims = Chip.of(q.device), num_heads // num_kv, power_of_two(head_size)
-    rows, stages = rows_of(group), stages_of(group, dims, keys.element_size(), chip)
+    # With a processor for each task, a program has the shared memory of two: more keys load before the queries arrive.
+    programs = 1 if most * num_kv <= chip.processors else PROGRAMS
+    rows, stages = rows_of(group), stages_of(group, dims, keys.element_size(), chip, programs)
     assert keys.numel() // (page_size * head_size) < 2**31
     pools = described_pools(keys, values, [1, KEYS, dims])
-    _decode_kernel[(min(most * num_kv, chip.processors * PROGRAMS),)](
+    _decode_kernel[(min(most * num_kv, chip.processors * programs),)](
         described(q.view(-1, head_size), [rows, dims]), *pools, out, page_table, tiles, *memory[:3],
         layer, num_pages, page_table.stride(0), int(split), int(alone), num_heads, num_kv, head_size, page_size,
         window, scale, rows, KEYS, dims, stages, SIDE, HEADER, FIELDS, SPLITS, private,

@@ -79,7 +79,7 @@ def _product_kernel(
         [
             (_multiply, (ring, results, out_desc, pointers, T, N, tiles, K, HALF, ADD, BLOCKS, GROUP, 0)),
             (_multiply, (ring, results, out_desc, pointers, T, N, tiles, K, HALF, ADD, BLOCKS, GROUP, 1)),
-            (_load_tiles, (x_desc, weight_desc, ring, out_ptr, T, N, tiles, K, HALF, ADD, GROUP)),
+            (_load_tiles, (x_desc, weight_desc, ring, T, N, tiles, K, HALF, GROUP)),
         ],
         [4, 1],
         [REGISTERS, LOADING_REGISTERS],
@@ -88,13 +88,9 @@ def _product_kernel(
 
 @gluon_jit()
 def _load_tiles(
-    x_desc, weight_desc, ring, out_ptr, T, N, tiles,
-    K: gl.constexpr, HALF: gl.constexpr, ADD: gl.constexpr, GROUP: gl.constexpr,
+    x_desc, weight_desc, ring, T, N, tiles, K: gl.constexpr, HALF: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Load the steps of all tiles of the program, each as soon as both groups of warps have left a stage.
-
-    If results are added to `out`, each tile of `out` is prefetched to the L2 cache.
-    """
+    """Load the steps of all tiles of the program, each as soon as both groups of warps have left a stage."""
     xs, weights, ready, free = ring
     STAGES: gl.constexpr = xs.shape[0]
     TOKENS: gl.constexpr = xs.shape[1]
@@ -106,8 +102,6 @@ def _load_tiles(
     phase = 1  # the phase of `free`, since waiting for phase 1 of a new barrier returns at once
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         first_token, row, other = _place(tile, T, N, HALF, TOKENS, ROWS, GROUP)
-        if ADD:
-            _prefetch(out_ptr, first_token, row, T, N, TOKENS, 2 * ROWS)
         for at in range(0, K, DEPTH):
             nvidia.mbarrier.wait(free.index(stage), phase)
             nvidia.mbarrier.expect(ready.index(stage), (TOKENS + 2 * ROWS) * DEPTH)
@@ -115,17 +109,6 @@ def _load_tiles(
             load_tile(weight_desc, [row, at], ready.index(stage), weights.index(2 * stage))
             load_tile(weight_desc, [other, at], ready.index(stage), weights.index(2 * stage + 1))
             stage, phase = next_stage(stage, phase, STAGES)
-
-
-@gluon_jit()
-def _prefetch(out_ptr, token, row, T, N, TOKENS: gl.constexpr, ROWS: gl.constexpr):
-    """Begin to load a tile of `out` into the L2 cache, 128 bytes at a time."""
-    LINE: gl.constexpr = 1024 // out_ptr.dtype.element_ty.primitive_bitwidth
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, 1], [1, 0])
-    tokens = gl.minimum(token + gl.arange(0, TOKENS, gl.SliceLayout(1, layout)), T - 1)
-    rows = gl.minimum(row + gl.arange(0, ROWS // LINE, gl.SliceLayout(0, layout)) * LINE, N - 1)
-    at = out_ptr + (gl.expand_dims(tokens, 1).to(gl.int64) * N + gl.expand_dims(rows, 0))
-    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(gl.uint64)], gl.int32, False, 1)
 
 
 @gluon_jit()
@@ -144,8 +127,6 @@ def _multiply(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 32])
     part = gl.zeros([SIDE, ROWS], gl.float32, layout)
     tl.extra.cuda.gdc_wait()
-    if PART == 1:
-        _fall_behind(tiles)
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -188,16 +169,6 @@ def _multiply(
         else:
             _store(b, results.index(PART), out_desc, first_token, other)
     nvidia.tma.store_wait(0)
-
-
-@gluon_jit()
-def _fall_behind(tiles):
-    """Wait for 2500 cycles if the program has several tiles, so that one group multiplies while the other stores."""
-    if tiles >= 2 * gl.num_programs(0):
-        gl.inline_asm_elementwise(
-            "{.reg .b32 a, b; .reg .pred p; mov.u32 a, %clock; L: mov.u32 b, %clock; sub.u32 b, b, a; "
-            "setp.lt.u32 p, b, 2500; @p bra L; mov.u32 $0, 0;}", "=r", [], gl.int32, False, 1,
-        )  # fmt: skip
 
 
 @gluon_jit()

@@ -62,15 +62,15 @@ class SharedRows:
     bases: Tensor
 
 
-@jit("sequences", "split", "list_size", "bases_size")
+@jit("sequences", "split", "unsplit", "list_size", "bases_size")
 def _plan_kernel(
     lanes_ptr, lens_ptr, windows_ptr, lists_ptr, shared_ptr, ends_ptr, bases_ptr,
-    sequences, split, list_size, bases_size,
+    sequences, split, unsplit, list_size, bases_size,
     BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr,
     ALIGN: tl.constexpr, CLASSES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """List the work tiles of a decode step, with one program per window. Each sequence has count - 1 work tiles of
-    `split` keys, and one with the remaining keys."""
+    `split` keys, and one with the remaining keys; up to `unsplit` keys are one work tile."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -86,7 +86,7 @@ def _plan_kernel(
         begin = tl.maximum(begin, ends)
         partials = (ends > 0).to(tl.int32)
     start = begin // split
-    count = tl.where(length > 0, (length + split - 1) // split - start, 0)
+    count = tl.where(length - begin > unsplit, (length + split - 1) // split - start, (length > begin).to(tl.int32))
     rest = length - tl.maximum(begin, (start + count - 1) * split)
 
     longest = tl.maximum(tl.max(tl.where(count > 1, split, rest), 0), 1)
@@ -120,14 +120,15 @@ def _plan_kernel(
         tl.store(tile_ptr + 2, lane[:, None], mask=here)
         tl.store(tile_ptr + 3, length[:, None] - 1, mask=here)
         tl.store(tile_ptr + 4, tl.maximum(from_key, begin[:, None]), mask=here)
-        tl.store(tile_ptr + 5, tl.minimum(from_key + split, length[:, None]), mask=here)
+        tl.store(tile_ptr + 5, tl.where(j == count[:, None] - 1, length[:, None], from_key + split), mask=here)
         tl.store(tile_ptr + 6, part[:, None], mask=here)
         tl.store(tile_ptr + 7, j + count[:, None] * SPLITS, mask=here)
 
 
 def _launch(
-    lanes: Tensor, kv_lens: Tensor, windows: Tensor, lists: Tensor, split: int, shared: SharedRows | None
-) -> None:
+    lanes: Tensor, kv_lens: Tensor, windows: Tensor, lists: Tensor, split: int, shared: SharedRows | None,
+    unsplit: int = 0,
+) -> None:  # fmt: skip
     count, capacity = len(lanes), (lists.shape[1] - HEADER) // FIELDS
     assert lanes.dtype == torch.int64
     assert kv_lens.dtype == windows.dtype == lists.dtype == torch.int32
@@ -147,21 +148,22 @@ def _launch(
         assert shared.list.dtype == shared.ends.dtype == shared.bases.dtype == torch.int32
         assert min(len(shared.ends), shared.bases.shape[1]) >= count
     _plan_kernel[(len(windows),)](
-        lanes, kv_lens, windows, lists, *tables, count, split, lists.shape[1], bases_size,
+        lanes, kv_lens, windows, lists, *tables, count, split, unsplit, lists.shape[1], bases_size,
         block, max(1024 // block, 1), HEADER, FIELDS, SPLITS, ALIGN, CLASSES, shared is not None, pdl,
         num_warps=4 if block == BLOCKS[0] else 16 if block < 4096 else 32, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def _twin(
-    lanes: Tensor, kv_lens: Tensor, windows: Tensor, lists: Tensor, split: int, shared: SharedRows | None
-) -> None:
+    lanes: Tensor, kv_lens: Tensor, windows: Tensor, lists: Tensor, split: int, shared: SharedRows | None,
+    unsplit: int = 0,
+) -> None:  # fmt: skip
     """Write the lists of a step with one token per sequence to `lists`, int32 [W, HEADER + capacity * FIELDS].
 
     lanes: int64 [S], the row of the page table of each sequence. kv_lens: int32 [S], number of keys of each sequence,
     including the new token. windows: int32 [W], 0 for no window. split: number of keys, a multiple or a divisor of
     ALIGN; keys are split at its multiples. shared: the ranges that the sequences share; its `bases` are written, and
-    the counters of its list are reset.
+    the counters of its list are reset. unsplit: number of keys up to which a sequence is not split.
     """
     lanes_of, lens = (_host(x) for x in (lanes, kv_lens))
     ends = _host(shared.ends)[: len(lens)] if shared else np.zeros_like(lens)
@@ -169,7 +171,7 @@ def _twin(
         shared.list[1:HEADER] = 0
     for number, (window, whole) in enumerate(zip(windows.tolist(), lists, strict=True)):
         begin = np.maximum(lens - window, 0) // ALIGN * ALIGN if window else np.zeros_like(lens)
-        found = _cut(lanes_of, lens, np.maximum(begin, ends), split, (ends > 0).astype(np.int64))
+        found = _cut(lanes_of, lens, np.maximum(begin, ends), split, unsplit, (ends > 0).astype(np.int64))
         if shared:
             shared.bases[number, found[:, FIRST]] = torch.from_numpy(found[:, PART].copy()).to(whole.device)
         length, rest = found[:, END] - found[:, BEGIN], found[:, SPLIT] % SPLITS + 1 == found[:, SPLIT] // SPLITS
@@ -184,18 +186,19 @@ def _host(tensor: Tensor) -> Ints:
     return tensor.cpu().numpy().astype(np.int64)
 
 
-def _cut(lanes: Ints, lens: Ints, begin: Ints, split: int, partials: Ints) -> NDArray[np.int32]:
-    """Return the work tiles [n, FIELDS] of decodes with keys [begin, lens), split at multiples of `split`.
+def _cut(lanes: Ints, lens: Ints, begin: Ints, split: int, unsplit: int, partials: Ints) -> NDArray[np.int32]:
+    """Return the work tiles [n, FIELDS] of decodes with keys [begin, lens), split at multiples of `split` if there are
+    more than `unsplit`.
 
     partials: [S], 1 for each sequence that has a partial result for shared keys, else 0. lanes, lens, begin: [S].
     """
     start = begin // split
-    count = np.where(lens > begin, -(-lens // split) - start, 0)
+    count = np.where(lens - begin > unsplit, -(-lens // split) - start, lens > begin)
     parts = np.where(count > 1, count, 0) + partials
     owner = np.repeat(np.arange(len(count)), count)
     number = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
     cuts = (start[owner] + number) * split
-    low, high = np.maximum(cuts, begin[owner]), np.minimum(cuts + split, lens[owner])
+    low, high = np.maximum(cuts, begin[owner]), np.where(number == count[owner] - 1, lens[owner], cuts + split)
     return tiles_of(
         owner, 1 + SPLITS * partials[owner], lanes[owner], lens[owner] - 1, low, high,
         (np.cumsum(parts) - parts)[owner], number + count[owner] * SPLITS,

@@ -43,10 +43,12 @@ LARGE = replace(
 ODD = replace(MODEL, intermediate_size=100)  # not a multiple of 8
 
 
-def make(model: ModelConfig = MODEL, memory: float = 0, kernels: str = "torch", **given: Any) -> EngineConfig:
+def make(
+    model: ModelConfig = MODEL, memory: float = 0, kernels: str = "torch", processors: int = 132, **given: Any
+) -> EngineConfig:
     options = GeneratorOptions(**{"device": "cpu", **given})
     options.check()
-    return EngineConfig.make(model, options, int(memory), kernels)
+    return EngineConfig.make(model, options, int(memory), kernels, processors)
 
 
 def test_the_defaults() -> None:
@@ -266,6 +268,15 @@ def test_lanes_and_budget_suit_the_model_and_the_gpu(memory: float, lanes: int, 
     assert (config.attention, config.num_pages) == ("paged", 0), "the pool is measured"
     assert make(LARGE, device="cuda", memory=memory, max_seqs=7).max_seqs == 7
     assert make(LARGE, device="cuda", memory=memory, max_step_tokens=33).max_seqs == 33
+
+
+@pytest.mark.parametrize(("processors", "budget"), [(132, 8448), (114, 7296), (108, 6912), (78, 9984), (0, 8192)])
+def test_the_tiles_of_a_step_are_shared_evenly(processors: int, budget: int) -> None:
+    config = make(LARGE, device="cuda", memory=80e9, processors=processors)
+    assert config.max_step_tokens == budget
+    assert processors == 0 or budget // 128 * 2 % processors == 0
+    small = make(LARGE, device="cuda", memory=40e9, processors=processors)
+    assert small.max_step_tokens == (4992 if processors == 78 else 4096), "no even number of tiles is near"
 
 
 def test_a_pool_that_is_measured_limits_the_context() -> None:

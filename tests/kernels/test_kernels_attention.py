@@ -105,11 +105,11 @@ def test_decode_lists(count: int) -> None:
     kv_lens[: count // 4] = 1  # padding
     lanes = torch.from_numpy(rng.permutation(count) + 3).to(DEVICE)
     windows = torch.tensor([0, 100, 1024], dtype=torch.int32, device=DEVICE)
-    for split, most in ((64, 47), (32, 94), (work_tiles.WHOLE, 1)):
+    for split, unsplit, most in ((64, 0, 47), (64, 512, 47), (32, 0, 94), (work_tiles.WHOLE, 0, 1)):
         size = HEADER + count * (most + 1) * FIELDS
         found, twin = (torch.full((3, size), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
-        work_tiles.plan_decode.launch(lanes, kv_lens, windows, found, split, None)
-        work_tiles.plan_decode.twin(lanes, kv_lens, windows, twin, split, None)
+        work_tiles.plan_decode.launch(lanes, kv_lens, windows, found, split, None, unsplit)
+        work_tiles.plan_decode.twin(lanes, kv_lens, windows, twin, split, None, unsplit)
         assert torch.equal(found, twin)
         for window, whole in zip(windows.tolist(), found.cpu(), strict=True):
             tiles = list(checked(tiles_of(whole), count * (most + 1)))
@@ -120,7 +120,9 @@ def test_decode_lists(count: int) -> None:
                 begin = max(length - window, 0) // work_tiles.ALIGN * work_tiles.ALIGN if window else 0
                 assert (tile[0][BEGIN], tile[-1][END]) == (begin, length)
                 assert len(tile) <= most
-                assert all(item[BEGIN] % min(split, 64) == 0 and item[END] - item[BEGIN] <= split for item in tile)
+                assert (len(tile) == 1) == (length - begin <= max(unsplit, split))
+                assert all(item[BEGIN] % min(split, 64) == 0 for item in tile)
+                assert all(item[END] - item[BEGIN] <= max(unsplit, split) for item in tile)
 
 
 def test_few_sequences_are_split_so_that_they_fill_the_chip() -> None:
@@ -132,7 +134,7 @@ def test_few_sequences_are_split_so_that_they_fill_the_chip() -> None:
         zeros = torch.zeros(sequences, dtype=torch.int64, device=DEVICE)
         plan = paged.plan_decode(zeros, zeros.int(), zeros.int()[None])
         assert plan.work[0][0].split == splits
-        assert plan.work[0][0].most == sequences * (-(-context // 64) + 1 if splits else 2) <= paged.partials
+        assert plan.work[0][0].most == sequences * (-(-context // 64) + 1 if splits else 1) <= paged.partials
 
 
 @pytest.mark.parametrize("window", [0, 100])

@@ -90,10 +90,10 @@ class PagedAttention:
         sequences = len(lanes)
         assert sequences <= self.max_seqs
         splits = self._splits(sequences)
-        split, most = (self.configs[kernel.DECODE].keys, self._most_splits) if splits else (work_tiles.WHOLE, 1)
+        split, most = (self.configs[kernel.DECODE].keys, self._most_splits + 1) if splits else (work_tiles.WHOLE, 1)
         rows = self.prefixes.rows if shared else None
-        work_tiles.plan_decode(lanes, kv_lens, self._windows, self._lists, split, rows)
         config = self.configs[kernel.DECODE]
+        work_tiles.plan_decode(lanes, kv_lens, self._windows, self._lists, split, rows, config.unsplit)
         plan = PagedPlan(page_table, {window: [] for window in self.windows})
         for number, window in enumerate(self.windows):
             if rows is not None:
@@ -102,9 +102,7 @@ class PagedAttention:
                 tiles = kernel.TileList(rows.list, self.max_seqs, group, kernel.SHARED, rows, bases, kv_lens)
                 plan.work[window].append(tiles)
             kind = kernel.PRIVATE if shared else kernel.PLAIN
-            tiles = kernel.TileList(
-                self._lists[number], sequences * (most + 1), config, kind, split=splits, alone=alone
-            )
+            tiles = kernel.TileList(self._lists[number], sequences * most, config, kind, split=splits, alone=alone)
             plan.work[window].append(tiles)
         return plan
 

@@ -21,9 +21,16 @@ from fastgen.kernels import attention as kernel
 from fastgen.kernels import work_tiles
 from fastgen.model.kv_pool import KVPool
 
-SHARING_PAYS = 16e6  # from so many bytes of a layer's keys and values on that are not read again
-FILLS = 0.5  # least number of tiles of shared keys, as a fraction of the programs that a chip holds
-OWN_KEY = 0.5  # time of a key that a row reads by itself, relative to a tile's key: siblings find it in L2
+SHARING_PAYS = 16e6
+"""Minimum number of bytes of a layer's keys and values that sharing saves. Measured on an H200, which reads them in 4
+us, about the time of the second launch; a GPU with less bandwidth would gain from fewer."""
+
+FILLS = 0.5
+"""Minimum number of tiles of shared keys, as a fraction of the programs that a chip holds. Measured on an H200."""
+
+OWN_KEY = 0.5
+"""Time of a key that a row reads by itself, relative to a tile's key, because its siblings find it in the L2 cache.
+Measured on an H200, whose L2 cache has 50 MB; with a smaller one, more rows would be worth sharing."""
 
 Ints = NDArray[np.int64]
 
