@@ -104,11 +104,10 @@ class Fleet:
             senders = {member: gathering.join() for member in taking}
 
             def send(member: Member) -> int | None:
-                sender = senders[member]
                 try:
-                    return member.engine.update(replace(update, source=sender.named))
+                    return member.engine.update(replace(update, source=senders[member].named))
                 finally:
-                    sender.leave()
+                    gathering.leave(senders[member])
 
             found, copies = of_each(taking, send, gathering.run), gathering.copies
             copy = None if copies is None else replace(update, source=list(copies.items()))

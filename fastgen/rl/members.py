@@ -234,8 +234,7 @@ class Members:
         with self.updates:
             if self._closed or member.serves:
                 return
-            with suppress(*LOST):
-                member.engine.close()  # the weight group of the engine that has ended
+            tried(member.engine.close)  # the weight group of the engine that has ended
             current = state["weight_version"] == self.version and not state["torn"]
             if self._made_updates and not current:
                 log.info("%s answers again and gets the weights of version %s", member.url, self.version)
@@ -367,9 +366,11 @@ def tried(function: Callable[Given, Result], *args: Given.args, **kwargs: Given.
 def of_each(
     members: Iterable[Member], function: Callable[[Member], Result], meanwhile: Callable[[], None] | None = None
 ) -> dict[Member, Result | Exception]:
-    """Call a function of each member in threads, and another one in this thread. Return {member: result or error}."""
-    with ThreadPoolExecutor(thread_name_prefix="fastgen-fleet") as pool:
-        futures = {member: pool.submit(tried, function, member) for member in members}
+    """Call a function of each member in a thread of its own, and another one in this thread. Return {member: result or
+    error}."""
+    each = list(members)
+    with ThreadPoolExecutor(max(1, len(each)), "fastgen-fleet") as pool:  # since senders wait for each other
+        futures = {member: pool.submit(tried, function, member) for member in each}
         if meanwhile is not None:
             meanwhile()
         return {member: future.result() for member, future in futures.items()}
