@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.engine.outputs import error_output
-from fastgen.engine.prompts import prompt_list, request_source
+from fastgen.engine.prompts import params_list, prompt_list, request_source
 from fastgen.engine.stats import with_progress
 from fastgen.names import explains_names
 from fastgen.option import takes_fields_of
-from fastgen.request import Event, Params, Prompt, Request, RequestOutput, SamplingParams
+from fastgen.request import Event, Params, Prompt, Request, RequestOutput
 from fastgen.rl.bodies import body_of, event_of, fields_of, output_of, samples_of, unsent_output
 from fastgen.rl.engine import Engines, RemoteEngine
 from fastgen.rl.fleet import Fleet
@@ -65,12 +65,8 @@ class RemoteGenerator:
     ) -> list[RequestOutput]:
         """Return the outputs in the order of the prompts; see `Generator.generate`. A mask cannot be sent."""
         many = prompt_list(prompts)
-        shared = params is None or isinstance(params, SamplingParams | Mapping)
-        given: Any = params
-        each = [given] * len(many) if shared else list(given)
-        if len(each) != len(many):
-            raise ValueError(f"there are {len(many)} prompts and {len(each)} params; give one, or one per prompt")
-        for own in each[:1] if shared else each:
+        each = params_list(params, len(many))
+        for own in each:
             fields_of(own)  # raises before anything runs
         requests = [Request(prompt, own, number) for number, (prompt, own) in enumerate(zip(many, each, strict=True))]
         call = _Call()
