@@ -197,7 +197,7 @@ class RemoteGenerator:
             (indices, values) is a sparse delta; an update that has one is received as a whole before it is written.
 
         In a program whose ranks shard the model, all ranks of its default process group call this method. Rank 0 sends;
-        the other ranks take part in gathering, and return None.
+        the other ranks take part in gathering, and return None. With a folder, only one rank calls it.
         """
         options = {"version": version, "partial": partial, "in_flight": in_flight, "requantize": requantize}
         source = str(Path(named).resolve()) if isinstance(named, str | Path) else tensors_of(named)
