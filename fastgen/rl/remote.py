@@ -198,6 +198,9 @@ class RemoteGenerator:
 
         In a program whose ranks shard the model, all ranks of its default process group call this method. Rank 0 sends;
         the other ranks take part in gathering, and return None. With a folder, only one rank calls it.
+
+        Of several engines, one that ends during an update is lost, and the update goes on. If some refuse it, the first
+        of their errors is raised; those that took it serve with the new version, and the others do not serve.
         """
         options = {"version": version, "partial": partial, "in_flight": in_flight, "requantize": requantize}
         source = str(Path(named).resolve()) if isinstance(named, str | Path) else tensors_of(named)
