@@ -89,7 +89,7 @@ class StubGenerator:
         self._stats.steps += 1
         return events
 
-    def sleep(self, keep_weights: bool) -> int:
+    def sleep(self, tags: Sequence[str] = (), keep_weights: bool = True) -> int:
         time.sleep(SLEEP_SECONDS)
         return 0
 

@@ -44,8 +44,8 @@ ROOMS = (
 WITHOUT_TORCH = (
     "async_engine.client",
     "async_engine.loop",
+    "rl.bodies",
     "rl.http",
-    "rl.outputs",
     "rl.remote",
     "text.detokenizer",
     "text.grammar",

@@ -60,6 +60,11 @@ class TrainerGroup:
             self._group.all_reduce(one)  # the trainer's communicator sums one number at its start
             self._wait(check)
 
+    def close(self) -> None:
+        """Leave the group. This can be called twice."""
+        with torch.cuda.device(self._device):
+            self._group.close()
+
     def receive(
         self, header: Header, buffer_bytes: int | None, check: Callable[[], None]
     ) -> Iterator[tuple[str, Tensor]]:
@@ -78,14 +83,19 @@ class TrainerGroup:
         self.broken = False
 
     def _wait(self, check: Callable[[], None]) -> None:
-        """Wait until all work on the device has ended."""
+        """Wait until all work on the device has ended. If the trainer does not take part in it, leave the group, since
+        an operation that waits for it would block the device."""
         done: Any = torch.cuda.current_stream().record_event()
         deadline = time.monotonic() + self._seconds
-        while not done.query():
-            check()
-            if time.monotonic() > deadline:
-                raise DepartedError(f"the trainer has sent nothing for {self._seconds:g} seconds")
-            time.sleep(PAUSE_SECONDS)
+        try:
+            while not done.query():
+                check()
+                if time.monotonic() > deadline:
+                    raise DepartedError(f"the trainer has sent nothing for {self._seconds:g} seconds")
+                time.sleep(PAUSE_SECONDS)
+        except BaseException:
+            self.close()
+            raise
 
 
 def packed(header: Header, buffer_bytes: int | None) -> Iterator[list[tuple[str, Tensor]]]:

@@ -33,7 +33,6 @@ class WeightUpdates:
         self._gen, self._check = gen, check
         self._wire: Wire | None = None
         self._trainer: TrainerGroup | None = None
-        self._failed: list[TrainerGroup] = []  # kept, since NCCL waits for the trainer when a communicator is destroyed
 
     def weight_state(self) -> dict[str, Any]:
         return {"weight_version": self._gen.weight_version, "torn": self._gen.torn}
@@ -134,7 +133,7 @@ class WeightUpdates:
         given = None if unique_id is None else decode_id(unique_id)
         if not self.has_nccl:
             raise ValueError("weights come over NCCL, and this server's are on the CPU; update them from a folder")
-        self._trainer = None
+        self._leave_trainer()
         found = given or find_id(address, seconds, self._check)
         device = torch.device(self._gen.config.device)
         self._trainer = TrainerGroup(found, ranks, device, buffer_bytes, seconds, self._check)
@@ -153,8 +152,12 @@ class WeightUpdates:
             return self._gen.update_weights(tensors, partial=partial, in_flight="keep")
         finally:
             if trainer.broken:
-                self._trainer = None
-                self._failed.append(trainer)
+                self._leave_trainer()
+
+    def _leave_trainer(self) -> None:
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            trainer.close()
 
     @property
     def has_nccl(self) -> bool:

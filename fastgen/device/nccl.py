@@ -30,12 +30,13 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "ncclCommInitRank": [_POINTER, _INT, _UniqueId, _INT],
     "ncclAllReduce": [_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER],
     "ncclBroadcast": [_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER],
+    "ncclCommAbort": [_POINTER],
 }
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Load the library that torch has loaded, and set the argument types of these functions."""
+    """Return the library, which torch has loaded: its name leads to the loaded one, wherever that lies."""
     loaded = ctypes.CDLL("libnccl.so.2")
     for name, arguments in _FUNCTIONS.items():
         getattr(loaded, name).argtypes = arguments
@@ -66,6 +67,12 @@ class Communicator:
     def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
         self._handle = ctypes.c_void_p()
         _call("ncclCommInitRank", ctypes.byref(self._handle), size, _UniqueId.from_buffer_copy(unique_id), rank)
+
+    def close(self) -> None:
+        """End operations that wait for other ranks, and free the memory of this end, which cannot be used any more."""
+        handle, self._handle = self._handle, ctypes.c_void_p()
+        if handle:
+            _call("ncclCommAbort", handle)
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum x, float32 and contiguous, over the ranks in place."""

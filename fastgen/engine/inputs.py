@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from fastgen.engine.masks import MaskMaker, copy_mask
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue
-from fastgen.engine.prompts import prompt_list
+from fastgen.engine.prompts import params_list, prompt_list
 from fastgen.model.config import ModelConfig
 from fastgen.request import (
     MAX_BIASES,
@@ -61,12 +61,8 @@ class InputProcessor:
             self.check_params(shared)  # before anything runs
             self._masks.mask_of(shared)
             return [(prompt, shared) for prompt in many]
-        if not isinstance(params, Iterable) or isinstance(params, str):
-            raise TypeError(f"params must be SamplingParams, a dict or a list of them, not {type(params).__name__}")
-        each = [params_of(own, self.defaults) for own in params]
-        if len(each) != len(many):
-            raise ValueError(f"there are {len(many)} prompts and {len(each)} params; give one, or one per prompt")
-        return list(zip(many, each, strict=True))
+        each = params_list(params, len(many))
+        return [(prompt, params_of(own, self.defaults)) for prompt, own in zip(many, each, strict=True)]
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError or TypeError for parameters that the model cannot be sampled with."""

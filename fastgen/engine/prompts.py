@@ -8,7 +8,7 @@ from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
-from fastgen.request import Params, Prompt, Request
+from fastgen.request import Params, Prompt, Request, SamplingParams
 
 
 def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
@@ -22,6 +22,19 @@ def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if many and isinstance(many[0], Request):
         raise TypeError("a Request goes to `stream`; give prompts here")
     return [many] if _begins_prompt(many) else many
+
+
+def params_list(params: Params | Iterable[Params], count: int) -> list[Params]:
+    """Return the parameters of each of `count` prompts. params: of all, or a list with one entry per prompt. Raises
+    TypeError for other values, and ValueError for a list of another length."""
+    if params is None or isinstance(params, SamplingParams | Mapping):
+        return [params] * count
+    if not isinstance(params, Iterable) or isinstance(params, str):
+        raise TypeError(f"params must be SamplingParams, a dict or a list of them, not {type(params).__name__}")
+    each = list(params)
+    if len(each) != count:
+        raise ValueError(f"there are {count} prompts and {len(each)} params; give one, or one per prompt")
+    return each
 
 
 def _begins_prompt(many: list[Any] | tuple[Any, ...]) -> bool:

@@ -12,28 +12,19 @@ from torch import Tensor
 class Share:
     """A tensor of one sender, which behaves like a DTensor: `full_tensor` waits until it is gathered."""
 
-    def __init__(self, sender: Sender, index: int, like: Any) -> None:
+    def __init__(self, gathering: Gathering, sender: Sender, index: int, like: Any) -> None:
         self.dtype, self.shape, self.device = like.dtype, like.shape, like.device
-        self._sender, self._index = sender, index
+        self._gathering, self._sender, self._index = gathering, sender, index
 
     def full_tensor(self) -> Tensor:
-        return self._sender.take(self._index)
+        return self._gathering.take(self._sender, self._index)
 
 
 class Sender:
     """A sender to one engine. named: its tensors, each of which it takes once, in their order."""
 
     def __init__(self, gathering: Gathering, tensors: list[tuple[str, Any]]) -> None:
-        self.named = [(name, Share(self, index, tensor)) for index, (name, tensor) in enumerate(tensors)]
-        self._gathering = gathering
-
-    def take(self, index: int) -> Tensor:
-        """Wait for a tensor and return it. Raises the error of gathering it."""
-        return self._gathering.take(self, index)
-
-    def leave(self) -> None:
-        """Take no more tensors."""
-        self._gathering.leave(self)
+        self.named = [(name, Share(gathering, self, index, like)) for index, (name, like) in enumerate(tensors)]
 
 
 class Gathering:
@@ -83,7 +74,7 @@ class Gathering:
                 self._changed.notify_all()
 
     def take(self, sender: Sender, index: int) -> Tensor:
-        """See `Sender.take`."""
+        """Wait for a tensor and return it. Raises the error of gathering it."""
         with self._changed:
             self._changed.wait_for(lambda: self._index >= index or self._ended)
             if self._index != index:
@@ -96,7 +87,7 @@ class Gathering:
         return current
 
     def leave(self, sender: Sender) -> None:
-        """See `Sender.leave`."""
+        """Take no more tensors."""
         with self._changed:
             self._senders.discard(sender)
             self._waiting.discard(sender)

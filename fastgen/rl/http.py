@@ -10,16 +10,20 @@ from collections.abc import Generator as PyGenerator
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlencode, urlsplit
 
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
+END_SECONDS = 0.02  # between two attempts to end connections or requests
 POLL_SECONDS = 0.2  # between two looks at a server whose model is being loaded
 KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # notices in 35 s that a machine is gone
 UNAVAILABLE = (500, 502, 503)  # statuses of a server whose engine has ended or is not ready, or that is ending
 REPORT_SECONDS = 10.0  # between two lines in the log about it
+
+Json = dict[str, Any]
+"""The body of a request or of a response."""
 
 
 class UnavailableError(RuntimeError):
@@ -56,17 +60,17 @@ class ServerClient:
     def host(self) -> str:
         return self._parsed.hostname or ""
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str) -> Json:
         """Return the body of the response to a GET about the model."""
         query = "" if self._model is None else "?" + urlencode({"model": self._model})
         return self._ask("GET", path + query)
 
-    def post(self, path: str, body: dict[str, Any], connections: set[HTTPConnection] | None = None) -> Any:
+    def post(self, path: str, body: Json, connections: set[HTTPConnection] | None = None) -> Json:
         """Return the body of the response to a post. connections: set that holds the connection while the request runs,
         so that another thread can `shut_down` it."""
         return self._ask("POST", path, self._data(body), connections)
 
-    def lines(self, path: str, body: dict[str, Any]) -> PyGenerator[Any, None, None]:
+    def lines(self, path: str, body: Json) -> PyGenerator[Json, None, None]:
         """Yield the lines of JSON of the response to a post, as they arrive. Closing the iterator ends the request."""
         self.await_ready()
         with self._asking("POST", path, self._data(body), set()) as response:
@@ -107,15 +111,18 @@ class ServerClient:
             self._fail(healthy, trouble)
         return UnavailableError(_message(text))
 
-    def _data(self, body: dict[str, Any]) -> str:
+    def _data(self, body: Json) -> str:
         return json.dumps({**body, "model": self._model}, default=_plain)
 
     def _ask(
         self, method: str, path: str, data: str | None = None, connections: set[HTTPConnection] | None = None
-    ) -> Any:
+    ) -> Json:
         self.await_ready()
         status, text = self._exchange(method, path, data, connections)
-        return json.loads(text) if status == 200 else self._fail(status, text)
+        if status != 200:
+            self._fail(status, text)
+        found: Json = json.loads(text)
+        return found
 
     def _exchange(
         self, method: str, path: str, data: str | None = None, connections: set[HTTPConnection] | None = None
@@ -146,7 +153,7 @@ class ServerClient:
             finally:
                 connections.discard(connection)
 
-    def _fail(self, status: int, text: str) -> Any:
+    def _fail(self, status: int, text: str) -> NoReturn:
         """Raise the error that a response stands for."""
         message = _message(text)
         if status in (400, 413):

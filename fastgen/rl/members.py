@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 from fastgen.processes.errors import DepartedError
-from fastgen.rl.http import POLL_SECONDS, Connections, UnavailableError
-from fastgen.rl.remote import RemoteGenerator, RemoteGeneratorOptions
+from fastgen.rl.engine import RemoteEngine, WeightState
+from fastgen.rl.http import POLL_SECONDS, Connections, ServerClient, UnavailableError
+from fastgen.rl.options import RemoteGeneratorOptions
 from fastgen.rl.router import Router
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fastgen.rl.weights import ADAPTER, Named, Update
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +27,7 @@ PROBE_SECONDS = 1.0  # interval of attempts to reach an engine that is out of se
 LOST = (ConnectionError, UnavailableError, DepartedError)  # errors of an engine that has ended
 
 Result = TypeVar("Result")
+Given = ParamSpec("Given")
 
 
 class LostError(ConnectionError):
@@ -35,122 +35,102 @@ class LostError(ConnectionError):
 
 
 @dataclass(eq=False)
-class Engine:
+class Member:
     """An engine of a fleet. number: its number in the router. serves: True while it gets requests. answers: True if it
     could be reached when it was last tried. running: number of its requests of this fleet. trouble: why it does not
     serve."""
 
     number: int
     url: str
-    remote: RemoteGenerator
+    engine: RemoteEngine
     serves: bool = False
     answers: bool = False
     running: int = 0
     trouble: str = "it was not reached yet"
 
-    def state(self) -> dict[str, Any]:
-        """Return its `weight_version`, and whether its weights are `torn` by an update that failed."""
-        state: dict[str, Any] = self.remote._server.get("/weight_version")
-        return state
-
-
-@dataclass(frozen=True)
-class Update:
-    """An update of weights. kind: "all" or "some" of the weights, or "adapter".
-
-    make: function that makes it in one engine; its arguments are the engine's RemoteGenerator, the source, the version
-        of the new weights, and `in_flight`.
-    source: tensors in host memory or the path of a folder; None: no tensors.
-    """
-
-    kind: str
-    make: Callable[[RemoteGenerator, Any, int, str], int | None]
-    source: dict[str, Tensor] | str | None = None
-
 
 class Members:
     """The engines of a fleet.
 
-    given: addresses of engines, or of replicas. router: see Router. version: version of the current weights; None
-    until an engine was reached. updates: lock for what changes the weights of engines.
-    resting: True while engines that have ended are not looked for.
+    given: addresses of engines, or of replicas. version: version of the current weights, after `begin`.
+    updates: lock for what changes the weights of engines. resting: what is paused or asleep, such as "kv_cache"; until
+    it is empty, engines that have ended are not looked for.
 
     Threads may share it. A thread looks for engines that have ended as long as there are any, until `close`.
     """
 
     def __init__(self, given: Iterable[str], options: RemoteGeneratorOptions) -> None:
-        self._options = options
-        self._given = {url: self._remote(url) for url in given}
-        self._engines: list[Engine] = []
-        self._made = 0  # number of engines so far
-        self.router = Router()
-        self.version: int | None = None
+        self._options = replace(options, ready_timeout=0)
+        self._ready_timeout = options.ready_timeout
+        self._given = {url: ServerClient(url, options.api_key, options.model, 0) for url in given}
+        self._members: list[Member] = []
+        self._made = 0  # number of members so far
+        self._router = Router()
+        self.version, self._begun = 0, False
         self._made_updates: list[Update] | None = []  # those that lead to the current weights; None: no copy
         self._changed = threading.Condition()  # guards all of the above
-        self.resting = self._updating = self._closed = False
+        self.resting = set[str]()
+        self._updating = self._closed = False
         self.updates = threading.Lock()
         self._watcher: threading.Thread | None = None
 
-    def _remote(self, url: str) -> RemoteGenerator:
-        return RemoteGenerator(**{**vars(self._options), "url": url, "ready_timeout": 0})
-
     def __len__(self) -> int:
-        return len(self._engines)
+        return len(self._members)
 
-    def __iter__(self) -> Iterator[Engine]:
-        return iter(list(self._engines))
+    def __iter__(self) -> Iterator[Member]:
+        return iter(list(self._members))
 
     # ------------------------------------------------------------------------------------ requests
 
     def ask_any(
-        self, call: Callable[[RemoteGenerator], Result], keys: list[int], samples: int, connections: Connections
+        self, call: Callable[[RemoteEngine], Result], keys: list[int], samples: int, connections: Connections
     ) -> Result:
         """Return the result of a call of one engine. If the engine ends, the next one is called. Raises ConnectionError
-        if none is left. keys, samples: see `Router.choose`. connections: see RemoteGenerator."""
+        if none is left. keys, samples: see `Router.choose`. connections: see Engines."""
         while True:
-            with suppress(LostError), self.engine_for(keys, samples, connections) as engine:
-                return call(engine.remote)
+            with suppress(LostError), self.member_for(keys, samples, connections) as member:
+                return call(member.engine)
 
     @contextmanager
-    def engine_for(self, keys: list[int], samples: int, connections: Connections) -> Iterator[Engine]:
+    def member_for(self, keys: list[int], samples: int, connections: Connections) -> Iterator[Member]:
         """Choose the engine of a request within the block. Raises LostError if it ends."""
-        engine = self._admit(keys, samples, connections)
+        member = self._admit(keys, samples, connections)
         try:
-            yield engine
+            yield member
         except LOST as error:
             if connections.ended:
                 raise
-            self._lose(engine, error)
-            raise LostError(f"{engine.url} has ended: {error}") from None
+            self._lose(member, error)
+            raise LostError(f"{member.url} has ended: {error}") from None
         finally:
             with self._changed:
-                engine.running -= 1
-                self.router.leave(engine.number, samples)
+                member.running -= 1
+                self._router.leave(member.number, samples)
                 self._changed.notify_all()
 
-    def _admit(self, keys: list[int], samples: int, connections: Connections) -> Engine:
+    def _admit(self, keys: list[int], samples: int, connections: Connections) -> Member:
         """Wait until an engine may serve a request, and return it. Raises ConnectionError if no engine is left."""
         deadline = time.monotonic() + self._options.timeout
         with self._changed:
             while not connections.ended:
-                serving = self.serving()
-                free = {engine.number: engine for engine in serving if engine.running < self._options.max_requests}
+                serving = self._serving()
+                free = {member.number: member for member in serving if member.running < self._options.max_requests}
                 if free and not self._updating:
-                    engine = free[self.router.choose(keys, samples, free)]
-                    engine.running += 1
-                    return engine
+                    member = free[self._router.choose(keys, samples, free)]
+                    member.running += 1
+                    return member
                 if serving or self._updating:
                     deadline = time.monotonic() + self._options.timeout
-                elif time.monotonic() > deadline or all(engine.answers for engine in self._engines):
-                    raise self.nobody()
+                elif time.monotonic() > deadline or all(member.answers for member in self._members):
+                    raise self._nobody()
                 self._changed.wait(PROBE_SECONDS)
         raise ConnectionError("the stream was closed")
 
-    def serving(self) -> list[Engine]:
-        return [engine for engine in self._engines if engine.serves]
+    def _serving(self) -> list[Member]:
+        return [member for member in self._members if member.serves]
 
-    def nobody(self) -> ConnectionError:
-        reasons = [f"{engine.url}: {engine.trouble}" for engine in self._engines]
+    def _nobody(self) -> ConnectionError:
+        reasons = [f"{member.url}: {member.trouble}" for member in self._members]
         return ConnectionError(f"no engine is left: {'; '.join(reasons)}")
 
     # ------------------------------------------------------------------------------------ engines that come and go
@@ -158,25 +138,26 @@ class Members:
     def begin(self) -> None:
         """Reach the engines for the first time. Raises ConnectionError if none of them answers."""
         with self.updates:
-            if self.version is not None:
+            if self._begun:
                 return
-            states = self._await_engines()
-            if all(isinstance(state, Exception) for state in states.values()):
-                for engine, state in states.items():
-                    engine.trouble = str(state)
-                raise self.nobody()
-            self.version = max(state["weight_version"] for state in states.values() if isinstance(state, dict))
-            for engine, state in states.items():
-                self._judge(engine, state)
+            states = self._await_members()
+            versions = [state["weight_version"] for state in states.values() if not isinstance(state, Exception)]
+            if not versions:
+                for member, state in states.items():
+                    member.trouble = str(state)
+                raise self._nobody()
+            self.version, self._begun = max(versions), True
+            for member, state in states.items():
+                self._judge(member, state)
 
-    def _await_engines(self) -> dict[Engine, Any]:
-        """Wait until all engines are ready, or `ready_timeout` has passed. Return {engine: its state or error}."""
+    def _await_members(self) -> dict[Member, WeightState | Exception]:
+        """Wait until all engines are ready, or `ready_timeout` has passed. Return {member: its state or error}."""
         begun = time.monotonic()
         while True:
             self._find()
-            states = each_engine(self._engines, Engine.state)
+            states = of_each(self._members, lambda member: member.engine.state())
             late = [state for state in states.values() if isinstance(state, LOST)]
-            if not late or time.monotonic() - begun > self._options.ready_timeout:
+            if not late or time.monotonic() - begun > self._ready_timeout:
                 return states
             log.info("waiting for %d of %d engines: %s", len(late), len(states), late[0])
             time.sleep(POLL_SECONDS)
@@ -184,44 +165,45 @@ class Members:
     def _find(self) -> None:
         """Add the engines at the given addresses. The address of replicas lists the addresses of its engines, which
         change when Ray replaces one."""
-        urls = list[str]()
-        for url, remote in self._given.items():
-            listed = tried(_engine_urls, remote)
-            if isinstance(listed, Exception) and any(engine.url == url for engine in self._engines):
-                listed = [url]
-            elif isinstance(listed, LOST) and self._engines:  # replicas whose common address does not answer
-                listed = [engine.url for engine in self._engines]
-            urls += [url] if isinstance(listed, Exception) else listed
+        urls, known = list[str](), [member.url for member in self._members]
+        for url, client in self._given.items():
+            listed = tried(client.get, "/engines")
+            if not isinstance(listed, Exception):
+                urls += listed["urls"]
+            elif isinstance(listed, LOST) and known and url not in known:  # replicas, whose address does not answer
+                urls += known
+            else:
+                urls.append(url)
         with self._changed:
-            gone = [engine for engine in self._engines if not engine.serves and engine.url not in urls]
-            for url in urls:
-                if all(url != engine.url for engine in self._engines):
+            gone = [member for member in self._members if not member.serves and member.url not in urls]
+            for url in dict.fromkeys(urls):
+                if url not in known:
                     if gone:  # one that has ended stays until another one takes its place, since it is looked for
-                        self._engines.remove(gone.pop())
-                    self._engines.append(Engine(self._made, url, self._remote(url)))
+                        self._members.remove(gone.pop())
+                    self._members.append(Member(self._made, url, RemoteEngine(url, self._options)))
                     self._made += 1
 
-    def _judge(self, engine: Engine, state: dict[str, Any] | Exception) -> None:
-        """Let an engine serve if it has the current weights. state: see `Engine.state`, or the error of asking."""
+    def _judge(self, member: Member, state: WeightState | Exception) -> None:
+        """Let an engine serve if it has the current weights. state: of its weights, or the error of asking."""
         with self._changed:
-            engine.answers = not isinstance(state, LOST)
+            member.answers = not isinstance(state, LOST)
             if isinstance(state, Exception):
-                engine.serves, engine.trouble = False, str(state)
+                member.serves, member.trouble = False, str(state)
             else:
                 version = state["weight_version"]
-                engine.serves = version == self.version and not state["torn"]
-                engine.trouble = f"its weights have version {version} instead of {self.version}; call update_weights"
-            if not engine.serves:
-                self.router.forget([engine.number])
+                member.serves = version == self.version and not state["torn"]
+                member.trouble = f"its weights have version {version} instead of {self.version}; call update_weights"
+            if not member.serves:
+                self._router.forget([member.number])
                 self._watch()
             self._changed.notify_all()
 
-    def _lose(self, engine: Engine, error: Exception) -> None:
+    def _lose(self, member: Member, error: Exception) -> None:
         """Send no more requests to an engine that does not answer."""
         with self._changed:
-            if engine.serves:
-                log.warning("%s is lost: %s", engine.url, error)
-        self._judge(engine, error)
+            if member.serves:
+                log.warning("%s is lost: %s", member.url, error)
+        self._judge(member, error)
 
     def _watch(self) -> None:
         """Start the thread that looks for lost engines, if it does not run. `_changed` must be held."""
@@ -233,61 +215,57 @@ class Members:
         """Try lost engines until all serve."""
         while True:
             with self._changed:
-                lost = [engine for engine in self._engines if not engine.serves]
+                lost = [member for member in self._members if not member.serves]
                 if self._closed or not lost:
                     self._watcher = None
                     return
             if not self.resting:
-                for engine in lost:
-                    self._restore(engine)
+                for member in lost:
+                    self._restore(member)
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, PROBE_SECONDS)
             self._find()
 
-    def _restore(self, engine: Engine) -> None:
+    def _restore(self, member: Member) -> None:
         """Give a lost engine the current weights if it answers, and let it serve."""
-        state = tried(engine.state)
+        state = tried(member.engine.state)
         if isinstance(state, Exception):
-            return self._judge(engine, state)
+            return self._judge(member, state)
         with self.updates:
-            if self._closed or engine.serves:
+            if self._closed or member.serves:
                 return
-            with suppress(*LOST):
-                engine.remote.close()  # the weight group of the engine that has ended
+            tried(member.engine.close)  # the weight group of the engine that has ended
             current = state["weight_version"] == self.version and not state["torn"]
             if self._made_updates and not current:
-                log.info("%s answers again and gets the weights of version %s", engine.url, self.version)
-                error = tried(self._update_again, engine.remote)
-                state = error if isinstance(error, Exception) else tried(engine.state)
-            self._judge(engine, state)
+                log.info("%s answers again and gets the weights of version %s", member.url, self.version)
+                error = tried(self._update_again, member.engine, self._made_updates)
+                state = error if isinstance(error, Exception) else tried(member.engine.state)
+            self._judge(member, state)
 
-    def _update_again(self, remote: RemoteGenerator) -> None:
+    def _update_again(self, engine: RemoteEngine, updates: list[Update]) -> None:
         """Make the updates that lead to the current weights."""
-        assert self._made_updates is not None
-        assert self.version is not None
-        last = len(self._made_updates) - 1
-        for place, update in enumerate(self._made_updates):
+        for left, update in zip(reversed(range(len(updates))), updates, strict=True):
             # A version must differ from the previous one, and the last update sets the current one.
-            update.make(remote, update.source, self.version + last - place, "abort")
-        remote.close()  # the next update may send from another device
+            engine.update(update.with_options(version=self.version + left, in_flight="abort"))
+        engine.close()  # the next update may send from another device
 
     # ------------------------------------------------------------------------------------ all engines
 
-    def call_all(self, call: Callable[[RemoteGenerator], Result]) -> list[Result]:
+    def call_all(self, call: Callable[[RemoteEngine], Result]) -> list[Result]:
         """Return the results of a call of every engine that serves. Raises the first error that is not the loss of an
         engine, and ConnectionError if none is left."""
         self.begin()
         with self._changed:
-            serving = self.serving()
-        found = each_engine(serving, lambda engine: call(engine.remote))
-        for engine, result in found.items():
+            serving = self._serving()
+        found = of_each(serving, lambda member: call(member.engine))
+        for member, result in found.items():
             if isinstance(result, LOST):
-                self._lose(engine, result)
+                self._lose(member, result)
             elif isinstance(result, Exception):
                 raise result
-        results = [result for result in found.values() if not isinstance(result, LOST)]
+        results = [result for result in found.values() if not isinstance(result, Exception)]
         if not results:
-            raise self.nobody()
+            raise self._nobody()
         return results
 
     @contextmanager
@@ -295,7 +273,7 @@ class Members:
         """Let no request begin within the block. Raises ValueError if requests run and `in_flight` does not allow it,
         before any engine is updated."""
         with self._changed:
-            running = sum(engine.running for engine in self._engines)
+            running = sum(member.running for member in self._members)
             if running and in_flight == "error":
                 raise ValueError(f"{running} requests are in flight; give in_flight='keep', 'recompute' or 'abort'")
             self._updating = True
@@ -306,40 +284,49 @@ class Members:
                 self._updating = False
                 self._changed.notify_all()
 
+    def that_take(self, update: Update) -> list[Member]:
+        """Return the engines that take an update: those that serve, and with all weights also others that answer.
+        Raises ConnectionError if there are none."""
+        taking = [member for member in self if member.serves or (member.answers and update.is_complete)]
+        if not taking:
+            raise self._nobody()
+        return taking
+
     def _note(self, update: Update | None) -> None:
         """Remember an update for engines that come back. None: there is no copy of its tensors."""
         made = self._made_updates
-        if update is not None and update.kind == "all":
+        if update is not None and update.is_complete:
             self._made_updates = [update]
         elif update is None or made is None:
             self._made_updates = None
-        elif update.kind == "adapter":
-            self._made_updates = [*(each for each in made if each.kind != "adapter"), update]
+        elif update.route == ADAPTER:
+            self._made_updates = [*(each for each in made if each.route != ADAPTER), update]
         elif made and (joined := _joined(made[-1].source, update.source)) is not None:
             self._made_updates = [*made[:-1], replace(made[-1], source=joined)]
         else:
             self._made_updates = [*made, update]
 
-    def settle(self, found: dict[Engine, Any], after: int, update: Update | None) -> int:
-        """Let those engines serve that have the weights of the version `after`, and return it. Raises the first error
+    def settle(self, found: dict[Member, int | Exception | None], update: Update, copy: Update | None) -> int:
+        """Let those engines serve that have the weights of an update, and return their version. Raises the first error
         that is not the loss of an engine.
 
-        found: {engine: the result of its update, or an error}. update: the update, with tensors in host memory or the
-        path of a folder, for engines that come back; None: there is no copy of its tensors.
+        found: {member: the result of its update, or an error}. copy: the update for engines that come back, with
+        tensors in host memory or the path of a folder; None: there is no copy of its tensors.
         """
-        if any(isinstance(result, int) for result in found.values()):
-            self.version = after
-            self._note(update)
-            self.router.forget()
-        for engine in list(self._engines):
-            result = found.get(engine, UnavailableError(engine.trouble))
-            if isinstance(result, LOST):
-                self._lose(engine, result)
-            elif isinstance(result, Exception):
-                self._judge(engine, tried(engine.state))
-            else:
-                self._judge(engine, {"weight_version": after, "torn": False})
+        after: int = update.options["version"]
         errors = [result for result in found.values() if isinstance(result, Exception)]
+        if len(errors) < len(found):
+            self.version = after
+            self._note(copy)
+            self._router.forget()
+        for member in self:
+            result = found.get(member, UnavailableError(member.trouble))
+            if isinstance(result, LOST):
+                self._lose(member, result)
+            elif isinstance(result, Exception):
+                self._judge(member, tried(member.engine.state))
+            else:
+                self._judge(member, WeightState(weight_version=after, torn=False))
         refused = [error for error in errors if not isinstance(error, LOST)]
         if refused or len(errors) == len(found):
             raise (refused or errors)[0]
@@ -351,41 +338,39 @@ class Members:
             self._closed = True
             self._changed.notify_all()
         with self.updates:
-            found = each_engine(self._engines, lambda engine: engine.remote.close())
+            found = of_each(self._members, lambda member: member.engine.close())
         for error in found.values():
             if isinstance(error, Exception) and not isinstance(error, LOST):
                 raise error
 
 
-def _joined(before: Any, after: Any) -> dict[str, Tensor] | None:
-    """Return the tensors in host memory of two updates as one update; None if there are none, or if there are deltas,
+def _joined(before: Named | str | None, after: Named | str | None) -> Named | None:
+    """Return the tensors in host memory of two updates as those of one; None if there are none, or if there are deltas,
     each of which changes a part of a tensor."""
     from fastgen.model.deltas import DELTA
 
-    if not isinstance(before, dict) or not isinstance(after, dict):
+    if not isinstance(before, list) or not isinstance(after, list):
         return None
-    return None if any(name.endswith(DELTA) for name in (*before, *after)) else {**before, **after}
+    joined = {**dict(before), **dict(after)}
+    return None if any(name.endswith(DELTA) for name in joined) else list(joined.items())
 
 
-def _engine_urls(remote: RemoteGenerator) -> list[str]:
-    """Return the addresses of the engines if this is the address of replicas; else it raises RuntimeError."""
-    return list(remote._server.get("/engines")["urls"])
-
-
-def tried(function: Callable[..., Any], *args: Any) -> Any:
+def tried(function: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result | Exception:
     """Return the result of a call, or its error."""
     try:
-        return function(*args)
+        return function(*args, **kwargs)
     except Exception as error:
         return error
 
 
-def each_engine(
-    engines: Iterable[Engine], function: Callable[[Engine], Any], meanwhile: Callable[[], None] | None = None
-) -> dict[Engine, Any]:
-    """Call a function of each engine in threads, and another one in this thread. Return {engine: result or error}."""
-    with ThreadPoolExecutor(thread_name_prefix="fastgen-fleet") as pool:
-        futures = {engine: pool.submit(tried, function, engine) for engine in engines}
+def of_each(
+    members: Iterable[Member], function: Callable[[Member], Result], meanwhile: Callable[[], None] | None = None
+) -> dict[Member, Result | Exception]:
+    """Call a function of each member in a thread of its own, and another one in this thread. Return {member: result or
+    error}."""
+    each = list(members)
+    with ThreadPoolExecutor(max(1, len(each)), "fastgen-fleet") as pool:  # since senders wait for each other
+        futures = {member: pool.submit(tried, function, member) for member in each}
         if meanwhile is not None:
             meanwhile()
-        return {engine: future.result() for engine, future in futures.items()}
+        return {member: future.result() for member, future in futures.items()}

@@ -1,19 +1,22 @@
 """Measures, as `bench.py gpu --wire`, new weights for a server of `fgserve --rollout`, while a request is in flight.
 
-They are tensors of this process on the server's GPU, or on the first of two, where the server has the second. With two
-GPUs there is also a trainer of two ranks, one on each GPU, whose weights are DTensors, as FSDP has them. With
-`--quantization fp8` the server quantizes what it gets.
+They are tensors of this process on the server's GPU, or on the first of two, where the server has the second. They are
+also written to a folder, in memory and on a disk, which the server reads. With two GPUs there is also a trainer of two
+ranks, one on each GPU, whose weights are DTensors, as FSDP has them. With `--quantization fp8` the server quantizes
+what it gets.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +26,7 @@ import torch.distributed as dist
 from bench_engine import write_report
 from bench_sleep import seconds, state_dict
 from reports import median_and_spread
+from safetensors.torch import save_file
 from serve_process import Server, model_folder
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -33,8 +37,10 @@ from fastgen.model.parameters import checkpoint_shards
 from fastgen.rl.remote import RemoteGenerator
 
 REPEATS = 5
+FOLDER_REPEATS = 2
 TRAINER_RANKS = 2
 ROOM = 0.6  # share of the free memory, so that a second set of weights fits
+FOLDERS = {"folder in memory": "/dev/shm", "folder on disk": gettempdir()}
 BEFORE = 20  # number of tokens of the running request before an update begins
 
 
@@ -54,6 +60,9 @@ def bench_wire(arguments: argparse.Namespace) -> None:
             best = "gloo" if smoke else "ipc" if mine == theirs else "nccl"
             for backend, repeats in {best: REPEATS, "gloo": 1}.items():
                 report[backend] = updates(server.url, weights, None if backend == best else backend, repeats)
+                write_report(arguments, "wire", report)
+            for name, place in FOLDERS.items():
+                report[name] = by_folder(server.url, weights, place)
                 write_report(arguments, "wire", report)
             if smoke or gpus > 1:
                 weights.clear()
@@ -90,7 +99,18 @@ def trainer_rank(rank: int, folder: str, url: str, out: Path, smoke: bool) -> No
     dist.destroy_process_group()
 
 
-def updates(url: str, weights: Mapping[str, torch.Tensor], backend: str | None, repeats: int) -> dict[str, Any]:
+def by_folder(url: str, weights: Mapping[str, torch.Tensor], place: str) -> dict[str, Any]:
+    """Return the seconds of updates from a folder at a place, and of writing it. A disk caches it in memory."""
+    free = shutil.disk_usage(place).free
+    if free < 1.1 * sum(tensor.nbytes for tensor in weights.values()):
+        return {"skipped": f"{place} has only {free} bytes free"}
+    with TemporaryDirectory(dir=place) as folder:
+        file = Path(folder) / "model.safetensors"
+        written, _ = seconds(partial(save_file, dict(weights), file))
+        return {"write": written, **updates(url, folder, None, FOLDER_REPEATS)}
+
+
+def updates(url: str, weights: Mapping[str, torch.Tensor] | str, backend: str | None, repeats: int) -> dict[str, Any]:
     """Return the seconds of updates. first: the first one, which also connects."""
     with RemoteGenerator(url, backend=backend) as gen:
         first, *others = (

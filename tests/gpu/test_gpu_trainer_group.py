@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from serving import FGSERVE, Server  # noqa: E402
 from vllm_trainer import Trainer  # noqa: E402
 
 from fastgen import Generator, SamplingParams  # noqa: E402
+from fastgen.async_engine.trainer_group import TrainerGroup  # noqa: E402
+from fastgen.device.nccl import Communicator, unique_id  # noqa: E402
+from fastgen.processes.errors import DepartedError  # noqa: E402
 from fastgen.rl.remote import RemoteGenerator  # noqa: E402
 
 pytestmark = [
@@ -59,3 +63,34 @@ def test_a_trainer_of_vllm_sends_weights(server: Server, buffer_bytes: int | Non
     assert trainer.update(some) == gen.weight_version
     assert answers(gen) != expected, "the others stay"
     trainer.update(weights)
+
+
+def joined() -> tuple[Communicator, TrainerGroup]:
+    """Return the two ends of a group: of the trainer on the first GPU, and of the server on the second."""
+    id, device = unique_id(), torch.device("cuda:1")
+    with ThreadPoolExecutor(1) as pool, torch.cuda.device(0):
+        joining = pool.submit(TrainerGroup, id, (1, 2), device, None, 3.0, lambda: None)
+        trainer = Communicator(2, id, 0)
+        trainer.all_reduce(torch.zeros(1, device="cuda:0"))
+        torch.cuda.synchronize(0)
+        return trainer, joining.result()
+
+
+def test_a_trainer_that_sends_nothing_blocks_neither_the_gpu_nor_the_next_group() -> None:
+    header = [("a", "float32", [1000])]
+    trainer, group = joined()
+    with pytest.raises(DepartedError, match="has sent nothing for 3 seconds"):
+        list(group.receive(header, None, lambda: None))
+    assert group.broken
+    assert torch.ones(3, device="cuda:1").sum().item() == 3, "the broadcast has ended"
+    group.close()
+    trainer.close()
+    trainer, group = joined()
+    sent = torch.randn(1000, device="cuda:0")
+    with torch.cuda.device(0):
+        trainer.broadcast(sent.view(torch.uint8))
+    ((name, found),) = group.receive(header, None, lambda: None)
+    assert (name, found.tolist()) == ("a", sent.tolist())
+    assert not group.broken
+    group.close()
+    trainer.close()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastgen import Generator, SamplingParams
 from fastgen.model.loader import BUNDLED
+from fastgen.rl.engine import RemoteEngine
 from fastgen.rl.remote import RemoteGenerator
 
 for package in ("httpx", "pydantic", "starlette", "uvicorn"):
@@ -65,8 +66,10 @@ def test_weights_reach_the_server(server: Server, device: str, backend: str | No
         for _ in range(2):
             gen.update_weights(weights)
             assert answers(gen) == new
-        assert gen._wire is not None
-        assert gen._wire.backend == (backend or ("ipc" if device == GPU else "nccl"))
+        assert isinstance(gen._engines, RemoteEngine)
+        wire = gen._engines._sender._wire
+        assert wire is not None
+        assert wire.backend == (backend or ("ipc" if device == GPU else "nccl"))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -22,6 +22,7 @@ from torch import Tensor
 from fastgen import Generator, Request, RequestOutput, SamplingParams
 from fastgen.rl import fleet
 from fastgen.rl.fleet import Fleet
+from fastgen.rl.members import Member
 from fastgen.rl.remote import RemoteGenerator
 
 pytestmark = pytest.mark.timeout(240)
@@ -106,6 +107,11 @@ def changed(weights: Weights, seed: int = 1) -> Weights:
     return {name: tensor + 0.02 * torch.randn_like(tensor) for name, tensor in weights.items()}
 
 
+def members(gen: RemoteGenerator) -> list[Member]:
+    assert isinstance(gen._engines, Fleet)
+    return list(gen._engines.members)
+
+
 def rows(outputs: list[RequestOutput]) -> list[Any]:
     """Return what depends only on weights and params."""
     return [
@@ -127,7 +133,6 @@ def expected() -> list[Any]:
 def test_rows_are_those_of_one_engine_and_all_engines_work(
     gen: RemoteGenerator, servers: Servers, expected: list[Any]
 ) -> None:
-    assert isinstance(gen, Fleet)
     before = servers.answered()
     assert rows(gen.generate(ROWS, PARAMS)) == expected
     until(lambda: sum(servers.answered()) - sum(before) == len(ROWS))
@@ -154,8 +159,7 @@ def test_a_killed_engine_loses_no_row_and_doubles_none(
         assert output.id not in found
         found[output.id] = output
         if len(found) == 3:
-            assert isinstance(gen, Fleet)
-            victim = max(gen._members, key=lambda engine: engine.running)
+            victim = max(members(gen), key=lambda member: member.running)
             assert victim.running > 1
             servers.kill(victim.number)
     assert f"{victim.url} is lost" in caplog.text
@@ -202,8 +206,7 @@ def test_errors_of_requests_are_those_of_the_request(gen: RemoteGenerator) -> No
 
 def serving(gen: RemoteGenerator) -> list[str]:
     """Return the addresses of the engines that get requests."""
-    assert isinstance(gen, Fleet)
-    return [engine.url for engine in gen._members if engine.serves]
+    return [member.url for member in members(gen) if member.serves]
 
 
 # ------------------------------------------------------------------------------------------------ weights
@@ -247,7 +250,7 @@ def test_an_error_of_the_trainer_leaves_no_engine_until_the_next_update(gen: Rem
     with pytest.raises(KeyError):
         gen.update_weights({**some, "model.norm.weight": weights["model.norm.weight"]})
     assert "no engine is left" in refusal(lambda: gen.generate("a", PARAMS), ConnectionError)
-    until(lambda: isinstance(gen, Fleet) and all(engine.answers for engine in gen._members))
+    until(lambda: all(member.answers for member in members(gen)))
     gen.update_weights(weights)
     assert gen.generate("a", PARAMS)[0].error is None
 
@@ -296,7 +299,7 @@ def test_an_engine_that_returns_has_the_current_weights_before_it_serves(
         servers.restart(2)
         servers.servers[2].await_ready()
         if way == "next update":
-            until(lambda: isinstance(gen, Fleet) and list(gen._members)[2].answers)
+            until(lambda: members(gen)[2].answers)
             assert serving(gen) == servers.urls[:2]
             version = gen.update_weights(new)
         until(lambda: serving(gen) == servers.urls)

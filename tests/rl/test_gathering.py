@@ -15,11 +15,11 @@ from fastgen.rl.gathering import Gathering, Sender
 TENSORS = [(f"t{number}", torch.full((2,), float(number))) for number in range(20)]
 
 
-def taken(sender: Sender) -> list[Tensor]:
+def taken(gathering: Gathering, sender: Sender) -> list[Tensor]:
     try:
         return [share.full_tensor() for _, share in sender.named]
     finally:
-        sender.leave()
+        gathering.leave(sender)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -27,7 +27,7 @@ def test_senders_get_each_tensor_which_is_gathered_once(keep: bool) -> None:
     Sharded.gathered = 0
     gathering = Gathering([(name, Sharded(tensor)) for name, tensor in TENSORS], keep)
     with ThreadPoolExecutor(3) as pool:
-        running = [pool.submit(taken, gathering.join()) for _ in range(3)]
+        running = [pool.submit(taken, gathering, gathering.join()) for _ in range(3)]
         gathering.run()
         gathering.run()
         found = [each.result() for each in running]
@@ -47,12 +47,12 @@ def test_the_next_tensor_waits_for_the_slowest_sender() -> None:
     gathering = Gathering([(name, Sharded(tensor)) for name, tensor in TENSORS], False)
     fast, slow = gathering.join(), gathering.join()
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(taken, fast)
+        running = pool.submit(taken, gathering, fast)
         gathers = pool.submit(gathering.run)
-        slow.take(0)
-        slow.take(1)
+        gathering.take(slow, 0)
+        gathering.take(slow, 1)
         assert Sharded.gathered <= 3
-        slow.leave()
+        gathering.leave(slow)
         gathers.result()
         assert len(running.result()) == len(TENSORS)
 
@@ -62,7 +62,7 @@ def test_an_error_of_a_tensor_reaches_all_senders_and_the_others_are_gathered() 
     tensors = [(name, Sharded(tensor, KeyError("t1") if name == "t1" else None)) for name, tensor in TENSORS]
     gathering = Gathering(tensors, True)
     with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(taken, gathering.join()) for _ in range(2)]
+        running = [pool.submit(taken, gathering, gathering.join()) for _ in range(2)]
         gathering.run()
         assert [type(each.exception()) for each in running] == [KeyError, KeyError]
     assert (Sharded.gathered, gathering.copies) == (len(TENSORS), None)
@@ -78,7 +78,7 @@ def test_senders_of_an_interrupted_trainer_end() -> None:
 
     def take() -> None:
         with pytest.raises(RuntimeError, match="interrupted"):
-            sender.take(0)
+            gathering.take(sender, 0)
         failed.set()
 
     thread = threading.Thread(target=take)

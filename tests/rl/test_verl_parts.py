@@ -1,36 +1,17 @@
-"""rl/verl without verl: the arguments of an engine, the parameters of requests, and the gate."""
+"""rl/verl without verl: the arguments of an engine, the parameters of requests, the gate, and updates by a stand-in."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from verl_stand_in import Config, use_rollout
 
 from fastgen.rl.verl import check_version
 from fastgen.rl.verl.gate import Gate
 from fastgen.rl.verl.parameters import engine_arguments, logprobs_field, request_params
-
-
-@dataclass
-class Config:
-    """The fields of verl's RolloutConfig that are read, with its defaults."""
-
-    dtype: str = "bfloat16"
-    quantization: str | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    gpu_memory_utilization: float = 0.5
-    enable_prefix_caching: bool = True
-    tensor_model_parallel_size: int = 2
-    seed: int = 42
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    logprobs_mode: str = "processed_logprobs"
-    enable_rollout_routing_replay: bool = False
-    ignore_eos: bool = False
-    prompt_length: int = 512
-    response_length: int = 512
 
 
 def test_an_engine_has_the_options_of_the_configuration() -> None:
@@ -110,3 +91,7 @@ def test_other_versions_of_verl_are_an_error(monkeypatch: pytest.MonkeyPatch) ->
         else:
             with pytest.raises(ImportError, match=rf"verl {found} is installed; .* works with verl 0\.9\.\*"):
                 check_version()
+
+
+def test_an_engine_gets_the_weights_of_each_step() -> None:
+    use_rollout("cpu", "gloo")

@@ -66,7 +66,7 @@ def test_workloads_run_small(options: str, file: str, tmp_path: Path) -> None:
         pytest.param("--perf", {"points"}, marks=pytest.mark.long),
         pytest.param("--speculate", {"streams"}, marks=pytest.mark.long),
         pytest.param("--model qwen8 --heads", {"streams", "head_us"}, marks=pytest.mark.long),
-        pytest.param("--wire", {"gloo", "shards"}, marks=pytest.mark.long),
+        pytest.param("--wire", {"gloo", "folder on disk", "shards"}, marks=pytest.mark.long),
         pytest.param("--scaling", {"workloads"}, marks=pytest.mark.long),
     ],
 )

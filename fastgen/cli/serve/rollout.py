@@ -22,7 +22,7 @@ from fastgen.cli.serve.posts import Post
 from fastgen.cli.serve.protocol import INT32
 from fastgen.cli.serve.service import Service
 from fastgen.request import Completion
-from fastgen.rl.outputs import completion_of
+from fastgen.rl.bodies import completion_of
 
 Tags = Some[Literal["weights", "kv_cache"]]
 Treatment = Literal["error", "keep", "recompute", "abort"]

@@ -13,51 +13,53 @@ from torch import Tensor
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 
-from fastgen.rl.remote import RemoteGenerator
+from fastgen.rl.http import Json
+from fastgen.rl.options import RemoteGeneratorOptions
 from fastgen.rl.verl import NAME, check_version
 from fastgen.rl.verl.replica import STORE_HOST
+from fastgen.rl.weights import WEIGHTS, Named, Update, WeightSender, tensors_of
 
 Form = tuple[str, torch.dtype, torch.Size, torch.device]
 """Name, dtype, shape and device of a tensor."""
 
 
 class ActorClient:
-    """A client of an EngineServer, in the place of the HTTP client of a RemoteGenerator."""
+    """A client of an EngineServer, in the place of an HTTP client."""
 
     host = STORE_HOST
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    def post(self, path: str, body: dict[str, Any], connections: object = None) -> Any:
+    def post(self, path: str, body: Json, connections: object = None) -> Json:
         """Return the answer to a call. It cannot be ended, and so ignores `connections`."""
-        return ray.get(self._actor.post.remote(path, body))
+        found: Json = ray.get(self._actor.post.remote(path, body))
+        return found
 
 
-class Sender(RemoteGenerator):
-    """A RemoteGenerator that sends weights to an actor, from a rank that need not be rank 0 of the trainer.
+class Sender:
+    """Sends weights to the actor of an engine.
 
     A stream of weights is read as it is sent. Only the first one is read before: names, dtypes and shapes of the
     tensors have to be known beforehand, and later streams have the same.
     """
 
     def __init__(self, actor: Any) -> None:
-        super().__init__(f"http://{STORE_HOST}", replace_group=True)
-        self._server = ActorClient(actor)
+        options = RemoteGeneratorOptions(f"http://{STORE_HOST}", replace_group=True)
+        self._weights = WeightSender(ActorClient(actor), options, sends=True)  # from a rank that need not be rank 0
         self._forms: list[Form] | None = None
-
-    def _sends(self) -> bool:
-        return True
 
     def send(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         """Replace the weights of the engine. Requests that run continue with the new ones."""
-        named: list[tuple[str, Any]]
         if self._forms is None:
-            named = list(stream)
-            self.update_weights(named, in_flight="keep")
+            named = tensors_of(stream)
+            self._update(named)
             self._forms = [(name, tensor.dtype, tensor.shape, tensor.device) for name, tensor in named]
         else:
-            self.update_weights([(form[0], Turn(stream, form)) for form in self._forms], in_flight="keep")
+            self._update([(form[0], Turn(stream, form)) for form in self._forms])
+
+    def _update(self, named: Named) -> None:
+        self._weights.update(Update(WEIGHTS, named, {"version": None, "partial": False, "in_flight": "keep"}))
 
 
 class Turn:

@@ -73,7 +73,8 @@ def test_a_replaced_replica_gets_the_weights_before_it_serves(server: Server) ->
     until(lambda: len(urls(server)) == 2)
     before = urls(server)
     with RemoteGenerator([server.url], api_key=KEY, keep_copy=True) as gen:
-        assert isinstance(gen, Fleet)
+        assert isinstance(gen._engines, Fleet)
+        members = gen._engines.members
         version = gen.update_weights(new)
         with Generator(page_size=16, num_pages=300) as here:
             here.update_weights(new)
@@ -82,7 +83,7 @@ def test_a_replaced_replica_gets_the_weights_before_it_serves(server: Server) ->
         kill_engine_at(before[1], server)
         assert rows(gen) == expected, "the other replica answers"
         until(lambda: len(urls(server)) == 2 and set(urls(server)) != set(before), 120)
-        until(lambda: sum(engine.serves for engine in gen._members) == 2, 120)
+        until(lambda: sum(member.serves for member in members) == 2, 120)
         state = httpx.get(urls(server)[-1] + "/weight_version", headers={"Authorization": f"Bearer {KEY}"}).json()
         assert state == {"weight_version": version, "torn": False}
         assert rows(gen) == expected

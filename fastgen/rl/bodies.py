@@ -1,21 +1,50 @@
-"""Outputs and events from the JSON of a server. This module does not import torch."""
+"""Requests, outputs and events as the bodies of HTTP, which are JSON. This module does not import torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fastgen.request import Completion, Event, Request, RequestOutput, Timings
+from fastgen.request import Completion, Event, Params, Request, RequestOutput, SamplingParams, Timings
+from fastgen.rl.http import Json
+
+RESUMED = tuple(Completion.__dataclass_fields__)
+VOCABULARY = 2**31  # vocabulary size for checks in this process; the server checks with the model's
 
 
-def completion_of(found: dict[str, Any]) -> Completion:
+def body_of(request: Request) -> Json:
+    """Return the body of a request to /generate. Raises ValueError or TypeError for wrong params."""
+    resume = None if request.resume is None else {name: getattr(request.resume, name) for name in RESUMED}
+    return {"prompt": request.prompt, "params": fields_of(request.params), "resume": resume}
+
+
+def fields_of(params: Params) -> Json | None:
+    """Return parameters for the body of a request, after checking them. Raises ValueError or TypeError."""
+    if params is None:
+        return None
+    checked = SamplingParams(**params) if isinstance(params, Mapping) else params
+    if not isinstance(checked, SamplingParams):
+        raise TypeError(f"params must be SamplingParams or a dict, not {type(params).__name__}")
+    checked.validate(VOCABULARY)
+    if checked.mask is not None:
+        raise ValueError("a mask cannot be sent to a server; use json_schema, regex, choice or grammar")
+    return dict(params) if isinstance(params, Mapping) else dict(vars(checked))
+
+
+def samples_of(body: Json) -> int:
+    """Return the number of samples that a request asks for."""
+    return int((body["params"] or {}).get("n", 1))
+
+
+def completion_of(found: Json) -> Completion:
     """Return the completion described by JSON."""
     completion = Completion(**found)
     _restore(completion)
     return completion
 
 
-def event_of(found: dict[str, Any], id: str | int) -> Event:
+def event_of(found: Json, id: str | int) -> Event:
     """Return the event described by JSON, with another id."""
     event = Event(**{**found, "id": id})
     _restore(event)
@@ -23,7 +52,7 @@ def event_of(found: dict[str, Any], id: str | int) -> Event:
     return event
 
 
-def output_of(found: dict[str, Any], id: str | int) -> RequestOutput:
+def output_of(found: Json, id: str | int) -> RequestOutput:
     """Return the output described by JSON, with another id."""
     output = RequestOutput(**{**found, "id": id})
     output.completions = [completion_of(each) for each in found["completions"]]

@@ -1,0 +1,81 @@
+"""RemoteEngine: one engine of `fgserve --rollout`. Engines: what a RemoteGenerator asks of one, or of several.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator as PyGenerator
+from typing import Protocol, TypedDict
+
+from fastgen.rl.http import Connections, Json, ServerClient
+from fastgen.rl.options import RemoteGeneratorOptions
+from fastgen.rl.weights import Update, WeightSender
+
+
+class WeightState(TypedDict):
+    """The version of an engine's weights, and whether they are torn by an update that failed."""
+
+    weight_version: int
+    torn: bool
+
+
+class Engines(Protocol):
+    """One engine (RemoteEngine), or several with the same weights (Fleet). Errors are those of a RemoteGenerator."""
+
+    def begin(self) -> int:
+        """Prepare for requests. Return the maximum number of those of one stream that are sent at a time."""
+
+    def generate(self, body: Json, connections: Connections) -> Json:
+        """Return the output of a request. connections: see `ServerClient.post`."""
+
+    def lines(self, body: Json) -> PyGenerator[Json, None, None]:
+        """Yield the events of a request as they arrive. Closing the iterator ends the request."""
+
+    def score(self, bodies: list[Json]) -> list[list[float]]:
+        """Return the logprobs of the sequences of all bodies."""
+
+    def update(self, update: Update) -> int | None:
+        """Make an update, and return the version of the weights; None on ranks of the trainer that only gather."""
+
+    def post(self, path: str, body: Json) -> list[Json]:
+        """Post to each engine, and return the answers."""
+
+    def weight_version(self) -> int: ...
+    def close(self) -> None: ...
+
+
+class RemoteEngine:
+    """One engine. See Engines for the methods."""
+
+    def __init__(self, url: str, options: RemoteGeneratorOptions) -> None:
+        self._client = ServerClient(url, options.api_key, options.model, options.ready_timeout)
+        self._max_requests, self._sender = options.max_requests, WeightSender(self._client, options)
+
+    def begin(self) -> int:
+        return self._max_requests
+
+    def generate(self, body: Json, connections: Connections) -> Json:
+        return self._client.post("/generate", body, connections)
+
+    def lines(self, body: Json) -> PyGenerator[Json, None, None]:
+        return self._client.lines("/generate", {**body, "stream": True})
+
+    def score(self, bodies: list[Json]) -> list[list[float]]:
+        return [row for body in bodies for row in self._client.post("/score", body)["logprobs"]]
+
+    def update(self, update: Update) -> int | None:
+        return self._sender.update(update)
+
+    def state(self) -> WeightState:
+        found = self._client.get("/weight_version")
+        return WeightState(weight_version=found["weight_version"], torn=found["torn"])
+
+    def weight_version(self) -> int:
+        return self.state()["weight_version"]
+
+    def post(self, path: str, body: Json) -> list[Json]:
+        return [self._client.post(path, body)]
+
+    def close(self) -> None:
+        self._sender.close()
