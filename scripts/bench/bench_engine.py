@@ -382,9 +382,10 @@ def line(name: str, found: dict[str, Any], smoke: bool = False) -> str:
     )
 
 
-def write_report(arguments: argparse.Namespace, name: str, report: dict[str, Any]) -> None:
-    """Write MODEL-GPU-name.json, next to the workloads' file."""
+def write_report(arguments: argparse.Namespace, name: str, report: dict[str, Any], show: bool = True) -> None:
+    """Write MODEL-GPU-name.json, next to the workloads' file. show: print the report too."""
     about = machine("cpu" if arguments.smoke else "cuda", arguments.tensor_parallel)
-    print(json.dumps(report, indent=2))
+    if show:
+        print(json.dumps(report, indent=2))
     if arguments.out or not arguments.smoke:
         write_json(report_path(arguments, about["gpu"], name), {"model": arguments.model, **about, **report})
