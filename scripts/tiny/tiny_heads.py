@@ -42,9 +42,9 @@ class Anchors:
         return cls(best.indices, wanted.cumprod(-1).bool() & (best.values > 0)[..., None])
 
     def pick(self, states: Tensor, offset: int) -> Tensor:
-        """Return states [B, L, H] at the position `offset` after each anchor, [B, A, H]; at the last one if there is
-        none."""
-        at = (self.at + offset).clamp(max=states.shape[1] - 1)
+        """Return states [B, L, H] at the position `offset` after each anchor, [B, A, H]; at the nearest one if there is
+        none, as for anchors whose drafts are not wanted."""
+        at = (self.at + offset).clamp(0, states.shape[1] - 1)
         return states.gather(1, at[..., None].expand(-1, -1, states.shape[2]))
 
 

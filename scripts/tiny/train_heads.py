@@ -35,7 +35,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
     "dflash": ((3, 6), 1, 512),
     "dflash-3-features": ((1, 4, 6), 1, 440),
     "dflash-2-layers": ((3, 6), 2, 128),
-    "dflash-6": ((6,), 1, 704),
+    "dflash-6": ((6,), 1, 600),
 }
 """The shapes of DFlash heads: features, layers, width of the MLP. The first one is shipped."""
 
