@@ -294,8 +294,8 @@ def machine(device: str, gpus: int = 1) -> dict[str, Any]:
 
 
 def slug(gpu: str) -> str:
-    """Return a GPU's name for file names: NVIDIA H200, or several, 4 x NVIDIA H200 -> h200."""
-    name = re.sub(r"^\d+ x ", "", gpu.lower()).removeprefix("nvidia")
+    """Return a GPU's name for file names: NVIDIA H100 80GB HBM3, or several of them, 4 x NVIDIA H100 ... -> h100."""
+    name = re.sub(r"^\d+ x |\s\d+gb.*", "", gpu.lower()).removeprefix("nvidia")
     return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
