@@ -84,7 +84,7 @@ class DFlashWeights(LayeredWeights):
         tensors = {name.removeprefix("model."): x for name, x in dict(named).items()}
         self._parameters.unpack()
         try:
-            self.write({name: x for name, x in tensors.items() if not name.startswith("confidence_head.")})
+            self.store({name: x for name, x in tensors.items() if not name.startswith("confidence_head.")})
         finally:
             self.finish()
 

@@ -102,7 +102,7 @@ class EagleWeights(LayeredWeights):
         """Nothing is made of the weights."""
 
     def update(self, named: Tensors) -> None:
-        self.write({_plain(name): x for name, x in dict(named).items()})
+        self.store({_plain(name): x for name, x in dict(named).items()})
 
     def attach(self, place: HeadPlace) -> Eagle:
         return Eagle(self, place)

@@ -43,7 +43,7 @@ class LayeredWeights(HeadWeights):
     def read(self) -> Tensors:
         return read_tensors(self.config.folder)
 
-    def write(self, tensors: dict[str, Tensor]) -> None:
+    def store(self, tensors: dict[str, Tensor]) -> None:
         """Write all tensors by their names in `shards`, and `ids` by their offsets d2t, as `update` does."""
         offsets = tensors.pop("d2t", None)
         unneeded = (*COPIES, *(() if self.lm_head else ("lm_head.weight",)))
