@@ -1,6 +1,6 @@
 """Measure the heads that draft for the bundled model: how many drafts are right on held-out questions, and the speed.
 
-    python scripts/tiny/measure_heads.py                     # on the CPU, 5 minutes: bundled-heads-cpu.json
+    python scripts/tiny/measure_heads.py                     # on the CPU, 8 minutes: bundled-heads-cpu.json
     python scripts/tiny/measure_heads.py --device cuda       # bundled-heads-h100.json, by the card
     python scripts/tiny/measure_heads.py --smoke             # writes nothing without --out
 
@@ -115,9 +115,9 @@ def main(argv: list[str] | None = None) -> None:
     """Measure, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=Path, default=TINY, help="folder with the folders of heads")
-    parser.add_argument("--prompts", type=int, default=2, help="held-out questions per skill")
+    parser.add_argument("--prompts", type=int, default=1, help="held-out questions per skill")
     parser.add_argument("--most", type=int, help="maximum number of questions in all")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--out", type=Path, help="the file to write")

@@ -32,12 +32,12 @@ MATRIX_LR, REST_LR = 0.02, 0.002
 DECAY = 4.0  # draft number j weighs exp(-j / DECAY)
 ANCHOR_EVERY = 8  # a row has one anchor for so many tokens
 SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
-    "dflash": ((3, 6), 1, 512),
+    "dflash": ((3, 6), 2, 128),
+    "dflash-1-layer": ((3, 6), 1, 512),
     "dflash-3-features": ((1, 4, 6), 1, 440),
-    "dflash-2-layers": ((3, 6), 2, 128),
-    "dflash-6": ((6,), 1, 600),
+    "dflash-1-feature": ((6,), 1, 600),
 }
-"""The shapes of DFlash heads: features, layers, width of the MLP. The first one is shipped."""
+"""The shapes of DFlash heads, of about the same size: features, layers, width of the MLP. The first one is shipped."""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -46,7 +46,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder that gets the folders of the heads")
     parser.add_argument("--minutes", type=float, default=1.5, help="time for training, without data")
     parser.add_argument("--steps", type=int, help="train for so many steps instead of a time")
-    parser.add_argument("--data-tokens", type=int, default=120_000_000)
+    parser.add_argument("--data-tokens", type=int, default=100_000_000)
     parser.add_argument("--batch-tokens", type=int, default=49_152)
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
     parser.add_argument("--seed", type=int, default=0)
@@ -163,7 +163,8 @@ def main(argv: list[str] | None = None) -> None:
     for name, learner in learners.items():
         learner.head.save(args.out / name)
         facts = {
-            "command": f"python scripts/tiny/train_heads.py --out fastgen/tiny --minutes {args.minutes:g}",
+            "command": f"python scripts/tiny/train_heads.py{' --sweep' if args.sweep else ''} --out fastgen/tiny "
+            f"--minutes {args.minutes:g} --data-tokens {args.data_tokens}",
             "hardware": hardware, "torch": torch.__version__, "seed": args.seed, "steps": steps,
             "tokens": steps * args.batch_tokens, "loss": round(float(learner.loss), 4),
             "right_drafts": round(float(learner.right), 4),
