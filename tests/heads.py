@@ -26,9 +26,10 @@ HEADS, INNER, EPS, THETA, MASK = 6, 80, 1e-5, 3000.0, 7
 
 def save_head(
     folder: Path, target: Path, dialect: str = "z-lab", block: int = 6, features: tuple[int, ...] = (0, 1),
-    layers: int = 2, reduced: int = 0, seed: int = 0, **changes: Any,
+    layers: int = 2, reduced: int = 0, seed: int = 0, markov: int = 0, **changes: Any,
 ) -> Path:  # fmt: skip
-    """Write a random DFlash head for a target, and return its folder. changes: of fields of its config.json."""
+    """Write a random DFlash head for a target, and return its folder. markov: rank of a Markov head, and there is a
+    confidence head too; 0: none. changes: of fields of its config.json."""
     config = json.loads((target / "config.json").read_text())
     hidden, kv_heads = config["hidden_size"], config["num_key_value_heads"]
     size = config.get("head_dim") or hidden // config["num_attention_heads"]
@@ -42,7 +43,8 @@ def save_head(
     if dialect == "z-lab":
         own |= {"block_size": block, "dflash_config": special}
     elif dialect == "DeepSpec":
-        own |= {**special, "architectures": ["Qwen3DSparkModel"], "block_size": block, "markov_rank": 0}
+        own |= {**special, "architectures": ["Qwen3DSparkModel"], "block_size": block, "markov_rank": markov,
+                "markov_head_type": "vanilla", "enable_confidence_head": markov > 0}  # fmt: skip
     else:
         numbers = [layer + 1 for layer in features]
         own = {
@@ -52,8 +54,12 @@ def save_head(
         }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**own, **changes}))
-    save_file(random_tensors(hidden, size, kv_heads, config["vocab_size"], len(features), layers, reduced, seed),
-              folder / "model.safetensors")  # fmt: skip
+    tensors = random_tensors(hidden, size, kv_heads, config["vocab_size"], len(features), layers, reduced, seed)
+    if markov:
+        draw, shape = torch.Generator().manual_seed(seed), (config["vocab_size"], markov)
+        tensors |= {f"markov_head.markov_w{n}.weight": torch.randn(shape, generator=draw) for n in (1, 2)}
+        tensors |= {"confidence_head.proj.weight": torch.ones(1, hidden + markov)}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
@@ -129,6 +135,13 @@ class Reference:
         logits = torch.full((len(rows), vocab), -torch.inf)
         logits[:, torch.arange(len(w["d2t"])) + w["d2t"]] = rows @ w["lm_head.weight"].T
         return logits
+
+    def added(self, tokens: list[int]) -> Tensor:
+        """Return the logits [n, V] that n tokens add to those of the next ones."""
+        if "markov_head.markov_w1.weight" not in self._tensors:
+            return torch.zeros(1)
+        rows, matrix = (self._tensors[f"markov_head.markov_w{number}.weight"] for number in (1, 2))
+        return rows[tokens] @ matrix.T
 
     def _attention(self, layer: dict[str, Tensor], y: Tensor, context: Tensor) -> Tensor:
         both = torch.cat((context, y))
@@ -359,6 +372,8 @@ class Recorded:
             assert draft.last == ids[draft.start]
             assert len(draft.tokens) <= block - first
             logits = reference.logits(ids, draft.start, len(draft.tokens) + first)
+            if isinstance(reference, Reference):
+                logits = logits + reference.added([draft.last, *draft.tokens[:-1]])
             if draft.temperature:
                 positions = torch.arange(len(draft.tokens), dtype=torch.int32)[:, None] + draft.start + 1
                 seed, index = (torch.full(positions.shape, each) for each in (draft.seed, draft.index))

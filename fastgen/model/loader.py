@@ -56,14 +56,17 @@ _CONVERSION = (
 
 
 def resolve(model: str | Path | None, revision: str | None = None, weights: bool = True) -> Path:
-    """Return the local folder of a model: BUNDLED_NAME or None (the bundled model), a folder, or a hub id.
+    """Return the local folder of a model: BUNDLED_NAME or None (the bundled model), BUNDLED_NAME/HEAD (a head that
+    drafts for it), a folder, or a hub id.
 
     If `model` is a hub id, files that are not in the cache of huggingface_hub are fetched: the configuration, the
     tokenizer and, with `weights`, the safetensors files that the index names, or else `model.safetensors`. If the hub
     cannot be reached, the cache is used. Raises ValueError if the model is neither a folder nor on the hub, or if
     access to it needs a login.
     """
-    folder = BUNDLED if model is None or model == BUNDLED_NAME else Path(model).expanduser()
+    name, _, head = str(model).partition("/")
+    bundled = model is None or name == BUNDLED_NAME
+    folder = BUNDLED / head if bundled else Path(str(model)).expanduser()
     if not folder.is_dir():
         folder = _fetch_model(str(model), revision, weights)
     elif revision is not None:

@@ -294,8 +294,8 @@ def machine(device: str, gpus: int = 1) -> dict[str, Any]:
 
 
 def slug(gpu: str) -> str:
-    """Return a GPU's name for file names: NVIDIA H200, or several, 4 x NVIDIA H200 -> h200."""
-    name = re.sub(r"^\d+ x ", "", gpu.lower()).removeprefix("nvidia")
+    """Return a GPU's name for file names: NVIDIA H100 80GB HBM3, or several of them, 4 x NVIDIA H100 ... -> h100."""
+    name = re.sub(r"^\d+ x |\s\d+gb.*", "", gpu.lower()).removeprefix("nvidia")
     return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
@@ -382,9 +382,10 @@ def line(name: str, found: dict[str, Any], smoke: bool = False) -> str:
     )
 
 
-def write_report(arguments: argparse.Namespace, name: str, report: dict[str, Any]) -> None:
-    """Write MODEL-GPU-name.json, next to the workloads' file."""
+def write_report(arguments: argparse.Namespace, name: str, report: dict[str, Any], show: bool = True) -> None:
+    """Write MODEL-GPU-name.json, next to the workloads' file. show: print the report too."""
     about = machine("cpu" if arguments.smoke else "cuda", arguments.tensor_parallel)
-    print(json.dumps(report, indent=2))
+    if show:
+        print(json.dumps(report, indent=2))
     if arguments.out or not arguments.smoke:
         write_json(report_path(arguments, about["gpu"], name), {"model": arguments.model, **about, **report})

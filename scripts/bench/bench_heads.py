@@ -3,7 +3,8 @@
 Random weights draft nothing that is right. So the answers are recorded, as in bench_speculate.py, and after the head
 has run, its drafts are replaced by recorded tokens, each of which is right with the same probability, so that a step
 yields as many tokens on average as was reported for real heads (ACCEPTANCE). Costs are real: the context that each step
-keeps, the head, and the rows that verify. The streams run without a head, then with one in a Generator of its own.
+keeps, the head, and the rows that verify. The streams run without a head, then with one in a Generator of its own. The
+report is written after each of them, so that a run that is cut off leaves what it had.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -138,23 +139,34 @@ def time_head(generator: Generator) -> dict[str, float]:
     return found
 
 
-def show(name: str, case: str, results: dict[str, Any]) -> None:
-    """Print the result of a case of a stream, of whose results one is plain."""
-    result = results[case]
-    ratio = result["tokens_per_second"] / results["plain"]["tokens_per_second"]
-    rate = f"{result['tokens_per_second']:8.1f} tok/s, {ratio:.2f} times plain"
-    print(f"{name:6} {case:25} {rate}, {result['tokens_per_step']:.2f} tokens per step", flush=True)
+@dataclass
+class Report:
+    """The figures so far. streams: the results of each stream by the case. head_us: see `time_head`, by the kind."""
+
+    arguments: argparse.Namespace
+    streams: dict[str, dict[str, Any]] = field(default_factory=dict)
+    head_us: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def add(self, name: str, case: str, result: dict[str, Any]) -> None:
+        """Print and write the result of a case of a stream, the first of which is plain."""
+        results = self.streams.setdefault(name, {})
+        plain = results.get("plain", result)["tokens_per_second"]
+        results[case] = {**result, "times_plain": result["tokens_per_second"] / plain}
+        rate = f"{result['tokens_per_second']:8.1f} tok/s, {results[case]['times_plain']:.2f} times plain"
+        print(f"{name:6} {case:25} {rate}, {result['tokens_per_step']:.2f} tokens per step", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        write_report(self.arguments, "heads", {"streams": self.streams, "head_us": self.head_us}, show=False)
 
 
 def bench_heads(arguments: argparse.Namespace) -> None:
-    smoke, found = arguments.smoke, dict[str, dict[str, Any]]()
+    smoke, report = arguments.smoke, Report(arguments)
     streams = {name: replace(each, prompt=60, generated=40) if smoke else each for name, each in STREAMS.items()}
     options: dict[str, Any] = {"prefix_cache": False}
     with ready_generator(arguments, speculate=False, **options) as (generator, _):
         for name, stream in streams.items():
-            found[name] = {"plain": measure(generator, stream, None)}
-            show(name, "plain", found[name])
-    times = dict[str, dict[str, float]]()
+            report.add(name, "plain", measure(generator, stream, None))
     for kind, acceptance in ACCEPTANCE.items():
         with head_folder(arguments.model, kind, smoke) as folder:
             speculate = Speculation(head=folder, history_tokens=0)
@@ -167,7 +179,7 @@ def bench_heads(arguments: argparse.Namespace) -> None:
                         f"{kind} accepting nothing": (0.0, True),
                     }
                     for case, (accepted, used) in cases.items():
-                        found[name][case] = measure(generator, stream, accepted, used)
-                        show(name, case, found[name])
-                times[kind] = time_head(generator)
-    write_report(arguments, "heads", {"streams": found, "head_us": times})
+                        report.add(name, case, measure(generator, stream, accepted, used))
+                report.head_us[kind] = time_head(generator)
+                print(f"{kind}: {report.head_us[kind]} us", flush=True)
+                report.write()

@@ -78,6 +78,22 @@ def test_drafts_are_those_of_the_reference(
             assert stats.pages_loaded > 0
 
 
+def test_each_token_adds_to_the_logits_of_the_next_by_a_markov_head(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The confidence head of such a checkpoint is not used, which the log says."""
+    head = save_head(tmp_path / "head", llama, "DeepSpec", markov=8)
+    with Generator(llama, speculate=False) as gen:
+        expected = gen.generate(PROMPTS, PARAMS)
+    adversary(monkeypatch, expected, gen.model_config.vocab_size)
+    with caplog.at_level("INFO", "fastgen"), Generator(llama, speculate=eager(head), page_size=16) as gen:
+        recorded = record(gen, monkeypatch)
+        found = gen.generate(PROMPTS, PARAMS)
+    assert [output.completions for output in found] == [output.completions for output in expected]
+    assert recorded.check(Reference(llama, head, 0), 0, 6, expected) > 100
+    assert caplog.text.count("has a confidence head, which is not used") == 1
+
+
 def test_a_head_changes_no_bit(family: Path, tmp_path: Path, always: None) -> None:
     params = [replace(each, logprobs=2) for each in PARAMS]
     with Generator(family, speculate=False) as gen:
@@ -191,8 +207,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 1}, "block_size=1 must be 2 to 64"),
     ({"use_swa": True}, "use_swa=True is not supported"),
     ({"attention_value_scale": 0.5}, "attention_value_scale=0.5 is not supported"),
-    ({"markov_rank": 256}, "markov_rank=256 is not supported"),
-    ({"enable_confidence_head": True}, "enable_confidence_head=True is not supported"),
+    ({"markov_head_type": "gated"}, "markov_head_type='gated' is not supported"),
+    ({"markov_rank": 256, "draft_vocab_size": 200}, "markov_rank=256 is not supported; with draft_vocab_size it is"),
     ({"speculators_model_type": "peagle"}, "speculators_model_type='peagle' is not supported; dflash and eagle3 are"),
     ({"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 8}, "layer_types="),
     (

@@ -11,7 +11,10 @@ rows of a block see the whole context and the whole block. To attention, each ro
 a lane have the same length, the end of the block. The keys and values of the block go into the pages after the context,
 where the next step overwrites them. If the pages of a sequence do not have room for a block, the block is shorter.
 
-Shape letters, in addition to the letters in head.py: B rows of a block, F layers of the target that are read.
+DSpark's heads are DFlash heads with a Markov head: each token adds logits to those of the next one, so that drafts are
+drawn one after the other.
+
+Shape letters, in addition to the letters in head.py and layered.py: B rows of a block.
 """
 
 from __future__ import annotations
@@ -23,29 +26,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights, set_ids
+from fastgen.engine.speculation.head import HeadPlace
 from fastgen.engine.speculation.heads import DFlashConfig
+from fastgen.engine.speculation.layered import LOGITS, LayeredHead, LayeredWeights
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import SlotMapping, rope_write
 from fastgen.model.linear import Linear
-from fastgen.model.loader import read_tensors
 from fastgen.model.packed import pack
 from fastgen.model.parameters import Parameters
 from fastgen.model.transformer import StepPart, Transformer
-from fastgen.model.weights import Shard, Tensors, Update, write
+from fastgen.model.weights import Shard, Tensors
 from fastgen.parallel.residual import ReplicatedResidual
 
-COPIES = ("embed_tokens.weight", "t2d")
-"""Tensors of checkpoints that are not needed: a copy of the target's embedding, and the inverse of d2t."""
 
-
-class DFlashWeights(HeadWeights):
+class DFlashWeights(LayeredWeights):
     """The weights of a DFlash head, on the target's device and in its dtype.
 
     `layers` is a Transformer of the head's layers, whose stages are used one by one. fc: [H, F H]. hidden_norm: of its
-    result. kv: the rows of each layer's qkv that make keys and values. lm_head: of the reduced vocabulary, with the
-    target's tokens `ids`, int64 [reduced]; None: the target's head is used.
+    result. kv: the rows of each layer's qkv that make keys and values. markov: the Markov head, if there is one: for
+    each token a row, [V, rank], and the matrix that makes logits of it, [V, rank].
     """
 
     def __init__(self, head: DFlashConfig, target: Parameters, context: int, deterministic: bool) -> None:
@@ -61,6 +61,10 @@ class DFlashWeights(HeadWeights):
         self.lm_head = Linear(self._zeros(head.reduced, hidden), None, invariant) if head.reduced else None
         self.ids = torch.arange(head.reduced, device=target.device)
         self.kv: list[Linear] = []
+        self.markov: tuple[Tensor, Linear] | None = None
+        if head.markov_rank:
+            rows, matrix = (self._zeros(target.config.vocab_size, head.markov_rank) for _ in range(2))
+            self.markov = rows, Linear(matrix, None, invariant)
 
     def _zeros(self, *shape: int) -> Tensor:
         return self.memory.zeros(shape, self._parameters.dtype)
@@ -76,21 +80,11 @@ class DFlashWeights(HeadWeights):
     def attach(self, place: HeadPlace) -> DFlash:
         return DFlash(self, place)
 
-    def read(self) -> Tensors:
-        return read_tensors(self.config.folder)
-
     def update(self, named: Tensors) -> None:
         tensors = {name.removeprefix("model."): x for name, x in dict(named).items()}
-        offsets = tensors.pop("d2t", None)
-        unneeded = (*COPIES, *(() if self.lm_head else ("lm_head.weight",)))
         self._parameters.unpack()
-        shards = self.shards()
-        update = Update({name: x for name, x in tensors.items() if name not in unneeded}, shards)
         try:
-            update.check()
-            if self.lm_head is not None:
-                set_ids(self.ids, offsets)
-            write(shards, update.tensors())
+            self.store({name: x for name, x in tensors.items() if not name.startswith("confidence_head.")})
         finally:
             self.finish()
 
@@ -100,6 +94,9 @@ class DFlashWeights(HeadWeights):
         shards |= {"fc.weight": Shard.whole(self.fc.weight), "hidden_norm.weight": Shard.whole(self.hidden_norm.weight)}
         if self.lm_head is not None:
             shards["lm_head.weight"] = Shard.whole(self.lm_head.weight)
+        if self.markov is not None:
+            shards["markov_head.markov_w1.weight"] = Shard.whole(self.markov[0])
+            shards["markov_head.markov_w2.weight"] = Shard.whole(self.markov[1].weight)
         return shards
 
     def finish(self) -> None:
@@ -114,8 +111,8 @@ class DFlashWeights(HeadWeights):
             self.kv = [pack(linear) for linear in self.kv]
 
 
-class DFlash(Head):
-    """A DFlash head in a Runner, which keeps the context of all tokens in the pages."""
+class DFlash(LayeredHead):
+    """A DFlash head in a Runner."""
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
     def __init__(self, weights: DFlashWeights, place: HeadPlace) -> None:
@@ -123,35 +120,16 @@ class DFlash(Head):
         self.weights, self._head = weights, weights.config
         own = self._head.layers
         self._attention = place.make_attention(own.num_heads, self._options.most_lanes * self._head.block)
-        shape = place.config.max_step_tokens + self._target.row_tile, len(self._head.features) * own.hidden_size
-        self._features = self._pool.memory.zeros(shape, self._target.parameters.dtype)  # it sleeps with the pool
         self._offsets = self._offsets[: self._head.block]
 
-    @property
-    def layers(self) -> frozenset[int]:
-        return frozenset(self._head.features)
-
-    # ------------------------------------------------------------------------------------------- the context
-
-    def observe(self, part: StepPart, number: int) -> None:
-        x, hidden = part.residual.whole(), self._head.layers.hidden_size
-        for at, layer in enumerate(self._head.features):
-            if layer == number:
-                self._features[: len(x), at * hidden : (at + 1) * hidden] = x
-        if number == max(self.layers):
-            self._keep_context(part, len(x))
-
-    def _keep_context(self, part: StepPart, count: int) -> None:
-        """Write the keys and values of a step's tokens to the pages."""
+    def _keep_context(self, part: StepPart, features: Tensor) -> None:
         own, positions, slots = self.weights, part.mapping.positions, part.mapping.slots
         norm = own.hidden_norm
-        context = rms_norm(own.fc.apply(self._features[:count]), norm.weight, norm.eps)
+        context = rms_norm(own.fc.apply(features), norm.weight, norm.eps)
         mapping = own.layers.slot_mapping(self._pool, positions, slots, part.mapping.real)
         for number, (layer, kv) in enumerate(zip(own.layers.layers, own.kv, strict=True)):
             keys, values = self._pool.keys[number], self._pool.values[number]
             rope_write(kv.apply(context), mapping, keys, values, layer.head_norm)
-
-    # ------------------------------------------------------------------------------------------- drafts
 
     def body(self, size: int) -> None:
         lanes, own, block = self._drawing[:size], self._lanes, self._head.block
@@ -162,19 +140,22 @@ class DFlash(Head):
         plan = self._attention.plan_decode(lanes.repeat_interleave(block), ends, own.page_table)
         x = self._run(StepPart(ids, mapping, plan)).view(size, block, -1)
         first, most = self._head.first, self.most_drafts(size)
-        positions = (start[:, None] + 1 + self._offsets[:most]).flatten()
+        positions = start[:, None] + 1 + self._offsets[:most]
         rows = x[:, first : first + most].flatten(0, 1)
-        drafts = self.draw(self._logits(rows), lanes.repeat_interleave(most), positions)
-        self._tokens[lanes, :most] = drafts.view(size, most)
+        logits = self.weights.logits(rows, self._target.parameters, self.weights.norm)
+        if self.weights.markov is None:
+            drafts = self.draw(logits, lanes.repeat_interleave(most), positions.flatten()).view(size, most)
+        else:
+            drafts = self._draw_in_turn(logits.view(size, most, -1), lanes, positions, *self.weights.markov)
+        self._tokens[lanes, :most] = drafts
         self._counts[lanes] = (room - first).clamp(0, most)
 
     def _block(self, lanes: Tensor, start: Tensor, room: Tensor) -> tuple[SlotMapping, Tensor]:
         """Return the mapping and the tokens of the rows of a block, int64 [S B]. start, room: int32 [S], the position
         of its first row, and the number of rows that have a slot."""
-        size, inside = self._pool.page_size, self._offsets < room[:, None]
+        inside = self._offsets < room[:, None]
         positions = torch.where(inside, start[:, None] + self._offsets, 0)
-        pages = self._lanes.page_table[lanes[:, None], positions // size].long()
-        slots = torch.where(inside, pages * size + positions % size, -1)
+        slots = self._slots(lanes[:, None], positions, inside)
         last = self._lanes.state.last_token[lanes][:, None]
         ids = torch.where(self._offsets == 0, last, self._head.mask_id)
         flat = positions.flatten(), slots.flatten()
@@ -192,14 +173,15 @@ class DFlash(Head):
             model.add_mlp(part, number)
         return part.residual.whole()
 
-    def _logits(self, x: Tensor) -> Tensor:
-        """Return logits, float32 [R, V], of rows x [R, H]."""
-        own, fused = self.weights, Fused(out_dtype=torch.float32)
-        if own.lm_head is None:
-            return self._target.parameters.lm_head.apply(x, fused, own.norm)
-        reduced = own.lm_head.apply(x, fused, own.norm)
-        logits = reduced.new_full((len(x), self._target.config.vocab_size), -torch.inf)
-        return logits.index_copy_(1, own.ids, reduced)
+    def _draw_in_turn(self, logits: Tensor, lanes: Tensor, positions: Tensor, rows: Tensor, matrix: Linear) -> Tensor:
+        """Return drafts, int64 [S, D], from logits [S, D, V] and those that the token before each of them adds. rows,
+        matrix: the Markov head."""
+        last, found = self._lanes.state.last_token[lanes], list[Tensor]()
+        for number in range(logits.shape[1]):
+            added = matrix.apply(F.embedding(last, rows), LOGITS)
+            last = self.draw(logits[:, number] + added, lanes, positions[:, number])
+            found.append(last)
+        return torch.stack(found, 1)
 
     @property
     def linears(self) -> Iterable[tuple[Linear, Fused]]:
@@ -207,4 +189,6 @@ class DFlash(Head):
         yield from ((self.weights.fc, Fused()), (self.weights.kv[0], Fused()), (layer.qkv, Fused()))
         yield from ((layer.o, Fused(add=adds)), (layer.gate_up, Fused(swiglu=True)), (layer.down, Fused(add=adds)))
         if self.weights.lm_head is not None:
-            yield self.weights.lm_head, Fused(out_dtype=torch.float32)
+            yield self.weights.lm_head, LOGITS
+        if self.weights.markov is not None:
+            yield self.weights.markov[1], LOGITS

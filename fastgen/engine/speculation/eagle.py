@@ -13,7 +13,7 @@ overwrites them.
 Where a prefill is cut into chunks, and where a cached page ends, the keys and values of one position were made with the
 wrong token. This makes drafts a little worse, and changes nothing else.
 
-Shape letters, in addition to the letters in head.py: F layers of the target that are read.
+Shape letters: see head.py and layered.py.
 """
 
 from __future__ import annotations
@@ -24,26 +24,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights, set_ids
+from fastgen.engine.speculation.head import HeadPlace
 from fastgen.engine.speculation.heads import EagleConfig
+from fastgen.engine.speculation.layered import LOGITS, LayeredHead, LayeredWeights
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
 from fastgen.model.linear import Linear
-from fastgen.model.loader import read_tensors
 from fastgen.model.parameters import Parameters
 from fastgen.model.rope import rope_tables
 from fastgen.model.transformer import StepPart
-from fastgen.model.weights import Shard, Tensors, Update, write
-
-COPIES = ("embed_tokens.weight", "t2d")  # tensors of checkpoints that are not needed
+from fastgen.model.weights import Shard, Tensors
 
 
-class EagleWeights(HeadWeights):
+class EagleWeights(LayeredWeights):
     """The weights of an EAGLE-3 head, on the target's device and in its dtype.
 
     fc: [H, F H]. norms: by the names of a checkpoint without `.weight`. qkv: inputs are 2 H, of which `kv` has the rows
-    of keys and values. lm_head: [V or reduced vocabulary, H], with the target's tokens `ids`; None: the target's head.
+    of keys and values.
     """
 
     def __init__(self, config: EagleConfig, target: Parameters, context: int, deterministic: bool) -> None:
@@ -84,9 +82,6 @@ class EagleWeights(HeadWeights):
     def config(self) -> EagleConfig:
         return self._config
 
-    def read(self) -> Tensors:
-        return read_tensors(self.config.folder)
-
     def shards(self) -> dict[str, Shard]:
         c = self.config.layers
         kv_heads, inner = c.num_kv_heads * c.head_size, c.intermediate_size
@@ -107,36 +102,20 @@ class EagleWeights(HeadWeights):
         """Nothing is made of the weights."""
 
     def update(self, named: Tensors) -> None:
-        tensors = {_plain(name): x for name, x in dict(named).items()}
-        offsets = tensors.pop("d2t", None)
-        unneeded = (*COPIES, *(() if self.lm_head else ("lm_head.weight",)))
-        shards = self.shards()
-        update = Update({name: x for name, x in tensors.items() if name not in unneeded}, shards)
-        update.check()
-        if self.config.reduced:
-            set_ids(self.ids, offsets)
-        write(shards, update.tensors())
+        self.store({_plain(name): x for name, x in dict(named).items()})
 
     def attach(self, place: HeadPlace) -> Eagle:
         return Eagle(self, place)
 
 
-class Eagle(Head):
-    """An EAGLE-3 head in a Runner, which keeps keys and values of all tokens in the pages."""
+class Eagle(LayeredHead):
+    """An EAGLE-3 head in a Runner."""
 
     def __init__(self, weights: EagleWeights, place: HeadPlace) -> None:
         super().__init__(weights, place, weights.config.drafts)
         self.weights, self._head = weights, weights.config
-        own, dtype = self._head.layers, self._target.parameters.dtype
-        self._attention = place.make_attention(own.num_heads, self._options.most_lanes)
-        rows = place.config.max_step_tokens + self._target.row_tile
-        # These sleep with the pool.
-        self._features = self._pool.memory.zeros((rows, len(self._head.features) * own.hidden_size), dtype)
-        self._states = self._pool.memory.zeros((rows, own.hidden_size), dtype)
-
-    @property
-    def layers(self) -> frozenset[int]:
-        return frozenset(self._head.features)
+        self._attention = place.make_attention(self._head.layers.num_heads, self._options.most_lanes)
+        self._states = self._zeros(self._head.layers.hidden_size)
 
     @property
     def linears(self) -> Iterable[tuple[Linear, Fused]]:
@@ -144,21 +123,16 @@ class Eagle(Head):
         yield from ((linear, Fused()) for linear in (own.fc, own.kv, own.qkv))
         yield from ((own.o, Fused(add=adds)), (own.gate_up, Fused(swiglu=True)), (own.down, Fused(add=adds)))
         if own.lm_head is not None:
-            yield own.lm_head, Fused(out_dtype=torch.float32)
+            yield own.lm_head, LOGITS
 
     # ------------------------------------------------------------------------------------------- the context
 
-    def observe(self, part: StepPart, number: int) -> None:
-        x, hidden = part.residual.whole(), self._head.layers.hidden_size
-        for at, layer in enumerate(self._head.features):
-            if layer == number:
-                self._features[: len(x), at * hidden : (at + 1) * hidden] = x
-        if number == max(self.layers):
-            states = self._states[: len(x)]
-            states.copy_(self._state_of(self._features[: len(x)]))
-            both = self._both(part.token_ids.roll(-1), states)[0]
-            mapping = self._mapping(part.mapping.positions, part.mapping.slots, part.mapping.real)
-            rope_write(self.weights.kv.apply(both), mapping, *self._keys_and_values, self.weights.head_norm)
+    def _keep_context(self, part: StepPart, features: Tensor) -> None:
+        states = self._states[: len(features)]
+        states.copy_(self._state_of(features))
+        both = self._both(part.token_ids.roll(-1), states)[0]
+        mapping = self._mapping(part.mapping.positions, part.mapping.slots, part.mapping.real)
+        rope_write(self.weights.kv.apply(both), mapping, *self._keys_and_values, self.weights.head_norm)
 
     @property
     def _keys_and_values(self) -> tuple[Tensor, Tensor]:
@@ -195,7 +169,7 @@ class Eagle(Head):
         for number in range(most):
             position = start - 1 + number
             hidden, states = self._run(lanes, position, position < limits, ids, states)
-            ids = self.draw(self._logits(hidden), lanes, position + 2)
+            ids = self.draw(self.weights.logits(hidden, self._target.parameters), lanes, position + 2)
             self._tokens[lanes, number] = ids
         self._counts[lanes] = (limits - start + 1).clamp(0, most)
 
@@ -206,10 +180,9 @@ class Eagle(Head):
 
         position: int32 [S], of the rows. inside: bool [S], whether they have a slot. ids: int64 [S]. states: [S, H].
         """
-        own, size, norms = self.weights, self._pool.page_size, self.weights.norms
+        own, norms = self.weights, self.weights.norms
         at = torch.where(inside, position, 0).clamp(min=0).long()
-        pages = self._lanes.page_table[lanes, at // size].long()
-        mapping = self._mapping(at, torch.where(inside, pages * size + at % size, -1), len(at))
+        mapping = self._mapping(at, self._slots(lanes, at, inside), len(at))
         both, normed = self._both(ids, states)
         q = rope_write(own.qkv.apply(both), mapping, *self._keys_and_values, own.head_norm)
         plan = self._attention.plan_decode(lanes, at.int() + 1, self._lanes.page_table)
@@ -219,17 +192,6 @@ class Eagle(Head):
         x = own.down.apply(inner, Fused(add=x))
         hidden = _normed(x, norms["norm"])
         return hidden, hidden if self._head.norm_output else x
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Return logits, float32 [S, V]."""
-        head, fused = self.weights.lm_head, Fused(out_dtype=torch.float32)
-        if head is None:
-            return self._target.parameters.lm_head.apply(hidden, fused)
-        logits = head.apply(hidden, fused)
-        if not self._head.reduced:
-            return logits
-        whole = logits.new_full((len(logits), self._target.config.vocab_size), -torch.inf)
-        return whole.index_copy_(1, self.weights.ids, logits)
 
 
 def _normed(x: Tensor, norm: RMSNorm) -> Tensor:

@@ -189,14 +189,3 @@ class Head(ABC):
         # Positions have the dtype that they have in the Runner: the noise of the torch twin depends on it.
         drawn: SampleOutput = draw(logits, self._state, lanes, positions.int(), PLAN, None)
         return drawn.tokens.clamp(min=0)
-
-
-def set_ids(ids: Tensor, offsets: Tensor | None) -> None:
-    """Write the target's tokens of a reduced vocabulary, number + offsets[number], to `ids`, int64 [n]. Raises
-    ValueError if the offsets, d2t of a checkpoint, do not fit."""
-    if offsets is None or offsets.shape != ids.shape:
-        raise ValueError(f"draft_vocab_size={len(ids)} needs a tensor d2t [{len(ids)}]")
-    found = torch.arange(len(offsets)) + offsets.cpu().long()
-    if len(set(found.tolist())) < len(found) or int(found.min()) < 0:
-        raise ValueError("d2t must name another token for each number")
-    ids.copy_(found)

@@ -12,12 +12,15 @@ architectures, or `speculators_model_type` "eagle3". Three programs write DFlash
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastgen.model.config import ModelConfig, parse_config
+
+log = logging.getLogger(__name__)
 
 EAGLE_DRAFTS = 4  # number of tokens that an EAGLE-3 head drafts, if its config.json does not say it
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
@@ -27,7 +30,7 @@ SUPPORTED: dict[str, tuple[object, ...]] = {
     "use_swa": (None, False), "swa_window_size": (None, 0), "attention_sinks": (None, False),
     "use_attention_sinks": (None, False), "add_swa_attention_sink_bias": (None, False),
     "attention_value_scale": (None, 1), "is_causal": (None, False), "causal": (None, False),
-    "dflash_query_causal": (None, False), "enable_confidence_head": (None, False), "markov_rank": (None, 0),
+    "dflash_query_causal": (None, False), "markov_head_type": (None, "none", "vanilla"),
     "projector_type": (None, "dflash"), "shift_label": (None, False), "conv_kernel_size": (None, 0),
     "selector_rank": (None, 0), "draft_adapter_rank": (None, 0), "input_embedding_scale": (None, 1),
     "output_multiplier": (None, 1), "final_logit_softcapping": (None, 0), "quantization_config": (None, {}),
@@ -53,27 +56,37 @@ class HeadConfig:
 
 
 @dataclass(frozen=True)
-class DFlashConfig(HeadConfig):
-    """The configuration of a DFlash head (arXiv 2602.06036).
+class LayeredConfig(HeadConfig):
+    """The configuration of a head that has layers.
 
-    The head drafts a block of tokens in one pass: the last token, and `block` - 1 times the token `mask_id`. Its layers
-    attend to the whole block, and to keys and values that are made from the target's residual stream.
-
-    layers: configuration of its layers. features: the target's layers whose outputs are read. anchor_first: row j of
-    the block predicts the token after its position; otherwise the token at its position, so that row 0 predicts
-    nothing. reduced: number of tokens of its own vocabulary; 0: it has the target's.
+    layers: configuration of its layers. features: the target's layers whose outputs are read. reduced: number of tokens
+    of its own vocabulary; 0: it has the target's.
     """
 
     layers: ModelConfig
     features: tuple[int, ...]
-    block: int
-    mask_id: int
-    anchor_first: bool
     reduced: int
 
     @property
     def kv_layers(self) -> int:
         return self.layers.num_layers
+
+
+@dataclass(frozen=True)
+class DFlashConfig(LayeredConfig):
+    """The configuration of a DFlash head (arXiv 2602.06036).
+
+    The head drafts a block of tokens in one pass: the last token, and `block` - 1 times the token `mask_id`. Its layers
+    attend to the whole block, and to keys and values that are made from the target's residual stream.
+
+    anchor_first: row j of the block predicts the token after its position; otherwise the token at its position, so that
+    row 0 predicts nothing. markov_rank: number of inputs of the matrix of its Markov head; 0: it has none.
+    """
+
+    block: int
+    mask_id: int
+    anchor_first: bool
+    markov_rank: int
 
     @property
     def ahead(self) -> int:
@@ -95,27 +108,19 @@ class MedusaConfig(HeadConfig):
 
 
 @dataclass(frozen=True)
-class EagleConfig(HeadConfig):
-    """The configuration of an EAGLE-3 head (arXiv 2503.01840).
+class EagleConfig(LayeredConfig):
+    """The configuration of an EAGLE-3 head (arXiv 2503.01840), which has one layer.
 
-    layers: configuration of its layer. features: the target's layers whose outputs are read. reduced: number of tokens
-    of its own vocabulary; 0: it has the target's. drafts: number of tokens to draft. norm_before_residual: the residual
-    stream of the layer begins with the normed state. norm_before_fc, fc_norm: all features together are normed, or
-    the features of each layer. norm_output: the next state is the normed result.
+    drafts: number of tokens to draft. norm_before_residual: the residual stream of the layer begins with the normed
+    state. norm_before_fc, fc_norm: all features together are normed, or the features of each layer. norm_output: the
+    next state is the normed result.
     """
 
-    layers: ModelConfig
-    features: tuple[int, ...]
-    reduced: int
     drafts: int
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
-
-    @property
-    def kv_layers(self) -> int:
-        return 1
 
     @property
     def ahead(self) -> int:
@@ -178,6 +183,11 @@ def parse_dflash(config: dict[str, Any], folder: Path, target: ModelConfig) -> D
         raise ValueError(f"block_size={block} must be 2 to 64")
     if not 0 <= mask < target.vocab_size:
         raise ValueError(f"mask_token_id={mask} is no token of the model, which has {target.vocab_size}")
+    rank = _integer(fields, "markov_rank") if fields.get("markov_rank") else 0
+    if rank and vocab != target.vocab_size:
+        raise _unsupported("markov_rank", rank, "with draft_vocab_size it is not")
+    if fields.get("enable_confidence_head"):
+        log.info("%s has a confidence head, which is not used: all drafts are verified", folder)
     return DFlashConfig(
         folder=folder,
         layers=found,
@@ -185,6 +195,7 @@ def parse_dflash(config: dict[str, Any], folder: Path, target: ModelConfig) -> D
         block=block,
         mask_id=mask,
         anchor_first=bool(fields.get("sample_from_anchor")),
+        markov_rank=rank,
         reduced=0 if vocab == target.vocab_size else vocab,
     )
 

@@ -1,0 +1,177 @@
+"""Train heads that draft for the bundled model, and write their folders: dflash and medusa.
+
+    python scripts/tiny/train_heads.py --out fastgen/tiny              # about 2 minutes on one H100
+    python scripts/tiny/train_heads.py --smoke --out /tmp/heads        # a few steps on the CPU, as a check
+    python scripts/tiny/train_heads.py --sweep --out /tmp/heads        # several shapes of a DFlash head, side by side
+
+The text is what the bundled model was trained on, and a draft is learned from what the bundled model says of it: the
+loss is the cross-entropy to its distribution of the drafted token. Drafts further ahead count less, since they are of
+use only if all before them are right (DFlash's weights). All heads learn from the same steps of the target. No row is
+seen twice, so the printed agreement is of rows that were not trained on: the mean number of drafts after an anchor that
+are the target's most likely tokens, up to the first that is not.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tiny_heads import Anchors, DFlash, Medusa
+from tiny_model import Muon
+from tokenizers import Tokenizer
+from torch import Tensor
+from train_tiny import batches, generate, learning_rate, split_targets
+from transformers import LlamaForCausalLM
+
+TARGET_FOLDER = Path(__file__).parents[2] / "fastgen" / "tiny"
+MATRIX_LR, REST_LR = 0.02, 0.002
+DECAY = 4.0  # draft number j weighs exp(-j / DECAY)
+ANCHOR_EVERY = 8  # a row has one anchor for so many tokens
+SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
+    "dflash": ((3, 6), 2, 128),
+    "dflash-1-layer": ((3, 6), 1, 512),
+    "dflash-3-features": ((1, 4, 6), 1, 440),
+    "dflash-1-feature": ((6,), 1, 600),
+}
+"""The shapes of DFlash heads, of about the same size: features, layers, width of the MLP. The first one is shipped."""
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the options; `--smoke` makes everything tiny."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder that gets the folders of the heads")
+    parser.add_argument("--minutes", type=float, default=1.5, help="time for training, without data")
+    parser.add_argument("--steps", type=int, help="train for so many steps instead of a time")
+    parser.add_argument("--data-tokens", type=int, default=100_000_000)
+    parser.add_argument("--batch-tokens", type=int, default=49_152)
+    parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--sweep", action="store_true", help="train all shapes of DFlash heads")
+    parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU")
+    args = parser.parse_args(argv)
+    if args.smoke:
+        args.device, args.workers, args.steps = "cpu", 1, args.steps or 2
+        args.data_tokens, args.batch_tokens = 12_000, 400
+    return args
+
+
+@dataclass
+class Learner:
+    """A head and its optimizers. loss, right: running means of the loss, and of the right drafts after an anchor."""
+
+    head: DFlash | Medusa
+    loss: float = float("nan")
+    right: float = float("nan")
+    optimizers: list[tuple[torch.optim.Optimizer, float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = list(self.head.parameters())
+        matrices, rest = [p for p in named if p.dim() == 2], [p for p in named if p.dim() == 1]
+        adam = torch.optim.AdamW(rest, lr=REST_LR, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizers = [(Muon(matrices, lr=MATRIX_LR), MATRIX_LR), (adam, REST_LR)]
+
+    def step(self, ids: Tensor, states: tuple[Tensor, ...], anchors: Anchors, said: Tensor, embedding: Tensor) -> None:
+        """Learn from a batch. said: the target's probabilities, [N, V], of the N wanted drafts, in the order of
+        anchors.wanted."""
+        drafts = self.head.drafts
+        of_head = anchors.wanted[..., :drafts]
+        rows = self.head(states, anchors, ids, embedding)[of_head]
+        said = said[anchors.wanted.nonzero()[:, 2] < drafts]
+        logits = (rows @ embedding.T).float()
+        losses = -(said * logits.log_softmax(1)).sum(1)
+        weights = torch.exp(-of_head.nonzero()[:, 2] / DECAY)
+        loss = (losses * weights).sum() / weights.sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        for optimizer, _ in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            hits = torch.zeros_like(of_head)
+            hits[of_head] = logits.argmax(1) == said.argmax(1)
+            begun = of_head[..., 0].sum().clamp(min=1)
+            self._keep(loss.detach(), hits.cumprod(-1).sum() / begun)
+
+    def _keep(self, loss: Tensor, right: Tensor) -> None:
+        """Update the means, which stay on the device until they are read."""
+        if not isinstance(self.loss, Tensor):
+            self.loss, self.right = loss, right  # type: ignore[assignment]
+        self.loss = 0.95 * self.loss + 0.05 * loss
+        self.right = 0.95 * self.right + 0.05 * right
+
+    def set_rate(self, share: float) -> None:
+        """Set the share of the full learning rates."""
+        for optimizer, rate in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * share
+
+
+def train(
+    learners: dict[str, Learner], target: LlamaForCausalLM, data: dict[int, Tensor], args: argparse.Namespace
+) -> int:
+    """Train the heads until the time or the number of steps is used up; return the number of steps."""
+    most = max(learner.head.drafts for learner in learners.values())
+    draw = torch.Generator(args.device).manual_seed(args.seed)
+    embedding: Tensor = target.get_input_embeddings().weight.detach()
+    start, last = time.perf_counter(), 0.0
+    for step, packed in enumerate(batches(data, args.batch_tokens, args.seed)):
+        seconds = time.perf_counter() - start
+        share = step / args.steps if args.steps else seconds / (60 * args.minutes)
+        if share >= 1:
+            return step
+        ids, following = split_targets(packed.to(args.device))
+        learned = torch.zeros_like(ids, dtype=torch.bool)
+        learned[:, 1:] = following[:, :-1] >= 0
+        anchors = Anchors.drawn(learned, ids.shape[1] // ANCHOR_EVERY, most, draw)
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
+            with torch.no_grad():
+                states = target.model(ids, output_hidden_states=True).hidden_states
+                ends = torch.stack([anchors.pick(states[-1], offset) for offset in range(most)], 2)
+                said = (ends[anchors.wanted] @ embedding.T).float().softmax(1)
+            for learner in learners.values():
+                learner.set_rate(learning_rate(step, share))
+                learner.step(ids, states, anchors, said, embedding)
+        if step < 3 or seconds > last + 10:
+            last = seconds
+            found = ", ".join(f"{name} {x.loss:.3f} {x.right:.3f}" for name, x in learners.items())
+            print(f"step {step:5d} {seconds:4.0f} s  loss, right drafts: {found}", flush=True)
+    raise AssertionError("batches have no end")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, and write the folders."""
+    args = parse(argv)
+    start = time.perf_counter()
+    data = generate(args, Tokenizer.from_file(str(TARGET_FOLDER / "tokenizer.json")))
+    tokens = sum(rows.numel() for rows in data.values())
+    print(f"data: {tokens / 1e6:.1f} M tokens, {time.perf_counter() - start:.1f} s", flush=True)
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    target = LlamaForCausalLM.from_pretrained(TARGET_FOLDER, dtype=torch.float32).to(args.device).eval()
+    shapes = SHAPES if args.sweep else dict(itertools.islice(SHAPES.items(), 1))
+    heads: dict[str, DFlash | Medusa] = {name: DFlash(*shape) for name, shape in shapes.items()}
+    for head in heads.values():
+        head.norm.weight.data.copy_(target.model.norm.weight)  # the scale of logits
+    heads["medusa"] = Medusa()
+    learners = {name: Learner(head.to(args.device)) for name, head in heads.items()}
+    steps = train(learners, target, {n: rows.to(args.device) for n, rows in data.items()}, args)
+    hardware = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    for name, learner in learners.items():
+        learner.head.save(args.out / name)
+        facts = {
+            "command": f"python scripts/tiny/train_heads.py{' --sweep' if args.sweep else ''} --out fastgen/tiny "
+            f"--minutes {args.minutes:g} --data-tokens {args.data_tokens}",
+            "hardware": hardware, "torch": torch.__version__, "seed": args.seed, "steps": steps,
+            "tokens": steps * args.batch_tokens, "loss": round(float(learner.loss), 4),
+            "right_drafts": round(float(learner.right), 4),
+        }  # fmt: skip
+        (args.out / name / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+        print(f"{name}: {facts}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
