@@ -38,16 +38,17 @@ LOADING_REGISTERS = constant(40)  # registers per thread of the loading warp's g
 AHEAD, AHEAD_ROPE = 64, 16  # sums per thread up to which the epilogue's inputs load before the product
 
 
-def _instructions(low: bool, kind: str, magic: int) -> str:
+def _instructions(low: bool, kind: str, magic: int, rows: int = 2) -> str:
     """Return PTX that makes 8 pairs of numbers, in registers $0 to $7, of the words $8 and $9.
 
-    A word has pairs of row 0, row 1, row 0 and row 1. $10 and $12: -(magic + zero) of the two rows, twice. $14 and $16:
-    their scales, twice. low: whether $18 and $20 have the low parts of the scales.
+    A word has pairs of row 0, row 1, row 0 and row 1. If rows is 1, those of row 1 remain undefined. $10 and, for 2
+    rows, $12: -(magic + zero) of a row, twice. The next 2 * rows registers: the scales, twice. low: whether 2 * rows
+    more have the low parts of the scales.
     """
     lines = [".reg .b32 q, d, p;"]
-    for number in range(8):
+    for number in range(0, 8, 3 - rows):
         word, pair = 8 + number // 4, number % 4
-        zero, scale, lowest = (first + 2 * (pair % 2) for first in (10, 14, 18))
+        zero, scale, lowest = (10 + 2 * (rows * part + pair % 2) for part in range(3))
         if pair:
             lines.append(f"shr.b32 q, ${word}, {4 * pair};")
         source = "q" if pair else f"${word}"
@@ -61,9 +62,20 @@ def _instructions(low: bool, kind: str, magic: int) -> str:
     return "{" + " ".join(lines) + "}"
 
 
+def _registers(low: bool, rows: int = 2) -> str:
+    """Return the constraints of the registers that `_instructions` names."""
+    return ",".join(["=&r"] * 8 + ["r"] * (2 + 4 * rows + 2 * rows * low))
+
+
 BF16, BF16_LOW = constant(_instructions(False, "bf16", 0x4300)), constant(_instructions(True, "bf16", 0x4300))
 F16 = constant(_instructions(False, "f16", 0x6400))
-REGISTERS, REGISTERS_LOW = constant(",".join(["=&r"] * 8 + ["r"] * 10)), constant(",".join(["=&r"] * 8 + ["r"] * 14))
+REGISTERS, REGISTERS_LOW = constant(_registers(False)), constant(_registers(True))
+BF16_ROW, BF16_LOW_ROW = (
+    constant(_instructions(False, "bf16", 0x4300, 1)),
+    constant(_instructions(True, "bf16", 0x4300, 1)),
+)
+F16_ROW = constant(_instructions(False, "f16", 0x6400, 1))
+REGISTERS_ROW, REGISTERS_LOW_ROW = constant(_registers(False, 1)), constant(_registers(True, 1))
 BF16_PAIRS, F16_PAIRS = (
     constant((kind,) * 8) for kind in (getattr(gl, "bfloat16", None), getattr(gl, "float16", None))
 )
@@ -192,6 +204,11 @@ def _product_kernel(
     )  # fmt: skip
     if not AHEAD:
         read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
+    SIDE: gl.constexpr = acc.shape[0]
+    if SIDE > ROWS:  # only 8 of each 16 rows are the program's
+        acc = gl.reshape(acc, [SIDE // 16, 2, 8, TOKENS])
+        acc, _ = gl.split(gl.permute(acc, (0, 2, 3, 1)))
+        acc = gl.reshape(acc, [ROWS, TOKENS])
     acc = gl.permute(acc, (1, 0))
     if HALF > 0:
         acc = gl.permute(gl.reshape(acc, [TOKENS, HEADS, 2, PAIRS]), (0, 1, 3, 2))
@@ -276,26 +293,35 @@ def _multiply(
     HALVES: gl.constexpr = 2 if GROUP < 64 else 1  # groups of 64 columns, if they have several
     GROUPS: gl.constexpr = scales.shape[len(scales.shape) - 2] // HALVES
     CHUNK_GROUPS: gl.constexpr = PARTS if GROUP < CHUNK else 1
-    LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
+    LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [6, 5, 4, 3, 2, 1, 0])
     WARPS: gl.constexpr = gl.num_warps()
+    SPLIT: gl.constexpr = max(WARPS // BLOCKS, 1)  # warps that share a block of 16 rows: 2 have 8 rows each
+    SIDE: gl.constexpr = ROWS * SPLIT
     threads: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 0]] + [[0, 1, 0, 0, 0, 0]] * (PARTS // 2)
-        + [[WARPS, 0, 0, 0, 0, 0]] * (BLOCKS // WARPS - 1),
-        [[0, 0, 0, 1, 0, 0], [0, 0, 0, 2, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0], [0, 0, 4, 0, 0, 0]],
-        [[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]] + [[4, 0, 0, 0, 0, 0]] * (WARPS // 8), [],
-        [BLOCKS, PARTS, 8, 4, 2, 2],
+        [[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]] + [[0, 0, 1, 0, 0, 0, 0]] * (PARTS // 2)
+        + [[WARPS, 0, 0, 0, 0, 0, 0]] * (BLOCKS // WARPS - 1),
+        [[0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 2, 0, 0], [0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 2, 0, 0, 0],
+         [0, 0, 0, 4, 0, 0, 0]],
+        [[0, 1, 0, 0, 0, 0, 0]] * (SPLIT - 1) + [[1, 0, 0, 0, 0, 0, 0]]
+        + [[2, 0, 0, 0, 0, 0, 0]] * min(WARPS // SPLIT // 4, 1) + [[4, 0, 0, 0, 0, 0, 0]] * (WARPS // SPLIT // 8), [],
+        [BLOCKS, SPLIT, PARTS, 8, 4, 2, 2],
     )  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    words = reinterpret(words, gl.int32, [STAGES, BLOCKS, DEPTH // 64, 8, 4, 2, 2], LINEAR)
-    scales = reinterpret(scales, scales.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1], LINEAR)
-    zeros = reinterpret(zeros, zeros.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1], LINEAR)
+    words = reinterpret(words, gl.int32, [STAGES, BLOCKS, 1, DEPTH // 64, 8, 4, 2, 2], LINEAR)
+    scales = reinterpret(scales, scales.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1, 1], LINEAR)
+    zeros = reinterpret(zeros, zeros.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1, 1], LINEAR)
+    nibble = 0
+    if SPLIT > 1:  # rows 8 to 15 of a block are in every second nibble
+        line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        number = gl.reshape(gl.arange(0, BLOCKS * 2, line), [BLOCKS, 2, 1, 1, 1, 1, 1])
+        nibble = gl.convert_layout(number % 2 * 4, threads)
     tl.extra.cuda.gdc_wait()
     read = places
     if AHEAD:
         read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
-    acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
-    last = gl.zeros([ROWS, CHUNK], xs.dtype, left)
+    acc = gl.zeros([SIDE, TOKENS], gl.float32, layout)
+    last = gl.zeros([SIDE, CHUNK], xs.dtype, left)
     stage = 0
     phase = 0
     before = STAGES - 1
@@ -304,14 +330,19 @@ def _multiply(
         packed = ()
         factors = ()
         for chunk in gl.static_range(CHUNKS):
-            part = words.index(stage).slice(chunk * PARTS, PARTS, 1)
-            packed = packed + (part.load(threads),)  # type: ignore[assignment]
+            part = words.index(stage).slice(chunk * PARTS, PARTS, 2)
+            loaded = part.load(threads)
+            if SPLIT > 1:
+                loaded = loaded >> nibble
+            packed = packed + (loaded,)  # type: ignore[assignment]
             if chunk % (CHUNKS // max(GROUPS // CHUNK_GROUPS, 1)) == 0:
-                scale = _factors(scales.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads)
+                scale = _factors(
+                    scales.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads, SPLIT
+                )
                 zero = scale
                 if zeros_desc is not None:
                     zero = _factors(
-                        zeros.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads
+                        zeros.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads, SPLIT
                     )
             factors = factors + ((scale, zero),)  # type: ignore[assignment]
         for chunk in gl.static_range(CHUNKS):
@@ -332,43 +363,53 @@ def _multiply(
 
 
 @gluon_jit()
-def _factors(memory, threads: gl.constexpr):
-    """Return the scales or zeros of the two rows of a thread, both [BLOCKS, groups, 8, 1, HALVES, 1]."""
-    first = memory.slice(0, 1, 3).permute((0, 1, 4, 3, 2, 5)).load(threads)
-    second = memory.slice(1, 1, 3).permute((0, 1, 4, 3, 2, 5)).load(threads)
-    return first, second
+def _factors(memory, threads: gl.constexpr, SPLIT: gl.constexpr):
+    """Return the scales or zeros of a thread's rows, one or two times [BLOCKS, SPLIT, groups, 8, 1, HALVES, 1]."""
+    found = ()
+    for row in gl.static_range(2 // SPLIT):
+        rows = memory.slice(row, SPLIT, 3).permute((0, 3, 1, 4, 5, 2, 6))
+        found = found + (rows.load(threads),)  # type: ignore[assignment]
+    return found
 
 
 @gluon_jit()
 def _dequantized(packed, factors, ZEROS: gl.constexpr, dtype: gl.constexpr):
-    """Return the weights of words [BLOCKS, PARTS, 8, 4, 2, 2] as [16 * BLOCKS, 64 * PARTS]."""
-    scale, zero = factors
-    LOW: gl.constexpr = scale[0].dtype != dtype
+    """Return the weights of words [BLOCKS, SPLIT, PARTS, 8, 4, 2, 2] as [16 * BLOCKS * SPLIT, 64 * PARTS].
+
+    If SPLIT is 2, rows 8 to 15 of each 16 are undefined.
+    """
+    scales, zeros = factors
+    LOW: gl.constexpr = scales[0].dtype != dtype
     BLOCKS: gl.constexpr = packed.shape[0]
-    PARTS: gl.constexpr = packed.shape[1]
+    SPLIT: gl.constexpr = packed.shape[1]
+    PARTS: gl.constexpr = packed.shape[2]
     magic: gl.constexpr = -1023360256 if dtype == gl.bfloat16 else -469703680  # -128 or -1024, twice
     nothing = packed * 0
-    if ZEROS:
-        z0 = zero[0].to(gl.int32) * 0x10001 + magic + nothing
-        z1 = zero[1].to(gl.int32) * 0x10001 + magic + nothing
-    else:
-        z0 = nothing + (8 * 0x10001 + magic)
-        z1 = z0
-    if LOW:
-        high0, low0 = _split(scale[0])
-        high1, low1 = _split(scale[1])
-        given = [packed, z0, z1, high0 + nothing, high1 + nothing, low0 + nothing, low1 + nothing]
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(BF16_LOW, REGISTERS_LOW, given, BF16_PAIRS, True, 2)
-    else:
-        high0 = _twice(scale[0].to(gl.int16, bitcast=True).to(gl.int32) << 16) + nothing
-        high1 = _twice(scale[1].to(gl.int16, bitcast=True).to(gl.int32) << 16) + nothing
-        given = [packed, z0, z1, high0, high1]
-        if dtype == gl.bfloat16:
-            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(BF16, REGISTERS, given, BF16_PAIRS, True, 2)
+    middles = ()
+    highs = ()
+    lows = ()
+    for row in gl.static_range(2 // SPLIT):
+        if ZEROS:
+            middles = middles + (zeros[row].to(gl.int32) * 0x10001 + magic + nothing,)  # type: ignore[assignment]
         else:
-            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(F16, REGISTERS, given, F16_PAIRS, True, 2)
+            middles = middles + (nothing + (8 * 0x10001 + magic),)  # type: ignore[assignment]
+        if LOW:
+            high, low = _split(scales[row])
+            lows = lows + (low + nothing,)  # type: ignore[assignment]
+        else:
+            high = _twice(scales[row].to(gl.int16, bitcast=True).to(gl.int32) << 16)
+        highs = highs + (high + nothing,)  # type: ignore[assignment]
+    given = (packed,) + middles + highs + lows
+    BF: gl.constexpr = (BF16_LOW if LOW else BF16) if SPLIT == 1 else (BF16_LOW_ROW if LOW else BF16_ROW)
+    F: gl.constexpr = F16 if SPLIT == 1 else F16_ROW
+    text: gl.constexpr = BF if dtype == gl.bfloat16 else F
+    TWO: gl.constexpr = REGISTERS_LOW if LOW else REGISTERS
+    ONE: gl.constexpr = REGISTERS_LOW_ROW if LOW else REGISTERS_ROW
+    registers: gl.constexpr = TWO if SPLIT == 1 else ONE
+    kinds: gl.constexpr = BF16_PAIRS if dtype == gl.bfloat16 else F16_PAIRS
+    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(text, registers, given, kinds, True, 2)
     found = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
-    return gl.reshape(gl.permute(found, (0, 6, 2, 1, 4, 8, 7, 3, 5)), [16 * BLOCKS, 64 * PARTS])
+    return gl.reshape(gl.permute(found, (0, 1, 7, 3, 2, 5, 9, 8, 4, 6)), [16 * BLOCKS * SPLIT, 64 * PARTS])
 
 
 @gluon_jit()
