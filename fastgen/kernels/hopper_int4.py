@@ -32,7 +32,9 @@ MANY = (256, 128, 128, 8, 64, 1), (128, 64, 128, 4, 64, 2), (64, 64, 256, 4, 64,
 """Choices for more tokens. The first whose tiles occupy two thirds of the processors is used."""
 
 MANY_NARROW = (128, 64, 256, 4, 128, 1)  # instead of the second of MANY, if all tiles can run at the same time
-MOST = 2048  # tokens up to which this kernel is faster than a product with a scratch copy of the weight
+MOST, MOST_ADD = 2048, 1024
+"""Tokens up to which this kernel is faster than a product with a scratch copy of the weight. The second is for results
+that are added to other numbers: they have no tiles of the first size in MANY."""
 COLUMNS = 64  # columns of a part of a block of 16 rows, 512 bytes
 LOADING_REGISTERS = constant(40)  # registers per thread of the loading warp's group; the others get the rest
 AHEAD, AHEAD_ROPE = 64, 16  # sums per thread up to which the epilogue's inputs load before the product
@@ -136,6 +138,11 @@ def tile_of(tokens: int, outputs: int, chip: Chip, add: bool = False) -> Tile:
     chosen = several[0] if several else MANY[-1]
     narrow = chosen == MANY[1] and programs(*chosen[:2]) <= chip.processors
     return Tile(*(MANY_NARROW if narrow else chosen))
+
+
+def most(add: bool) -> int:
+    """Return the tokens up to which this kernel is the fastest. add: see `tile_of`."""
+    return MOST_ADD if add else MOST
 
 
 def fits(tile: Tile, inputs: int, group: int) -> bool:
