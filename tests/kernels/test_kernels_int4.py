@@ -111,11 +111,12 @@ def pairs(values: Tensor) -> Register:
     return Register(torch.stack((values, values), -1))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
     ("dtype", "scale_dtype"),
     [(torch.bfloat16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)],
 )
-def test_the_instructions_round_once(dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+def test_the_instructions_round_once(dtype: torch.dtype, scale_dtype: torch.dtype, rows: int) -> None:
     """All 16 x 16 numbers q and zeros, with many scales, as two words of 8 equal numbers: (q - zero) * scale in
     float32, rounded once."""
     scales = (torch.rand(200, generator=torch.Generator().manual_seed(0)) * 0.05).to(scale_dtype)
@@ -127,11 +128,15 @@ def test_the_instructions_round_once(dtype: torch.dtype, scale_dtype: torch.dtyp
     high = scale.to(dtype)
     low = (scale.float() - high.float()).to(dtype)
     split = scale_dtype != dtype
-    text = hopper_int4.BF16_LOW if split else hopper_int4.BF16 if dtype == torch.bfloat16 else hopper_int4.F16
-    given = [words, words, *[middle] * 4, *[pairs(high)] * 4, *[pairs(low)] * (4 if split else 0)]
+    name = "BF16_LOW" if split else "BF16" if dtype == torch.bfloat16 else "F16"
+    text = getattr(hopper_int4, name + "_ROW" * (rows == 1))
+    factors = [middle, pairs(high), *[pairs(low)] * split]
+    given = [words, words, *[each for each in factors for _ in range(2 * rows)]]
     expected = ((q - zero).float() * scale.float()).to(dtype)
-    for found in compute(getattr(text, "value", text), given, (dtype,) * 8):
+    computed = compute(getattr(text, "value", text), given, (dtype,) * 8)
+    for found in computed[:: 3 - rows]:
         assert torch.equal(found.x.view(-1, 2), torch.stack((expected, expected), -1))
+    assert all(found.x.isnan().all() for found in computed[1 :: 3 - rows] if rows == 1)
 
 
 LAUNCHES = """
