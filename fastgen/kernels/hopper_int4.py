@@ -37,6 +37,7 @@ MOST, MOST_ADD = 2048, 1024
 that are added to other numbers: they have no tiles of the first size in MANY."""
 COLUMNS = 64  # columns of a part of a block of 16 rows, 512 bytes
 LOADING_REGISTERS = constant(40)  # registers per thread of the loading warp's group; the others get the rest
+SOON_TOKENS = constant(64)  # tokens of a tile up to which there are registers for the words of the next step
 AHEAD, AHEAD_ROPE = 64, 16  # sums per thread up to which the epilogue's inputs load before the product
 
 
@@ -299,7 +300,6 @@ def _multiply(
     CHUNKS: gl.constexpr = DEPTH // CHUNK
     HALVES: gl.constexpr = 2 if GROUP < 64 else 1  # groups of 64 columns, if they have several
     GROUPS: gl.constexpr = scales.shape[len(scales.shape) - 2] // HALVES
-    CHUNK_GROUPS: gl.constexpr = PARTS if GROUP < CHUNK else 1
     LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [6, 5, 4, 3, 2, 1, 0])
     WARPS: gl.constexpr = gl.num_warps()
     SPLIT: gl.constexpr = max(WARPS // BLOCKS, 1)  # warps that share a block of 16 rows: 2 have 8 rows each
@@ -329,30 +329,26 @@ def _multiply(
         read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
     acc = gl.zeros([SIDE, TOKENS], gl.float32, layout)
     last = gl.zeros([SIDE, CHUNK], xs.dtype, left)
+    memory = (words, scales, zeros)
+    STEPS: gl.constexpr = (K + DEPTH - 1) // DEPTH
+    SOON: gl.constexpr = TOKENS <= SOON_TOKENS
     stage = 0
     phase = 0
     before = STAGES - 1
-    for step in range(0, (K + DEPTH - 1) // DEPTH):
+    if SOON:
         nvidia.mbarrier.wait(ready.index(stage), phase)
-        packed = ()
-        factors = ()
+        loaded = _loaded(memory, stage, nibble, zeros_desc is not None, APART, CHUNK, SPLIT, threads)
+    for step in range(0, STEPS):
+        if not SOON:
+            nvidia.mbarrier.wait(ready.index(stage), phase)
+            loaded = _loaded(memory, stage, nibble, zeros_desc is not None, APART, CHUNK, SPLIT, threads)
+        packed, factors = loaded
         for chunk in gl.static_range(CHUNKS):
-            part = words.index(stage).slice(chunk * PARTS, PARTS, 2)
-            loaded = part.load(threads)
-            if SPLIT > 1:
-                loaded = loaded >> nibble
-            packed = packed + (loaded,)  # type: ignore[assignment]
-            if chunk % (CHUNKS // max(GROUPS // CHUNK_GROUPS, 1)) == 0:
-                scale = _factors(
-                    scales.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads, SPLIT
-                )
-                zero = scale
-                if zeros_desc is not None:
-                    zero = _factors(
-                        zeros.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads, SPLIT
-                    )
-            factors = factors + ((scale, zero),)  # type: ignore[assignment]
-        for chunk in gl.static_range(CHUNKS):
+            if SOON and chunk == CHUNKS - 1:  # the words of the next step, or again those of the last one
+                following, parity = next_stage(stage, phase, STAGES)
+                following = gl.where(step + 1 < STEPS, following, stage)
+                nvidia.mbarrier.wait(ready.index(following), gl.where(step + 1 < STEPS, parity, phase))
+                loaded = _loaded(memory, following, nibble, zeros_desc is not None, APART, CHUNK, SPLIT, threads)
             weight = _dequantized(packed[chunk], factors[chunk], zeros_desc is not None, xs.dtype)
             weight = gl.convert_layout(weight, left, assert_trivial=True)
             x = xs.index(stage).slice(chunk * CHUNK, CHUNK, 1)
@@ -367,6 +363,35 @@ def _multiply(
     if not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     return nvidia.warpgroup_mma_wait(0, deps=[acc]), read
+
+
+@gluon_jit()
+def _loaded(
+    memory, stage, nibble, ZEROS: gl.constexpr, APART: gl.constexpr, CHUNK: gl.constexpr, SPLIT: gl.constexpr,
+    threads: gl.constexpr,
+):  # fmt: skip
+    """Return the words of the chunks of a stage, and the factors of each chunk: scales and zeros."""
+    words, scales, zeros = memory
+    PARTS: gl.constexpr = CHUNK // 64
+    CHUNKS: gl.constexpr = words.shape[3] // PARTS
+    GROUPS: gl.constexpr = scales.shape[2]
+    CHUNK_GROUPS: gl.constexpr = max(GROUPS // CHUNKS, 1)
+    packed = ()
+    factors = ()
+    for chunk in gl.static_range(CHUNKS):
+        part = words.index(stage).slice(chunk * PARTS, PARTS, 2).load(threads)
+        if SPLIT > 1:
+            part = part >> nibble
+        packed = packed + (part,)  # type: ignore[assignment]
+        if chunk % (CHUNKS // max(GROUPS // CHUNK_GROUPS, 1)) == 0:
+            which = scales.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1)
+            scale = _factors(which, threads, SPLIT)
+            zero = scale
+            if ZEROS:
+                which = zeros.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1)
+                zero = _factors(which, threads, SPLIT)
+        factors = factors + ((scale, zero),)  # type: ignore[assignment]
+    return packed, factors
 
 
 @gluon_jit()
@@ -459,7 +484,7 @@ def launch(
 
     assert tile.depth > tile.chunk  # or registers of two chunks in flight would be the same
     groups = tile.groups(group)
-    early = tile.tokens <= max(FEW) and 4 * tiles <= 3 * chip.processors
+    early = tile.tokens <= max(FEW) and starts_early(tile, tiles, chip)
     ahead = tile.tokens * tile.rows <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * tile.warps
     _product_kernel[(token_tiles * tiles,)](
         described(x, [tile.tokens, tile.depth]), blocks(words, tile.depth // COLUMNS, 128),
@@ -468,6 +493,10 @@ def launch(
         tile.stages(chip, group), tile.apart(group), ahead, early,
         num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
+
+
+def starts_early(tile: Tile, tiles: int, chip: Chip) -> bool:
+    return 4 * tiles <= 3 * chip.processors
 
 
 def _described(blocks: Tensor, block: list[int]) -> Any:
