@@ -28,6 +28,8 @@ from fastgen.kernels.launch import GLUON, constant, tl
 FEW = (8, 16, 32, 64)  # tokens of a tile for few tokens
 WIDE = (128, 256, 4, 64, 2)  # the other sizes of a Tile, for weights with at least one such tile per processor
 NARROW = (64, 512, 4, 128, 1)  # the other sizes for other weights and few tokens
+HALVED = (32, 512, 4, 128)  # ... for weights with at most one such tile per processor, up to HALVED_TOKENS tokens
+HALVED_TOKENS, HALVED_PAIRS = 32, 16  # and tokens up to which there may be two programs per processor
 MANY = (256, 128, 128, 8, 64, 1), (128, 64, 128, 4, 64, 2), (64, 64, 256, 4, 64, 1)
 """Choices for more tokens. The first whose tiles occupy two thirds of the processors is used."""
 
@@ -37,7 +39,6 @@ MOST, MOST_ADD = 2048, 1024
 that are added to other numbers: they have no tiles of the first size in MANY."""
 COLUMNS = 64  # columns of a part of a block of 16 rows, 512 bytes
 LOADING_REGISTERS = constant(40)  # registers per thread of the loading warp's group; the others get the rest
-SOON_TOKENS = constant(64)  # tokens of a tile up to which there are registers for the words of the next step
 AHEAD, AHEAD_ROPE = 64, 16  # sums per thread up to which the epilogue's inputs load before the product
 
 
@@ -119,10 +120,14 @@ class Tile:
         return 65536 // self.programs // (32 * (self.warps + 4)) // 8 * 8
 
 
-def tile_of(tokens: int, outputs: int, chip: Chip, add: bool = False) -> Tile:
+def tile_of(tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = False) -> Tile:
     """Return the tile for a product of `tokens` tokens and a weight of `outputs` rows.
 
     add: whether the result is added to other numbers, for which the registers of the largest tile do not suffice.
+
+    The instructions that add to one sum wait for each other, which takes a narrow weight longer than its loads. Tiles
+    of HALVED leave its processors less to do meanwhile: each warp dequantizes 8 rows instead of 16. Two of their
+    programs share a processor if one's whole weight fits into its memory, and loads while another kernel runs.
     """
 
     def programs(size: int, rows: int) -> int:
@@ -132,6 +137,9 @@ def tile_of(tokens: int, outputs: int, chip: Chip, add: bool = False) -> Tile:
         padded = next(each for each in FEW if tokens <= each)
         if programs(padded, WIDE[0]) >= chip.processors:
             return Tile(padded, *WIDE)
+        if padded <= HALVED_TOKENS and programs(padded, HALVED[0]) <= chip.processors:
+            whole = HALVED[0] * inputs // 2 <= chip.shared_memory // 3
+            return Tile(padded, *HALVED, 2 if whole and padded <= HALVED_PAIRS else 1)
         if padded > 32 and programs(32, NARROW[0]) <= chip.processors:
             padded = 32
         return Tile(padded, *NARROW)
@@ -300,6 +308,7 @@ def _multiply(
     CHUNKS: gl.constexpr = DEPTH // CHUNK
     HALVES: gl.constexpr = 2 if GROUP < 64 else 1  # groups of 64 columns, if they have several
     GROUPS: gl.constexpr = scales.shape[len(scales.shape) - 2] // HALVES
+    CHUNK_GROUPS: gl.constexpr = PARTS if GROUP < CHUNK else 1
     LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [6, 5, 4, 3, 2, 1, 0])
     WARPS: gl.constexpr = gl.num_warps()
     SPLIT: gl.constexpr = max(WARPS // BLOCKS, 1)  # warps that share a block of 16 rows: 2 have 8 rows each
@@ -320,35 +329,40 @@ def _multiply(
     zeros = reinterpret(zeros, zeros.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1, 1], LINEAR)
     nibble = 0
     if SPLIT > 1:  # rows 8 to 15 of a block are in every second nibble
-        line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-        number = gl.reshape(gl.arange(0, BLOCKS * 2, line), [BLOCKS, 2, 1, 1, 1, 1, 1])
-        nibble = gl.convert_layout(number % 2 * 4, threads)
+        side: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, gl.SliceLayout(6, threads))))
+        nibble = 4 * gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, side)))
+        nibble = gl.expand_dims(gl.expand_dims(gl.expand_dims(nibble, 0), 2), 3)
+        nibble = gl.expand_dims(gl.expand_dims(gl.expand_dims(nibble, 4), 5), 6)
     tl.extra.cuda.gdc_wait()
     read = places
     if AHEAD:
         read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
     acc = gl.zeros([SIDE, TOKENS], gl.float32, layout)
     last = gl.zeros([SIDE, CHUNK], xs.dtype, left)
-    memory = (words, scales, zeros)
-    STEPS: gl.constexpr = (K + DEPTH - 1) // DEPTH
-    SOON: gl.constexpr = TOKENS <= SOON_TOKENS
     stage = 0
     phase = 0
     before = STAGES - 1
-    if SOON:
+    for step in range(0, (K + DEPTH - 1) // DEPTH):
         nvidia.mbarrier.wait(ready.index(stage), phase)
-        loaded = _loaded(memory, stage, nibble, zeros_desc is not None, APART, CHUNK, SPLIT, threads)
-    for step in range(0, STEPS):
-        if not SOON:
-            nvidia.mbarrier.wait(ready.index(stage), phase)
-            loaded = _loaded(memory, stage, nibble, zeros_desc is not None, APART, CHUNK, SPLIT, threads)
-        packed, factors = loaded
+        packed = ()
+        factors = ()
         for chunk in gl.static_range(CHUNKS):
-            if SOON and chunk == CHUNKS - 1:  # the words of the next step, or again those of the last one
-                following, parity = next_stage(stage, phase, STAGES)
-                following = gl.where(step + 1 < STEPS, following, stage)
-                nvidia.mbarrier.wait(ready.index(following), gl.where(step + 1 < STEPS, parity, phase))
-                loaded = _loaded(memory, following, nibble, zeros_desc is not None, APART, CHUNK, SPLIT, threads)
+            part = words.index(stage).slice(chunk * PARTS, PARTS, 2)
+            loaded = part.load(threads)
+            if SPLIT > 1:
+                loaded = loaded >> nibble
+            packed = packed + (loaded,)  # type: ignore[assignment]
+            if chunk % (CHUNKS // max(GROUPS // CHUNK_GROUPS, 1)) == 0:
+                scale = _factors(
+                    scales.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads, SPLIT
+                )
+                zero = scale
+                if zeros_desc is not None:
+                    zero = _factors(
+                        zeros.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads, SPLIT
+                    )
+            factors = factors + ((scale, zero),)  # type: ignore[assignment]
+        for chunk in gl.static_range(CHUNKS):
             weight = _dequantized(packed[chunk], factors[chunk], zeros_desc is not None, xs.dtype)
             weight = gl.convert_layout(weight, left, assert_trivial=True)
             x = xs.index(stage).slice(chunk * CHUNK, CHUNK, 1)
@@ -363,35 +377,6 @@ def _multiply(
     if not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     return nvidia.warpgroup_mma_wait(0, deps=[acc]), read
-
-
-@gluon_jit()
-def _loaded(
-    memory, stage, nibble, ZEROS: gl.constexpr, APART: gl.constexpr, CHUNK: gl.constexpr, SPLIT: gl.constexpr,
-    threads: gl.constexpr,
-):  # fmt: skip
-    """Return the words of the chunks of a stage, and the factors of each chunk: scales and zeros."""
-    words, scales, zeros = memory
-    PARTS: gl.constexpr = CHUNK // 64
-    CHUNKS: gl.constexpr = words.shape[3] // PARTS
-    GROUPS: gl.constexpr = scales.shape[2]
-    CHUNK_GROUPS: gl.constexpr = max(GROUPS // CHUNKS, 1)
-    packed = ()
-    factors = ()
-    for chunk in gl.static_range(CHUNKS):
-        part = words.index(stage).slice(chunk * PARTS, PARTS, 2).load(threads)
-        if SPLIT > 1:
-            part = part >> nibble
-        packed = packed + (part,)  # type: ignore[assignment]
-        if chunk % (CHUNKS // max(GROUPS // CHUNK_GROUPS, 1)) == 0:
-            which = scales.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1)
-            scale = _factors(which, threads, SPLIT)
-            zero = scale
-            if ZEROS:
-                which = zeros.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1)
-                zero = _factors(which, threads, SPLIT)
-        factors = factors + ((scale, zero),)  # type: ignore[assignment]
-    return packed, factors
 
 
 @gluon_jit()
@@ -484,7 +469,7 @@ def launch(
 
     assert tile.depth > tile.chunk  # or registers of two chunks in flight would be the same
     groups = tile.groups(group)
-    early = tile.tokens <= max(FEW) and starts_early(tile, tiles, chip)
+    early = tile.tokens <= max(FEW)
     ahead = tile.tokens * tile.rows <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * tile.warps
     _product_kernel[(token_tiles * tiles,)](
         described(x, [tile.tokens, tile.depth]), blocks(words, tile.depth // COLUMNS, 128),
@@ -493,10 +478,6 @@ def launch(
         tile.stages(chip, group), tile.apart(group), ahead, early,
         num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
-
-
-def starts_early(tile: Tile, tiles: int, chip: Chip) -> bool:
-    return 4 * tiles <= 3 * chip.processors
 
 
 def _described(blocks: Tensor, block: list[int]) -> Any:
