@@ -125,9 +125,10 @@ def tile_of(tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = Fals
 
     add: whether the result is added to other numbers, for which the registers of the largest tile do not suffice.
 
-    The instructions that add to one sum wait for each other, which takes a narrow weight longer than its loads. Tiles
-    of HALVED leave its processors less to do meanwhile: each warp dequantizes 8 rows instead of 16. Two of their
-    programs share a processor if one's whole weight fits into its memory, and loads while another kernel runs.
+    The instructions that add to one sum wait for each other, which takes longer than to load a narrow weight. In tiles
+    of HALVED rows, a warp has only 8 rows instead of 16 to dequantize meanwhile, and more processors take part. A
+    processor has room for two programs if their weights are small, so that most of one loads while the previous kernel
+    runs.
     """
 
     def programs(size: int, rows: int) -> int:
@@ -138,8 +139,8 @@ def tile_of(tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = Fals
         if programs(padded, WIDE[0]) >= chip.processors:
             return Tile(padded, *WIDE)
         if padded <= HALVED_TOKENS and programs(padded, HALVED[0]) <= chip.processors:
-            whole = HALVED[0] * inputs // 2 <= chip.shared_memory // 3
-            return Tile(padded, *HALVED, 2 if whole and padded <= HALVED_PAIRS else 1)
+            small = padded <= HALVED_PAIRS and 3 * HALVED[0] * inputs // 2 <= chip.shared_memory
+            return Tile(padded, *HALVED, 2 if small else 1)
         if padded > 32 and programs(32, NARROW[0]) <= chip.processors:
             padded = 32
         return Tile(padded, *NARROW)

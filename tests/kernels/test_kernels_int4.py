@@ -139,6 +139,9 @@ def test_the_instructions_round_once(dtype: torch.dtype, scale_dtype: torch.dtyp
     assert all(found.x.isnan().all() for found in computed[1 :: 3 - rows] if rows == 1)
 
 
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+"""Outputs and inputs of Mistral 7B's products."""
+
 LAUNCHES = """
 from fastgen.kernels import int4
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
@@ -201,6 +204,22 @@ def test_a_scratch_copy_is_read_after_it_is_written(monkeypatch: pytest.MonkeyPa
     assert len(chosen) == 535
     assert not any(found.swap for found in chosen)
     assert batch_invariant.config(65, 4096, 256, torch.bfloat16, chip).swap
+
+
+def test_tiles_of_few_tokens() -> None:
+    """Wide weights have tiles of 128 rows, and others of 64 rows, or of 32 if all of them can run at the same time. All
+    tiles leave room for several steps, also in groups of 32."""
+    chip = Chip((9, 0), 132, 232_448)
+    for tokens in range(1, 65):
+        tiles = {name: hopper_int4.tile_of(tokens, *SHAPES[name], chip, name in ("o", "down")) for name in SHAPES}
+        halved = 32 if tokens <= 32 else 64
+        assert {name: tile.rows for name, tile in tiles.items()} == {
+            "qkv": 64, "o": halved, "gate_up": 128, "down": halved
+        }  # fmt: skip
+        assert all(tokens <= tile.tokens or tile.tokens == 32 < tokens for tile in tiles.values())
+        assert all(tile.stages(chip, group) > 1 for tile in tiles.values() for group in (32, 128))
+        assert tiles["down"].programs == 1
+        assert tiles["o"].programs == (2 if tokens <= 16 else 1)
 
 
 class Recorder:
