@@ -3,7 +3,11 @@ dequantized weight in fastgen.kernels.hopper_products, whose structure this kern
 
 One warp of a program loads tiles of packed words and of x (by TMA). The other warps dequantize in registers, which hold
 the left side of the tensor core instructions: a prepared word has the 8 weights that a thread holds of 16 x 16 weights.
-While the products of one chunk of columns are computed, the next chunk is dequantized.
+While the products of one chunk of columns are computed, the next chunk is dequantized. The rows of an instruction do
+not affect each other: where warps have only 8 of their 16 rows, the registers of the others are undefined.
+
+With few tokens, the products of a narrow weight are no faster than a chain of instructions in which each adds 16
+columns to the sum of the one before.
 
 A nibble becomes a number without a conversion: in the lowest bits of the mantissa of 128 it is bf16's 128 + q. From
 this, 128 + zero is subtracted, which is exact. The difference times the scale is rounded once: a float16 scale is the
@@ -89,8 +93,9 @@ BF16_PAIRS, F16_PAIRS = (
 class Tile:
     """The tiles of a product, all of which give the same bits.
 
-    tokens, rows, depth: sizes of the tiles of x [tokens, depth] and of the weight [rows, depth] in a step. chunk:
-    number of columns that are dequantized at a time. programs: number of programs for which a processor has room.
+    tokens, rows, depth: sizes of the tiles of x [tokens, depth] and of the weight [rows, depth] in a step. A warp has a
+    multiple of 16 rows, or 8 rows. chunk: number of columns that are dequantized at a time. programs: number of
+    programs for which a processor has room.
     """
 
     tokens: int
@@ -299,7 +304,10 @@ def _multiply(
     K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr,
     ROWS: gl.constexpr, CHUNK: gl.constexpr, APART: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the tiles as they arrive. Return the product [ROWS, TOKENS], and if AHEAD the inputs of the epilogue."""
+    """Multiply the tiles as they arrive. Return the product, and if AHEAD the inputs of the epilogue.
+
+    The product is [ROWS, TOKENS], or [2 * ROWS, TOKENS] if only the first 8 of each 16 rows are multiplied.
+    """
     words, xs, scales, zeros, ready, free = ring
     STAGES: gl.constexpr = xs.shape[0]
     TOKENS: gl.constexpr = xs.shape[1]
@@ -309,7 +317,6 @@ def _multiply(
     CHUNKS: gl.constexpr = DEPTH // CHUNK
     HALVES: gl.constexpr = 2 if GROUP < 64 else 1  # groups of 64 columns, if they have several
     GROUPS: gl.constexpr = scales.shape[len(scales.shape) - 2] // HALVES
-    CHUNK_GROUPS: gl.constexpr = PARTS if GROUP < CHUNK else 1
     LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [6, 5, 4, 3, 2, 1, 0])
     WARPS: gl.constexpr = gl.num_warps()
     SPLIT: gl.constexpr = max(WARPS // BLOCKS, 1)  # warps that share a block of 16 rows: 2 have 8 rows each
@@ -328,12 +335,12 @@ def _multiply(
     words = reinterpret(words, gl.int32, [STAGES, BLOCKS, 1, DEPTH // 64, 8, 4, 2, 2], LINEAR)
     scales = reinterpret(scales, scales.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1, 1], LINEAR)
     zeros = reinterpret(zeros, zeros.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1, 1], LINEAR)
-    nibble = 0
-    if SPLIT > 1:  # rows 8 to 15 of a block are in every second nibble
+    shift = 0
+    if SPLIT > 1:  # the second warp's rows, 8 to 15 of a block, are in every second nibble
         side: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, gl.SliceLayout(6, threads))))
-        nibble = 4 * gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, side)))
-        nibble = gl.expand_dims(gl.expand_dims(gl.expand_dims(nibble, 0), 2), 3)
-        nibble = gl.expand_dims(gl.expand_dims(gl.expand_dims(nibble, 4), 5), 6)
+        shift = 4 * gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, side)))
+        shift = gl.expand_dims(gl.expand_dims(gl.expand_dims(shift, 0), 2), 3)
+        shift = gl.expand_dims(gl.expand_dims(gl.expand_dims(shift, 4), 5), 6)
     tl.extra.cuda.gdc_wait()
     read = places
     if AHEAD:
@@ -345,24 +352,8 @@ def _multiply(
     before = STAGES - 1
     for step in range(0, (K + DEPTH - 1) // DEPTH):
         nvidia.mbarrier.wait(ready.index(stage), phase)
-        packed = ()
-        factors = ()
-        for chunk in gl.static_range(CHUNKS):
-            part = words.index(stage).slice(chunk * PARTS, PARTS, 2)
-            loaded = part.load(threads)
-            if SPLIT > 1:
-                loaded = loaded >> nibble
-            packed = packed + (loaded,)  # type: ignore[assignment]
-            if chunk % (CHUNKS // max(GROUPS // CHUNK_GROUPS, 1)) == 0:
-                scale = _factors(
-                    scales.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads, SPLIT
-                )
-                zero = scale
-                if zeros_desc is not None:
-                    zero = _factors(
-                        zeros.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads, SPLIT
-                    )
-            factors = factors + ((scale, zero),)  # type: ignore[assignment]
+        memory = (words.index(stage), scales, zeros, APART * stage)
+        packed, factors = _loaded(memory, shift, zeros_desc is not None, CHUNK, SPLIT, threads)
         for chunk in gl.static_range(CHUNKS):
             weight = _dequantized(packed[chunk], factors[chunk], zeros_desc is not None, xs.dtype)
             weight = gl.convert_layout(weight, left, assert_trivial=True)
@@ -378,6 +369,36 @@ def _multiply(
     if not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     return nvidia.warpgroup_mma_wait(0, deps=[acc]), read
+
+
+@gluon_jit()
+def _loaded(
+    memory, shift, ZEROS: gl.constexpr, CHUNK: gl.constexpr, SPLIT: gl.constexpr, threads: gl.constexpr,
+):  # fmt: skip
+    """Load the words of a step, and the scales and zeros of each chunk. Return one tensor and one pair per chunk.
+
+    memory: words of the step, scales and zeros of all stages, and the number of the stage among these. shift: of words,
+    if SPLIT is 2.
+    """
+    words, scales, zeros, at = memory
+    PARTS: gl.constexpr = CHUNK // 64
+    CHUNKS: gl.constexpr = words.shape[2] // PARTS
+    GROUPS: gl.constexpr = scales.shape[2]
+    CHUNK_GROUPS: gl.constexpr = max(GROUPS // CHUNKS, 1)
+    packed = ()
+    factors = ()
+    for chunk in gl.static_range(CHUNKS):
+        part = words.slice(chunk * PARTS, PARTS, 2).load(threads)
+        if SPLIT > 1:
+            part = part >> shift
+        packed = packed + (part,)  # type: ignore[assignment]
+        if chunk % (CHUNKS // max(GROUPS // CHUNK_GROUPS, 1)) == 0:
+            scale = _factors(scales.index(at).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads, SPLIT)
+            zero = scale
+            if ZEROS:
+                zero = _factors(zeros.index(at).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads, SPLIT)
+        factors = factors + ((scale, zero),)  # type: ignore[assignment]
+    return packed, factors
 
 
 @gluon_jit()
@@ -469,6 +490,7 @@ def launch(
         return _described(view, [*block, columns, width])
 
     assert tile.depth > tile.chunk  # or registers of two chunks in flight would be the same
+    assert tile.rows >= 8 * tile.warps
     groups = tile.groups(group)
     early = tile.tokens <= max(FEW)
     ahead = tile.tokens * tile.rows <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * tile.warps
