@@ -32,8 +32,8 @@ from fastgen.kernels.launch import GLUON, constant, tl
 FEW = (8, 16, 32, 64)  # tokens of a tile for few tokens
 WIDE = (128, 256, 4, 64, 2)  # the other sizes of a Tile, for weights with at least one such tile per processor
 NARROW = (64, 512, 4, 128, 1)  # the other sizes for other weights and few tokens
-HALVED = (32, 512, 4, 128)  # ... for weights with at most one such tile per processor, up to HALVED_TOKENS tokens
-HALVED_TOKENS, HALVED_PAIRS = 32, 16  # and tokens up to which there may be two programs per processor
+HALVED = (32, 512, 4, 128)  # ... for weights with at most one such tile per processor, except programs
+HALVED_TOKENS, SHARED_TOKENS = 32, 16  # tokens up to which HALVED is used, and two of its programs share a processor
 MANY = (256, 128, 128, 8, 64, 1), (128, 64, 128, 4, 64, 2), (64, 64, 256, 4, 64, 1)
 """Choices for more tokens. The first whose tiles occupy two thirds of the processors is used."""
 
@@ -131,8 +131,8 @@ def tile_of(tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = Fals
     add: whether the result is added to other numbers, for which the registers of the largest tile do not suffice.
 
     The instructions that add to one sum wait for each other, which takes longer than to load a narrow weight. In tiles
-    of HALVED rows, a warp has only 8 rows instead of 16 to dequantize meanwhile, and more processors take part. A
-    processor has room for two programs if their weights are small, so that most of one loads while the previous kernel
+    of HALVED rows, a warp has only 8 rows instead of 16 to dequantize meanwhile, and more processors take part. If
+    weights are small, a processor has room for two programs, and most of one's weight loads while the previous kernel
     runs.
     """
 
@@ -144,7 +144,7 @@ def tile_of(tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = Fals
         if programs(padded, WIDE[0]) >= chip.processors:
             return Tile(padded, *WIDE)
         if padded <= HALVED_TOKENS and programs(padded, HALVED[0]) <= chip.processors:
-            small = padded <= HALVED_PAIRS and 3 * HALVED[0] * inputs // 2 <= chip.shared_memory
+            small = padded <= SHARED_TOKENS and 3 * HALVED[0] * inputs // 2 <= chip.shared_memory
             return Tile(padded, *HALVED, 2 if small else 1)
         if padded > 32 and programs(32, NARROW[0]) <= chip.processors:
             padded = 32
