@@ -303,7 +303,8 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 
 def compute(text: str, given: list[Tensor], dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
-    """Run PTX instructions on registers that hold two 2-byte numbers each, neighbours in the last dimension."""
+    """Run PTX instructions on registers that hold two 2-byte numbers each, neighbours in the last dimension. Registers
+    that are not written are NaN."""
     registers = {f"${len(dtypes) + n}": x.x.contiguous().view(torch.int32).long() % 2**32 for n, x in enumerate(given)}
 
     def in_halves(operation: Callable[..., torch.Tensor], dtype: torch.dtype) -> Callable[..., torch.Tensor]:
@@ -328,7 +329,8 @@ def compute(text: str, given: list[Tensor], dtypes: tuple[torch.dtype, ...]) -> 
             values = [registers[each] if each in registers else int(each, 0) for each in names]
             operation = operations[name][values.pop()] if name.startswith("lop3") else operations[name]
             registers[to] = operation(*values) % 2**32
-    return [Tensor(registers[f"${n}"].int().view(dtype)) for n, dtype in enumerate(dtypes)]
+    nan = torch.full_like(next(iter(registers.values())), -1)
+    return [Tensor(registers.get(f"${n}", nan).int().view(dtype)) for n, dtype in enumerate(dtypes)]
 
 
 class Program:

@@ -3,7 +3,11 @@ dequantized weight in fastgen.kernels.hopper_products, whose structure this kern
 
 One warp of a program loads tiles of packed words and of x (by TMA). The other warps dequantize in registers, which hold
 the left side of the tensor core instructions: a prepared word has the 8 weights that a thread holds of 16 x 16 weights.
-While the products of one chunk of columns are computed, the next chunk is dequantized.
+While the products of one chunk of columns are computed, the next chunk is dequantized. The rows of an instruction do
+not affect each other: where warps have only 8 of their 16 rows, the registers of the others are undefined.
+
+With few tokens, the products of a narrow weight are no faster than a chain of instructions in which each adds 16
+columns to the sum of the one before.
 
 A nibble becomes a number without a conversion: in the lowest bits of the mantissa of 128 it is bf16's 128 + q. From
 this, 128 + zero is subtracted, which is exact. The difference times the scale is rounded once: a float16 scale is the
@@ -28,26 +32,31 @@ from fastgen.kernels.launch import GLUON, constant, tl
 FEW = (8, 16, 32, 64)  # tokens of a tile for few tokens
 WIDE = (128, 256, 4, 64, 2)  # the other sizes of a Tile, for weights with at least one such tile per processor
 NARROW = (64, 512, 4, 128, 1)  # the other sizes for other weights and few tokens
+HALVED = (32, 512, 4, 128)  # ... for weights with at most one such tile per processor, except programs
+HALVED_TOKENS, SHARED_TOKENS = 32, 16  # tokens up to which HALVED is used, and two of its programs share a processor
 MANY = (256, 128, 128, 8, 64, 1), (128, 64, 128, 4, 64, 2), (64, 64, 256, 4, 64, 1)
 """Choices for more tokens. The first whose tiles occupy two thirds of the processors is used."""
 
 MANY_NARROW = (128, 64, 256, 4, 128, 1)  # instead of the second of MANY, if all tiles can run at the same time
-MOST = 2048  # tokens up to which this kernel is faster than a product with a scratch copy of the weight
+MOST, MOST_ADD = 2048, 1024
+"""Tokens up to which this kernel is faster than a product with a scratch copy of the weight. The second is for results
+that are added to other numbers: they have no tiles of the first size in MANY."""
 COLUMNS = 64  # columns of a part of a block of 16 rows, 512 bytes
 LOADING_REGISTERS = constant(40)  # registers per thread of the loading warp's group; the others get the rest
 AHEAD, AHEAD_ROPE = 64, 16  # sums per thread up to which the epilogue's inputs load before the product
 
 
-def _instructions(low: bool, kind: str, magic: int) -> str:
+def _instructions(low: bool, kind: str, magic: int, rows: int = 2) -> str:
     """Return PTX that makes 8 pairs of numbers, in registers $0 to $7, of the words $8 and $9.
 
-    A word has pairs of row 0, row 1, row 0 and row 1. $10 and $12: -(magic + zero) of the two rows, twice. $14 and $16:
-    their scales, twice. low: whether $18 and $20 have the low parts of the scales.
+    A word has pairs of row 0, row 1, row 0 and row 1. If rows is 1, those of row 1 remain undefined. $10 and, for 2
+    rows, $12: -(magic + zero) of a row, twice. The next 2 * rows registers: the scales, twice. low: whether 2 * rows
+    more have the low parts of the scales.
     """
     lines = [".reg .b32 q, d, p;"]
-    for number in range(8):
+    for number in range(0, 8, 3 - rows):
         word, pair = 8 + number // 4, number % 4
-        zero, scale, lowest = (first + 2 * (pair % 2) for first in (10, 14, 18))
+        zero, scale, lowest = (10 + 2 * (rows * part + pair % 2) for part in range(3))
         if pair:
             lines.append(f"shr.b32 q, ${word}, {4 * pair};")
         source = "q" if pair else f"${word}"
@@ -61,9 +70,20 @@ def _instructions(low: bool, kind: str, magic: int) -> str:
     return "{" + " ".join(lines) + "}"
 
 
+def _registers(low: bool, rows: int = 2) -> str:
+    """Return the constraints of the registers that `_instructions` names."""
+    return ",".join(["=&r"] * 8 + ["r"] * (2 + 4 * rows + 2 * rows * low))
+
+
 BF16, BF16_LOW = constant(_instructions(False, "bf16", 0x4300)), constant(_instructions(True, "bf16", 0x4300))
 F16 = constant(_instructions(False, "f16", 0x6400))
-REGISTERS, REGISTERS_LOW = constant(",".join(["=&r"] * 8 + ["r"] * 10)), constant(",".join(["=&r"] * 8 + ["r"] * 14))
+REGISTERS, REGISTERS_LOW = constant(_registers(False)), constant(_registers(True))
+BF16_ROW, BF16_LOW_ROW = (
+    constant(_instructions(False, "bf16", 0x4300, 1)),
+    constant(_instructions(True, "bf16", 0x4300, 1)),
+)
+F16_ROW = constant(_instructions(False, "f16", 0x6400, 1))
+REGISTERS_ROW, REGISTERS_LOW_ROW = constant(_registers(False, 1)), constant(_registers(True, 1))
 BF16_PAIRS, F16_PAIRS = (
     constant((kind,) * 8) for kind in (getattr(gl, "bfloat16", None), getattr(gl, "float16", None))
 )
@@ -73,8 +93,9 @@ BF16_PAIRS, F16_PAIRS = (
 class Tile:
     """The tiles of a product, all of which give the same bits.
 
-    tokens, rows, depth: sizes of the tiles of x [tokens, depth] and of the weight [rows, depth] in a step. chunk:
-    number of columns that are dequantized at a time. programs: number of programs for which a processor has room.
+    tokens, rows, depth: sizes of the tiles of x [tokens, depth] and of the weight [rows, depth] in a step. A warp has a
+    multiple of 16 rows, or 8 rows. chunk: number of columns that are dequantized at a time. programs: number of
+    programs for which a processor has room.
     """
 
     tokens: int
@@ -104,10 +125,15 @@ class Tile:
         return 65536 // self.programs // (32 * (self.warps + 4)) // 8 * 8
 
 
-def tile_of(tokens: int, outputs: int, chip: Chip, add: bool = False) -> Tile:
+def tile_of(tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = False) -> Tile:
     """Return the tile for a product of `tokens` tokens and a weight of `outputs` rows.
 
     add: whether the result is added to other numbers, for which the registers of the largest tile do not suffice.
+
+    The instructions that add to one sum wait for each other, which takes longer than to load a narrow weight. In tiles
+    of HALVED rows, a warp has only 8 rows instead of 16 to dequantize meanwhile, and more processors take part. If
+    weights are small, a processor has room for two programs, and most of one's weight loads while the previous kernel
+    runs.
     """
 
     def programs(size: int, rows: int) -> int:
@@ -117,6 +143,9 @@ def tile_of(tokens: int, outputs: int, chip: Chip, add: bool = False) -> Tile:
         padded = next(each for each in FEW if tokens <= each)
         if programs(padded, WIDE[0]) >= chip.processors:
             return Tile(padded, *WIDE)
+        if padded <= HALVED_TOKENS and programs(padded, HALVED[0]) <= chip.processors:
+            small = padded <= SHARED_TOKENS and 3 * HALVED[0] * inputs // 2 <= chip.shared_memory
+            return Tile(padded, *HALVED, 2 if small else 1)
         if padded > 32 and programs(32, NARROW[0]) <= chip.processors:
             padded = 32
         return Tile(padded, *NARROW)
@@ -124,6 +153,11 @@ def tile_of(tokens: int, outputs: int, chip: Chip, add: bool = False) -> Tile:
     chosen = several[0] if several else MANY[-1]
     narrow = chosen == MANY[1] and programs(*chosen[:2]) <= chip.processors
     return Tile(*(MANY_NARROW if narrow else chosen))
+
+
+def most(add: bool) -> int:
+    """Return the tokens up to which this kernel is the fastest. add: see `tile_of`."""
+    return MOST_ADD if add else MOST
 
 
 def fits(tile: Tile, inputs: int, group: int) -> bool:
@@ -192,6 +226,11 @@ def _product_kernel(
     )  # fmt: skip
     if not AHEAD:
         read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
+    SIDE: gl.constexpr = acc.shape[0]
+    if SIDE > ROWS:  # only 8 of each 16 rows are the program's
+        acc = gl.reshape(acc, [SIDE // 16, 2, 8, TOKENS])
+        acc, _ = gl.split(gl.permute(acc, (0, 2, 3, 1)))
+        acc = gl.reshape(acc, [ROWS, TOKENS])
     acc = gl.permute(acc, (1, 0))
     if HALF > 0:
         acc = gl.permute(gl.reshape(acc, [TOKENS, HEADS, 2, PAIRS]), (0, 1, 3, 2))
@@ -265,7 +304,10 @@ def _multiply(
     K: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr,
     ROWS: gl.constexpr, CHUNK: gl.constexpr, APART: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the tiles as they arrive. Return the product [ROWS, TOKENS], and if AHEAD the inputs of the epilogue."""
+    """Multiply the tiles as they arrive. Return the product, and if AHEAD the inputs of the epilogue.
+
+    The product is [ROWS, TOKENS], or [2 * ROWS, TOKENS] if only the first 8 of each 16 rows are multiplied.
+    """
     words, xs, scales, zeros, ready, free = ring
     STAGES: gl.constexpr = xs.shape[0]
     TOKENS: gl.constexpr = xs.shape[1]
@@ -275,45 +317,43 @@ def _multiply(
     CHUNKS: gl.constexpr = DEPTH // CHUNK
     HALVES: gl.constexpr = 2 if GROUP < 64 else 1  # groups of 64 columns, if they have several
     GROUPS: gl.constexpr = scales.shape[len(scales.shape) - 2] // HALVES
-    CHUNK_GROUPS: gl.constexpr = PARTS if GROUP < CHUNK else 1
-    LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
+    LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [6, 5, 4, 3, 2, 1, 0])
     WARPS: gl.constexpr = gl.num_warps()
+    SPLIT: gl.constexpr = max(WARPS // BLOCKS, 1)  # warps that share a block of 16 rows: 2 have 8 rows each
+    SIDE: gl.constexpr = ROWS * SPLIT
     threads: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 0]] + [[0, 1, 0, 0, 0, 0]] * (PARTS // 2)
-        + [[WARPS, 0, 0, 0, 0, 0]] * (BLOCKS // WARPS - 1),
-        [[0, 0, 0, 1, 0, 0], [0, 0, 0, 2, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0], [0, 0, 4, 0, 0, 0]],
-        [[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]] + [[4, 0, 0, 0, 0, 0]] * (WARPS // 8), [],
-        [BLOCKS, PARTS, 8, 4, 2, 2],
+        [[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]] + [[0, 0, 1, 0, 0, 0, 0]] * (PARTS // 2)
+        + [[WARPS, 0, 0, 0, 0, 0, 0]] * (BLOCKS // WARPS - 1),
+        [[0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 2, 0, 0], [0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 2, 0, 0, 0],
+         [0, 0, 0, 4, 0, 0, 0]],
+        [[0, 1, 0, 0, 0, 0, 0]] * (SPLIT - 1) + [[1, 0, 0, 0, 0, 0, 0]]
+        + [[2, 0, 0, 0, 0, 0, 0]] * min(WARPS // SPLIT // 4, 1) + [[4, 0, 0, 0, 0, 0, 0]] * (WARPS // SPLIT // 8), [],
+        [BLOCKS, SPLIT, PARTS, 8, 4, 2, 2],
     )  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    words = reinterpret(words, gl.int32, [STAGES, BLOCKS, DEPTH // 64, 8, 4, 2, 2], LINEAR)
-    scales = reinterpret(scales, scales.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1], LINEAR)
-    zeros = reinterpret(zeros, zeros.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1], LINEAR)
+    words = reinterpret(words, gl.int32, [STAGES, BLOCKS, 1, DEPTH // 64, 8, 4, 2, 2], LINEAR)
+    scales = reinterpret(scales, scales.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1, 1], LINEAR)
+    zeros = reinterpret(zeros, zeros.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1, 1], LINEAR)
+    shift = 0
+    if SPLIT > 1:  # the second warp's rows, 8 to 15 of a block, are in every second nibble
+        side: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, gl.SliceLayout(6, threads))))
+        shift = 4 * gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, side)))
+        shift = gl.expand_dims(gl.expand_dims(gl.expand_dims(shift, 0), 2), 3)
+        shift = gl.expand_dims(gl.expand_dims(gl.expand_dims(shift, 4), 5), 6)
     tl.extra.cuda.gdc_wait()
     read = places
     if AHEAD:
         read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
-    acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
-    last = gl.zeros([ROWS, CHUNK], xs.dtype, left)
+    acc = gl.zeros([SIDE, TOKENS], gl.float32, layout)
+    last = gl.zeros([SIDE, CHUNK], xs.dtype, left)
     stage = 0
     phase = 0
     before = STAGES - 1
     for step in range(0, (K + DEPTH - 1) // DEPTH):
         nvidia.mbarrier.wait(ready.index(stage), phase)
-        packed = ()
-        factors = ()
-        for chunk in gl.static_range(CHUNKS):
-            part = words.index(stage).slice(chunk * PARTS, PARTS, 1)
-            packed = packed + (part.load(threads),)  # type: ignore[assignment]
-            if chunk % (CHUNKS // max(GROUPS // CHUNK_GROUPS, 1)) == 0:
-                scale = _factors(scales.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads)
-                zero = scale
-                if zeros_desc is not None:
-                    zero = _factors(
-                        zeros.index(APART * stage).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads
-                    )
-            factors = factors + ((scale, zero),)  # type: ignore[assignment]
+        memory = (words.index(stage), scales, zeros, APART * stage)
+        packed, factors = _loaded(memory, shift, zeros_desc is not None, CHUNK, SPLIT, threads)
         for chunk in gl.static_range(CHUNKS):
             weight = _dequantized(packed[chunk], factors[chunk], zeros_desc is not None, xs.dtype)
             weight = gl.convert_layout(weight, left, assert_trivial=True)
@@ -332,43 +372,83 @@ def _multiply(
 
 
 @gluon_jit()
-def _factors(memory, threads: gl.constexpr):
-    """Return the scales or zeros of the two rows of a thread, both [BLOCKS, groups, 8, 1, HALVES, 1]."""
-    first = memory.slice(0, 1, 3).permute((0, 1, 4, 3, 2, 5)).load(threads)
-    second = memory.slice(1, 1, 3).permute((0, 1, 4, 3, 2, 5)).load(threads)
-    return first, second
+def _loaded(
+    memory, shift, ZEROS: gl.constexpr, CHUNK: gl.constexpr, SPLIT: gl.constexpr, threads: gl.constexpr,
+):  # fmt: skip
+    """Load the words of a step, and the scales and zeros of each chunk. Return one tensor and one pair per chunk.
+
+    memory: words of the step, scales and zeros of all stages, and the number of the stage among these. shift: of words,
+    if SPLIT is 2.
+    """
+    words, scales, zeros, at = memory
+    PARTS: gl.constexpr = CHUNK // 64
+    CHUNKS: gl.constexpr = words.shape[2] // PARTS
+    GROUPS: gl.constexpr = scales.shape[2]
+    CHUNK_GROUPS: gl.constexpr = max(GROUPS // CHUNKS, 1)
+    packed = ()
+    factors = ()
+    for chunk in gl.static_range(CHUNKS):
+        part = words.slice(chunk * PARTS, PARTS, 2).load(threads)
+        if SPLIT > 1:
+            part = part >> shift
+        packed = packed + (part,)  # type: ignore[assignment]
+        if chunk % (CHUNKS // max(GROUPS // CHUNK_GROUPS, 1)) == 0:
+            scale = _factors(scales.index(at).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads, SPLIT)
+            zero = scale
+            if ZEROS:
+                zero = _factors(zeros.index(at).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads, SPLIT)
+        factors = factors + ((scale, zero),)  # type: ignore[assignment]
+    return packed, factors
+
+
+@gluon_jit()
+def _factors(memory, threads: gl.constexpr, SPLIT: gl.constexpr):
+    """Return the scales or zeros of a thread's rows, one or two times [BLOCKS, SPLIT, groups, 8, 1, HALVES, 1]."""
+    found = ()
+    for row in gl.static_range(2 // SPLIT):
+        rows = memory.slice(row, SPLIT, 3).permute((0, 3, 1, 4, 5, 2, 6))
+        found = found + (rows.load(threads),)  # type: ignore[assignment]
+    return found
 
 
 @gluon_jit()
 def _dequantized(packed, factors, ZEROS: gl.constexpr, dtype: gl.constexpr):
-    """Return the weights of words [BLOCKS, PARTS, 8, 4, 2, 2] as [16 * BLOCKS, 64 * PARTS]."""
-    scale, zero = factors
-    LOW: gl.constexpr = scale[0].dtype != dtype
+    """Return the weights of words [BLOCKS, SPLIT, PARTS, 8, 4, 2, 2] as [16 * BLOCKS * SPLIT, 64 * PARTS].
+
+    If SPLIT is 2, rows 8 to 15 of each 16 are undefined.
+    """
+    scales, zeros = factors
+    LOW: gl.constexpr = scales[0].dtype != dtype
     BLOCKS: gl.constexpr = packed.shape[0]
-    PARTS: gl.constexpr = packed.shape[1]
+    SPLIT: gl.constexpr = packed.shape[1]
+    PARTS: gl.constexpr = packed.shape[2]
     magic: gl.constexpr = -1023360256 if dtype == gl.bfloat16 else -469703680  # -128 or -1024, twice
     nothing = packed * 0
-    if ZEROS:
-        z0 = zero[0].to(gl.int32) * 0x10001 + magic + nothing
-        z1 = zero[1].to(gl.int32) * 0x10001 + magic + nothing
-    else:
-        z0 = nothing + (8 * 0x10001 + magic)
-        z1 = z0
-    if LOW:
-        high0, low0 = _split(scale[0])
-        high1, low1 = _split(scale[1])
-        given = [packed, z0, z1, high0 + nothing, high1 + nothing, low0 + nothing, low1 + nothing]
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(BF16_LOW, REGISTERS_LOW, given, BF16_PAIRS, True, 2)
-    else:
-        high0 = _twice(scale[0].to(gl.int16, bitcast=True).to(gl.int32) << 16) + nothing
-        high1 = _twice(scale[1].to(gl.int16, bitcast=True).to(gl.int32) << 16) + nothing
-        given = [packed, z0, z1, high0, high1]
-        if dtype == gl.bfloat16:
-            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(BF16, REGISTERS, given, BF16_PAIRS, True, 2)
+    middles = ()
+    highs = ()
+    lows = ()
+    for row in gl.static_range(2 // SPLIT):
+        if ZEROS:
+            middles = middles + (zeros[row].to(gl.int32) * 0x10001 + magic + nothing,)  # type: ignore[assignment]
         else:
-            a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(F16, REGISTERS, given, F16_PAIRS, True, 2)
+            middles = middles + (nothing + (8 * 0x10001 + magic),)  # type: ignore[assignment]
+        if LOW:
+            high, low = _split(scales[row])
+            lows = lows + (low + nothing,)  # type: ignore[assignment]
+        else:
+            high = _twice(scales[row].to(gl.int16, bitcast=True).to(gl.int32) << 16)
+        highs = highs + (high + nothing,)  # type: ignore[assignment]
+    given = (packed,) + middles + highs + lows
+    BF: gl.constexpr = (BF16_LOW if LOW else BF16) if SPLIT == 1 else (BF16_LOW_ROW if LOW else BF16_ROW)
+    F: gl.constexpr = F16 if SPLIT == 1 else F16_ROW
+    text: gl.constexpr = BF if dtype == gl.bfloat16 else F
+    TWO: gl.constexpr = REGISTERS_LOW if LOW else REGISTERS
+    ONE: gl.constexpr = REGISTERS_LOW_ROW if LOW else REGISTERS_ROW
+    registers: gl.constexpr = TWO if SPLIT == 1 else ONE
+    kinds: gl.constexpr = BF16_PAIRS if dtype == gl.bfloat16 else F16_PAIRS
+    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(text, registers, given, kinds, True, 2)
     found = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
-    return gl.reshape(gl.permute(found, (0, 6, 2, 1, 4, 8, 7, 3, 5)), [16 * BLOCKS, 64 * PARTS])
+    return gl.reshape(gl.permute(found, (0, 1, 7, 3, 2, 5, 9, 8, 4, 6)), [16 * BLOCKS * SPLIT, 64 * PARTS])
 
 
 @gluon_jit()
@@ -410,8 +490,9 @@ def launch(
         return _described(view, [*block, columns, width])
 
     assert tile.depth > tile.chunk  # or registers of two chunks in flight would be the same
+    assert tile.rows >= 8 * tile.warps
     groups = tile.groups(group)
-    early = tile.tokens <= max(FEW) and 4 * tiles <= 3 * chip.processors
+    early = tile.tokens <= max(FEW)
     ahead = tile.tokens * tile.rows <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * tile.warps
     _product_kernel[(token_tiles * tiles,)](
         described(x, [tile.tokens, tile.depth]), blocks(words, tile.depth // COLUMNS, 128),

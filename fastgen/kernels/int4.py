@@ -2,7 +2,7 @@
 
 A weight is (q - zero) * scale, computed in float32 and rounded once to the dtype of x. The products are those of
 fastgen.kernels.batch_invariant with the rounded weight, with the same instruction in the same order, so a result has
-the bits that the dequantized weight gives there. Kernels for few tokens, and on Hopper for up to hopper_int4.MOST,
+the bits that the dequantized weight gives there. Kernels for few tokens, and on Hopper for up to hopper_int4.most,
 dequantize in registers. More tokens use a scratch copy of the dequantized weight.
 
 Shape letters: T tokens, N outputs, K inputs, G groups of K / G inputs.
@@ -332,17 +332,17 @@ def _multiply(
 
 def _tile_of(tokens: int, x: Tensor, words: Tensor, scales: Tensor, fused: Fused) -> hopper_int4.Tile | None:
     """Return the tile for a product in Gluon, or None if it is not for Gluon."""
-    chip, inputs = Chip.of(x.device), x.shape[1]
-    if tokens > hopper_int4.MOST or not hopper_int4.runs_on(chip, x.dtype, scales.dtype):
+    chip, inputs, add = Chip.of(x.device), x.shape[1], fused.add is not None
+    if tokens > hopper_int4.most(add) or not hopper_int4.runs_on(chip, x.dtype, scales.dtype):
         return None
-    tile = hopper_int4.tile_of(tokens, len(words), chip, fused.add is not None)
+    tile = hopper_int4.tile_of(tokens, len(words), inputs, chip, add)
     return tile if hopper_int4.fits(tile, inputs, inputs // scales.shape[1]) else None
 
 
 def sizes_of(x: Tensor, words: Tensor, scales: Tensor, fused: Fused) -> list[int]:
     """Return numbers of tokens whose products run all kernels that multiply without a scratch copy; see the twin."""
     found = dict[object, int]()
-    for tokens in range(1, hopper_int4.MOST + 1):
+    for tokens in range(1, hopper_int4.most(fused.add is not None) + 1):
         fuses = batch_invariant.fuses_rope(tokens, x.dtype, Chip.of(x.device))
         key = _tile_of(tokens, x, words, scales, fused), fuses
         found.setdefault(key, tokens)

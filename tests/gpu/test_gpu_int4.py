@@ -106,9 +106,12 @@ def test_all_kernels_give_the_same_bits(name: str) -> None:
     product, chip = Product(name), Chip.of(torch.device("cuda", 0))
     ways: dict[hopper_int4.Tile | None, int] = {None: 50}
     if hopper_int4.runs_on(chip, torch.bfloat16, torch.float16):
-        outputs = SHAPES[name][0]
         for tokens in (1, 9, 17, 33, 64, 65, 128, 129, 257, MOST):
-            ways[hopper_int4.tile_of(tokens, outputs, chip, name == "o")] = min(tokens, 64 if name == "qkv" else MOST)
+            ways[hopper_int4.tile_of(tokens, *SHAPES[name], chip, name == "o")] = min(
+                tokens, 64 if name == "qkv" else MOST
+            )
+        for programs, tokens in ((1, 8), (2, 8), (1, 32)):
+            ways[hopper_int4.Tile(tokens, *hopper_int4.HALVED, programs)] = tokens
     compile_ahead(lambda: [product.rows(tokens, how) for how, tokens in ways.items()], product.x.device)
     expected = product.rows(MOST, "dense")
     for how, tokens in ways.items():

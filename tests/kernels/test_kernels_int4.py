@@ -111,11 +111,12 @@ def pairs(values: Tensor) -> Register:
     return Register(torch.stack((values, values), -1))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
     ("dtype", "scale_dtype"),
     [(torch.bfloat16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)],
 )
-def test_the_instructions_round_once(dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+def test_the_instructions_round_once(dtype: torch.dtype, scale_dtype: torch.dtype, rows: int) -> None:
     """All 16 x 16 numbers q and zeros, with many scales, as two words of 8 equal numbers: (q - zero) * scale in
     float32, rounded once."""
     scales = (torch.rand(200, generator=torch.Generator().manual_seed(0)) * 0.05).to(scale_dtype)
@@ -127,12 +128,19 @@ def test_the_instructions_round_once(dtype: torch.dtype, scale_dtype: torch.dtyp
     high = scale.to(dtype)
     low = (scale.float() - high.float()).to(dtype)
     split = scale_dtype != dtype
-    text = hopper_int4.BF16_LOW if split else hopper_int4.BF16 if dtype == torch.bfloat16 else hopper_int4.F16
-    given = [words, words, *[middle] * 4, *[pairs(high)] * 4, *[pairs(low)] * (4 if split else 0)]
+    name = "BF16_LOW" if split else "BF16" if dtype == torch.bfloat16 else "F16"
+    text = getattr(hopper_int4, name + "_ROW" * (rows == 1))
+    factors = [middle, pairs(high), *[pairs(low)] * split]
+    given = [words, words, *[each for each in factors for _ in range(2 * rows)]]
     expected = ((q - zero).float() * scale.float()).to(dtype)
-    for found in compute(getattr(text, "value", text), given, (dtype,) * 8):
+    computed = compute(getattr(text, "value", text), given, (dtype,) * 8)
+    for found in computed[:: 3 - rows]:
         assert torch.equal(found.x.view(-1, 2), torch.stack((expected, expected), -1))
+    assert all(found.x.isnan().all() for found in computed[1 :: 3 - rows] if rows == 1)
 
+
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+"""Outputs and inputs of Mistral 7B's products."""
 
 LAUNCHES = """
 from fastgen.kernels import int4
@@ -198,6 +206,22 @@ def test_a_scratch_copy_is_read_after_it_is_written(monkeypatch: pytest.MonkeyPa
     assert batch_invariant.config(65, 4096, 256, torch.bfloat16, chip).swap
 
 
+def test_tiles_of_few_tokens() -> None:
+    """Wide weights have tiles of 128 rows, and others of 64 rows, or of 32 if all of them can run at the same time. All
+    tiles leave room for several steps, also in groups of 32."""
+    chip = Chip((9, 0), 132, 232_448)
+    for tokens in range(1, 65):
+        tiles = {name: hopper_int4.tile_of(tokens, *SHAPES[name], chip, name in ("o", "down")) for name in SHAPES}
+        halved = 32 if tokens <= 32 else 64
+        assert {name: tile.rows for name, tile in tiles.items()} == {
+            "qkv": 64, "o": halved, "gate_up": 128, "down": halved
+        }  # fmt: skip
+        assert all(tokens <= tile.tokens or tile.tokens == 32 < tokens for tile in tiles.values())
+        assert all(tile.stages(chip, group) > 1 for tile in tiles.values() for group in (32, 128))
+        assert tiles["down"].programs == 1
+        assert tiles["o"].programs == (2 if tokens <= 16 else 1)
+
+
 class Recorder:
     """A kernel that is not run: it notes its compile-time arguments."""
 
@@ -231,7 +255,7 @@ def test_one_row_launches_the_kernels_of_all_numbers_of_tokens(what: str, monkey
     monkeypatch.setattr(hopper_int4, "_product_kernel", kernels[0])
     run(0, 1)
     monkeypatch.setattr(hopper_int4, "_product_kernel", kernels[1])
-    for tokens in range(1, hopper_int4.MOST + 1):
+    for tokens in range(1, hopper_int4.most(what == "add") + 1):
         run(tokens, 1)
     assert kernels[0].seen == kernels[1].seen
     assert len(kernels[0].seen) > 5
