@@ -64,9 +64,10 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
     cannot be reached, the cache is used. Raises ValueError if the model is neither a folder nor on the hub, or if
     access to it needs a login.
     """
-    name, _, head = str(model).partition("/")
-    bundled = model is None or name == BUNDLED_NAME
-    folder = BUNDLED / head if bundled else Path(str(model)).expanduser()
+    given = BUNDLED_NAME if model is None else model
+    name, _, head = str(given).partition("/")
+    bundled = name == BUNDLED_NAME and isinstance(given, str)
+    folder = BUNDLED / head if bundled else Path(given).expanduser()
     if not folder.is_dir():
         folder = _fetch_model(str(model), revision, weights)
     elif revision is not None:

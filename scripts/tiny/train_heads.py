@@ -62,11 +62,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass
 class Learner:
-    """A head and its optimizers. loss, right: running means of the loss, and of the right drafts after an anchor."""
+    """A head and its optimizers. means: running means of the loss and of the number of right drafts after an anchor,
+    float32 [2] on the device, so that no step waits for them."""
 
     head: DFlash | Medusa
-    loss: float = float("nan")
-    right: float = float("nan")
+    means: Tensor | None = None
     optimizers: list[tuple[torch.optim.Optimizer, float]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,14 +94,14 @@ class Learner:
             hits = torch.zeros_like(of_head)
             hits[of_head] = logits.argmax(1) == said.argmax(1)
             begun = of_head[..., 0].sum().clamp(min=1)
-            self._keep(loss.detach(), hits.cumprod(-1).sum() / begun)
+            found = torch.stack((loss, hits.cumprod(-1).sum() / begun))
+            self.means = found if self.means is None else torch.lerp(self.means, found, 0.05)
 
-    def _keep(self, loss: Tensor, right: Tensor) -> None:
-        """Update the means, which stay on the device until they are read."""
-        if not isinstance(self.loss, Tensor):
-            self.loss, self.right = loss, right  # type: ignore[assignment]
-        self.loss = 0.95 * self.loss + 0.05 * loss
-        self.right = 0.95 * self.right + 0.05 * right
+    def read(self) -> tuple[float, float]:
+        """Return the loss and the number of right drafts, running means."""
+        assert self.means is not None, "after a step"
+        loss, right = self.means.tolist()
+        return loss, right
 
     def set_rate(self, share: float) -> None:
         """Set the share of the full learning rates."""
@@ -137,7 +137,7 @@ def train(
                 learner.step(ids, states, anchors, said, embedding)
         if step < 3 or seconds > last + 10:
             last = seconds
-            found = ", ".join(f"{name} {x.loss:.3f} {x.right:.3f}" for name, x in learners.items())
+            found = ", ".join(f"{name} {x.read()[0]:.3f} {x.read()[1]:.3f}" for name, x in learners.items())
             print(f"step {step:5d} {seconds:4.0f} s  loss, right drafts: {found}", flush=True)
     raise AssertionError("batches have no end")
 
@@ -162,12 +162,12 @@ def main(argv: list[str] | None = None) -> None:
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     for name, learner in learners.items():
         learner.head.save(args.out / name)
+        loss, right = learner.read()
         facts = {
             "command": f"python scripts/tiny/train_heads.py{' --sweep' if args.sweep else ''} --out fastgen/tiny "
             f"--minutes {args.minutes:g} --data-tokens {args.data_tokens}",
             "hardware": hardware, "torch": torch.__version__, "seed": args.seed, "steps": steps,
-            "tokens": steps * args.batch_tokens, "loss": round(float(learner.loss), 4),
-            "right_drafts": round(float(learner.right), 4),
+            "tokens": steps * args.batch_tokens, "loss": round(loss, 4), "right_drafts": round(right, 4),
         }  # fmt: skip
         (args.out / name / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
         print(f"{name}: {facts}", flush=True)
