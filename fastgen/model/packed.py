@@ -2,7 +2,8 @@
 
 On most x86 processors these are oneDNN's, which torch includes, with weights in its blocked format: a product takes
 down to a third of the time of F.linear. Intel's processors are different: in float32, and with AMX in bfloat16, oneDNN
-sums rows in an order that depends on their number. There MKL computes the products (`mkl_linear`).
+sums rows in an order that depends on their number. There MKL computes the products in float32 (`mkl_linear`), and the
+products in bfloat16 have few inputs each (`amx_linear`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from fastgen.device import mkl
 from fastgen.device.processor import is_intel
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import RMSNorm, rms_norm
+from fastgen.model.amx_linear import AmxLinear
 from fastgen.model.linear import UNFUSED, Linear, finish
-from fastgen.model.mkl_linear import MklBfloat16Linear, MklLinear
+from fastgen.model.mkl_linear import MklLinear
 
 PACKED_ROW_TILE = 4
 """`ROW_TILE` for packed layers. A single row is summed in another order, and 4 rows take no more time than 2."""
@@ -66,7 +68,7 @@ def packing(dtype: torch.dtype) -> Packing | None:
     if dtype == torch.float32 and is_intel():
         return MklLinear if mkl.PACKS else None
     if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return MklBfloat16Linear if mkl.MULTIPLIES_BFLOAT16 else None
+        return AmxLinear
     if dtype == torch.bfloat16:
         return OneDnnLinear if torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
     built_in: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -75,7 +77,7 @@ def packing(dtype: torch.dtype) -> Packing | None:
 
 def pack(linear: Linear) -> Linear:
     """Return a packed form of a linear layer. There must be a `packing` for its dtype."""
-    if isinstance(linear, OneDnnLinear | MklLinear | MklBfloat16Linear):
+    if isinstance(linear, OneDnnLinear | MklLinear | AmxLinear):
         return linear
     found = packing(linear.weight.dtype)
     assert found is not None
@@ -84,4 +86,4 @@ def pack(linear: Linear) -> Linear:
 
 def unpack(linear: Linear) -> Linear:
     """Return a linear layer with a plain weight."""
-    return linear.unpack() if isinstance(linear, OneDnnLinear | MklLinear | MklBfloat16Linear) else linear
+    return linear.unpack() if isinstance(linear, OneDnnLinear | MklLinear | AmxLinear) else linear
