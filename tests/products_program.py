@@ -32,7 +32,6 @@ def check(kind: Packing, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     assert torch.equal(unpack(packed).weight, weight)
     expected, stream = packed.apply(x), torch.randn(len(x), outputs).to(dtype)
     exact = F.linear(x.double(), weight.double(), bias.double()).to(dtype)
-    # With AMX the parts of a long row are rounded one by one.
     tolerance = (1e-3, 1e-5) if dtype == torch.float32 else (max(inputs**0.5 / 64, 0.1), 1e-2)
     close = dict(zip(("atol", "rtol"), tolerance, strict=True))
     torch.testing.assert_close(expected, exact, **close)
