@@ -55,6 +55,37 @@ class OneDnnLinear(Linear):
         return Linear(self.packed.to_dense(), self.bias)
 
 
+@dataclass(eq=False)
+class OneDnnGatedLinear(Linear):
+    """The linear layer of gate and up with packed weights, whose products compute SwiGLU. gate, up: as `packed` above.
+    `weight` has a shape but no memory."""
+
+    gate: Tensor = field(kw_only=True)
+    up: Tensor = field(kw_only=True)
+
+    def apply(
+        self, x: Tensor, fused: Fused = UNFUSED, norm: RMSNorm | None = None, delta: Tensor | None = None
+    ) -> Tensor:
+        assert fused.swiglu
+        if norm is not None:
+            x = rms_norm(x, norm.weight, norm.eps, delta)
+        of_gate, of_up = (None, None) if self.bias is None else self.bias.chunk(2)
+        gate = torch.ops.mkldnn._linear_pointwise(x, self.gate, of_gate, "swish", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self.up, of_up, "mul")
+        return y
+
+    @classmethod
+    def pack(cls, linear: Linear) -> OneDnnGatedLinear:
+        """Return a linear layer with its weight packed in two halves."""
+        gate, up = (OneDnnLinear.pack(Linear(half, None)) for half in linear.weight.chunk(2))
+        weight = linear.weight.new_empty(()).expand(linear.weight.shape)
+        return cls(weight, linear.bias, gate=gate.packed, up=up.packed)
+
+    def unpack(self) -> Linear:
+        """Return a linear layer with a plain weight."""
+        return Linear(torch.cat((self.gate.to_dense(), self.up.to_dense())), self.bias)
+
+
 class Packing(Protocol):
     """A class of packed layers."""
 
@@ -75,15 +106,19 @@ def packing(dtype: torch.dtype) -> Packing | None:
     return OneDnnLinear if dtype == torch.float32 and built_in else None
 
 
-def pack(linear: Linear) -> Linear:
-    """Return a packed form of a linear layer. There must be a `packing` for its dtype."""
-    if isinstance(linear, OneDnnLinear | MklLinear | AmxLinear):
+_PACKED = OneDnnLinear | OneDnnGatedLinear | MklLinear | AmxLinear
+
+
+def pack(linear: Linear, gated: bool = False) -> Linear:
+    """Return a packed form of a linear layer. There must be a `packing` for its dtype. gated: the layer is only applied
+    with SwiGLU."""
+    if isinstance(linear, _PACKED):
         return linear
     found = packing(linear.weight.dtype)
     assert found is not None
-    return found.pack(linear)
+    return (OneDnnGatedLinear if gated and found is OneDnnLinear else found).pack(linear)
 
 
 def unpack(linear: Linear) -> Linear:
     """Return a linear layer with a plain weight."""
-    return linear.unpack() if isinstance(linear, OneDnnLinear | MklLinear | AmxLinear) else linear
+    return linear.unpack() if isinstance(linear, _PACKED) else linear
