@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fastgen.device import mkl
+from fastgen.kernels import epilogue
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.attention.interface import StepLayout
@@ -28,20 +29,28 @@ def check(kind: Packing, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     plain, x = Linear(weight, bias), torch.randn(ROWS[-1] * PACKED_ROW_TILE, inputs).to(dtype)
     torch.set_num_threads(16)
     packed = kind.pack(plain)
-    assert pack(packed) is packed
-    assert torch.equal(unpack(packed).weight, weight)
+    gated = pack(plain, gated=outputs % 2 == 0) if kind is packing(dtype) else packed
+    for each in (packed, gated):
+        assert pack(each) is each
+        assert torch.equal(unpack(each).weight, weight)
     expected, stream = packed.apply(x), torch.randn(len(x), outputs).to(dtype)
     exact = F.linear(x.double(), weight.double(), bias.double()).to(dtype)
-    close = {"atol": 1e-3, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-1, "rtol": 1e-2}
+    tolerance = (1e-3, 1e-5) if dtype == torch.float32 else (max(inputs**0.5 / 64, 0.1), 1e-2)
+    close = dict(zip(("atol", "rtol"), tolerance, strict=True))
     torch.testing.assert_close(expected, exact, **close)
     added = packed.apply(x, Fused(add=stream.clone()))
     torch.testing.assert_close(added, stream + expected, **close)
     logits = packed.apply(x, Fused(out_dtype=torch.float32))
     torch.testing.assert_close(logits, expected.float(), **close)
+    if outputs % 2 == 0:
+        hidden, unfused = gated.apply(x, Fused(swiglu=True)), epilogue.swiglu(exact)
+        torch.testing.assert_close(hidden, unfused, atol=inputs * close["atol"], rtol=close["rtol"])
     for threads in (1, 2, 4, 16):
         torch.set_num_threads(threads)
         for rows in ROWS:
             part = slice(rows * PACKED_ROW_TILE)
+            if outputs % 2 == 0:
+                assert torch.equal(gated.apply(x[part], Fused(swiglu=True)), hidden[part]), (outputs, threads, rows)
             assert torch.equal(packed.apply(x[part]), expected[part]), (kind, outputs, inputs, threads, rows)
             if rows < 20:
                 assert torch.equal(packed.apply(x[part], Fused(add=stream[part].clone())), added[part])

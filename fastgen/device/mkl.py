@@ -1,5 +1,5 @@
-"""Products of torch's MKL that torch does not expose: products in float32 with packed weights, products in bfloat16
-with sums in float32, and batches of products in float32 whose matrices are given by address.
+"""Products in float32 of torch's MKL that torch does not expose: products with packed weights, and batches of products
+whose matrices are given by address.
 
 A packed weight is stored in the order that MKL's product needs, which otherwise reorders the weight in each call.
 Products with packed weights are up to twice as fast as F.linear, and have the same bits for any number of threads.
@@ -51,13 +51,9 @@ _LIBTORCH = next(map(str, Path(torch.__file__).parent.glob("lib/libtorch_cpu.*")
 _PACK, _MULTIPLY = mkl_function("cblas_sgemm_pack"), mkl_function("cblas_sgemm_compute")
 _PACK_SIZE = mkl_function("cblas_sgemm_pack_get_size", returns=c_size_t)
 _MULTIPLY_BATCH = mkl_function("cblas_sgemm_batch")
-_MULTIPLY_BFLOAT16 = mkl_function("cblas_gemm_bf16bf16f32")
 
 PACKS = None not in (_PACK, _PACK_SIZE, _MULTIPLY)
 """True if products with packed weights are available."""
-
-MULTIPLIES_BFLOAT16 = _MULTIPLY_BFLOAT16 is not None
-"""True if products in bfloat16 with sums in float32 are available."""
 
 BATCHES = _MULTIPLY_BATCH is not None
 """True if batches of products by address are available."""
@@ -121,21 +117,6 @@ def multiply_packed(x: Tensor, packed: Tensor, y: Tensor, keep: float) -> Tensor
             c_float(1 if first else keep), _at(y), outputs,
         )  # fmt: skip
         part += length
-    return y
-
-
-def multiply_bfloat16(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the product of x [T, inputs] and a plain weight [outputs, inputs], both bfloat16, in float32
-    [T, outputs]."""
-    assert _MULTIPLY_BFLOAT16 is not None
-    assert weight.is_contiguous()
-    x = x.contiguous()
-    (rows, inputs), outputs = x.shape, len(weight)
-    y = x.new_empty(rows, outputs, dtype=torch.float32)
-    _MULTIPLY_BFLOAT16(
-        _ROW_MAJOR, _PLAIN, _TRANSPOSED, rows, outputs, inputs, c_float(1), c_void_p(x.data_ptr()), inputs,
-        c_void_p(weight.data_ptr()), inputs, c_float(0), _at(y), outputs,
-    )  # fmt: skip
     return y
 
 

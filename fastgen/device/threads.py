@@ -26,8 +26,10 @@ INTERVAL = 0.25
 SLACK = 0.3
 """Number of cores that other processes can use before a step uses one thread less."""
 
-_STAT = Path("/proc/stat")
+PAUSE = 0.05
+"""Length in seconds of a pause between two steps after which the use of the cores is measured from the start."""
 
+_STAT, _LOAD = Path("/proc/stat"), Path("/proc/loadavg")
 
 _HAS_MKL = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 # Without MKL, the sums of F.linear depend on the number of threads, so this number is not changed.
@@ -66,8 +68,10 @@ class FreeCores:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run a step in this block, with as many threads as there are free cores."""
-        if time.monotonic() - self._ended > INTERVAL:
-            self._measured = self._times()  # processes that ran between steps may have ended
+        if time.monotonic() - self._ended > PAUSE:
+            self._measured = self._times()
+            if _is_only_one():  # processes that ran before this step have ended, or wait
+                self.count = len(_cores())
         with at_most(self.update()):
             yield
         self._ended = time.monotonic()
@@ -89,6 +93,12 @@ class FreeCores:
             used = {name: sum(map(int, times[:8])) - int(times[3]) - int(times[4]) for name, *times in lines}
             busy = sum(used.get(f"cpu{core}", 0) for core in _cores())
         return time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), time.process_time()
+
+
+def _is_only_one() -> bool:
+    """Return whether this thread is the only one of the machine that runs or waits for a core, as far as Linux
+    tells."""
+    return _LOAD.exists() and _LOAD.read_text().split()[3].startswith("1/")
 
 
 def _cores() -> set[int]:

@@ -1,5 +1,5 @@
-"""Linear layers on the CPU that MKL computes (`fastgen.device.mkl`), with the same bits for any number of rows, from 2
-on, and any number of threads."""
+"""Linear layers in float32 on the CPU that MKL computes (`fastgen.device.mkl`), with the same bits for any number of
+rows, from 2 on, and any number of threads."""
 
 from __future__ import annotations
 
@@ -50,27 +50,3 @@ class MklLinear(Linear):
         """Return a linear layer with a plain weight: the product with the identity matrix, which is exact."""
         transposed = replace(self, bias=None).apply(torch.eye(self.weight.shape[1], dtype=torch.float32))
         return Linear(transposed.t().contiguous(), self.bias)
-
-
-@dataclass(eq=False)
-class MklBfloat16Linear(Linear):
-    """A linear layer in bfloat16 whose product MKL sums in float32. Its weight is plain."""
-
-    def apply(
-        self, x: Tensor, fused: Fused = UNFUSED, norm: RMSNorm | None = None, delta: Tensor | None = None
-    ) -> Tensor:
-        if norm is not None:
-            x = rms_norm(x, norm.weight, norm.eps, delta)
-        y = mkl.multiply_bfloat16(x, self.weight)
-        if self.bias is not None:
-            y.add_(self.bias)
-        return finish(y.to(fused.out_dtype or x.dtype), fused)
-
-    @classmethod
-    def pack(cls, linear: Linear) -> MklBfloat16Linear:
-        """Return the same linear layer as one of this class."""
-        return cls(linear.weight, linear.bias)
-
-    def unpack(self) -> Linear:
-        """Return the same linear layer as one of the base class."""
-        return Linear(self.weight, self.bias)

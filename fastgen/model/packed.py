@@ -2,7 +2,8 @@
 
 On most x86 processors these are oneDNN's, which torch includes, with weights in its blocked format: a product takes
 down to a third of the time of F.linear. Intel's processors are different: in float32, and with AMX in bfloat16, oneDNN
-sums rows in an order that depends on their number. There MKL computes the products (`mkl_linear`).
+sums rows in an order that depends on their number. There MKL computes the products in float32 (`mkl_linear`), and the
+products in bfloat16 have few inputs each (`amx_linear`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from fastgen.device import mkl
 from fastgen.device.processor import is_intel
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import RMSNorm, rms_norm
+from fastgen.model.amx_linear import AmxLinear
 from fastgen.model.linear import UNFUSED, Linear, finish
-from fastgen.model.mkl_linear import MklBfloat16Linear, MklLinear
+from fastgen.model.mkl_linear import MklLinear
 
 PACKED_ROW_TILE = 4
 """`ROW_TILE` for packed layers. A single row is summed in another order, and 4 rows take no more time than 2."""
@@ -53,6 +55,37 @@ class OneDnnLinear(Linear):
         return Linear(self.packed.to_dense(), self.bias)
 
 
+@dataclass(eq=False)
+class OneDnnGatedLinear(Linear):
+    """The linear layer of gate and up with packed weights, whose products compute SwiGLU. gate, up: as `packed` above.
+    `weight` has a shape but no memory."""
+
+    gate: Tensor = field(kw_only=True)
+    up: Tensor = field(kw_only=True)
+
+    def apply(
+        self, x: Tensor, fused: Fused = UNFUSED, norm: RMSNorm | None = None, delta: Tensor | None = None
+    ) -> Tensor:
+        assert fused.swiglu
+        if norm is not None:
+            x = rms_norm(x, norm.weight, norm.eps, delta)
+        of_gate, of_up = (None, None) if self.bias is None else self.bias.chunk(2)
+        gate = torch.ops.mkldnn._linear_pointwise(x, self.gate, of_gate, "swish", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self.up, of_up, "mul")
+        return y
+
+    @classmethod
+    def pack(cls, linear: Linear) -> OneDnnGatedLinear:
+        """Return a linear layer with its weight packed in two halves."""
+        gate, up = (OneDnnLinear.pack(Linear(half, None)) for half in linear.weight.chunk(2))
+        weight = linear.weight.new_empty(()).expand(linear.weight.shape)
+        return cls(weight, linear.bias, gate=gate.packed, up=up.packed)
+
+    def unpack(self) -> Linear:
+        """Return a linear layer with a plain weight."""
+        return Linear(torch.cat((self.gate.to_dense(), self.up.to_dense())), self.bias)
+
+
 class Packing(Protocol):
     """A class of packed layers."""
 
@@ -66,22 +99,26 @@ def packing(dtype: torch.dtype) -> Packing | None:
     if dtype == torch.float32 and is_intel():
         return MklLinear if mkl.PACKS else None
     if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return MklBfloat16Linear if mkl.MULTIPLIES_BFLOAT16 else None
+        return AmxLinear
     if dtype == torch.bfloat16:
         return OneDnnLinear if torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
     built_in: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return OneDnnLinear if dtype == torch.float32 and built_in else None
 
 
-def pack(linear: Linear) -> Linear:
-    """Return a packed form of a linear layer. There must be a `packing` for its dtype."""
-    if isinstance(linear, OneDnnLinear | MklLinear | MklBfloat16Linear):
+_PACKED = OneDnnLinear | OneDnnGatedLinear | MklLinear | AmxLinear
+
+
+def pack(linear: Linear, gated: bool = False) -> Linear:
+    """Return a packed form of a linear layer. There must be a `packing` for its dtype. gated: the layer is only applied
+    with SwiGLU."""
+    if isinstance(linear, _PACKED):
         return linear
     found = packing(linear.weight.dtype)
     assert found is not None
-    return found.pack(linear)
+    return (OneDnnGatedLinear if gated and found is OneDnnLinear else found).pack(linear)
 
 
 def unpack(linear: Linear) -> Linear:
     """Return a linear layer with a plain weight."""
-    return linear.unpack() if isinstance(linear, OneDnnLinear | MklLinear | MklBfloat16Linear) else linear
+    return linear.unpack() if isinstance(linear, _PACKED) else linear

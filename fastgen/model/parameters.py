@@ -279,6 +279,8 @@ class Parameters:
         if self._int4 is not None:
             self._replace(lambda linear: prepared(linear, self._new))
         if self._packs:
+            for layer in self.layers:
+                layer.gate_up = pack(layer.gate_up, gated=True)
             self._replace(pack)
 
     def unpack(self) -> None:

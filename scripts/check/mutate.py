@@ -207,6 +207,10 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("model.attention.reference", "tests/model/test_attention_reference.py"): [
         ("ReferenceAttention._attend", "(ahead >= (window or math.inf))", "(ahead > (window or math.inf))"),
     ],
+    ("device.threads", "tests/device/test_threads.py"): [
+        ("FreeCores.step", "self._measured = self._times()", "pass"),
+        ("FreeCores.step", "if _is_only_one():", "if False:"),
+    ],
     ("model.attention.cpu", "tests/model/test_attention_cpu.py"): [
         ("CpuAttention._lay_out", "kv_head, of_group = np.divmod(np.arange(self._heads), group)",
          "of_group, kv_head = np.divmod(np.arange(self._heads), heads)"),

@@ -89,17 +89,20 @@ def test_cores_that_other_processes_do_not_use_are_free(monkeypatch: pytest.Monk
     assert free.update() == 3
 
 
-def test_processes_that_run_between_two_steps_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, busy = [0.0], [0.0]
+def test_processes_that_run_between_two_steps_do_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    now, busy, load = [0.0], [0.0], tmp_path / "loadavg"
+    monkeypatch.setattr(threads, "_LOAD", load)
     monkeypatch.setattr(threads.FreeCores, "_times", lambda self: (now[0], busy[0], 0.0))
     monkeypatch.setattr(threads, "_cores", lambda: {0, 1})
     monkeypatch.setattr(threads.time, "monotonic", lambda: now[0])
     free, found = threads.FreeCores(), []
-    for at, used in ((0.1, 0.0), (9.0, 9.0), (9.1, 9.2), (9.3, 9.6), (9.5, 9.6), (9.7, 9.6)):
+    within = [(at / 100, at / 100 - 0.1, 1) for at in range(24, 52, 4)]  # others use one core from 0.2 on
+    for at, used, others in ((0.1, 0.0, 0), (0.2, 0.1, 0), *within, (0.9, 0.5, 1), (1.3, 0.9, 0)):
+        load.write_text(f"0.98 3.96 5.27 {others + 1}/119 29369\n")
         now[0], busy[0] = at, used
         with free.step():
             found.append(torch.get_num_threads())
-    assert found == [2, 2, 2, 1, 1, 2]
+    assert found == [2] * 8 + [1, 1, 2]
 
 
 def test_mkl_is_limited_even_if_the_program_has_set_a_number() -> None:

@@ -69,8 +69,8 @@ class _Tiles:
     of each tile's sequence. position: int64 [R or 1, n, 1, 1], position of each query row.
 
     Three arrays describe the pairs in the order of their blocks, each int64 [M]. owner: the head tile. pairs: owner * B
-    + block. seen: number of keys of the block up to the last one that the tile sees. runs: int64 [M, runs], indices of
-    the runs of keys in the pool that make up the block.
+    + block. seen: number of keys of the block up to the last one that the tile sees, in prefills KEY_BLOCK. runs: int64
+    [M, runs], indices of the runs of keys in the pool that make up the block.
 
     The following tensors are memory that all tiles of a step share. q: [N, R, D]. scores, weights: [R, N, B *
     KEY_BLOCK]. sums: [R, M, D], products of weights and values. others: for each block after the first, a pair of
@@ -115,7 +115,8 @@ class _Tiles:
 class _InPlace:
     """The matrix products of tiles in MKL, which reads blocks in place in a layer's pool [pages, K, P, D].
 
-    Of each block only the keys that the tile sees are read, rounded up to a multiple of KEY_STEP.
+    Of each block of a decode only the keys that the tile sees are read, rounded up to a multiple of KEY_STEP. Prefills
+    read whole blocks, since MKL divides products of one size better among its threads.
     """
 
     def __init__(self, tiles: _Tiles) -> None:
@@ -287,6 +288,7 @@ class CpuAttention:
         page = table[tile[:, None], np.minimum(key // self._page_size, table.shape[1] - 1)]
         runs = (self._by_head(page) * self._page_size + (key % self._page_size)[..., None]).swapaxes(1, 2) // self._run
         owner = self._by_head(tile).reshape(-1)
+        seen_keys = position[tile, -1] + 1 if size == 1 else np.full_like(tile, blocks * KEY_BLOCK)
         # Results, in the order of the step's tokens.
         real_tile, real_token = np.nonzero(real)
         number = np.argsort(tokens[real_tile, real_token])
@@ -307,7 +309,7 @@ class CpuAttention:
             position=_flat(position if size == 1 else position[:, token]).view(count, -1).t()[..., None, None],
             owner=owner,
             pairs=owner * blocks + np.repeat(block, heads),
-            seen=np.repeat(np.minimum(position[tile, -1] + 1 - block * KEY_BLOCK, KEY_BLOCK), heads),
+            seen=np.repeat(np.minimum(seen_keys - block * KEY_BLOCK, KEY_BLOCK), heads),
             runs=runs.reshape(len(owner), -1),
             q=q, scores=scores, weights=weights, sums=sums,
             others=[(first[:, : part.shape[1]], part) for part in others],
