@@ -114,9 +114,17 @@ class Wire:
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """Mark this end as broken until the block, which is an update, has ended without an error."""
+        """Mark this end as broken until the block, which is an update, has ended without an error.
+
+        After an error, leave the group before the caller sees it: an operation of NCCL that waits for the other end
+        would block the device, and the caller synchronizes with it.
+        """
         self.broken = True
-        yield
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
         self.broken = False
 
     def _buckets(self, header: Header) -> Iterator[tuple[Tensor, list[tuple[str, Tensor]]]]:

@@ -120,6 +120,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.alone
 def test_a_gpu_that_another_program_fills_is_a_clear_error() -> None:
     """A new process has no room for a CUDA context; this process has a context, but no room for the weights."""
     torch.empty(0, device="cuda")
