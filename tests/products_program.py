@@ -20,6 +20,7 @@ from fastgen.model.packed import PACKED_ROW_TILE, Packing, pack, packing, unpack
 SHAPES = [
     (16, 64), (128, 64), (128, 128), (200, 96), (256, 704), (392, 96), (456, 352), (512, 256), (520, 300), (896, 1024),
     (1024, 3072), (4096, 256), (960, 576), (576, 1536), (896, 4864), (37, 41), (4, 2048),
+    (96, 1000),
 ]  # fmt: skip
 ROWS = [1, 2, 3, 5, 8, 16, 25, 64, 150]  # in units of PACKED_ROW_TILE
 
@@ -44,7 +45,8 @@ def check(kind: Packing, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(logits, expected.float(), **close)
     if outputs % 2 == 0:
         hidden, unfused = gated.apply(x, Fused(swiglu=True)), epilogue.swiglu(exact)
-        torch.testing.assert_close(hidden, unfused, atol=inputs * close["atol"], rtol=close["rtol"])
+        most = inputs * (1e-5 if dtype == torch.float32 else 1 / 32)  # both factors grow with the root of `inputs`
+        torch.testing.assert_close(hidden, unfused, atol=most, rtol=close["rtol"])
     for threads in (1, 2, 4, 16):
         torch.set_num_threads(threads)
         for rows in ROWS:

@@ -1,7 +1,8 @@
 """Linear layers in bfloat16 on CPUs with AMX, with the same bits for any number of rows and of threads.
 
 oneDNN, which torch includes, sums long rows in pieces whose size depends on the number of rows and threads, and short
-rows in one piece. So a weight is divided into parts with few inputs, whose products are added in order, in float32.
+rows in one piece. So a weight is divided into parts with few inputs. The product of each part is rounded to bfloat16,
+and these are added in order, in float32.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ class AmxLinear(Linear):
             total = y.float()
             for inputs, part in zip(others, self.parts[1:], strict=True):
                 total += F.linear(inputs, part)
-            y = total.to(x.dtype)
+            y = total
         y = y if y.shape[1] == outputs else y[:, :outputs].contiguous()
         y = y if self.bias is None else y.add_(self.bias)
-        return finish(y if fused.out_dtype is None else y.to(fused.out_dtype), fused)
+        return finish(y.to(fused.out_dtype or x.dtype), fused)
 
     @classmethod
     def pack(cls, linear: Linear) -> AmxLinear:

@@ -1,5 +1,5 @@
 """A linear layer whose weights have the dtype that the model computes in. Other kinds of weights have subclasses:
-`Fp8Linear` (quantized.py) and, on the CPU, `PackedLinear` (packed.py)."""
+`Fp8Linear` (quantized.py) and, on the CPU, the classes in packed.py."""
 
 from __future__ import annotations
 

@@ -67,7 +67,10 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
     given = BUNDLED_NAME if model is None else model
     name, _, head = str(given).partition("/")
     bundled = name == BUNDLED_NAME and isinstance(given, str)
-    folder = BUNDLED / head if bundled else Path(given).expanduser()
+    folder = BUNDLED / head if bundled and (BUNDLED / head).is_dir() else Path(given).expanduser()
+    if bundled and not folder.is_dir():
+        heads = ", ".join(sorted(each.name for each in BUNDLED.iterdir() if each.is_dir()))
+        raise ValueError(f"{given!r} is neither a folder nor a head that drafts for {BUNDLED_NAME}, which has {heads}")
     if not folder.is_dir():
         folder = _fetch_model(str(model), revision, weights)
     elif revision is not None:

@@ -280,7 +280,7 @@ class Parameters:
             self._replace(lambda linear: prepared(linear, self._new))
         if self._packs:
             for layer in self.layers:
-                layer.gate_up = pack(layer.gate_up, gated=True)
+                layer.gate_up = pack(layer.gate_up, self.config.gated)
             self._replace(pack)
 
     def unpack(self) -> None:

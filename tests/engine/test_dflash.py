@@ -208,6 +208,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"use_swa": True}, "use_swa=True is not supported"),
     ({"attention_value_scale": 0.5}, "attention_value_scale=0.5 is not supported"),
     ({"markov_head_type": "gated"}, "markov_head_type='gated' is not supported"),
+    ({"markov_rank": -1}, "markov_rank=-1 is not supported"),
     ({"markov_rank": 256, "draft_vocab_size": 200}, "markov_rank=256 is not supported; with draft_vocab_size it is"),
     ({"speculators_model_type": "peagle"}, "speculators_model_type='peagle' is not supported; dflash and eagle3 are"),
     ({"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 8}, "layer_types="),

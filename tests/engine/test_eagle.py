@@ -99,6 +99,8 @@ def test_update_drafter(llama: Path, tmp_path: Path) -> None:
         gen.update_drafter({**tensors, "embed_tokens.weight": tensors["fc.weight"]})
         with pytest.raises(ValueError, match=r"draft_vocab_size=200 needs a tensor d2t"):
             gen.update_drafter({name: x for name, x in tensors.items() if name != "d2t"})
+        with pytest.raises(ValueError, match=r"d2t must name another token of the model for each number"):
+            gen.update_drafter({**tensors, "d2t": tensors["d2t"] + gen.model_config.vocab_size})
         with pytest.raises(ValueError, match=r"missing 1 .*norm\.weight"):
             gen.update_drafter({name: x for name, x in tensors.items() if name != "norm.weight"})
 

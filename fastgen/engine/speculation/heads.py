@@ -183,7 +183,10 @@ def parse_dflash(config: dict[str, Any], folder: Path, target: ModelConfig) -> D
         raise ValueError(f"block_size={block} must be 2 to 64")
     if not 0 <= mask < target.vocab_size:
         raise ValueError(f"mask_token_id={mask} is no token of the model, which has {target.vocab_size}")
-    rank = _integer(fields, "markov_rank") if fields.get("markov_rank") else 0
+    has_markov = fields.get("markov_rank") and fields.get("markov_head_type") != "none"
+    rank = _integer(fields, "markov_rank") if has_markov else 0
+    if rank < 0:
+        raise _unsupported("markov_rank", rank)
     if rank and vocab != target.vocab_size:
         raise _unsupported("markov_rank", rank, "with draft_vocab_size it is not")
     if fields.get("enable_confidence_head"):

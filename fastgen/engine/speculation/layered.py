@@ -44,14 +44,15 @@ class LayeredWeights(HeadWeights):
         return read_tensors(self.config.folder)
 
     def store(self, tensors: dict[str, Tensor]) -> None:
-        """Write all tensors by their names in `shards`, and `ids` by their offsets d2t, as `update` does."""
+        """Write tensors by their names in `shards`, and set `ids` from the offsets d2t. Raises ValueError, before anything
+        is written, if they do not fit."""
         offsets = tensors.pop("d2t", None)
         unneeded = (*COPIES, *(() if self.lm_head else ("lm_head.weight",)))
         shards = self.shards()
         update = Update({name: x for name, x in tensors.items() if name not in unneeded}, shards)
         update.check()
         if self.config.reduced:
-            set_ids(self.ids, offsets)
+            set_ids(self.ids, offsets, self.config.layers.vocab_size)
         write(shards, update.tensors())
 
     def logits(self, x: Tensor, target: Parameters, norm: RMSNorm | None = None) -> Tensor:
@@ -103,12 +104,12 @@ class LayeredHead(Head):
         return torch.where(inside, pages * size + positions % size, -1)
 
 
-def set_ids(ids: Tensor, offsets: Tensor | None) -> None:
+def set_ids(ids: Tensor, offsets: Tensor | None, vocab_size: int) -> None:
     """Write the target's tokens of a reduced vocabulary, number + offsets[number], to `ids`, int64 [n]. Raises
     ValueError if the offsets, d2t of a checkpoint, do not fit."""
     if offsets is None or offsets.shape != ids.shape:
         raise ValueError(f"draft_vocab_size={len(ids)} needs a tensor d2t [{len(ids)}]")
     found = torch.arange(len(offsets)) + offsets.cpu().long()
-    if len(set(found.tolist())) < len(found) or int(found.min()) < 0:
-        raise ValueError("d2t must name another token for each number")
+    if len(set(found.tolist())) < len(found) or int(found.min()) < 0 or int(found.max()) >= vocab_size:
+        raise ValueError("d2t must name another token of the model for each number")
     ids.copy_(found)
