@@ -177,7 +177,7 @@ def test_resolve_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "head").mkdir()
     assert resolve("fastgen-tiny/head") == tmp_path / "head"
     with pytest.raises(
-        ValueError, match="'fastgen-tiny/other' is neither a folder nor a head .* fastgen-tiny, which has head"
+        ValueError, match=r"'fastgen-tiny/other' is neither a folder nor a head .* fastgen-tiny, which has head"
     ):
         resolve("fastgen-tiny/other")
     monkeypatch.chdir(tmp_path)
