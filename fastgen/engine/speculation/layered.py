@@ -44,8 +44,8 @@ class LayeredWeights(HeadWeights):
         return read_tensors(self.config.folder)
 
     def store(self, tensors: dict[str, Tensor]) -> None:
-        """Write tensors by their names in `shards`, and set `ids` from the offsets d2t. Raises ValueError if they do not
-        fit, before anything is written."""
+        """Write tensors by their names in `shards`, and set `ids` from the offsets d2t. Raises ValueError if they do
+        not fit, before anything is written."""
         offsets = tensors.pop("d2t", None)
         unneeded = (*COPIES, *(() if self.lm_head else ("lm_head.weight",)))
         shards = self.shards()
