@@ -1,4 +1,4 @@
-"""members.py: what needs no servers."""
+"""members.py and fleet.py: what needs no servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fastgen.rl.engine import RemoteEngine
-from fastgen.rl.http import Json, ServerClient
+from fastgen.rl.fleet import Fleet
+from fastgen.rl.http import Connections, Json, ServerClient
 from fastgen.rl.members import Member, Members, of_each
 from fastgen.rl.options import RemoteGeneratorOptions
 from fastgen.rl.weights import ADAPTER, WEIGHTS, Update
@@ -99,3 +100,34 @@ def test_an_engine_returns_with_each_kind_of_update_and_the_others_do_not_wait_f
 
 def ended(engine: RemoteEngine) -> None:
     raise ConnectionError("it has ended")
+
+
+@pytest.mark.usefixtures("version")
+@pytest.mark.parametrize("moment", ["update", "end of the engine"])
+def test_a_request_that_is_aborted_while_it_waits_is_not_sent(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`moment` is what it waits for; when its engine ends, it has been sent to that one."""
+    posted, aborted = list[str](), threading.Event()
+
+    def post(client: ServerClient, path: str, body: Json, connections: Connections) -> Json:
+        posted.append(path)
+        aborted.set()
+        raise ConnectionError("it has ended")
+
+    monkeypatch.setattr(ServerClient, "post", post)
+    fleet, found = Fleet([URL], RemoteGeneratorOptions([URL])), list[Json | None]()
+    fleet.begin()
+    body = {"prompt": [1, 2], "params": None}
+    asking = threading.Thread(target=lambda: found.append(fleet.generate(body, Connections(), aborted.is_set)))
+    try:
+        if moment == "update":
+            with fleet.members.held("keep"):
+                asking.start()
+                asking.join(0.1)
+                aborted.set()
+        else:
+            asking.start()
+        asking.join(10)
+    finally:
+        fleet.close()
+    assert found == [None]
+    assert posted == ([] if moment == "update" else ["/generate"])
