@@ -90,7 +90,9 @@ class Actor:
         )
 
     def end(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._inner._engine.close(), self._loop).result()
+        engine = getattr(self._inner, "_engine", None)  # None if `launch` has failed
+        if engine is not None:
+            asyncio.run_coroutine_threadsafe(engine.close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -151,9 +153,7 @@ def use_rollout(device: str, backend: str) -> None:
             rollout = Rollout(config, model, None, replica_rank=0)
             asyncio.run(_take_steps(actor, rollout, device))
             assert rollout._sender is not None
-            wire = rollout._sender._weights._wire
-            assert wire is not None
-            assert wire.backend == backend
+            assert rollout._sender._weights.backend == backend
         finally:
             actor.end()
 

@@ -56,9 +56,13 @@ class TrainerGroup:
         rank, size = ranks
         with torch.cuda.device(device):
             self._group = Communicator(size, unique_id, rank)
-            one = torch.zeros(1, dtype=torch.float32, device=device)
-            self._group.all_reduce(one)  # the trainer's communicator sums one number at its start
-            self._wait(check)
+            try:
+                one = torch.zeros(1, dtype=torch.float32, device=device)
+                self._group.all_reduce(one)  # the trainer's communicator sums one number at its start
+                self._wait(check)
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
         """Leave the group. This can be called twice."""
@@ -85,9 +89,9 @@ class TrainerGroup:
     def _wait(self, check: Callable[[], None]) -> None:
         """Wait until all work on the device has ended. If the trainer does not take part in it, leave the group, since
         an operation that waits for it would block the device."""
-        done: Any = torch.cuda.current_stream().record_event()
         deadline = time.monotonic() + self._seconds
         try:
+            done: Any = torch.cuda.current_stream().record_event()
             while not done.query():
                 check()
                 if time.monotonic() > deadline:

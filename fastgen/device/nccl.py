@@ -36,7 +36,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Return the library, which torch has loaded: its name leads to the loaded one, wherever that lies."""
+    """Return the NCCL library that torch has loaded, which the loader finds by name."""
     loaded = ctypes.CDLL("libnccl.so.2")
     for name, arguments in _FUNCTIONS.items():
         getattr(loaded, name).argtypes = arguments
@@ -69,7 +69,7 @@ class Communicator:
         _call("ncclCommInitRank", ctypes.byref(self._handle), size, _UniqueId.from_buffer_copy(unique_id), rank)
 
     def close(self) -> None:
-        """End operations that wait for other ranks, and free the memory of this end, which cannot be used any more."""
+        """Abort pending operations and free the communicator, which cannot be used afterwards."""
         handle, self._handle = self._handle, ctypes.c_void_p()
         if handle:
             _call("ncclCommAbort", handle)

@@ -27,7 +27,8 @@ SLACK = 0.3
 """Number of cores that other processes can use before a step uses one thread less."""
 
 PAUSE = 0.05
-"""Length in seconds of a pause between two steps after which the use of the cores is measured from the start."""
+"""Length in seconds of a pause between two steps after which all cores are free if nothing else runs. The time of
+pauses up to INTERVAL belongs to the interval that is measured; a longer one begins a new interval."""
 
 _STAT, _LOAD = Path("/proc/stat"), Path("/proc/loadavg")
 
@@ -68,10 +69,12 @@ class FreeCores:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run a step in this block, with as many threads as there are free cores."""
-        if time.monotonic() - self._ended > PAUSE:
+        pause = time.monotonic() - self._ended
+        only = pause > PAUSE and _is_only_one()  # processes that ran before this step have ended, or wait
+        if only:
+            self.count = len(_cores())
+        if only or pause > INTERVAL:
             self._measured = self._times()
-            if _is_only_one():  # processes that ran before this step have ended, or wait
-                self.count = len(_cores())
         with at_most(self.update()):
             yield
         self._ended = time.monotonic()

@@ -25,8 +25,8 @@ def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 
 
 def params_list(params: Params | Iterable[Params], count: int) -> list[Params]:
-    """Return the parameters of each of `count` prompts. params: of all, or a list with one entry per prompt. Raises
-    TypeError for other values, and ValueError for a list of another length."""
+    """Return the parameters of each of `count` prompts. params: one value for all prompts, or a list with one entry per
+    prompt. Raises TypeError for other values, and ValueError for a list of another length."""
     if params is None or isinstance(params, SamplingParams | Mapping):
         return [params] * count
     if not isinstance(params, Iterable) or isinstance(params, str):

@@ -5,6 +5,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Generator as PyGenerator
 from typing import Protocol, TypedDict
 
@@ -24,10 +25,11 @@ class Engines(Protocol):
     """One engine (RemoteEngine), or several with the same weights (Fleet). Errors are those of a RemoteGenerator."""
 
     def begin(self) -> int:
-        """Prepare for requests. Return the maximum number of those of one stream that are sent at a time."""
+        """Prepare for requests. Return the maximum number of requests that one stream may have in flight."""
 
-    def generate(self, body: Json, connections: Connections) -> Json:
-        """Return the output of a request. connections: see `ServerClient.post`."""
+    def generate(self, body: Json, connections: Connections, is_aborted: Callable[[], bool]) -> Json | None:
+        """Return the output of a request; None if `is_aborted` returns True before it is sent, or before it is sent
+        again because its engine has ended. connections: see `ServerClient.post`."""
 
     def lines(self, body: Json) -> PyGenerator[Json, None, None]:
         """Yield the events of a request as they arrive. Closing the iterator ends the request."""
@@ -55,8 +57,8 @@ class RemoteEngine:
     def begin(self) -> int:
         return self._max_requests
 
-    def generate(self, body: Json, connections: Connections) -> Json:
-        return self._client.post("/generate", body, connections)
+    def generate(self, body: Json, connections: Connections, is_aborted: Callable[[], bool]) -> Json | None:
+        return None if is_aborted() else self._client.post("/generate", body, connections)
 
     def lines(self, body: Json) -> PyGenerator[Json, None, None]:
         return self._client.lines("/generate", {**body, "stream": True})

@@ -5,14 +5,15 @@ This module does not import torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from collections.abc import Generator as PyGenerator
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from fastgen.rl.bodies import samples_of
+from fastgen.rl.engine import RemoteEngine
 from fastgen.rl.http import Connections, Json
 from fastgen.rl.members import Member, Members, of_each
 from fastgen.rl.options import RemoteGeneratorOptions
@@ -50,9 +51,11 @@ class Fleet:
         self.members.begin()
         return self._options.max_requests * len(self.members)
 
-    def generate(self, body: Json, connections: Connections) -> Json:
-        keys, samples = prefix_keys(body["prompt"]), samples_of(body)
-        return self.members.ask_any(lambda engine: engine.generate(body, connections), keys, samples, connections)
+    def generate(self, body: Json, connections: Connections, is_aborted: Callable[[], bool]) -> Json | None:
+        def generate(engine: RemoteEngine) -> Json | None:
+            return engine.generate(body, connections, is_aborted)
+
+        return self.members.ask_any(generate, prefix_keys(body["prompt"]), samples_of(body), connections)
 
     def lines(self, body: Json) -> PyGenerator[Json, None, None]:
         """Yield the events of a request by one engine. Raises ConnectionError if it ends."""

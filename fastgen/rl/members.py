@@ -137,6 +137,8 @@ class Members:
 
     def begin(self) -> None:
         """Reach the engines for the first time. Raises ConnectionError if none of them answers."""
+        if self._begun:  # also while `updates` is held, since requests and other calls do not wait for an update
+            return
         with self.updates:
             if self._begun:
                 return
@@ -146,9 +148,10 @@ class Members:
                 for member, state in states.items():
                     member.trouble = str(state)
                 raise self._nobody()
-            self.version, self._begun = max(versions), True
+            self.version = max(versions)
             for member, state in states.items():
                 self._judge(member, state)
+            self._begun = True
 
     def _await_members(self) -> dict[Member, WeightState | Exception]:
         """Wait until all engines are ready, or `ready_timeout` has passed. Return {member: its state or error}."""
@@ -301,7 +304,9 @@ class Members:
             self._made_updates = None
         elif update.route == ADAPTER:
             self._made_updates = [*(each for each in made if each.route != ADAPTER), update]
-        elif made and (joined := _joined(made[-1].source, update.source)) is not None:
+        elif (
+            made and made[-1].route == update.route and (joined := _joined(made[-1].source, update.source)) is not None
+        ):
             self._made_updates = [*made[:-1], replace(made[-1], source=joined)]
         else:
             self._made_updates = [*made, update]

@@ -66,7 +66,7 @@ class RemoteGenerator:
         """Return the outputs in the order of the prompts; see `Generator.generate`. A mask cannot be sent."""
         many = prompt_list(prompts)
         each = params_list(params, len(many))
-        for own in each:
+        for own in {id(own): own for own in each}.values():
             fields_of(own)  # raises before anything runs
         requests = [Request(prompt, own, number) for number, (prompt, own) in enumerate(zip(many, each, strict=True))]
         call = _Call()
@@ -127,9 +127,10 @@ class RemoteGenerator:
         assert request.id is not None
         try:
             body = body_of(request)
-            if sent.aborted:
-                return unsent_output(request, samples_of(body))
-            return output_of(self._engines.generate({**body, "id": sent.key}, connections), request.id)
+            found = None
+            if not sent.aborted:  # which may change while an engine is waited for
+                found = self._engines.generate({**body, "id": sent.key}, connections, lambda: sent.aborted)
+            return unsent_output(request, samples_of(body)) if found is None else output_of(found, request.id)
         except (ValueError, TypeError) as error:
             return error_output(request.id, error)
 
@@ -273,4 +274,10 @@ class _Sent:
 
 
 def _tags(tags: str | Iterable[str] | None) -> list[str]:
-    return list(TAGS if tags is None else [tags] if isinstance(tags, str) else tags)
+    """Return the parts of the memory to put to sleep; None: all. Raises ValueError for an unknown one, since a fleet
+    notes them before an engine refuses them."""
+    wanted = list(TAGS if tags is None else [tags] if isinstance(tags, str) else tags)
+    if unknown := set(wanted).difference(TAGS):
+        there = " and ".join(map(repr, TAGS))
+        raise ValueError(f"tags has {', '.join(sorted(map(repr, unknown)))}; there are {there}")
+    return wanted

@@ -73,6 +73,11 @@ class WeightSender:
         self._wire: Wire | None = None
         self._key: str | None = None  # key of the group that this object has opened
 
+    @property
+    def backend(self) -> str | None:
+        """Backend of the weight group; None if there is no group."""
+        return None if self._wire is None else self._wire.backend
+
     def update(self, update: Update) -> int | None:
         """Make an update. Return the version of the weights; None on ranks that only gather tensors."""
         if update.source is None or isinstance(update.source, str):

@@ -101,6 +101,8 @@ def trainer_rank(rank: int, folder: str, url: str, out: Path, smoke: bool) -> No
 
 def by_folder(url: str, weights: Mapping[str, torch.Tensor], place: str) -> dict[str, Any]:
     """Return the seconds of updates from a folder at a place, and of writing it. A disk caches it in memory."""
+    if not Path(place).is_dir():
+        return {"skipped": f"there is no {place}"}
     free = shutil.disk_usage(place).free
     if free < 1.1 * sum(tensor.nbytes for tensor in weights.values()):
         return {"skipped": f"{place} has only {free} bytes free"}

@@ -209,7 +209,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("device.threads", "tests/device/test_threads.py"): [
         ("FreeCores.step", "self._measured = self._times()", "pass"),
-        ("FreeCores.step", "if _is_only_one():", "if False:"),
+        ("FreeCores.step", "_is_only_one()", "False"),
+        ("FreeCores.step", "pause > INTERVAL", "pause > PAUSE"),
     ],
     ("model.attention.cpu", "tests/model/test_attention_cpu.py"): [
         ("CpuAttention._lay_out", "kv_head, of_group = np.divmod(np.arange(self._heads), group)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from vllm_trainer import Structure, pickled
 
-from fastgen.async_engine.trainer_group import ID_KEY, decode_id, find_id, packed, read_id, unpacked
+from fastgen.async_engine.trainer_group import ID_KEY, TrainerGroup, decode_id, find_id, packed, read_id, unpacked
 from fastgen.processes.errors import DepartedError
 
 ID = bytes(range(128))
@@ -74,6 +75,34 @@ def test_a_client_that_goes_ends_the_wait() -> None:
 
     with pytest.raises(DepartedError, match="it has gone"):
         find_id(("127.0.0.1", store.port), 5, gone)
+
+
+@pytest.mark.parametrize("where", ["all_reduce", "record_event"])
+def test_a_group_that_fails_at_its_start_is_left(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = list[str]()
+
+    class Communicator:
+        def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
+            pass
+
+        def all_reduce(self, x: torch.Tensor) -> None:
+            fail("all_reduce")
+
+        def close(self) -> None:
+            called.append("close")
+
+    def fail(name: str) -> None:
+        called.append(name)
+        if name == where:
+            raise RuntimeError("made up")
+
+    monkeypatch.setattr("fastgen.async_engine.trainer_group.Communicator", Communicator)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: fail("record_event"))
+    with pytest.raises(RuntimeError, match="made up"):
+        TrainerGroup(ID, (1, 2), torch.device("cpu"), None, 5, lambda: None)
+    assert where in called
+    assert called[-1] == "close"
 
 
 def test_buffers_end_where_a_sender_ends_them() -> None:

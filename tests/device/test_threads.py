@@ -105,6 +105,24 @@ def test_processes_that_run_between_two_steps_do_not_count(monkeypatch: pytest.M
     assert found == [2] * 8 + [1, 1, 2]
 
 
+def test_a_core_is_not_free_if_another_process_runs_during_short_bursts_of_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bursts of 0.1 s with pauses of 0.1 s, in which another process uses one core all the time."""
+    now, load = [0.0], tmp_path / "loadavg"
+    load.write_text("0.98 3.96 5.27 2/119 29369\n")
+    monkeypatch.setattr(threads, "_LOAD", load)
+    monkeypatch.setattr(threads.FreeCores, "_times", lambda self: (now[0], now[0], 0.0))
+    monkeypatch.setattr(threads, "_cores", lambda: {0, 1})
+    monkeypatch.setattr(threads.time, "monotonic", lambda: now[0])
+    free, found = threads.FreeCores(), []
+    for at in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5):
+        now[0] = at
+        with free.step():
+            found.append(torch.get_num_threads())
+    assert found == [2, 2, 2, 1, 1, 1]
+
+
 def test_mkl_is_limited_even_if_the_program_has_set_a_number() -> None:
     """torch.set_num_threads sets MKL's own number for the calling thread, which overrides OpenMP's."""
     if threads._SET_MKL is None:

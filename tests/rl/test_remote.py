@@ -303,6 +303,27 @@ def test_a_server_without_rollout_and_one_that_is_gone() -> None:
     assert "backend is 'mpi'" in refusal(lambda: RemoteGenerator(server.url, backend="mpi"), ValueError)
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", ["http://127.0.0.1:9"]], ids=["one", "fleet"])
+def test_wrong_tags_are_refused_before_anything_is_asked(url: str | list[str]) -> None:
+    gen = RemoteGenerator(url)
+    for call in (gen.sleep, gen.wake):
+        with pytest.raises(ValueError, match="tags has 'wieghts'; there are 'weights' and 'kv_cache'"):
+            call(["wieghts", "kv_cache"])
+
+
+def test_params_of_many_prompts_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+
+    def fields_of(params: Any) -> None:
+        checked.append(params)
+
+    monkeypatch.setattr("fastgen.rl.remote.fields_of", fields_of)
+    one, other = SamplingParams(), SamplingParams()
+    with pytest.raises(ConnectionError):
+        RemoteGenerator(["http://127.0.0.1:9"], ready_timeout=0).generate([[1]] * 5, [one, other, one, one, other])
+    assert [id(params) for params in checked] == [id(one), id(other)]
+
+
 def test_a_server_of_a_trainer_is_not_open() -> None:
     command = [sys.executable, "-m", "fastgen.cli.serve.main", "--rollout", "--host", "0.0.0.0"]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
