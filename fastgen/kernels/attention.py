@@ -63,8 +63,8 @@ class AttentionConfig:
     rows: number of rows of a query tile, at least tokens * G. keys: number of keys of a block. programs: maximum number
     of programs per processor. peel: whether blocks of keys that all rows see in full have a separate loop without a
     mask. combine_rows, combine_splits: numbers of rows and splits whose partial results are loaded together. unsplit:
-    number of keys up to which a decode is not split. specialized, streamed: whether fastgen.kernels.hopper_prefill, or
-    hopper_decode, computes the work tiles.
+    number of keys up to which decodes are not split, if none has more. specialized, streamed: whether
+    fastgen.kernels.hopper_prefill, or hopper_decode, computes the work tiles.
     """
 
     rows: int

@@ -43,7 +43,7 @@ MOST_GROUP = 32  # maximum query heads per KV head; with more, a thread's number
 PROGRAMS = 2  # programs per processor that REGISTERS and `stages_of` leave room for; more could wait for ever
 SPLIT_BELOW = 0.4  # tasks per processor up to which decodes are split, measured on an H200
 MOST_STAGES = 8
-UNSPLIT = 448  # keys up to which a decode is not split, since combining splits takes longer (measured on an H100)
+UNSPLIT = 448  # keys up to which decodes are not split if none has more: combining takes longer (measured on an H100)
 FEW, MANY = constant(8), constant(32)  # splits whose partial results a program loads at once, if there are few or many
 
 

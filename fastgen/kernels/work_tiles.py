@@ -1,8 +1,9 @@
 """Work tiles, the units of attention: their lists, the kernel that lists a decode step, and the task scheduler.
 
 A work tile is a tile of query tokens of one sequence against a range of its keys. If the keys of a decode are split
-into several ranges, each split is a work tile, and the attention kernel combines their partial results. Work tiles of
-whole splits come first and those with the fewest keys last, so that all programs end at about the same time.
+into several ranges, each split is a work tile, and the attention kernel combines their partial results. In a step where
+some sequence has more keys than are left whole (`unsplit`), all sequences are split. Work tiles of whole splits come
+first and those with the fewest keys last, so that all programs end at about the same time.
 
 A list is an int32 tensor [HEADER + work tiles * FIELDS]. Its header holds the number of work tiles, followed by one
 counter per layer, from which the scheduler hands out tasks. The fields of a work tile are:
@@ -70,7 +71,7 @@ def _plan_kernel(
     ALIGN: tl.constexpr, CLASSES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """List the work tiles of a decode step, with one program per window. Each sequence has count - 1 work tiles of
-    `split` keys, and one with the remaining keys; up to `unsplit` keys are one work tile."""
+    `split` keys, and one with the remaining keys, or only one work tile if no sequence has more than `unsplit` keys."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -85,6 +86,7 @@ def _plan_kernel(
         ends = tl.load(ends_ptr + s, mask=s < sequences, other=0)
         begin = tl.maximum(begin, ends)
         partials = (ends > 0).to(tl.int32)
+    unsplit = tl.where(tl.max(length - begin, 0) > unsplit, 0, unsplit)
     start = begin // split
     count = tl.where(length - begin > unsplit, (length + split - 1) // split - start, (length > begin).to(tl.int32))
     rest = length - tl.maximum(begin, (start + count - 1) * split)
@@ -163,7 +165,7 @@ def _twin(
     lanes: int64 [S], the row of the page table of each sequence. kv_lens: int32 [S], number of keys of each sequence,
     including the new token. windows: int32 [W], 0 for no window. split: number of keys, a multiple or a divisor of
     ALIGN; keys are split at its multiples. shared: the ranges that the sequences share; its `bases` are written, and
-    the counters of its list are reset. unsplit: number of keys up to which a sequence is not split.
+    the counters of its list are reset. unsplit: number of keys up to which sequences are not split, if none has more.
     """
     lanes_of, lens = (_host(x) for x in (lanes, kv_lens))
     ends = _host(shared.ends)[: len(lens)] if shared else np.zeros_like(lens)
@@ -187,11 +189,15 @@ def _host(tensor: Tensor) -> Ints:
 
 
 def _cut(lanes: Ints, lens: Ints, begin: Ints, split: int, unsplit: int, partials: Ints) -> NDArray[np.int32]:
-    """Return the work tiles [n, FIELDS] of decodes with keys [begin, lens), split at multiples of `split` if there are
-    more than `unsplit`.
+    """Return the work tiles [n, FIELDS] of decodes with keys [begin, lens), split at multiples of `split` if any
+    sequence has more than `unsplit`.
+
+    If one is split, all are: a longer work tile at the end would delay the step, which combines splits in any case.
 
     partials: [S], 1 for each sequence that has a partial result for shared keys, else 0. lanes, lens, begin: [S].
     """
+    if (lens - begin).max(initial=0) > unsplit:
+        unsplit = 0
     start = begin // split
     count = np.where(lens - begin > unsplit, -(-lens // split) - start, lens > begin)
     parts = np.where(count > 1, count, 0) + partials

@@ -99,30 +99,35 @@ def checked(found: Tensor, slots: int) -> Iterator[list[list[int]]]:
 
 
 @pytest.mark.parametrize("count", [1, 9, 64, 70])
-def test_decode_lists(count: int) -> None:
+@pytest.mark.parametrize("longest", [3000, 513, 512])
+def test_decode_lists(count: int, longest: int) -> None:
+    """The longest sequence is of both sides of the number of keys up to which sequences are not split, or far above."""
     rng = np.random.default_rng(count)
-    kv_lens = torch.from_numpy(rng.integers(1, 3000, count).astype(np.int32)).to(DEVICE)
+    kv_lens = torch.from_numpy(rng.integers(1, longest, count).astype(np.int32)).to(DEVICE)
     kv_lens[: count // 4] = 1  # padding
+    kv_lens[-1] = longest
     lanes = torch.from_numpy(rng.permutation(count) + 3).to(DEVICE)
-    windows = torch.tensor([0, 100, 1024], dtype=torch.int32, device=DEVICE)
-    for split, unsplit, most in ((64, 0, 47), (64, 512, 47), (32, 0, 94), (work_tiles.WHOLE, 0, 1)):
+    windows = torch.tensor([0, 100, 512, 1024], dtype=torch.int32, device=DEVICE)
+    for split, unsplit, most in ((64, 0, 47), (64, 128, 47), (64, 512, 47), (32, 0, 94), (work_tiles.WHOLE, 0, 1)):
         size = HEADER + count * (most + 1) * FIELDS
-        found, twin = (torch.full((3, size), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
+        found, twin = (torch.full((len(windows), size), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
         work_tiles.plan_decode.launch(lanes, kv_lens, windows, found, split, None, unsplit)
         work_tiles.plan_decode.twin(lanes, kv_lens, windows, twin, split, None, unsplit)
         assert torch.equal(found, twin)
         for window, whole in zip(windows.tolist(), found.cpu(), strict=True):
             tiles = list(checked(tiles_of(whole), count * (most + 1)))
             assert len(tiles) == count
+            begins = [max(length - window, 0) // 64 * 64 if window else 0 for length in kv_lens.tolist()]
+            whole_keys = max(length - begin for length, begin in zip(kv_lens.tolist(), begins, strict=True)) <= unsplit
             for tile in tiles:
                 sequence, length = tile[0][FIRST], int(kv_lens[tile[0][FIRST]])
                 assert tile[0][1:4] == [1, int(lanes[sequence]), length - 1]
-                begin = max(length - window, 0) // work_tiles.ALIGN * work_tiles.ALIGN if window else 0
+                begin = begins[sequence]
                 assert (tile[0][BEGIN], tile[-1][END]) == (begin, length)
                 assert len(tile) <= most
-                assert (len(tile) == 1) == (length - begin <= max(unsplit, split))
+                assert (len(tile) == 1) == (whole_keys or length - begin <= split)
                 assert all(item[BEGIN] % min(split, 64) == 0 for item in tile)
-                assert all(item[END] - item[BEGIN] <= max(unsplit, split) for item in tile)
+                assert whole_keys or all(item[END] - item[BEGIN] <= split for item in tile)
 
 
 def test_few_sequences_are_split_so_that_they_fill_the_chip() -> None:

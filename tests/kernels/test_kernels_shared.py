@@ -146,7 +146,9 @@ def test_a_tree_of_rows_has_the_bits_of_rows_that_do_not_share(page_size: int, d
         assert torch.equal(paged.attend(plan, 1, case.q, window), alone)
 
 
-def test_the_lists_agree_with_the_twin() -> None:
+@pytest.mark.parametrize("unsplit", [0, 128, 448, 1000])
+def test_the_lists_agree_with_the_twin(unsplit: int) -> None:
+    """Up to 1000 private keys, here of all rows, are not split."""
     case = make([2, [2, [2, 9, 1]], [2, [1, 1]], [1, 2]])
     paged = case.paged(100)
     assert case.share(paged)
@@ -156,13 +158,13 @@ def test_the_lists_agree_with_the_twin() -> None:
     for plan in (work_tiles.plan_decode.launch, work_tiles.plan_decode.twin):
         made = torch.zeros_like(paged._lists)
         rows.list[1 : work_tiles.HEADER] = 7  # counters of a step before
-        plan(lanes, kv_lens, paged._windows, made, 64, rows)
+        plan(lanes, kv_lens, paged._windows, made, 64, rows, unsplit)
         assert not rows.list[1 : work_tiles.HEADER].any()
         results.append((made, rows.bases.clone()))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
     items = tiles_of(results[0][0][0])
-    assert (items[:, work_tiles.SPLIT] // work_tiles.SPLITS > 1).any()
+    assert (items[:, work_tiles.SPLIT] // work_tiles.SPLITS > 1).any() == (unsplit < 1000)
     assert (items[:, work_tiles.TOKENS] // work_tiles.SPLITS > 0).any()
 
 
