@@ -32,7 +32,9 @@ from fastgen.kernels.launch import GLUON, constant, tl
 FEW = (8, 16, 32, 64)  # tokens of a tile for few tokens
 WIDE = (128, 256, 4, 64, 2)  # the other sizes of a Tile, for weights with at least one such tile per processor
 NARROW = (64, 512, 4, 128, 1)  # the other sizes for other weights and few tokens
-HALVED = (32, 512, 4, 128)  # ... for weights with at most one such tile per processor, except programs
+HALVED = (32, 512, 4, 128)
+"""The other sizes but for `programs`, for few tokens and weights with at most one such tile per processor."""
+
 HALVED_TOKENS, SHARED_TOKENS = 32, 16  # tokens up to which HALVED is used, and two of its programs share a processor
 MANY = (256, 128, 128, 8, 64, 1), (128, 64, 128, 4, 64, 2), (64, 64, 256, 4, 64, 1)
 """Choices for more tokens. The first whose tiles occupy two thirds of the processors is used."""
@@ -144,6 +146,7 @@ def tile_of(tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = Fals
         if programs(padded, WIDE[0]) >= chip.processors:
             return Tile(padded, *WIDE)
         if padded <= HALVED_TOKENS and programs(padded, HALVED[0]) <= chip.processors:
+            # small: a program's rows of the weight take at most a third of the shared memory
             small = padded <= SHARED_TOKENS and 3 * HALVED[0] * inputs // 2 <= chip.shared_memory
             return Tile(padded, *HALVED, 2 if small else 1)
         if padded > 32 and programs(32, NARROW[0]) <= chip.processors:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastgen.device.chip import Chip
 from fastgen.kernels import batch_invariant, hopper_int4, hopper_products
-from fastgen.kernels.batch_invariant import Fused, finished
+from fastgen.kernels.batch_invariant import Fused, ProductConfig, finished
 from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
 from fastgen.kernels.launch import Kernel, constant, jit, tl
 from fastgen.kernels.rope import rope_write
@@ -320,14 +320,25 @@ def launch_for(
 def _multiply(
     tokens: int, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, fused: Fused
 ) -> Tensor:
+    kernel = _kernel_of(tokens, x, words, scales, fused)
+    if not isinstance(kernel, ProductConfig):
+        return launch_as(kernel, x, words, scales, zeros, bias, fused, tokens)
+    return batch_invariant.launch_as(kernel, x, dequantize.launch(words, scales, zeros, x.dtype), bias, fused)
+
+
+def _kernel_of(
+    tokens: int, x: Tensor, words: Tensor, scales: Tensor, fused: Fused
+) -> hopper_int4.Tile | ProductConfig | None:
+    """Return the tile of a product in Gluon, the tiles of a product with a scratch copy, or None for a product in
+    Triton without one."""
     half = fused.rope.keys.shape[-1] // 2 if fused.rope else len(words) // 2 if fused.swiglu else 0
-    tile = _tile_of(tokens, x, words, scales, fused)
-    if x.dtype.itemsize == 2 and half % ROWS == 0 and (tile or tokens <= max(FEW)):
-        return launch_as(tile, x, words, scales, zeros, bias, fused, tokens)
-    weight = dequantize.launch(words, scales, zeros, x.dtype)
+    if x.dtype.itemsize == 2 and half % ROWS == 0:
+        tile = _tile_of(tokens, x, words, scales, fused)
+        if tile or tokens <= max(FEW):
+            return tile
     # Not by hopper_products, which loads weights before the previous kernel, here `dequantize`, has written them.
-    chosen = batch_invariant.config(max(tokens, hopper_products.MOST + 1), *weight.shape, x.dtype, Chip.of(x.device))
-    return batch_invariant.launch_as(chosen, x, weight, bias, fused)
+    tokens = max(tokens, hopper_products.MOST + 1)
+    return batch_invariant.config(tokens, len(words), x.shape[1], x.dtype, Chip.of(x.device))
 
 
 def _tile_of(tokens: int, x: Tensor, words: Tensor, scales: Tensor, fused: Fused) -> hopper_int4.Tile | None:
@@ -340,12 +351,14 @@ def _tile_of(tokens: int, x: Tensor, words: Tensor, scales: Tensor, fused: Fused
 
 
 def sizes_of(x: Tensor, words: Tensor, scales: Tensor, fused: Fused) -> list[int]:
-    """Return numbers of tokens whose products run all kernels that multiply without a scratch copy; see the twin."""
-    found = dict[object, int]()
-    for tokens in range(1, hopper_int4.most(fused.add is not None) + 1):
+    """Return numbers of tokens whose products run all kernels, also those that make and multiply scratch copies, for up
+    to the last of batch_invariant.SIZES; see the twin."""
+    found, most = dict[object, int](), max(FEW)
+    # Larger tiles have a multiple of `most` tokens, and so have the limits of kernels: the choice changes only there.
+    for tokens in (*range(1, most + 1), *range(most + 1, batch_invariant.SIZES[-1] + 1, most)):
         fuses = batch_invariant.fuses_rope(tokens, x.dtype, Chip.of(x.device))
-        key = _tile_of(tokens, x, words, scales, fused), fuses
-        found.setdefault(key, tokens)
+        kernel = _kernel_of(tokens, x, words, scales, fused if fuses else fused._replace(rope=None))
+        found.setdefault((kernel, fuses), tokens)
     return [*FEW, *found.values()]
 
 

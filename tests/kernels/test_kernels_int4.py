@@ -223,10 +223,12 @@ def test_tiles_of_few_tokens() -> None:
 
 
 class Recorder:
-    """A kernel that is not run: it notes its compile-time arguments."""
+    """A kernel that is not run: it notes its compile-time arguments. copies: for notes of the tiles of products with a
+    scratch copy."""
 
     def __init__(self) -> None:
         self.seen = set[tuple[Any, ...]]()
+        self.copies = set[batch_invariant.ProductConfig]()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> None:
@@ -252,10 +254,15 @@ def test_one_row_launches_the_kernels_of_all_numbers_of_tokens(what: str, monkey
         for each in sizes:
             int4.launch_for(each, x, words, scales, None, None, fused)
 
-    monkeypatch.setattr(hopper_int4, "_product_kernel", kernels[0])
-    run(0, 1)
-    monkeypatch.setattr(hopper_int4, "_product_kernel", kernels[1])
-    for tokens in range(1, hopper_int4.most(what == "add") + 1):
-        run(tokens, 1)
+    copy = SimpleNamespace(launch=lambda words, scales, zeros, dtype: torch.zeros(1))
+    monkeypatch.setattr(int4, "dequantize", copy)
+    for kernel, several in zip(kernels, ((0,), range(1, 4097)), strict=True):
+        copies = kernel.copies
+        monkeypatch.setattr(hopper_int4, "_product_kernel", kernel)
+        monkeypatch.setattr(batch_invariant, "launch_as", lambda found, *others, copies=copies: copies.add(found))
+        for tokens in several:
+            run(tokens, 1)
     assert kernels[0].seen == kernels[1].seen
     assert len(kernels[0].seen) > 5
+    assert kernels[0].copies == kernels[1].copies
+    assert len(kernels[0].copies) == 2
