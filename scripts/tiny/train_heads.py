@@ -27,6 +27,7 @@ from torch import Tensor
 from train_tiny import batches, generate, learning_rate, split_targets
 from transformers import LlamaForCausalLM
 
+SHIPPED = ("dflash", "medusa")  # heads whose folders are in the output folder itself
 TARGET_FOLDER = Path(__file__).parents[2] / "fastgen" / "tiny"
 MATRIX_LR, REST_LR = 0.02, 0.002
 DECAY = 4.0  # draft number j weighs exp(-j / DECAY)
@@ -51,7 +52,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--sweep", action="store_true", help="train all shapes of DFlash heads")
+    parser.add_argument(
+        "--sweep", action="store_true", help="train all shapes of DFlash heads, the others into OUT/sweep"
+    )
     parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU")
     args = parser.parse_args(argv)
     if args.smoke:
@@ -161,7 +164,8 @@ def main(argv: list[str] | None = None) -> None:
     steps = train(learners, target, {n: rows.to(args.device) for n, rows in data.items()}, args)
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     for name, learner in learners.items():
-        learner.head.save(args.out / name)
+        folder = args.out / name if name in SHIPPED else args.out / "sweep" / name
+        learner.head.save(folder)
         loss, right = learner.read()
         facts = {
             "command": f"python scripts/tiny/train_heads.py{' --sweep' if args.sweep else ''} --out fastgen/tiny "
@@ -169,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
             "hardware": hardware, "torch": torch.__version__, "seed": args.seed, "steps": steps,
             "tokens": steps * args.batch_tokens, "loss": round(loss, 4), "right_drafts": round(right, 4),
         }  # fmt: skip
-        (args.out / name / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+        (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
         print(f"{name}: {facts}", flush=True)
 
 

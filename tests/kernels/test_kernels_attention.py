@@ -101,7 +101,7 @@ def checked(found: Tensor, slots: int) -> Iterator[list[list[int]]]:
 @pytest.mark.parametrize("count", [1, 9, 64, 70])
 @pytest.mark.parametrize("longest", [3000, 513, 512])
 def test_decode_lists(count: int, longest: int) -> None:
-    """The longest sequence is of both sides of the number of keys up to which sequences are not split, or far above."""
+    """The longest sequence has as many keys as sequences that are not split may have, one more, or many more."""
     rng = np.random.default_rng(count)
     kv_lens = torch.from_numpy(rng.integers(1, longest, count).astype(np.int32)).to(DEVICE)
     kv_lens[: count // 4] = 1  # padding

@@ -82,7 +82,10 @@ def test_the_shipped_heads_are_small_and_agree_with_what_is_measured() -> None:
 
 
 def test_training_runs_small(tmp_path: Path) -> None:
-    train_heads.main(["--smoke", "--out", str(tmp_path)])
+    """The other shapes of a sweep are not among the heads that are measured and shipped."""
+    train_heads.main(["--smoke", "--sweep", "--steps", "1", "--out", str(tmp_path)])
+    assert {path.name for path in tmp_path.iterdir()} == {"dflash", "medusa", "sweep"}
+    assert {path.name for path in (tmp_path / "sweep").iterdir()} == set(train_heads.SHAPES) - {"dflash"}
     measure_heads.main(["--smoke", "--heads", str(tmp_path), "--out", str(tmp_path / "report.json")])
     report = json.loads((tmp_path / "report.json").read_text())
     assert {"off", "text", "dflash", "medusa, all drafts"} <= set(report["temperature 0.0"])
