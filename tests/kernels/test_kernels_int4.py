@@ -223,13 +223,8 @@ def test_tiles_of_few_tokens() -> None:
 
 
 class Recorder:
-<<<<<<< HEAD
-    """A kernel that is not run: it notes its compile-time arguments. copies: for a test's notes of the tiles of products
-    with a scratch copy."""
-=======
     """A kernel that is not run: it notes its compile-time arguments. copies: for notes of the tiles of products with a
     scratch copy."""
->>>>>>> fixk
 
     def __init__(self) -> None:
         self.seen = set[tuple[Any, ...]]()
