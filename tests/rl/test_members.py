@@ -115,9 +115,10 @@ def test_a_request_that_is_aborted_while_it_waits_is_not_sent(moment: str, monke
 
     monkeypatch.setattr(ServerClient, "post", post)
     fleet, found = Fleet([URL], RemoteGeneratorOptions([URL])), list[Json | None]()
+    connections = Connections()
     fleet.begin()
     body = {"prompt": [1, 2], "params": None}
-    asking = threading.Thread(target=lambda: found.append(fleet.generate(body, Connections(), aborted.is_set)))
+    asking = threading.Thread(target=lambda: found.append(fleet.generate(body, connections, aborted.is_set)))
     try:
         if moment == "update":
             with fleet.members.held("keep"):
@@ -126,8 +127,9 @@ def test_a_request_that_is_aborted_while_it_waits_is_not_sent(moment: str, monke
                 aborted.set()
         else:
             asking.start()
-        asking.join(10)
+        asking.join(5)
     finally:
+        connections.ended = True  # ends a request that goes on
         fleet.close()
     assert found == [None]
     assert posted == ([] if moment == "update" else ["/generate"])
