@@ -296,7 +296,7 @@ def table(reports: Sequence[dict[str, Any]]) -> str:
     second of fastgen and of transformers, and their ratio."""
 
     def rate(value: float) -> str:
-        return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+        return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
     heads = [f"{report['model']}, {report['dtype']}" for report in reports]
     lines = [f"| {reports[0]['machine']} | " + " | ".join(heads) + " |", "|---" * (len(reports) + 1) + "|"]
