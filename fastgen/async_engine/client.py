@@ -471,7 +471,10 @@ class _Process:
         return self
 
     def send(self, message: object) -> None:
-        self._writer.write(frame(message))  # the event loop sends later what the socket cannot take now
+        """Send a message. If the connection has ended, drop it: `listen` ends soon, and whoever waits for an answer
+        then gets the engine's error. uvloop would raise RuntimeError."""
+        if not self._writer.is_closing():
+            self._writer.write(frame(message))  # the event loop sends later what the socket cannot take now
 
     async def listen(self, receive: Callable[[object], None]) -> str:
         """Pass messages to `receive` until the connection ends. Return how the process ended."""

@@ -408,6 +408,40 @@ async def die(engine: AsyncGenerator, how: str, kill: Callable[[], Any]) -> None
 
 
 @pytest.mark.usefixtures("stubs")
+def test_requests_between_the_end_of_the_connection_and_the_end_of_the_process_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """uvloop's transports raise RuntimeError when they are written to after their end."""
+    ended, write, wait = asyncio.Event(), asyncio.StreamWriter.write, subprocess.Popen.wait
+
+    def strict_write(writer: asyncio.StreamWriter, data: bytes) -> None:
+        if writer.is_closing():
+            raise RuntimeError("the handler is closed")
+        write(writer, data)
+
+    def slow_wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        ended.set()
+        time.sleep(0.2)
+        return wait(process, timeout)
+
+    async def main() -> None:
+        before = children(os.getpid())
+        async with AsyncGenerator() as engine:
+            (pid,) = set(children(os.getpid())) - set(before)
+            monkeypatch.setattr(asyncio.StreamWriter, "write", strict_write)
+            monkeypatch.setattr(subprocess.Popen, "wait", slow_wait)
+            os.kill(pid, signal.SIGKILL)
+            while not ended.is_set():
+                await asyncio.sleep(0.001)
+            assert engine.ready
+            with pytest.raises(EngineError, match="was killed by SIGKILL"):
+                await collect(engine.submit([[5]], LONG))
+            monkeypatch.undo()
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("stubs")
 def test_a_stall_and_a_death_are_detected() -> None:
     async def main() -> None:
         before = children(os.getpid())
