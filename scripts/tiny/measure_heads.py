@@ -35,8 +35,8 @@ MOST_TOKENS = 400
 class Case:
     """A way of drafting, and what was measured.
 
-    seconds: of each round. answers, counts: of the last one. stopped: number of answers that end in a stop token, after
-    which one step more has been launched.
+    seconds: the time of each round. answers, counts: token ids and counters of the last round. stopped: number of
+    answers that end in a stop token, after which one more step has been launched.
     """
 
     generator: Generator

@@ -334,7 +334,7 @@ class CpuAttention:
             return found[0]
         out = torch.empty_like(q)
         for (tiles, _), part in zip(plan, found, strict=True):
-            out.index_copy_(0, tiles.targets, part)  # takes a third of the time of an assignment
+            out.index_copy_(0, tiles.targets, part)  # takes half the time of an assignment
         return out
 
     def _attend(self, tiles: _Tiles, products: _InPlace | _Copied, layer: int, q: Tensor, window: int) -> Tensor:
