@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from called_graphs import Called, capturable
 from conftest import check_idle
 from drafting import adversary
@@ -18,6 +19,7 @@ from test_dflash import PARAMS, PROMPTS, SCHEDULES, eager
 from fastgen import Generator
 from fastgen.engine.warm_up import capture
 from fastgen.model.packed import PACKED_ROW_TILE
+from fastgen.model.sampler import SampleOutput, draw
 
 KINDS: list[tuple[dict[str, Any], int]] = [  # arguments of save_eagle, and the number of drafts
     ({"reduced": 200}, 4),
@@ -52,6 +54,25 @@ def test_drafts_are_those_of_the_reference(
         assert recorded.check_eagle(EagleReference(llama, head, kind.get("features", (0, 1))), most, expected) > 100
         assert gen.stats.head_drafted > 0
         check_idle(gen)
+
+
+@pytest.mark.parametrize("token", [-1, 2**30])
+def test_draws_that_are_no_tokens_read_no_embedding(
+    token: int, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While kernels are compiled ahead, draws are what was in the memory before."""
+
+    def unwritten(*arguments: Any) -> SampleOutput:
+        drawn = draw(*arguments)
+        return replace(drawn, packed=torch.full_like(drawn.packed, token))
+
+    monkeypatch.setattr("fastgen.engine.speculation.head.draw", unwritten)
+    with Generator(llama, speculate=eager(save_eagle(tmp_path, llama))) as gen:
+        head = head_of(gen)
+        with torch.inference_mode():
+            head.body(1)
+        assert head._tokens.min() >= 0
+        assert head._tokens.max() < gen.model_config.vocab_size
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -188,4 +188,6 @@ class Head(ABC):
         """Return drafts, int64 [R], from logits [R, V], for positions [R] of lanes [R]."""
         # Positions have the dtype that they have in the Runner: the noise of the torch twin depends on it.
         drawn: SampleOutput = draw(logits, self._state, lanes, positions.int(), PLAN, None)
-        return drawn.tokens.clamp(min=0)
+        # -1 is for no token. While kernels are compiled ahead, nothing has written the tokens, and they may be any
+        # numbers, whose embeddings are read all the same.
+        return drawn.tokens.clamp(0, logits.shape[1] - 1)
