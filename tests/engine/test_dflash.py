@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from fastgen import Generator, SamplingParams, Speculation
 from fastgen.engine.warm_up import capture
+from fastgen.model.loader import BUNDLED
 from fastgen.model.packed import PACKED_ROW_TILE
+from fastgen.ranks.start import find_head
 
 LENGTHS = (1, 70, 33, 5, 64, 96)
 PROMPTS = [random_ids(length) for length in LENGTHS[:-1]]
@@ -231,6 +233,19 @@ def test_what_a_head_cannot_be_is_an_error(changes: dict[str, Any], message: str
     with pytest.raises(ValueError, match=message) as raised:
         Generator(llama, speculate=head)
     assert str(head) in str(raised.value)
+
+
+def test_heads_of_the_bundled_model_have_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_head("fastgen-tiny/medusa", weights=True) == BUNDLED / "medusa"
+    with pytest.raises(
+        ValueError,
+        match=r"'fastgen-tiny/other' is neither a folder nor a head .* fastgen-tiny, which has dflash, medusa",
+    ):
+        find_head("fastgen-tiny/other", weights=True)
+    own = Path("fastgen-tiny/own")
+    own.mkdir(parents=True)
+    assert find_head("fastgen-tiny/own", weights=True) == find_head(own, weights=True) == own
 
 
 def test_what_does_not_fit_a_head_is_an_error(llama: Path, tmp_path: Path) -> None:
