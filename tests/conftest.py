@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Read when torch is first imported, here and in processes that tests start. pytest-xdist has a worker a core, and
-# threads that wait for each other's core are many times slower.
+# Read when torch is first imported, here and in processes that tests start. pytest-xdist has one worker per
+# core, and threads that wait for each other's core are many times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"  # where a test has several threads
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind `nohup pytest &`: tests of Ctrl-C would wait for ever
@@ -79,6 +79,11 @@ def families_with(values: Sequence[Any]) -> list[tuple[str, Any]]:
         for place, value in enumerate(values)
         if (at + place) % 2 == 0
     ]
+
+
+def families_in_turn(values: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Each family with one value, so that each value meets several families."""
+    return [(family, values[at % len(values)]) for at, family in enumerate(FAMILIES)]
 
 
 Checkpoint = Callable[..., Path]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from called_graphs import Called, capturable
-from conftest import check_idle
+from conftest import check_idle, families_in_turn
 from drafting import adversary
 from handmade import let_pages_run_out
 from heads import EagleReference, head_of, record, save_eagle
@@ -54,7 +54,7 @@ def test_drafts_are_those_of_the_reference(
         check_idle(gen)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("family", "schedule"), families_in_turn(SCHEDULES), indirect=["family"])
 def test_a_head_changes_no_bit(
     schedule: dict[str, Any], family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
