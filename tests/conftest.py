@@ -81,6 +81,10 @@ def families_with(values: Sequence[Any]) -> list[tuple[str, Any]]:
     ]
 
 
+# Halves of the families, for what depends little on the family. Each half has families with windows and without.
+FIRST_HALF, SECOND_HALF = list(FAMILIES)[::2], list(FAMILIES)[1::2]
+
+
 def families_in_turn(values: Sequence[Any]) -> list[tuple[str, Any]]:
     """Each family with one value, so that each value meets several families."""
     return [(family, values[at % len(values)]) for at, family in enumerate(FAMILIES)]

@@ -48,8 +48,15 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastgen.engine.speculation.planning.BARREN", 10**9)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    ("dialect", "schedule"),
+    [
+        (dialect, schedule)
+        for at, dialect in enumerate(DIALECTS)
+        for place, schedule in enumerate(SCHEDULES)
+        if (at + place) % 2 == 0
+    ],
+)
 def test_drafts_are_those_of_the_reference(
     dialect: str, schedule: dict[str, Any], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: None
 ) -> None:

@@ -105,9 +105,7 @@ class ServedModel:
             tokenizer = Tokenizer(Path(info.tokenizer), **given)
             if self._options.chat_template is not None:
                 tokenizer.hf.chat_template = self._options.chat_template
-            tokenizer.encode(
-                ""
-            )  # the first call changes the tokenizer's state, which must not happen in several threads
+            tokenizer.encode("")  # changes the tokenizer's state, the first time, which several threads must not do
             vocabulary = Vocabulary(tokenizer)
         return ModelFacts(self.name, tokenizer, vocabulary, info.default_params, info.vocab_size, info.max_model_len)
 
