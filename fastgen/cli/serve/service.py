@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fastgen.async_engine.client import AsyncGenerator
+from fastgen.async_engine.client import AsyncGenerator, EngineError
 from fastgen.cli.command import note
 from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.metrics import Metrics, Throughput
 from fastgen.cli.serve.options import ModelOptions, Options
 from fastgen.cli.serve.prompts import ModelFacts
+from fastgen.cli.serve.protocol import refused
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.engine.stats import Stats
 from fastgen.text.reasoning import template_parser
@@ -225,6 +226,15 @@ class Service:
             raise ApiError(404, message, "model", "model_not_found")
         model.check_ready()
         return model
+
+
+def engine_error(error: ValueError | TypeError | RuntimeError, field: str | None = None) -> ApiError:
+    """Return the ApiError for an error of an engine. field: the one to name if the engine refuses the request."""
+    if isinstance(error, EngineError):
+        return ApiError(500, str(error), code="engine_error")
+    if isinstance(error, RuntimeError):
+        return ApiError(503, str(error), code="not_ready")  # the weights are asleep or torn
+    return refused(error, field)
 
 
 def expire(deadline: asyncio.Timeout) -> None:
