@@ -33,8 +33,9 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastgen.engine.speculation.planning.BARREN", 10**9)
 
 
-@pytest.mark.parametrize(("kind", "most"), KINDS)
-@pytest.mark.parametrize("page_size", [64, 8])
+@pytest.mark.parametrize(
+    ("kind", "most", "page_size"), [(*kind, page_size) for kind, page_size in zip(KINDS, (64, 8, 64, 8), strict=True)]
+)
 def test_drafts_are_those_of_the_reference(
     kind: dict[str, Any], most: int, page_size: int, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
