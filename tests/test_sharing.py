@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FIRST_HALF, SECOND_HALF, Turns, check_idle, families_with, random_ids
+from conftest import FIRST_HALF, SECOND_HALF, Turns, check_idle, families_in_turn, random_ids
 from handmade import let_pages_run_out
 from test_schedules import Answer, answers
 
@@ -60,7 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("family", "name"), families_with([*OPTIONS]), indirect=["family"])
+@pytest.mark.parametrize(("family", "name"), families_in_turn([*OPTIONS]), indirect=["family"])
 def test_a_cold_and_a_warm_cache_change_no_bit(name: str, family: Path, apart: list[Answer]) -> None:
     with Generator(family, **OPTIONS[name]) as gen:
         for _ in range(2):

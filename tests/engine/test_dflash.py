@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from called_graphs import Called, capturable
-from conftest import check_idle, random_ids
+from conftest import FIRST_HALF, check_idle, random_ids
 from drafting import adversary
 from handmade import let_pages_run_out
 from heads import DIALECTS, MedusaReference, Reference, head_of, record, save_eagle, save_head, save_medusa
@@ -103,6 +103,7 @@ def test_each_token_adds_to_the_logits_of_the_next_by_a_markov_head(
     assert caplog.text.count("has a confidence head, which is not used") == 1
 
 
+@pytest.mark.parametrize("family", FIRST_HALF, indirect=True)
 def test_a_head_changes_no_bit(family: Path, tmp_path: Path, always: None) -> None:
     params = [replace(each, logprobs=2) for each in PARAMS]
     with Generator(family, speculate=False) as gen:
