@@ -36,23 +36,6 @@ class ModelRequest(Strict):
     model: str | None = None
 
 
-class CommonSampling(Strict):
-    """The sampling parameters that other engines' bodies name as SamplingParams does, which describes them."""
-
-    n: int | None = Field(None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
-
-
 class Resumed(Strict):
     """A completion to continue, with the fields of fastgen.Completion."""
 

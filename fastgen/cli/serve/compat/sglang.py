@@ -15,8 +15,8 @@ from pydantic import Field, model_validator
 from starlette.datastructures import QueryParams
 
 from fastgen.async_engine.client import AsyncGenerator
-from fastgen.cli.serve.fields import Items, wrong
-from fastgen.cli.serve.rollout import CommonSampling, ModelRequest, Rollout
+from fastgen.cli.serve.fields import Items, Strict, wrong
+from fastgen.cli.serve.rollout import ModelRequest, Rollout
 from fastgen.request import Completion, Prompt, RequestOutput
 
 NO_IMAGES = "images are not supported"
@@ -26,7 +26,7 @@ RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "samp
 """{field of SGLang's sampling_params: the same in SamplingParams}; the others have the same name."""
 
 
-class SglangSampling(CommonSampling):
+class SglangSampling(Strict):
     """SGLang's sampling_params, as far as they are supported; SamplingParams describes them."""
 
     without_effect = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "stream_interval"})
@@ -34,7 +34,19 @@ class SglangSampling(CommonSampling):
     max_new_tokens: int | None = Field(None, ge=1)
     min_new_tokens: int | None = None
     sampling_seed: int | None = None
+    n: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     no_stop_trim: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
     regex: str | None = None
     json_schema: str | None = None
 

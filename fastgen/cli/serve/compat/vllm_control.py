@@ -23,7 +23,7 @@ from fastgen.cli.serve.options import ServerOptions
 from fastgen.cli.serve.parts import StructuredOutputs
 from fastgen.cli.serve.protocol import COMPLETION_TOKENS, drawn_name
 from fastgen.cli.serve.replies import LOWEST, token_name
-from fastgen.cli.serve.rollout import CommonSampling, ModelRequest, Rollout, SleepRequest, sleep
+from fastgen.cli.serve.rollout import ModelRequest, Rollout, SleepRequest, sleep
 from fastgen.request import Completion, RequestOutput, SamplingParams
 
 STRUCTURED = "structured_outputs"
@@ -132,7 +132,7 @@ class ResetRequest(ModelRequest):
     without_effect = frozenset({"reset_running_requests", "reset_external", "reset_connector"})
 
 
-class VllmSampling(CommonSampling):
+class VllmSampling(Strict):
     """vLLM's sampling_params, as far as they are supported; SamplingParams describes them."""
 
     without_effect = frozenset({
@@ -140,13 +140,25 @@ class VllmSampling(CommonSampling):
         "skip_reading_prefix_cache", "extra_args",
     })  # fmt: skip
 
+    n: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     bad_words: Items[str] | None = None
     include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
     logprobs: int | None = Field(None, ge=0)
     prompt_logprobs: int | None = Field(None, ge=0)
+    logit_bias: dict[str, float] | None = None
     allowed_token_ids: Items[int] | None = None
     logprob_token_ids: Items[int] | None = None
     structured_outputs: StructuredOutputs | None = None
