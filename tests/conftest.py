@@ -15,7 +15,7 @@ from typing import Any
 # core, and threads that wait for each other's core are many times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"  # where a test has several threads
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind `nohup pytest &`: tests of Ctrl-C would wait for ever
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under `nohup pytest &`: tests of Ctrl-C would wait for ever
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import numpy as np
