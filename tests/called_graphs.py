@@ -12,7 +12,7 @@ from fastgen.model.attention.cpu import CpuAttention
 
 
 class Called(Graphs[Any]):
-    """Calls the step in place of replaying it."""
+    """Calls the step instead of replaying it."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)  # type: ignore[arg-type]

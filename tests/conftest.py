@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Read when torch is first imported, here and in processes that tests start. pytest-xdist has a worker a core, and
-# threads that wait for each other's core are many times slower.
+# Read when torch is first imported, here and in processes that tests start. pytest-xdist has one worker per
+# core, and threads that wait for each other's core are many times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"  # where a test has several threads
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind `nohup pytest &`: tests of Ctrl-C would wait for ever
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under `nohup pytest &`: tests of Ctrl-C would wait for ever
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import numpy as np
@@ -79,6 +79,15 @@ def families_with(values: Sequence[Any]) -> list[tuple[str, Any]]:
         for place, value in enumerate(values)
         if (at + place) % 2 == 0
     ]
+
+
+# Halves of the families, for what depends little on the family. Each half has families with windows and without.
+FIRST_HALF, SECOND_HALF = list(FAMILIES)[::2], list(FAMILIES)[1::2]
+
+
+def families_in_turn(values: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Each family with one value, so that each value meets several families."""
+    return [(family, values[at % len(values)]) for at, family in enumerate(FAMILIES)]
 
 
 Checkpoint = Callable[..., Path]

@@ -29,6 +29,14 @@ STUB = (str(Path(__file__).parent / "serve_stub.py"), "--port=0")
 HTTP = httpx.Client(verify=False, timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
 
 
+def read_request(kind: Any, body: bytes, policy: Any = None) -> Any:
+    """Return a request of the class `kind`, parsed and checked as fgserve does. Raises ApiError, which names the wrong
+    field."""
+    from fastgen.cli.serve.checking import check_request, parse  # which need the extra `serve`
+
+    return check_request(kind, parse(body), policy)
+
+
 class Server:
     """A process of fgserve, of the stub, or of another program that prints `listening` within `seconds` seconds."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import ALL, CONFIG, adapter, base_of, merged, save_adapter
-from conftest import check_idle, new_weights, random_ids
+from conftest import check_idle, families_in_turn, new_weights, random_ids
 from test_updating import OPTIONS, SHORT, SYSTEM, answers, drain
 from torch import Tensor
 
@@ -34,7 +34,7 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
     )
 
 
-@pytest.mark.parametrize("base", ["host", "device"])
+@pytest.mark.parametrize(("family", "base"), families_in_turn(["host", "device"]), indirect=["family"])
 def test_adapters_follow_one_another_and_the_base_comes_back_to_the_bit(family: Path, base: str) -> None:
     with Generator(family, adapter_base=base, **OPTIONS) as gen:
         old, weights = answers(gen), held(gen)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Turns, check_idle, families_with, random_ids
+from conftest import FIRST_HALF, SECOND_HALF, Turns, check_idle, families_in_turn, random_ids
 from handmade import let_pages_run_out
 from test_schedules import Answer, answers
 
@@ -60,7 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("family", "name"), families_with([*OPTIONS]), indirect=["family"])
+@pytest.mark.parametrize(("family", "name"), families_in_turn([*OPTIONS]), indirect=["family"])
 def test_a_cold_and_a_warm_cache_change_no_bit(name: str, family: Path, apart: list[Answer]) -> None:
     with Generator(family, **OPTIONS[name]) as gen:
         for _ in range(2):
@@ -80,6 +80,7 @@ def test_a_host_tier_that_thrashes_changes_no_bit(page_size: int, family: Path, 
         assert gen.stats.pages_loaded > 0
 
 
+@pytest.mark.parametrize("family", FIRST_HALF, indirect=True)
 def test_preempted_sequences_that_find_their_pages_change_no_bit(family: Path, apart: list[Answer]) -> None:
     with Generator(family, page_size=8, num_pages=24, max_seqs=16, max_step_tokens=50) as gen:
         let_pages_run_out(gen)
@@ -87,6 +88,7 @@ def test_preempted_sequences_that_find_their_pages_change_no_bit(family: Path, a
         assert gen.stats.preemptions > 0
 
 
+@pytest.mark.parametrize("family", SECOND_HALF, indirect=True)
 def test_aborted_neighbours_change_no_bit(family: Path, apart: list[Answer]) -> None:
     """They share pages with the remaining requests, and leave their pages in the cache."""
     with Generator(family, page_size=8, num_pages=60, max_seqs=8, max_step_tokens=30) as gen:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import new_weights
+from conftest import families_in_turn, new_weights
 from fake_driver import FakeDriver
 from invariants import check_scheduler
 from test_updating import LONG, OPTIONS, SHORT, SYSTEM, answers, old_weights, refuses
@@ -49,7 +49,7 @@ def pools(gen: Generator) -> tuple[int, int]:
     return gen._runner.pool.whole.data_ptr(), gen._runner.model.parameters.embedding.data_ptr()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "dtype"), families_in_turn(["float32", "bfloat16"]), indirect=["family"])
 def test_answers_are_the_same_after_a_sleep(family: Path, dtype: str) -> None:
     with Generator(family, dtype=dtype, **OPTIONS) as gen:
         before, where = answers(gen), pools(gen)

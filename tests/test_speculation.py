@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Turns, check_idle, random_ids
+from conftest import Turns, check_idle, families_with, random_ids
 from drafting import adversary
 from handmade import let_pages_run_out
 
@@ -35,15 +35,15 @@ def completions(outputs: list[RequestOutput]) -> list[Any]:
     return [(output.completions, (output.prompt_logprobs or [])[1:]) for output in outputs]
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        {"page_size": 64, "max_seqs": 16},
-        {"page_size": 16, "max_seqs": 2, "max_step_tokens": 16},
-        {"page_size": 1, "max_seqs": 5, "max_step_tokens": 40},
-        {"page_size": 16, "num_pages": 18, "max_seqs": 16, "max_step_tokens": 40, "host_cache_gb": 0.001},
-    ],
-)
+SCHEDULES: list[dict[str, Any]] = [
+    {"page_size": 64, "max_seqs": 16},
+    {"page_size": 16, "max_seqs": 2, "max_step_tokens": 16},
+    {"page_size": 1, "max_seqs": 5, "max_step_tokens": 40},
+    {"page_size": 16, "num_pages": 18, "max_seqs": 16, "max_step_tokens": 40, "host_cache_gb": 0.001},
+]
+
+
+@pytest.mark.parametrize(("family", "schedule"), families_with(SCHEDULES), indirect=["family"])
 def test_drafts_of_an_adversary_change_no_bit(
     schedule: dict[str, Any], family: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.command import needed
-from fastgen.cli.options import api_url
+from fastgen.cli.options import EXCERPT, api_url, error_message
 from fastgen.option import Option
 from fastgen.request import SAMPLING_OPTIONS, Message, SamplingParams
 from fastgen.text.reasoning import AnswerParser, find_reasoning, starts_open
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import fastgen
 
 CONNECT_SECONDS = 10.0
-EXCERPT = 300  # maximum number of characters of an unexpected response in an error message
 
 THINKING = Option(
     "thinking", bool, help="think before answering, by the template's enable_thinking", unset="as the template does"
@@ -179,7 +178,7 @@ class ServerBackend(_Backend):
     def stream(self, messages: Sequence[Message], reply: Reply) -> Pieces:
         for chunk in self._chunks(messages):
             if chunk.get("error"):
-                raise ServerError(_message(chunk))
+                raise ServerError(error_message(chunk))
             text = thought = ""
             for choice in chunk.get("choices") or ():
                 delta = choice.get("delta") or {}
@@ -253,13 +252,6 @@ def _error_of(response: httpx.Response) -> str:
     if response.status_code == 401:
         return "the server wants another key; give it by --api-key"
     try:
-        return _message(response.json())
+        return error_message(response.json())
     except ValueError:
         return f"the server says {response.status_code}: {response.text[:EXCERPT]!r}"
-
-
-def _message(body: Any) -> str:
-    """Return the message of an error in OpenAI's form; for another body, return its beginning."""
-    error = body.get("error") if isinstance(body, dict) else None
-    message = error.get("message") if isinstance(error, dict) else error
-    return str(message or json.dumps(body)[:EXCERPT])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from fastgen.option import Option
 from fastgen.request import SAMPLING_OPTIONS
 
 API_KEY = "FASTGEN_API_KEY"  # environment variable with the key of a server
+EXCERPT = 300  # maximum number of characters of an unexpected response in an error message
 
 Value = str | int | float | bool
 SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
@@ -92,6 +94,13 @@ def api_url(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.hostname:
         raise ValueError(f"--url is {url!r}; it must be like http://localhost:5678")
     return url.rstrip("/") + ("/v1" if parsed.path in ("", "/") else "")
+
+
+def error_message(body: Any) -> str:
+    """Return the message of a server's error in OpenAI's form; for another body, return its beginning."""
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return str(message or json.dumps(body)[:EXCERPT])
 
 
 def read(option: Option, text: str) -> Value:

@@ -30,9 +30,8 @@ from fastgen.engine.pages import PageMoves
 from fastgen.engine.prompt_scorer import PromptScorer
 from fastgen.engine.prompt_scores import ScorePlan
 from fastgen.engine.runner import Runner
-from fastgen.engine.speculation.drafting import Drafting
+from fastgen.engine.speculation.drafting import Drafting, weights_of
 from fastgen.engine.speculation.head import HeadWeights
-from fastgen.engine.speculation.kinds import weights_of
 from fastgen.engine.speculation.planning import DraftPlan
 from fastgen.engine.warm_up import capture, compile_kernels, count_graphs, measure_prefill_tokens, run_largest_steps
 from fastgen.kernels.launch import kernels_of, slower_than_possible, triton

@@ -355,7 +355,7 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
         return config
     inner = config.get("text_config")
     if not inner:
-        raise _unsupported("text_config", inner, "the fields of the text model are needed")
+        raise unsupported("text_config", inner, "the fields of the text model are needed")
     parts = "architectures", "model_type", "text_config", "vision_config"
     outer = {field: value for field, value in config.items() if field not in parts}
     # transformers 5 writes true for the whole, also if the head has weights of its own.
@@ -376,13 +376,13 @@ def _refuse_foreign(config: dict[str, Any], family: _Family) -> None:
     for field, values in (family.only or {}).items():
         found = config.get(field)
         if not set(found if isinstance(found, list) else [found]) <= set(values):
-            raise _unsupported(field, found, f"only {' or '.join(values)} is")
+            raise unsupported(field, found, f"only {' or '.join(values)} is")
     for field in _FOREIGN:
         if config.get(field):
-            raise _unsupported(field, config[field])
+            raise unsupported(field, config[field])
     activation = "silu" if family.gated else "relu2"
     if config.get("hidden_act", "silu") != activation:
-        raise _unsupported("hidden_act", config["hidden_act"], f"only {activation} is")
+        raise unsupported("hidden_act", config["hidden_act"], f"only {activation} is")
 
 
 def _head_size(config: dict[str, Any], hidden_size: int, num_heads: int) -> int:
@@ -409,9 +409,9 @@ def _windows(config: dict[str, Any], family: _Family, num_layers: int) -> tuple[
         first = _integer(config, "max_window_layers", 0, low=0) if size else 0
         return tuple(size if layer >= first else 0 for layer in range(num_layers))
     if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
-        raise _unsupported("layer_types", types, f"{num_layers} of full_attention or sliding_attention are")
+        raise unsupported("layer_types", types, f"{num_layers} of full_attention or sliding_attention are")
     if "sliding_attention" in types and not size:
-        raise _unsupported("layer_types", types, "sliding_attention needs a sliding_window that is switched on")
+        raise unsupported("layer_types", types, "sliding_attention needs a sliding_window that is switched on")
     return tuple(size if kind == "sliding_attention" else 0 for kind in types)
 
 
@@ -465,7 +465,7 @@ def _layers_without_rope(config: dict[str, Any], num_layers: int) -> tuple[int, 
         interval = _integer(config, "no_rope_layer_interval", 4)
         turned = [(layer + 1) % interval for layer in range(num_layers)]
     if len(turned) < num_layers:
-        raise _unsupported("no_rope_layers", turned, f"one number per layer is needed, {num_layers} in all")
+        raise unsupported("no_rope_layers", turned, f"one number per layer is needed, {num_layers} in all")
     return tuple(layer for layer in range(num_layers) if not turned[layer])
 
 
@@ -474,12 +474,12 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     given: dict[str, Any] = config.get(field) or {}
     kind = given.get("rope_type", given.get("type", "default"))
     if any(isinstance(value, dict) for value in given.values()) or kind not in _ROPE_KINDS:
-        raise _unsupported(field, given, f"a rope_type of {', '.join(_ROPE_KINDS)}, the same for all layers, is")
+        raise unsupported(field, given, f"a rope_type of {', '.join(_ROPE_KINDS)}, the same for all layers, is")
     # No checkpoint of a supported family sets these fields to anything but transformers' default.
     for name, plain in (("partial_rotary_factor", 1), ("truncate", True)):
         value = given.get(name, config.get(name))
         if value not in (None, plain):
-            raise _unsupported(name, value)
+            raise unsupported(name, value)
     theta = _number(given, "rope_theta", _number(config, "rope_theta", 10000.0, low=2), low=2)
     needed, optional = _ROPE_KINDS[kind]
     names = *needed, *(name for name in optional if given.get(name))
@@ -499,7 +499,7 @@ def _eos_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, .
     ids = config.get("eos_token_id") if ids is None else ids
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(type(token) is int for token in ids):  # a bool is no id
-        raise _unsupported("eos_token_id", ids, "an id or a list of ids is")
+        raise unsupported("eos_token_id", ids, "an id or a list of ids is")
     return tuple(ids)
 
 
@@ -534,7 +534,8 @@ def _number(
     return value
 
 
-def _unsupported(field: str, value: object, instead: str = "") -> ValueError:
+def unsupported(field: str, value: object, instead: str = "") -> ValueError:
+    """Return the error for a field of a config.json. instead: what is supported."""
     shown = repr(value)
     shown = shown if len(shown) <= 200 else shown[:200] + "..."
     return ValueError(f"{field}={shown} is not supported" + (f"; {instead}" if instead else ""))

@@ -56,21 +56,14 @@ _CONVERSION = (
 
 
 def resolve(model: str | Path | None, revision: str | None = None, weights: bool = True) -> Path:
-    """Return the local folder of a model: BUNDLED_NAME or None (the bundled model), BUNDLED_NAME/HEAD (a head that
-    drafts for it), a folder, or a hub id.
+    """Return the local folder of a model: BUNDLED_NAME or None (the bundled model), a folder, or a hub id.
 
     If `model` is a hub id, files that are not in the cache of huggingface_hub are fetched: the configuration, the
     tokenizer and, with `weights`, the safetensors files that the index names, or else `model.safetensors`. If the hub
     cannot be reached, the cache is used. Raises ValueError if the model is neither a folder nor on the hub, or if
     access to it needs a login.
     """
-    given = BUNDLED_NAME if model is None else model
-    name, _, head = str(given).partition("/")
-    bundled = name == BUNDLED_NAME and isinstance(given, str)
-    folder = BUNDLED / head if bundled and (BUNDLED / head).is_dir() else Path(given).expanduser()
-    if bundled and not folder.is_dir():
-        heads = ", ".join(sorted(each.name for each in BUNDLED.iterdir() if each.is_dir()))
-        raise ValueError(f"{given!r} is neither a folder nor a head that drafts for {BUNDLED_NAME}, which has {heads}")
+    folder = BUNDLED if model is None or model == BUNDLED_NAME else Path(model).expanduser()
     if not folder.is_dir():
         folder = _fetch_model(str(model), revision, weights)
     elif revision is not None:

@@ -31,8 +31,8 @@ from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.speculation.heads import HeadConfig, read_head
 from fastgen.engine.speculation.options import Speculation
 from fastgen.engine.startup import build_rank
-from fastgen.model.config import ModelConfig
-from fastgen.model.loader import resolve
+from fastgen.model.config import BUNDLED_NAME, ModelConfig
+from fastgen.model.loader import BUNDLED, resolve
 from fastgen.parallel.group import Group, gather_objects
 from fastgen.processes.channel import Failed, Peers, Start
 from fastgen.processes.spawning import end_with_parent, spawn
@@ -72,7 +72,21 @@ def with_head(given: Speculation | None, target: ModelConfig, ranks: int, load: 
         return given
     if ranks > 1:
         raise ValueError(f"speculate={str(given.head)!r} needs tensor_parallel=1; leave it out, or take 'auto'")
-    return replace(given, head=read_head(resolve(given.head, weights=load == "auto"), target))
+    return replace(given, head=read_head(find_head(given.head, weights=load == "auto"), target))
+
+
+def find_head(name: str | Path, weights: bool) -> Path:
+    """Return the local folder of a head: BUNDLED_NAME/NAME (one that drafts for the bundled model), a folder, or a hub
+    id; see `loader.resolve`."""
+    model, _, head = str(name).partition("/")
+    if model == BUNDLED_NAME and isinstance(name, str):
+        own = {each.name: each for each in BUNDLED.iterdir() if each.is_dir()}
+        if head in own:
+            return own[head]
+        if not Path(name).is_dir():
+            heads = ", ".join(sorted(own))
+            raise ValueError(f"{name!r} is neither a folder nor a head that drafts for {model}, which has {heads}")
+    return resolve(name, weights=weights)
 
 
 def start_runner(arguments: BuildArguments, tp_group: Any, status: Callable[[], Any]) -> StepRunner | Follower:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from called_graphs import Called, capturable
-from conftest import check_idle, random_ids
+from conftest import FIRST_HALF, check_idle, random_ids
 from drafting import adversary
 from handmade import let_pages_run_out
 from heads import DIALECTS, MedusaReference, Reference, head_of, record, save_eagle, save_head, save_medusa
@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from fastgen import Generator, SamplingParams, Speculation
 from fastgen.engine.warm_up import capture
+from fastgen.model.loader import BUNDLED
 from fastgen.model.packed import PACKED_ROW_TILE
+from fastgen.ranks.start import find_head
 
 LENGTHS = (1, 70, 33, 5, 64, 96)
 PROMPTS = [random_ids(length) for length in LENGTHS[:-1]]
@@ -46,8 +48,15 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastgen.engine.speculation.planning.BARREN", 10**9)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    ("dialect", "schedule"),
+    [
+        (dialect, schedule)
+        for at, dialect in enumerate(DIALECTS)
+        for place, schedule in enumerate(SCHEDULES)
+        if (at + place) % 2 == 0
+    ],
+)
 def test_drafts_are_those_of_the_reference(
     dialect: str, schedule: dict[str, Any], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: None
 ) -> None:
@@ -94,6 +103,7 @@ def test_each_token_adds_to_the_logits_of_the_next_by_a_markov_head(
     assert caplog.text.count("has a confidence head, which is not used") == 1
 
 
+@pytest.mark.parametrize("family", FIRST_HALF, indirect=True)
 def test_a_head_changes_no_bit(family: Path, tmp_path: Path, always: None) -> None:
     params = [replace(each, logprobs=2) for each in PARAMS]
     with Generator(family, speculate=False) as gen:
@@ -231,6 +241,19 @@ def test_what_a_head_cannot_be_is_an_error(changes: dict[str, Any], message: str
     with pytest.raises(ValueError, match=message) as raised:
         Generator(llama, speculate=head)
     assert str(head) in str(raised.value)
+
+
+def test_heads_of_the_bundled_model_have_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_head("fastgen-tiny/medusa", weights=True) == BUNDLED / "medusa"
+    with pytest.raises(
+        ValueError,
+        match=r"'fastgen-tiny/other' is neither a folder nor a head .* fastgen-tiny, which has dflash, medusa",
+    ):
+        find_head("fastgen-tiny/other", weights=True)
+    own = Path("fastgen-tiny/own")
+    own.mkdir(parents=True)
+    assert find_head("fastgen-tiny/own", weights=True) == find_head(own, weights=True) == own
 
 
 def test_what_does_not_fit_a_head_is_an_error(llama: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from called_graphs import Called, capturable
-from conftest import check_idle
+from conftest import check_idle, families_in_turn
 from drafting import adversary
 from handmade import let_pages_run_out
 from heads import EagleReference, head_of, record, save_eagle
@@ -35,8 +35,9 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastgen.engine.speculation.planning.BARREN", 10**9)
 
 
-@pytest.mark.parametrize(("kind", "most"), KINDS)
-@pytest.mark.parametrize("page_size", [64, 8])
+@pytest.mark.parametrize(
+    ("kind", "most", "page_size"), [(*kind, page_size) for kind, page_size in zip(KINDS, (64, 8, 64, 8), strict=True)]
+)
 def test_drafts_are_those_of_the_reference(
     kind: dict[str, Any], most: int, page_size: int, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +76,7 @@ def test_draws_that_are_no_tokens_read_no_embedding(
         assert head._tokens.max() < gen.model_config.vocab_size
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("family", "schedule"), families_in_turn(SCHEDULES), indirect=["family"])
 def test_a_head_changes_no_bit(
     schedule: dict[str, Any], family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

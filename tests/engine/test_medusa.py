@@ -17,8 +17,15 @@ from test_dflash import PARAMS, PROMPTS, SCHEDULES, eager
 from fastgen import Generator
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("own", "blocks", "suffix"), [(True, 1, "pt"), (False, 2, "safetensors")])
+@pytest.mark.parametrize(
+    ("own", "blocks", "suffix", "schedule"),
+    [
+        (True, 1, "pt", SCHEDULES[0]),
+        (False, 2, "safetensors", SCHEDULES[1]),
+        (True, 1, "pt", SCHEDULES[2]),
+        (False, 2, "safetensors", SCHEDULES[3]),
+    ],
+)
 def test_drafts_are_those_of_the_reference(
     own: bool, blocks: int, suffix: str, schedule: dict[str, Any], llama: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

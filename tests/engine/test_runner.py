@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from called_graphs import Called, capturable
-from conftest import VOCAB, allow, check_idle, hf_logits, random_ids
+from conftest import VOCAB, allow, check_idle, families_with, hf_logits, random_ids
 from handmade import make_runner, siblings, start, table
 from handmade import run as run_batch
 
@@ -190,7 +190,7 @@ def test_a_request_may_only_score_its_prompt_and_lists_not_asked_for_are_none(ge
 # Forks.
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 45])
+@pytest.mark.parametrize(("family", "length"), families_with([1, 15, 16, 17, 45]), indirect=["family"])
 def test_a_fork_draws_what_a_lane_with_a_prefill_draws(family: Path, length: int) -> None:
     runner, prompt = make_runner(family), random_ids(length)
     expected, _ = siblings(runner, prompt, forked=False)

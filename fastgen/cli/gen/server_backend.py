@@ -15,13 +15,13 @@ import openai
 
 from fastgen.cli.gen.rows import Row
 from fastgen.cli.gen.work import Done, Record, RowJob, Work, batch_record, given_by, seed_of
+from fastgen.cli.options import EXCERPT, error_message
 
 ANSWER_SECONDS = 3600.0  # time limit of one answer
 CONNECT_SECONDS = 10.0
 RETRIES = 10  # per request; with the pauses of the openai package, about a minute
 WRONG_KEY = (401, 403)
 NO_MODEL = 404
-EXCERPT = 300  # maximum number of characters of an unexpected response in an error
 
 
 class Call(NamedTuple):
@@ -83,7 +83,7 @@ class RowCalls:
         return self.job.record(row, None, [texts, reasons, usage.get("prompt_tokens"), counts]), None
 
     def failed(self, row: Row, status: int, body: Any) -> tuple[Record, str]:
-        return self._finished(row, _message(body))
+        return self._finished(row, error_message(body))
 
     def _finished(self, row: Row, reason: str) -> tuple[Record, str]:
         return self.job.record(row, reason), reason
@@ -135,7 +135,7 @@ class BatchCalls:
         return batch_record(row, 200, body), None
 
     def failed(self, row: Row, status: int, body: Any) -> tuple[Record, str]:
-        return batch_record(row, status, body), _message(body)
+        return batch_record(row, status, body), error_message(body)
 
 
 def work_on_server(url: str, key: str | None, calls: Calls, rows: Iterator[Row], concurrency: int) -> Work:
@@ -215,7 +215,7 @@ async def _explained(waiting: Coroutine[Any, Any, Any], url: str) -> Any:
     except openai.APIStatusError as error:
         if error.status_code in WRONG_KEY:
             raise ValueError("the server wants another key; give it by --api-key") from None
-        raise ValueError(f"the server at {url} says 404: {_message(_body_of(error))}") from None
+        raise ValueError(f"the server at {url} says 404: {error_message(_body_of(error))}") from None
     except openai.APIConnectionError as error:
         reason = error.__cause__ or error
         raise ValueError(f"no connection to {url}: {reason}; the same command goes on from here") from None
@@ -232,9 +232,3 @@ def _body_of(error: openai.APIStatusError) -> Any:
 
 def _error_body(message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
-
-
-def _message(body: Any) -> str:
-    """Return the message of an error in OpenAI's form."""
-    error = body["error"]
-    return str(error.get("message") if isinstance(error, dict) else error)

@@ -14,14 +14,14 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fastgen.async_engine.client import EngineError, EventStream
+from fastgen.async_engine.client import EventStream
 from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.compat import messages, responses
 from fastgen.cli.serve.metrics import Meter
 from fastgen.cli.serve.prompts import GenerationRequest, grammar_field, prepare
-from fastgen.cli.serve.protocol import ChatRequest, refused
+from fastgen.cli.serve.protocol import ChatRequest
 from fastgen.cli.serve.replies import ChatReply
-from fastgen.cli.serve.service import Service, expire
+from fastgen.cli.serve.service import Service, engine_error, expire
 from fastgen.request import Event
 
 log = logging.getLogger(__name__)
@@ -175,19 +175,15 @@ def _sizes(request: GenerationRequest) -> list[int]:
 async def _observed(
     stream: EventStream, leave: Callable[[int], None], meter: Meter, field: str | None
 ) -> AsyncIterator[list[Event]]:
-    """Yield the events of a stream. Raises ApiError. field: the field to name if the engine refuses the request."""
+    """Yield the events of a stream. Raises ApiError. field: as in `engine_error`."""
     try:
         async for events in stream:
             for event in events:
                 leave(int(event.id))
             meter.observe(events)
             yield events
-    except EngineError as error:
-        raise ApiError(500, str(error), code="engine_error") from None
-    except (ValueError, TypeError) as error:
-        raise refused(error, field) from None
-    except RuntimeError as error:  # the weights are asleep or torn
-        raise ApiError(503, str(error), code="not_ready") from None
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise engine_error(error, field) from None
 
 
 async def _at_once(turns: AsyncIterator[list[Event]]) -> AsyncIterator[list[Event]]:

@@ -29,11 +29,6 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def read_request(kind: type[RequestT], body: bytes, policy: FieldPolicy | None = None) -> RequestT:
-    """Parse a body and check it as `check_request` does. Raises ApiError, which names the wrong field."""
-    return check_request(kind, parse(body), policy)
-
-
 def parse(body: bytes) -> Any:
     """Return the value of a body. Raises ApiError if it is not JSON."""
     try:

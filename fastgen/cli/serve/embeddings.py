@@ -6,12 +6,9 @@ import base64
 import struct
 from typing import Any, Literal, cast
 
-from fastgen.async_engine.client import EngineError
-from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.fields import Some, Strict
 from fastgen.cli.serve.prompts import ModelFacts, check_length, encode_text
-from fastgen.cli.serve.protocol import refused
-from fastgen.cli.serve.service import Service
+from fastgen.cli.serve.service import Service, engine_error
 
 PROMPTS = 32  # number of inputs per call of the engine, which sends other requests' tokens between two calls
 
@@ -47,12 +44,8 @@ async def embed(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
         try:
             for at in range(0, len(inputs), PROMPTS):
                 states += await model.engine.call("embed", inputs[at : at + PROMPTS])
-        except EngineError as error:
-            raise ApiError(500, str(error), code="engine_error") from None
-        except (ValueError, TypeError) as error:
-            raise refused(error) from None
-        except RuntimeError as error:  # the weights are asleep or torn
-            raise ApiError(503, str(error), code="not_ready") from None
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise engine_error(error) from None
     packed: list[Any] = list(states)
     if request.encoding_format == "base64":
         packed = [base64.b64encode(struct.pack(f"<{len(state)}f", *state)).decode() for state in states]

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fastgen.async_engine.client import AsyncGenerator
+from fastgen.async_engine.client import AsyncGenerator, EngineError
 from fastgen.cli.command import note
 from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.metrics import Metrics, Throughput
 from fastgen.cli.serve.options import ModelOptions, Options
 from fastgen.cli.serve.prompts import ModelFacts
+from fastgen.cli.serve.protocol import refused
 from fastgen.cli.serve.replies import Vocabulary
 from fastgen.engine.stats import Stats
 from fastgen.text.reasoning import template_parser
@@ -105,9 +106,7 @@ class ServedModel:
             tokenizer = Tokenizer(Path(info.tokenizer), **given)
             if self._options.chat_template is not None:
                 tokenizer.hf.chat_template = self._options.chat_template
-            tokenizer.encode(
-                ""
-            )  # the first call changes the tokenizer's state, which must not happen in several threads
+            tokenizer.encode("")  # changes the tokenizer's state, the first time, which several threads must not do
             vocabulary = Vocabulary(tokenizer)
         return ModelFacts(self.name, tokenizer, vocabulary, info.default_params, info.vocab_size, info.max_model_len)
 
@@ -227,6 +226,15 @@ class Service:
             raise ApiError(404, message, "model", "model_not_found")
         model.check_ready()
         return model
+
+
+def engine_error(error: ValueError | TypeError | RuntimeError, field: str | None = None) -> ApiError:
+    """Return the ApiError for an error of an engine. field: the one to name if the engine refuses the request."""
+    if isinstance(error, EngineError):
+        return ApiError(500, str(error), code="engine_error")
+    if isinstance(error, RuntimeError):
+        return ApiError(503, str(error), code="not_ready")  # the weights are asleep or torn
+    return refused(error, field)
 
 
 def expire(deadline: asyncio.Timeout) -> None:

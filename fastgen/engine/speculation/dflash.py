@@ -43,39 +43,32 @@ from fastgen.parallel.residual import ReplicatedResidual
 class DFlashWeights(LayeredWeights):
     """The weights of a DFlash head, on the target's device and in its dtype.
 
-    `layers` is a Transformer of the head's layers, whose stages are used one by one. fc: [H, F H]. hidden_norm: of its
-    result. kv: the rows of each layer's qkv that make keys and values. markov: the Markov head, if there is one: for
-    each token a row, [V, rank], and the matrix that makes logits of it, [V, rank].
+    `layers` is a Transformer of the head's layers, whose stages are used one by one. hidden_norm: of the result of fc.
+    kv: the rows of each layer's qkv that make keys and values. markov: the Markov head, if there is one: for each token
+    a row, [V, rank], and the matrix that makes logits of it, [V, rank].
     """
 
+    config: DFlashConfig
+
     def __init__(self, head: DFlashConfig, target: Parameters, context: int, deterministic: bool) -> None:
-        self._config = head
+        self.config = head
         sizes = replace(head.layers, vocab_size=1)  # no embedding of its own
         own = self._parameters = Parameters(sizes, target.dtype, target.device, deterministic=deterministic)
-        self.memory = own.memory
+        super().__init__(head, target, own.memory, own.layers[0].qkv.batch_invariant)
         hidden, eps = head.layers.hidden_size, head.layers.norm_eps
-        invariant = own.layers[0].qkv.batch_invariant
         self.layers = Transformer(own, context)
-        self.fc = Linear(self._zeros(hidden, len(head.features) * hidden), None, invariant)
+        self.fc = self._linear(hidden, len(head.features) * hidden)
         self.hidden_norm = RMSNorm(self._zeros(hidden), eps)
-        self.lm_head = Linear(self._zeros(head.reduced, hidden), None, invariant) if head.reduced else None
-        self.ids = torch.arange(head.reduced, device=target.device)
+        self.lm_head = self._linear(head.reduced, hidden) if head.reduced else None
         self.kv: list[Linear] = []
         self.markov: tuple[Tensor, Linear] | None = None
         if head.markov_rank:
-            rows, matrix = (self._zeros(target.config.vocab_size, head.markov_rank) for _ in range(2))
-            self.markov = rows, Linear(matrix, None, invariant)
-
-    def _zeros(self, *shape: int) -> Tensor:
-        return self.memory.zeros(shape, self._parameters.dtype)
+            shape = target.config.vocab_size, head.markov_rank
+            self.markov = self._zeros(*shape), self._linear(*shape)
 
     @property
     def norm(self) -> RMSNorm:
         return self._parameters.norm
-
-    @property
-    def config(self) -> DFlashConfig:
-        return self._config
 
     def attach(self, place: HeadPlace) -> DFlash:
         return DFlash(self, place)

@@ -7,21 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fastgen.device.pinned import to_host, upload
 from fastgen.engine.cuda_graphs import Graphs, batch_sizes
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.speculation.drafters import Drafter, TextDrafter
+from fastgen.engine.speculation.dflash import DFlashWeights
+from fastgen.engine.speculation.eagle import EagleWeights
 from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights
-from fastgen.engine.speculation.planning import Drafted, DraftPlan
+from fastgen.engine.speculation.heads import DFlashConfig, EagleConfig, HeadConfig, MedusaConfig
+from fastgen.engine.speculation.medusa import MedusaWeights
+from fastgen.engine.speculation.planning import HISTORY, LONGEST, Drafted, DraftPlan
 from fastgen.engine.step import Lanes, Launched, StepFeature
-from fastgen.kernels.drafts import Drafts, StepDraws, choose, follow, spread
+from fastgen.kernels.drafts import Drafts, StepDraws, Texts, choose, follow, recall, spread
 from fastgen.kernels.state import DecodeInput
 from fastgen.model.attention.interface import Attention
 from fastgen.model.kv_pool import KVPool
+from fastgen.model.parameters import Parameters
 from fastgen.model.transformer import Transformer
 from fastgen.request import LaneStart, SamplingParams, StepResult
 
@@ -29,6 +35,47 @@ from fastgen.request import LaneStart, SamplingParams, StepResult
 def speculative_sizes(config: EngineConfig) -> list[int]:
     """Return the numbers of lanes whose speculative steps are captured."""
     return batch_sizes(min(config.speculate.most_lanes, config.max_seqs)) if config.speculate else []
+
+
+class Drafter(Protocol):
+    """Drafts the next tokens of lanes on the device, without a wait. No draft can change a bit of an output, since each
+    is verified by the draw that would have happened anyway."""
+
+    def begin(self, plan: DraftPlan) -> None:
+        """Act before a step whose Batch has this payload: begin lanes that draft from now on."""
+
+    def draft(self, drawn: StepDraws, plan: DraftPlan, rows: Tensor, tokens: Tensor, counts: Tensor) -> bool:
+        """Draft the next tokens of the lanes that a step drew for. Return whether it drafts now.
+
+        rows: `Drafts.rows`. tokens: int64 [L, D], and counts: int32 [L], are written for these lanes.
+        """
+
+
+class TextDrafter:
+    """Copies drafts from the text of a lane, which holds earlier outputs and its own tokens; see kernels/drafts.py."""
+
+    def __init__(self, lanes: int, max_model_len: int, device: torch.device) -> None:
+        self._texts = Texts.empty(lanes, HISTORY + min(max_model_len, LONGEST), device)
+        self._device = device
+
+    def begin(self, plan: DraftPlan) -> None:
+        for lane, first, tokens in plan.texts:
+            self._texts.begin(lane, first, upload(tokens, self._device))
+
+    def draft(self, drawn: StepDraws, plan: DraftPlan, rows: Tensor, tokens: Tensor, counts: Tensor) -> bool:
+        recall(drawn.lanes, drawn, rows, self._texts, tokens, counts)
+        return True
+
+
+def weights_of(config: HeadConfig, target: Parameters, context: int, deterministic: bool) -> HeadWeights:
+    """Return the weights of a head, not yet filled. context: maximum length of a sequence. deterministic: as for
+    Parameters."""
+    if isinstance(config, DFlashConfig):
+        return DFlashWeights(config, target, context, deterministic)
+    if isinstance(config, EagleConfig):
+        return EagleWeights(config, target, context, deterministic)
+    assert isinstance(config, MedusaConfig)
+    return MedusaWeights(config, target, context, deterministic)
 
 
 class Drafting(StepFeature[DraftPlan]):
@@ -91,7 +138,7 @@ class Drafting(StepFeature[DraftPlan]):
     def filled(self, size: int, count: int) -> DecodeInput:
         return self._rows.first(self.options.row_limit(size))
 
-    def drawn(self, step: Launched, payload: DraftPlan, tokens: torch.Tensor) -> None:
+    def drawn(self, step: Launched, payload: DraftPlan, tokens: Tensor) -> None:
         """Keep the draws, int32 [R], and draft the next tokens."""
         if payload.drafts:
             own = self._lanes

@@ -40,17 +40,18 @@ from fastgen.model.weights import Shard, Tensors
 class EagleWeights(LayeredWeights):
     """The weights of an EAGLE-3 head, on the target's device and in its dtype.
 
-    fc: [H, F H]. norms: by the names of a checkpoint without `.weight`. qkv: inputs are 2 H, of which `kv` has the rows
-    of keys and values.
+    norms: by the names of a checkpoint without `.weight`. qkv: inputs are 2 H, of which `kv` has the rows of keys and
+    values.
     """
 
+    config: EagleConfig
+
     def __init__(self, config: EagleConfig, target: Parameters, context: int, deterministic: bool) -> None:
-        self._config = config
-        self.memory, self._dtype = target.new_memory(), target.dtype
+        self.config = config
+        super().__init__(config, target, target.new_memory(), target.lm_head.batch_invariant)
         there = any(config.folder.glob("*.safetensors"))  # not for load="dummy"
         names = {_plain(name) for name in dict(self.read())} if there else set()
         c, hidden, count = config.layers, config.layers.hidden_size, len(config.features)
-        self._invariant = target.lm_head.batch_invariant
         heads, kv_heads = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
         sizes = dict.fromkeys(("norm", "input_layernorm", "hidden_norm", "post_attention_layernorm"), hidden)
         sizes |= {f"fc_norm.{number}": hidden for number in range(count) if config.fc_norm}
@@ -69,18 +70,7 @@ class EagleWeights(LayeredWeights):
             self.head_norm = HeadNorm(q, k, c.norm_eps)
         own = config.reduced or "lm_head.weight" in names
         self.lm_head = self._linear(config.reduced or target.config.vocab_size, hidden) if own else None
-        self.ids = torch.arange(config.reduced, device=target.device)
         self.cos, self.sin = (table.to(target.device) for table in rope_tables(c, context))
-
-    def _zeros(self, *shape: int) -> Tensor:
-        return self.memory.zeros(shape, self._dtype)
-
-    def _linear(self, outputs: int, inputs: int) -> Linear:
-        return Linear(self._zeros(outputs, inputs), None, self._invariant)
-
-    @property
-    def config(self) -> EagleConfig:
-        return self._config
 
     def shards(self) -> dict[str, Shard]:
         c = self.config.layers

@@ -65,11 +65,8 @@ class HeadPlace:
 class HeadWeights(ABC):
     """The weights of a head, on the target's device and in its dtype. memory: holds them."""
 
+    config: HeadConfig
     memory: Memory
-
-    @property
-    @abstractmethod
-    def config(self) -> HeadConfig: ...
 
     @abstractmethod
     def read(self) -> Tensors:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastgen.model.config import ModelConfig, parse_config
+from fastgen.model.config import ModelConfig, parse_config, unsupported
 
 log = logging.getLogger(__name__)
 
@@ -163,21 +163,21 @@ def parse_dflash(config: dict[str, Any], folder: Path, target: ModelConfig) -> D
     names = config.get("architectures") or [None]
     if "speculators_model_type" in config:
         if config["speculators_model_type"] != "dflash":
-            raise _unsupported("speculators_model_type", config["speculators_model_type"], "dflash and eagle3 are")
+            raise unsupported("speculators_model_type", config["speculators_model_type"], "dflash and eagle3 are")
         layers, shift = config["transformer_layer_config"], 1
         fields["target_layer_ids"] = fields["aux_hidden_state_layer_ids"]
     elif names == ["Qwen3DSparkModel"]:
         fields["sample_from_anchor"] = True
     elif "dflash_config" not in config:
-        raise _unsupported("architectures", names, "DFlash (with dflash_config), EAGLE-3 and Medusa are")
+        raise unsupported("architectures", names, "DFlash (with dflash_config), EAGLE-3 and Medusa are")
     for name, values in SUPPORTED.items():
         if fields.get(name) not in values:
-            raise _unsupported(name, fields[name])
+            raise unsupported(name, fields[name])
     vocab = _integer(fields, "draft_vocab_size") if fields.get("draft_vocab_size") else target.vocab_size
     sizes = {"vocab_size": target.vocab_size, "tie_word_embeddings": True}
     found = parse_config({**layers, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **sizes})
     if any(found.windows):
-        raise _unsupported("layer_types", layers.get("layer_types"), "only full_attention is")
+        raise unsupported("layer_types", layers.get("layer_types"), "only full_attention is")
     block, mask = _integer(fields, "block_size"), _integer(fields, "mask_token_id")
     if not 2 <= block <= 64:
         raise ValueError(f"block_size={block} must be 2 to 64")
@@ -186,9 +186,9 @@ def parse_dflash(config: dict[str, Any], folder: Path, target: ModelConfig) -> D
     has_markov = fields.get("markov_rank") and fields.get("markov_head_type") != "none"
     rank = _integer(fields, "markov_rank") if has_markov else 0
     if rank < 0:
-        raise _unsupported("markov_rank", rank)
+        raise unsupported("markov_rank", rank)
     if rank and vocab != target.vocab_size:
-        raise _unsupported("markov_rank", rank, "with draft_vocab_size it is not")
+        raise unsupported("markov_rank", rank, "with draft_vocab_size it is not")
     if fields.get("enable_confidence_head"):
         log.info("%s has a confidence head, which is not used: all drafts are verified", folder)
     return DFlashConfig(
@@ -207,14 +207,14 @@ def parse_eagle(config: dict[str, Any], folder: Path, target: ModelConfig) -> Ea
     """Return the EagleConfig for the content of `config.json`. target: configuration of the target model."""
     layers = config.get("transformer_layer_config", config)
     if layers.get("num_hidden_layers", 1) != 1:
-        raise _unsupported("num_hidden_layers", layers["num_hidden_layers"], "one layer is")
+        raise unsupported("num_hidden_layers", layers["num_hidden_layers"], "one layer is")
     for name in ("attention_bias", "mlp_bias", "quantization_config", "parallel_drafting"):
         if config.get(name) or layers.get(name):
-            raise _unsupported(name, config.get(name) or layers.get(name))
+            raise unsupported(name, config.get(name) or layers.get(name))
     if config.get("target_hidden_size") not in (None, target.hidden_size):
         raise ValueError(f"target_hidden_size={config['target_hidden_size']}, and the model has {target.hidden_size}")
     if config.get("fc_norm") and config.get("norm_before_fc"):
-        raise _unsupported("norm_before_fc", True, "with fc_norm it is not")
+        raise unsupported("norm_before_fc", True, "with fc_norm it is not")
     family = "Qwen3" if layers.get("model_type") == "qwen3" else "Llama"
     sizes = {"vocab_size": target.vocab_size, "tie_word_embeddings": True, "num_hidden_layers": 1}
     own = {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), "layer_types": None}
@@ -266,7 +266,3 @@ def _integer(fields: Mapping[str, object], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be an integer")
     return value
-
-
-def _unsupported(field: str, value: object, supported: str = "") -> ValueError:
-    return ValueError(f"{field}={value!r} is not supported{'; ' + supported if supported else ''}")

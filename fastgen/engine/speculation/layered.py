@@ -11,6 +11,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from fastgen.device.memory import Memory
 from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights
 from fastgen.engine.speculation.heads import LayeredConfig
 from fastgen.kernels.batch_invariant import Fused
@@ -29,16 +30,24 @@ COPIES = ("embed_tokens.weight", "t2d")
 class LayeredWeights(HeadWeights):
     """The weights of a head that has layers.
 
-    lm_head: [V or a reduced vocabulary, H]; None: the target's head is used. ids: the target's tokens of a reduced
-    vocabulary, int64 [reduced]; empty if there is none.
+    fc: [H, F H]. lm_head: [V or a reduced vocabulary, H]; None: the target's head is used. ids: the target's tokens of
+    a reduced vocabulary, int64 [reduced]; empty if there is none.
     """
 
+    config: LayeredConfig
+    fc: Linear
     lm_head: Linear | None
-    ids: Tensor
 
-    @property
-    @abstractmethod
-    def config(self) -> LayeredConfig: ...
+    def __init__(self, config: LayeredConfig, target: Parameters, memory: Memory, batch_invariant: bool) -> None:
+        self.memory = memory
+        self._dtype, self._invariant = target.dtype, batch_invariant
+        self.ids = torch.arange(config.reduced, device=target.device)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return self.memory.zeros(shape, self._dtype)
+
+    def _linear(self, outputs: int, inputs: int) -> Linear:
+        return Linear(self._zeros(outputs, inputs), None, self._invariant)
 
     def read(self) -> Tensors:
         return read_tensors(self.config.folder)

@@ -35,8 +35,10 @@ class MedusaWeights(HeadWeights):
     """The weights of Medusa heads. blocks: [head][block], each [H, H] with a bias. outputs: one per head, [V, H]; none
     if the target's head is used."""
 
+    config: MedusaConfig
+
     def __init__(self, config: MedusaConfig, target: Parameters, context: int, deterministic: bool) -> None:
-        self._config = config
+        self.config = config
         self.memory = target.new_memory()
         hidden, vocab, invariant = target.config.hidden_size, target.config.vocab_size, target.lm_head.batch_invariant
         dtype = target.dtype
@@ -50,10 +52,6 @@ class MedusaWeights(HeadWeights):
         own = names is None or f"0.{config.blocks}.weight" in names
         self.blocks = [[linear(hidden, True) for _ in range(config.blocks)] for _ in range(count)]
         self.outputs = [linear(vocab, False) for _ in range(count)] if own else []
-
-    @property
-    def config(self) -> MedusaConfig:
-        return self._config
 
     def read(self) -> Tensors:
         path = _file(self.config.folder)

@@ -13,9 +13,9 @@ from anthropic import Anthropic
 from anthropic.pagination import SyncPage
 from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from pydantic import BaseModel, TypeAdapter
-from serving import Server
+from serving import Server, read_request
 
-from fastgen.cli.serve.checking import ApiError, read_request
+from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.compat.messages import MessageReply, MessageRequest, error_body
 from fastgen.cli.serve.replies import PromptTokens
 from fastgen.request import Event

@@ -11,9 +11,9 @@ import pytest
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 from pydantic import ValidationError
-from serving import ROOT
+from serving import ROOT, read_request
 
-from fastgen.cli.serve.checking import ApiError, check_request, read_request
+from fastgen.cli.serve.checking import ApiError, check_request
 from fastgen.cli.serve.compat.messages import MessageRequest
 from fastgen.cli.serve.compat.responses import ResponseRequest
 from fastgen.cli.serve.fields import NOTED, FieldPolicy, Strict

@@ -11,9 +11,9 @@ from asking import named_events
 from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
-from serving import Server
+from serving import Server, read_request
 
-from fastgen.cli.serve.checking import ApiError, read_request
+from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
 from fastgen.cli.serve.fields import FieldPolicy
 from fastgen.cli.serve.protocol import ChatRequest

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from asking import CALLS, template
 from grammars import accepts, add, byte_level, walk
+from serving import read_request
 
 from fastgen import SamplingParams
-from fastgen.cli.serve.checking import ApiError, read_request
+from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.compat.messages import MessageRequest
 from fastgen.cli.serve.compat.responses import ResponseRequest
 from fastgen.cli.serve.parts import ChatMessage, ChosenTools, Tool
