@@ -74,6 +74,22 @@ class Delta:
         if len(indices) and (float(indices[0]) < 0 or float(indices[-1]) >= size):
             raise ValueError(f"the delta of {name!r} has indices outside of its {size} elements")
 
+    def applied_to(self, whole: Tensor) -> Tensor:
+        """Return a whole tensor with the values of this delta: the same tensor, changed in place, unless another dtype
+        is needed to hold them exactly."""
+        indices, values = self.packed[0].long(), self.packed[1]
+        exact = torch.equal(values.to(whole.dtype).double(), values)
+        whole = (whole if exact else whole.double()).contiguous()
+        whole.view(-1)[indices] = values.to(whole.dtype)
+        return whole
+
+    def then(self, later: Delta) -> Delta:
+        """Return the delta that does what this one and a later one do."""
+        both = torch.cat((self.packed, later.packed), 1)
+        indices, order = both[0].sort(stable=True)
+        last = torch.cat((indices.diff() != 0, indices.new_ones(min(len(indices), 1), dtype=torch.bool)))
+        return Delta(both[:, order[last]])
+
 
 class DeltaTarget:
     """Writes deltas of a weight into a rank's slice of it."""
