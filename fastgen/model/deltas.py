@@ -117,13 +117,3 @@ class DeltaTarget:
 def delta_targets(shards: Mapping[str, Slice]) -> dict[str, DeltaTarget]:
     """Return what writes the deltas of each weight, by the name under which they travel."""
     return {name + DELTA: DeltaTarget(shard) for name, shard in shards.items()}
-
-
-def packed_items(named: Any) -> list[tuple[str, Any]]:
-    """Return named tensors in which each delta is one tensor, under the name with which it travels. Raises ValueError
-    for a pair that is no delta."""
-    items = named.items() if isinstance(named, Mapping) else named
-    return [
-        (name + DELTA, Delta.of(name, value).packed) if isinstance(value, tuple | list) else (name, value)
-        for name, value in items
-    ]
