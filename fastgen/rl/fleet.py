@@ -56,6 +56,8 @@ class Fleet:
             found = turn.member.engine.generate(body, connections, is_aborted)
             resumed = len((body.get("resume") or {"token_ids": ()})["token_ids"])
             for completion in found["completions"] if found else ():
+                if completion["finish_reason"] == "abort" and not is_aborted():
+                    turn.check_kept()
                 for version, _, end in completion["weight_versions"][-1:]:
                     if end > resumed:
                         turn.check(version)

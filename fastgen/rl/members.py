@@ -36,14 +36,15 @@ class LostError(ConnectionError):
 
 
 class StaleError(ConnectionError):
-    """Error of a request whose engine has the weights of the checkpoint, since it has ended and was started again."""
+    """Error of a request whose answer is of no use: its engine has the weights of the checkpoint, since it has ended
+    and was started again, or it was lost and ended the request when it came back."""
 
 
 @dataclass(eq=False)
 class Member:
     """An engine of a fleet. number: its number in the router. serves: True while it gets requests. answers: True if it
-    could be reached when it was last tried. running: number of its requests of this fleet. trouble: why it does not
-    serve."""
+    could be reached when it was last tried. running: number of its requests of this fleet. losses: number of times that
+    it was lost. trouble: why it does not serve."""
 
     number: int
     url: str
@@ -51,20 +52,27 @@ class Member:
     serves: bool = False
     answers: bool = False
     running: int = 0
+    losses: int = 0
     trouble: str = "it was not reached yet"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A request on an engine. version: version of the weights when it was sent."""
+    """A request on an engine. version, losses: version of the weights, and `Member.losses`, when it was sent."""
 
     member: Member
     version: int
+    losses: int
 
     def check(self, version: int) -> None:
         """Raise StaleError if the engine has used the weights of a start, and it was started long ago."""
         if version == AT_START != self.version:
             raise StaleError(f"its weights have version {version} instead of {self.version}")
+
+    def check_kept(self) -> None:
+        """Raise StaleError if the engine was lost meanwhile: it ends its requests when it gets the current weights."""
+        if self.losses != self.member.losses:
+            raise StaleError("it was lost, and has ended its requests")
 
 
 class Members:
@@ -138,7 +146,7 @@ class Members:
                 if free and not self._updating:
                     member = free[self._router.choose(keys, samples, free)]
                     member.running += 1
-                    return Turn(member, self.version)
+                    return Turn(member, self.version, member.losses)
                 if serving or self._updating:
                     deadline = time.monotonic() + self._options.timeout
                 elif time.monotonic() > deadline or all(member.answers for member in self._members):
@@ -229,7 +237,10 @@ class Members:
         with self._changed:
             if member.serves:
                 log.warning("%s is lost: %s", member.url, error)
-        self._judge(member, tried(member.engine.state) if isinstance(error, StaleError) else error)
+        if isinstance(error, StaleError):
+            return self._judge(member, tried(member.engine.state))
+        member.losses += 1
+        self._judge(member, error)
 
     def _watch(self) -> None:
         """Start the thread that looks for lost engines, if it does not run. `_changed` must be held."""

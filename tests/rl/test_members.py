@@ -147,6 +147,7 @@ class Engines:
         self.versions = {f"http://localhost:{port}": version for port in (1, 2)}
         self.posted: list[tuple[str, str]] = []  # url and path
         self.refuses: type[Exception] | None = None
+        self.reason = "stop"
         monkeypatch.setattr(ServerClient, "get", lambda *given: self._get(*given))
         monkeypatch.setattr(ServerClient, "post", lambda *given: self._post(*given))
 
@@ -165,7 +166,8 @@ class Engines:
         old = [] if body.get("resume") is None else [(0, 0, 2)]
         spans = [*old, (version, 2 * len(old), 2 * len(old) + len(body.get("prompt", ())))]
         drawn = [span for span in spans if span[1] < span[2]]
-        return {"completions": [{"weight_versions": drawn}], "logprobs": [[version]], "weight_version": version}
+        completion = {"weight_versions": drawn, "finish_reason": self.reason}
+        return {"completions": [completion], "logprobs": [[version]], "weight_version": version}
 
     @property
     def fleet(self) -> Fleet:
@@ -257,6 +259,34 @@ def test_answers_of_a_request_before_the_first_update_and_of_other_updates_count
         engines.versions = dict.fromkeys(engines.versions, 7)  # by another program
         assert generate(fleet, [3]) == {7}
         assert all(member.serves for member in fleet.members)
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize("by_caller", [False, True])
+def test_a_request_that_a_lost_engine_ends_is_sent_again(by_caller: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines(monkeypatch)
+    fleet, post = engines.fleet, engines._post
+    fleet.begin()
+    (member, _) = fleet.members
+
+    def lose(client: ServerClient, path: str, body: Json, connections: Any = None) -> Json:
+        engines.reason = "stop" if engines.posted else "abort"
+        if not engines.posted:
+            fleet.members._lose(member, ConnectionError("it sends nothing"))
+        return post(client, path, body)
+
+    monkeypatch.setattr(engines, "_post", lose)
+    try:
+        found = fleet.generate(
+            {"prompt": [1], "params": None}, Connections(), lambda: by_caller and bool(engines.posted)
+        )
+        assert found is not None
+        assert found["completions"][0]["finish_reason"] == ("abort" if by_caller else "stop")
+        fleet.members._judge(member, member.engine.state())
+        engines.reason = "abort"
+        monkeypatch.setattr(engines, "_post", post)
+        assert generate(fleet, [1, 2, 3]) == {0}, "an abort by another program"
     finally:
         fleet.close()
 
