@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from fastgen.model.quantization import Int4, Quantization, method_of, parse_quantization
 from fastgen.option import Option
+from fastgen.request import SAMPLING_OPTIONS
 
 BUNDLED_NAME = "fastgen-tiny"
 
@@ -339,14 +340,21 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     """Return the sampling parameters that `generation_config.json` sets: a subset of GENERATION_CONFIG, without nulls.
 
     If `do_sample` is false, the result is a temperature of 0. It is empty if there is no file, or if the file has
-    neither `do_sample` nor a temperature.
+    neither `do_sample` nor a temperature. Raises ValueError for values that no request could have.
     """
-    generation = _read_json(folder / "generation_config.json") or {}
+    path = folder / "generation_config.json"
+    generation = _read_json(path) or {}
     if generation.get("do_sample") is False:
         return {"temperature": 0}
     if not generation.get("do_sample", generation.get("temperature") is not None):
         return {}
-    return {field: _number(generation, field) for field in GENERATION_CONFIG if generation.get(field) is not None}
+    try:
+        found = {field: _number(generation, field) for field in GENERATION_CONFIG if generation.get(field) is not None}
+        for field, value in found.items():
+            SAMPLING_OPTIONS[field].check(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}; correct it, or ignore the file with generation_config=False") from None
+    return found
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -74,6 +74,22 @@ class Delta:
         if len(indices) and (float(indices[0]) < 0 or float(indices[-1]) >= size):
             raise ValueError(f"the delta of {name!r} has indices outside of its {size} elements")
 
+    def applied_to(self, whole: Tensor) -> Tensor:
+        """Return a whole tensor with the values of this delta: the same tensor, changed in place, unless another dtype
+        is needed to hold them exactly."""
+        indices, values = self.packed[0].long(), self.packed[1]
+        exact = torch.equal(values.to(whole.dtype).double(), values)
+        whole = (whole if exact else whole.double()).contiguous()
+        whole.view(-1)[indices] = values.to(whole.dtype)
+        return whole
+
+    def then(self, later: Delta) -> Delta:
+        """Return the delta that does what this one and a later one do."""
+        both = torch.cat((self.packed, later.packed), 1)
+        indices, order = both[0].sort(stable=True)
+        last = torch.cat((indices.diff() != 0, indices.new_ones(min(len(indices), 1), dtype=torch.bool)))
+        return Delta(both[:, order[last]])
+
 
 class DeltaTarget:
     """Writes deltas of a weight into a rank's slice of it."""
@@ -101,13 +117,3 @@ class DeltaTarget:
 def delta_targets(shards: Mapping[str, Slice]) -> dict[str, DeltaTarget]:
     """Return what writes the deltas of each weight, by the name under which they travel."""
     return {name + DELTA: DeltaTarget(shard) for name, shard in shards.items()}
-
-
-def packed_items(named: Any) -> list[tuple[str, Any]]:
-    """Return named tensors in which each delta is one tensor, under the name with which it travels. Raises ValueError
-    for a pair that is no delta."""
-    items = named.items() if isinstance(named, Mapping) else named
-    return [
-        (name + DELTA, Delta.of(name, value).packed) if isinstance(value, tuple | list) else (name, value)
-        for name, value in items
-    ]

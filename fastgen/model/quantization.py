@@ -36,6 +36,13 @@ class Quantization:
     stored: str = ""
     ignored: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for pattern in self.ignored:
+            try:
+                _matches(pattern, "")
+            except (AttributeError, TypeError, re.error) as error:
+                raise ValueError(f"quantization_config ignores {pattern!r}, which is no pattern: {error}") from None
+
     @property
     def blocks(self) -> bool:
         """Return whether there is one scale per block of 128 x 128, rather than one per row."""

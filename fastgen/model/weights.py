@@ -222,9 +222,7 @@ class Update:
     def check(self) -> None:
         """Check all tensors against the model before any is written, if they can be read twice: a mapping, its items
         and a sequence can. Raises ValueError as `tensors` does, and TypeError for an object that is not iterable."""
-        if not isinstance(self._given, Iterable) or isinstance(self._given, str | bytes):
-            kind = type(self._given).__name__
-            raise TypeError(f"the weights must be a mapping, or an iterable of (name, tensor), not {kind}")
+        _check_iterable(self._given)
         if isinstance(self._given, Mapping | ItemsView | Sequence):
             for _ in self._matched():
                 pass
@@ -266,7 +264,7 @@ class Update:
                 matcher.check_complete(LISTED)
         except ValueError as error:
             faults.insert(0, str(error))
-        if self.partial and not self.names:
+        if self.partial and not self.names and not faults:
             faults.append("no tensors are given")
         if faults:
             more = [f"and {len(faults) - LISTED} more"] if len(faults) > LISTED else []
@@ -280,6 +278,25 @@ class Update:
             return packed.shape, packed.dtype
         Delta(packed).check(name, shard, self.partial)
         return shard.shape, torch.float64
+
+
+def named_items(given: Any) -> list[tuple[str, Any]]:
+    """Return the tensors that a program sends to another one as a list, where each delta is one tensor, under the name
+    with which it travels. DTensors stay as they are. Raises TypeError or ValueError for what cannot be sent."""
+    _check_iterable(given)
+    items = given.items() if isinstance(given, Mapping) else given
+    return [item if _is_sharded(item) else _checked(item) for item in items]
+
+
+def _check_iterable(given: object) -> None:
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes):
+        kind = type(given).__name__
+        raise TypeError(f"the weights must be a mapping, or an iterable of (name, tensor), not {kind}")
+
+
+def _is_sharded(item: Any) -> bool:
+    """Return whether an item has a name and a DTensor."""
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and hasattr(item[1], "full_tensor")
 
 
 def _checked(item: Any) -> tuple[str, Tensor]:

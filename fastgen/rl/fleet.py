@@ -13,9 +13,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from fastgen.rl.bodies import samples_of
-from fastgen.rl.engine import RemoteEngine
 from fastgen.rl.http import Connections, Json
-from fastgen.rl.members import Member, Members, of_each
+from fastgen.rl.members import Member, Members, Turn, of_each
 from fastgen.rl.options import RemoteGeneratorOptions
 from fastgen.rl.router import prefix_keys
 from fastgen.rl.weights import Update
@@ -34,7 +33,8 @@ class Fleet:
     Weights. An update goes to all engines at the same time, and no request is sent meanwhile. Only engines with the
     version of the last update serve requests. One that has ended is tried once per second. When it answers again, it
     gets the weights of the last update before it serves, if these came from a folder or `keep_copy` is set; otherwise
-    it stays out of service until the next update of all weights.
+    it stays out of service until the next update of all weights. An engine may also end and start between two requests;
+    its answer with the weights of the checkpoint is thrown away, and the request goes to another engine.
 
     A thread looks for engines that have ended as long as there are any, until `close` (members.py).
     """
@@ -52,26 +52,38 @@ class Fleet:
         return self._options.max_requests * len(self.members)
 
     def generate(self, body: Json, connections: Connections, is_aborted: Callable[[], bool]) -> Json | None:
-        def generate(engine: RemoteEngine) -> Json | None:
-            return engine.generate(body, connections, is_aborted)
+        def generate(turn: Turn) -> Json | None:
+            found = turn.member.engine.generate(body, connections, is_aborted)
+            resumed = len((body.get("resume") or {"token_ids": ()})["token_ids"])
+            for completion in found["completions"] if found else ():
+                if completion["finish_reason"] == "abort" and not is_aborted():
+                    turn.check_kept()
+                for version, _, end in completion["weight_versions"][-1:]:
+                    if end > resumed:
+                        turn.check(version)
+            return found
 
         return self.members.ask_any(generate, prefix_keys(body["prompt"]), samples_of(body), connections)
 
     def lines(self, body: Json) -> PyGenerator[Json, None, None]:
         """Yield the events of a request by one engine. Raises ConnectionError if it ends."""
         self.members.begin()
-        with self.members.member_for(prefix_keys(body["prompt"]), samples_of(body), Connections()) as member:
-            yield from member.engine.lines(body)
+        with self.members.turn(prefix_keys(body["prompt"]), samples_of(body), Connections()) as turn:
+            turn.check(turn.member.engine.weight_version())
+            yield from turn.member.engine.lines(body)
 
     def score(self, bodies: list[Json]) -> list[list[float]]:
         self.members.begin()
 
-        def score(body: Json) -> list[list[float]]:
-            samples = len(body["sequences"])
-            return self.members.ask_any(lambda engine: engine.score([body]), [], samples, Connections())
+        def score(turn: Turn, body: Json) -> list[list[float]]:
+            turn.check(turn.member.engine.weight_version())
+            return turn.member.engine.score([body])
+
+        def ask(body: Json) -> list[list[float]]:
+            return self.members.ask_any(lambda turn: score(turn, body), [], len(body["sequences"]), Connections())
 
         with ThreadPoolExecutor(len(self.members), "fastgen-fleet") as pool:
-            return [row for rows in pool.map(score, bodies) for row in rows]
+            return [row for rows in pool.map(ask, bodies) for row in rows]
 
     # ------------------------------------------------------------------------------------ weights
 
@@ -126,10 +138,14 @@ class Fleet:
     def post(self, path: str, body: Json) -> list[Json]:
         """Post to each engine, and return the answers. Of engines that are paused or asleep, none that has ended is
         brought back."""
-        states = set(body.get("tags", ("steps",)))
+        states, before = set(body.get("tags", ("steps",))), set(self.members.resting)
         if path in ("/pause", "/sleep"):
             self.members.resting |= states
-        answers = self.members.call_all(lambda engine: engine.post(path, body))
+        try:
+            answers = self.members.call_all(lambda engine: engine.post(path, body))
+        except Exception:  # refused, for instance since requests are in flight
+            self.members.resting = before
+            raise
         if path in ("/resume", "/wake"):
             self.members.resting -= states
         return list(chain.from_iterable(answers))

@@ -23,6 +23,7 @@ from fastgen.rl.weights import ADAPTER, Named, Update
 
 log = logging.getLogger(__name__)
 
+AT_START = 0  # version of the weights with which an engine starts
 PROBE_SECONDS = 1.0  # interval of attempts to reach an engine that is out of service
 LOST = (ConnectionError, UnavailableError, DepartedError)  # errors of an engine that has ended
 
@@ -34,11 +35,16 @@ class LostError(ConnectionError):
     """Error of a request whose engine has ended."""
 
 
+class StaleError(ConnectionError):
+    """Error of a request whose answer is of no use: its engine has the weights of the checkpoint, since it has ended
+    and was started again, or it was lost and ended the request when it came back."""
+
+
 @dataclass(eq=False)
 class Member:
     """An engine of a fleet. number: its number in the router. serves: True while it gets requests. answers: True if it
-    could be reached when it was last tried. running: number of its requests of this fleet. trouble: why it does not
-    serve."""
+    could be reached when it was last tried. running: number of its requests of this fleet. losses: number of times that
+    it was lost. trouble: why it does not serve."""
 
     number: int
     url: str
@@ -46,7 +52,27 @@ class Member:
     serves: bool = False
     answers: bool = False
     running: int = 0
+    losses: int = 0
     trouble: str = "it was not reached yet"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request on an engine. version, losses: version of the weights, and `Member.losses`, when it was sent."""
+
+    member: Member
+    version: int
+    losses: int
+
+    def check(self, version: int) -> None:
+        """Raise StaleError if the engine has used the weights of a start, and it was started long ago."""
+        if version == AT_START != self.version:
+            raise StaleError(f"its weights have version {version} instead of {self.version}")
+
+    def check_kept(self) -> None:
+        """Raise StaleError if the engine was lost meanwhile: it ends its requests when it gets the current weights."""
+        if self.losses != self.member.losses:
+            raise StaleError("it was lost, and has ended its requests")
 
 
 class Members:
@@ -83,20 +109,21 @@ class Members:
     # ------------------------------------------------------------------------------------ requests
 
     def ask_any(
-        self, call: Callable[[RemoteEngine], Result], keys: list[int], samples: int, connections: Connections
+        self, call: Callable[[Turn], Result], keys: list[int], samples: int, connections: Connections
     ) -> Result:
-        """Return the result of a call of one engine. If the engine ends, the next one is called. Raises ConnectionError
-        if none is left. keys, samples: see `Router.choose`. connections: see Engines."""
+        """Return the result of a call of one engine. If the engine ends, or is stale, the next one is called. Raises
+        ConnectionError if none is left. keys, samples: see `Router.choose`. connections: see Engines."""
         while True:
-            with suppress(LostError), self.member_for(keys, samples, connections) as member:
-                return call(member.engine)
+            with suppress(LostError), self.turn(keys, samples, connections) as turn:
+                return call(turn)
 
     @contextmanager
-    def member_for(self, keys: list[int], samples: int, connections: Connections) -> Iterator[Member]:
-        """Choose the engine of a request within the block. Raises LostError if it ends."""
-        member = self._admit(keys, samples, connections)
+    def turn(self, keys: list[int], samples: int, connections: Connections) -> Iterator[Turn]:
+        """Choose the engine of a request within the block. Raises LostError if it ends or is stale."""
+        turn = self._admit(keys, samples, connections)
+        member = turn.member
         try:
-            yield member
+            yield turn
         except LOST as error:
             if connections.ended:
                 raise
@@ -108,8 +135,9 @@ class Members:
                 self._router.leave(member.number, samples)
                 self._changed.notify_all()
 
-    def _admit(self, keys: list[int], samples: int, connections: Connections) -> Member:
-        """Wait until an engine may serve a request, and return it. Raises ConnectionError if no engine is left."""
+    def _admit(self, keys: list[int], samples: int, connections: Connections) -> Turn:
+        """Wait until an engine may serve a request, and return its turn. Raises ConnectionError if no engine is
+        left."""
         deadline = time.monotonic() + self._options.timeout
         with self._changed:
             while not connections.ended:
@@ -118,7 +146,7 @@ class Members:
                 if free and not self._updating:
                     member = free[self._router.choose(keys, samples, free)]
                     member.running += 1
-                    return member
+                    return Turn(member, self.version, member.losses)
                 if serving or self._updating:
                     deadline = time.monotonic() + self._options.timeout
                 elif time.monotonic() > deadline or all(member.answers for member in self._members):
@@ -149,6 +177,8 @@ class Members:
                     member.trouble = str(state)
                 raise self._nobody()
             self.version = max(versions)
+            if self.version != AT_START:  # from updates that this object did not make
+                self._made_updates = None
             for member, state in states.items():
                 self._judge(member, state)
             self._begun = True
@@ -193,9 +223,10 @@ class Members:
             if isinstance(state, Exception):
                 member.serves, member.trouble = False, str(state)
             else:
-                version = state["weight_version"]
-                member.serves = version == self.version and not state["torn"]
-                member.trouble = f"its weights have version {version} instead of {self.version}; call update_weights"
+                version, torn = state["weight_version"], state["torn"]
+                member.serves = version == self.version and not torn
+                wrong = "are torn" if torn else f"have version {version} instead of {self.version}"
+                member.trouble = f"its weights {wrong}; call update_weights"
             if not member.serves:
                 self._router.forget([member.number])
                 self._watch()
@@ -206,6 +237,9 @@ class Members:
         with self._changed:
             if member.serves:
                 log.warning("%s is lost: %s", member.url, error)
+        if isinstance(error, StaleError):
+            return self._judge(member, tried(member.engine.state))
+        member.losses += 1
         self._judge(member, error)
 
     def _watch(self) -> None:
@@ -290,6 +324,12 @@ class Members:
     def that_take(self, update: Update) -> list[Member]:
         """Return the engines that take an update: those that serve, and with all weights also others that answer.
         Raises ConnectionError if there are none."""
+        if not update.is_complete:  # an engine that was started again would hide its other weights under our version
+            with self._changed:
+                serving = self._serving()
+            for member, state in of_each(serving, lambda member: member.engine.state()).items():
+                if isinstance(state, Exception) or state["weight_version"] == AT_START != self.version:
+                    self._judge(member, state)
         taking = [member for member in self if member.serves or (member.answers and update.is_complete)]
         if not taking:
             raise self._nobody()
@@ -304,9 +344,7 @@ class Members:
             self._made_updates = None
         elif update.route == ADAPTER:
             self._made_updates = [*(each for each in made if each.route != ADAPTER), update]
-        elif (
-            made and made[-1].route == update.route and (joined := _joined(made[-1].source, update.source)) is not None
-        ):
+        elif made and (joined := _joined(made[-1], update)) is not None:
             self._made_updates = [*made[:-1], replace(made[-1], source=joined)]
         else:
             self._made_updates = [*made, update]
@@ -349,15 +387,27 @@ class Members:
                 raise error
 
 
-def _joined(before: Named | str | None, after: Named | str | None) -> Named | None:
-    """Return the tensors in host memory of two updates as those of one; None if there are none, or if there are deltas,
-    each of which changes a part of a tensor."""
-    from fastgen.model.deltas import DELTA
+def _joined(before: Update, after: Update) -> Named | None:
+    """Return the tensors in host memory of an update and of a partial one after it as those of one update; None if they
+    cannot be one. Deltas are written into the tensors of `before`, so that any number of them needs no more memory."""
+    from fastgen.model.deltas import DELTA, Delta
+    from fastgen.model.weights import text_name
 
-    if not isinstance(before, list) or not isinstance(after, list):
+    if before.route != after.route or not isinstance(before.source, list) or not isinstance(after.source, list):
         return None
-    joined = {**dict(before), **dict(after)}
-    return None if any(name.endswith(DELTA) for name in joined) else list(joined.items())
+    joined = {text_name(name): tensor for name, tensor in before.source}
+    for name, tensor in ((text_name(name), tensor) for name, tensor in after.source):
+        whole = name.removesuffix(DELTA)
+        if name == whole:
+            joined.pop(name + DELTA, None)
+            joined[name] = tensor
+        elif whole in joined:
+            joined[whole] = Delta(tensor).applied_to(joined[whole])
+        elif before.is_complete:  # which takes no delta
+            return None
+        else:
+            joined[name] = Delta(joined[name]).then(Delta(tensor)).packed if name in joined else tensor
+    return list(joined.items())
 
 
 def tried(function: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result | Exception:

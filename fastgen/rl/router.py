@@ -19,7 +19,8 @@ SLACK = 16  # samples that an engine with the prefix may have beyond twice the s
 
 def prefix_keys(prompt: Prompt) -> list[int]:
     """Return one key for each beginning of a prompt, the shortest first. Prompts that share a beginning of whole blocks
-    of KEY_IDS ids, or of KEY_CHARS characters, share its keys; the last key stands for the whole prompt."""
+    of KEY_IDS ids, or of KEY_CHARS characters, share its keys; the last key stands for the whole prompt. A prompt that
+    engines refuse has no keys."""
     inner: Any = prompt
     if isinstance(inner, Mapping) and len(inner) == 1:
         (inner,) = inner.values()
@@ -27,6 +28,8 @@ def prefix_keys(prompt: Prompt) -> list[int]:
         inner = inner.tolist()
     if isinstance(inner, Mapping) or (isinstance(inner, Sequence) and any(isinstance(each, Mapping) for each in inner)):
         inner = json.dumps(inner, default=str)
+    if not isinstance(inner, str | Sequence) or any(isinstance(each, list) for each in inner):
+        return []
     size = KEY_CHARS if isinstance(inner, str) else KEY_IDS
     keys, last = list[int](), 0
     for start in range(0, len(inner), size):

@@ -44,10 +44,11 @@ class Update:
 
 
 def tensors_of(named: Any) -> Named:
-    """Return what a trainer gives as weights, each sparse delta as one tensor. Raises ValueError if there are none."""
-    from fastgen.model.deltas import packed_items
+    """Return what a trainer gives as weights, each sparse delta as one tensor. Raises ValueError if there are none, and
+    ValueError or TypeError if one cannot be sent, such as a tensor on the device meta."""
+    from fastgen.model.weights import named_items
 
-    tensors = packed_items(named)
+    tensors = named_items(named)
     if not tensors:
         raise ValueError("no tensors are given")
     return tensors

@@ -401,6 +401,8 @@ def test_tensors_that_do_not_matter_are_checked(checkpoint: Checkpoint, tmp_path
         ("packed", "config_groups.group_0.weights.strategy", "tensor", "weights.strategy='tensor'"),
         ("packed", "config_groups.group_0.input_activations", {"num_bits": 8}, "input_activations="),
         ("packed", "ignore", [], r"ignore=\[\] lacks lm_head"),
+        ("packed", "ignore", ["lm_head", "re:("], r"ignores 're:\(', which is no pattern: missing \)"),
+        ("gptq", "dynamic", {"-:[": {}}, r"ignores 're:\[', which is no pattern: unterminated"),
         ("AutoRound", "packing_format", "auto_round:auto_gptq:marlin", "packing_format='auto_round:auto_gptq:marlin'"),
         ("AutoRound", "bits", 2, "bits=2"),
         ("AutoRound", "data_type", "mx_fp", "data_type='mx_fp'"),

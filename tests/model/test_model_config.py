@@ -295,3 +295,11 @@ def test_sampling_defaults(generation: dict[str, Any] | None, expected: dict[str
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert sampling_defaults(tmp_path) == expected
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"temperature": -1}, {"top_k": 0.5}, {"top_p": 0}])
+def test_wrong_sampling_defaults_are_those_of_the_file(wrong: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, **wrong}))
+    (name,) = wrong
+    with pytest.raises(ValueError, match=rf"generation_config.json: {name}.*; correct it, or ignore the file with gen"):
+        sampling_defaults(tmp_path)

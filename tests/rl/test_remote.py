@@ -233,6 +233,27 @@ def test_a_trainers_own_error_leaves_no_mixture(gen: RemoteGenerator, weights: W
     assert gen.generate("a", SHORT)[0].error is None
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (torch.empty(64, device="meta"), ValueError, "is torch.strided on meta; give a dense one on a CPU or GPU"),
+        (torch.ones(64).to_sparse(), ValueError, "is torch.sparse_coo on cpu; give a dense one"),
+        (torch.ones(64).numpy(), ValueError, r"\(str, ndarray\) is given, and no \(name, tensor\)"),
+        (None, TypeError, r"the weights must be a mapping, or an iterable of \(name, tensor\), not NoneType"),
+        ([torch.ones(64)], ValueError, r"Tensor is given, and no \(name, tensor\)"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_before_anything_is_sent(
+    given: Any, error: type[Exception], message: str, gen: RemoteGenerator, weights: Weights
+) -> None:
+    named = {**weights, "model.norm.weight": given} if hasattr(given, "dtype") else given
+    version = gen.weight_version
+    with pytest.raises(error, match=message):
+        gen.update_weights(named)
+    assert gen.generate("a", SHORT)[0].error is None
+    assert gen.weight_version == version
+
+
 def test_only_one_group_and_one_update(gen: RemoteGenerator, server: Server, weights: Weights) -> None:
     gen.update_weights(weights)
     other = RemoteGenerator(server.url, api_key=KEY)

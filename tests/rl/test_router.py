@@ -34,8 +34,9 @@ def test_a_longer_conversation_has_the_keys_of_its_beginning(wrapped: bool) -> N
     assert more[: len(keys) - 1] == keys[:-1] != []
 
 
-def test_an_empty_prompt_has_no_keys() -> None:
-    assert prefix_keys([]) == prefix_keys("") == []
+@pytest.mark.parametrize("prompt", [[], "", None, 5, [[1, 2], [3]], {"prompt": 5}, {"prompt": [[1], [2]]}])
+def test_an_empty_or_wrong_prompt_has_no_keys(prompt: Any) -> None:
+    assert prefix_keys(prompt) == []
 
 
 def test_groups_of_a_prompt_stay_together_and_engines_have_equal_loads() -> None:

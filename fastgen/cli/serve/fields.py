@@ -64,11 +64,12 @@ NEUTRAL: dict[str, tuple[Any, str]] = {
 }
 """{field: (the only value that changes nothing here, what to do instead of another value)}"""
 
+FILL_GAP = "write the tokens of your model for a text before and after a gap into the prompt"
 _OLD_CALLS = "is the old form of tool calls, which is not supported; use tools, tool_choice and tool_calls"
 HINTS = {
     "functions": _OLD_CALLS,
     "function_call": _OLD_CALLS,
-    "suffix": "is not supported; write the tokens of your model for a text before and after a gap into the prompt",
+    "suffix": f"is not supported; {FILL_GAP}",
     "truncate_prompt_tokens": "is not supported; shorten the prompt",
     "stop_regex": "is not supported; use stop",
     "structural_tag": "is not supported; use structured_outputs with json, regex, choice or grammar",

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.fields import HINTS, Body, Items, Some, Strict, wrong
+from fastgen.cli.serve.fields import FILL_GAP, Body, Items, Some, Strict, wrong
 from fastgen.cli.serve.parts import (
     STRUCTURES,
     ChatMessage,
@@ -287,7 +287,7 @@ class CompletionRequest(GenerationFields):
     """A request to /completions. logprobs: number of alternatives per token. echo: answers begin with the prompt."""
 
     without_effect = GenerationFields.without_effect | {"include_reasoning", "separate_reasoning"}
-    neutral = Body.neutral | {"add_special_tokens": (True, "give the prompt as ids"), "suffix": ("", HINTS["suffix"])}
+    neutral = Body.neutral | {"add_special_tokens": (True, "give the prompt as ids"), "suffix": ("", FILL_GAP)}
 
     prompt: _Prompts
     max_tokens: int | None = Field(None, ge=0)

@@ -68,6 +68,9 @@ def test_the_neutral_value_depends_on_the_endpoint() -> None:
     assert read(CompletionRequest, add_special_tokens=True, suffix="") == read(CompletionRequest)
     assert "template" in error_of(ChatRequest, add_special_tokens=True).message
     assert error_of(CompletionRequest, add_special_tokens=False).param == "add_special_tokens"
+    assert error_of(CompletionRequest, suffix="b").message.startswith(
+        'suffix is only supported as "": write the tokens'
+    )
     assert read(CompletionRequest, echo=True).echo
 
 

@@ -227,6 +227,7 @@ def test_generate_as_slime_asks(server: Server, here: Generator) -> None:
     assert post(server, "/generate", {"text": "hello", "sampling_params": {"max_new_tokens": 2}})["output_ids"]
     assert "images are not supported" in refused(server, "/generate", {"text": "a", "image_data": ["x"]})
     assert "and not both" in refused(server, "/generate", {"text": "a", "input_ids": [5]})
+    assert "the prompt is empty" in refused(server, "/generate", {"input_ids": []})
     assert post(server, "/generate", {"prompt": PROMPT, "params": {"max_tokens": 1}})["completions"], "our own"
 
 

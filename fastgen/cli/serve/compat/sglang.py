@@ -85,7 +85,7 @@ class SglangRequest(ModelRequest):
 
     @property
     def prompt(self) -> Prompt:
-        return self.input_ids or self.text or ""
+        return (self.input_ids or []) if self.text is None else self.text
 
 
 class DiskRequest(ModelRequest):
