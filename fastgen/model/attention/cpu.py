@@ -36,7 +36,7 @@ from fastgen.model.kv_pool import KVPool
 KEY_BLOCK = 64
 KEY_STEP = 16  # products read a multiple of this many keys of a block
 TILE_ROWS = 96  # maximum number of query rows of a prefill tile
-SCORES = 2**19  # approximate maximum number of scores in memory: two cores' caches hold most of them
+SCORES = 2**20  # approximate maximum number of scores in memory: many small operations take longer than slower memory
 
 Indices = NDArray[np.int64]
 
