@@ -74,8 +74,9 @@ class FreeCores:
     def step(self) -> Iterator[None]:
         """Run a step in this block, with as many threads as there are free cores."""
         pause, cores = time.monotonic() - self._ended, len(_cores())
-        # Processes that ran before this step have ended, or wait.
-        only = pause > PAUSE and _is_only_one(LOOKS if self.count < cores else 1)
+        # Whether processes that ran before this step have ended, or wait. It matters if they count: in the number of
+        # free cores, or in an interval that a short pause belongs to.
+        only = pause > PAUSE and _is_only_one(LOOKS if self.count < cores or pause <= INTERVAL else 1)
         if only:
             self.count = cores
         if only or pause > INTERVAL:

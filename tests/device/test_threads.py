@@ -151,6 +151,8 @@ def test_a_step_after_a_pause_looks_again_for_processes_that_are_about_to_end(mo
     assert step(1.0, 9.0) == (1, 0.009)
     assert step(2.0, 2.0035) == (2, 0.004)
     assert step(3.0, 9.0) == (2, 0.0)  # all cores counted as free, so there was nothing to look for
+    assert step(3.2, 3.2035) == (2, 0.004)  # the pause would belong to the interval that is measured
+    assert step(3.3, 3.2) == (2, 0.0)
 
 
 def test_mkl_is_limited_even_if_the_program_has_set_a_number() -> None:
