@@ -267,7 +267,10 @@ class CpuAttention:
         while len(order):
             blocks = int(ends[order[0]]) // KEY_BLOCK + 1
             rows = padded_rows(size * self._group, self._head_size)
-            here, order = np.split(order, [max(SCORES // (rows * self._kv_heads * blocks * KEY_BLOCK), 1)])
+            fitting = max(SCORES // (rows * self._kv_heads * blocks * KEY_BLOCK), 1)
+            # The softmax of a prefill runs over as many keys for a short tile as for the longest one.
+            similar = len(order) if size == 1 else int((ends[order] * 2 >= ends[order[0]]).sum())
+            here, order = np.split(order, [min(fitting, similar)])
             real = offset[here] <= last[here]
             inside = np.minimum(offset[here], last[here])  # the padding of a tile repeats its last token
             of = owner[here]
