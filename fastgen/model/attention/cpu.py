@@ -75,9 +75,8 @@ class _Tiles:
     The following tensors are memory that all tiles of a step share. q: [N, R, D]. scores: [R, N, B * KEY_BLOCK], which
     the softmax replaces by the weights. sums: [R, M, D], products of weights and values. Of these two, the rows of a
     head tile lie next to each other in prefills, which makes products faster, and in decodes the head tiles of a row,
-    so that the padding is apart. others: for each block after the first, a pair of
-    tensors [rows, head tiles that see the block, D]: the part of the first block's sums to which this block's sums are
-    added, and this block's sums.
+    so that the padding is apart. others: for each block after the first, a pair of tensors [rows, head tiles that see
+    the block, D]: the part of the first block's sums to which this block's sums are added, and this block's sums.
     """
 
     targets: Tensor
