@@ -30,6 +30,10 @@ PAUSE = 0.05
 """Length in seconds of a pause between two steps after which all cores are free if nothing else runs. The time of
 pauses up to INTERVAL belongs to the interval that is measured; a longer one begins a new interval."""
 
+LOOKS, WAIT = 10, 0.001
+"""Maximum number of times that a step after a pause looks for processes that run, and the seconds between two looks.
+OpenMP's threads of another program still wait actively, for milliseconds, after the program's last operation."""
+
 _STAT, _LOAD = Path("/proc/stat"), Path("/proc/loadavg")
 
 _HAS_MKL = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
@@ -69,10 +73,12 @@ class FreeCores:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run a step in this block, with as many threads as there are free cores."""
-        pause = time.monotonic() - self._ended
-        only = pause > PAUSE and _is_only_one()  # processes that ran before this step have ended, or wait
+        pause, cores = time.monotonic() - self._ended, len(_cores())
+        # Whether processes that ran before this step have ended, or wait. It matters if they count: in the number of
+        # free cores, or in an interval that a short pause belongs to.
+        only = pause > PAUSE and _is_only_one(LOOKS if self.count < cores or pause <= INTERVAL else 1)
         if only:
-            self.count = len(_cores())
+            self.count = cores
         if only or pause > INTERVAL:
             self._measured = self._times()
         with at_most(self.update()):
@@ -98,10 +104,15 @@ class FreeCores:
         return time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
-def _is_only_one() -> bool:
-    """Return whether this thread is the only one of the machine that runs or waits for a core, as far as Linux
-    tells."""
-    return _LOAD.exists() and _LOAD.read_text().split()[3].startswith("1/")
+def _is_only_one(looks: int) -> bool:
+    """Return whether this thread is the only one of the machine that runs or waits for a core, at one of so many looks,
+    as far as Linux tells."""
+    for look in range(looks if _LOAD.exists() else 0):
+        if look:
+            time.sleep(WAIT)
+        if _LOAD.read_text().split()[3].startswith("1/"):
+            return True
+    return False
 
 
 def _cores() -> set[int]:

@@ -209,13 +209,16 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("device.threads", "tests/device/test_threads.py"): [
         ("FreeCores.step", "self._measured = self._times()", "pass"),
-        ("FreeCores.step", "_is_only_one()", "False"),
+        ("FreeCores.step", "pause > PAUSE and _is_only_one", "False and _is_only_one"),
+        ("FreeCores.step", "self.count < cores or pause <= INTERVAL", "self.count < cores"),
+        ("FreeCores.step", "self.count < cores or pause <= INTERVAL", "pause <= INTERVAL"),
         ("FreeCores.step", "pause > INTERVAL", "pause > PAUSE"),
     ],
     ("model.attention.cpu", "tests/model/test_attention_cpu.py"): [
         ("CpuAttention._lay_out", "kv_head, of_group = np.divmod(np.arange(self._heads), group)",
          "of_group, kv_head = np.divmod(np.arange(self._heads), heads)"),
         ("_Tiles.hidden", "hidden.logical_or_(ahead >= window)", "hidden.logical_or_(ahead > window)"),
+        ("_InPlace.__init__", "groups, keys = counts[counts > 0]", "groups, keys = counts[counts > 0][::-1]"),
     ],
     ("kernels.allreduce", "tests/kernels/test_kernels_allreduce.py"): [
         ("_total", "tl.where(rank == other, part, 0.0)", "tl.where(rank == SIZE - other, part, 0.0)"),

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +122,37 @@ def test_a_core_is_not_free_if_another_process_runs_during_short_bursts_of_steps
         with free.step():
             found.append(torch.get_num_threads())
     assert found == [2, 2, 2, 1, 1, 1]
+
+
+def test_a_step_after_a_pause_looks_again_for_processes_that_are_about_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process uses one core all the time."""
+    now, ends, waited = [0.0], [0.0], [0.0]
+
+    def sleep(seconds: float) -> None:
+        waited[0] += seconds
+        now[0] += seconds
+
+    load = SimpleNamespace(exists=lambda: True, read_text=lambda: f"0.9 3.9 5.2 {1 + (now[0] < ends[0])}/119 29369\n")
+    monkeypatch.setattr(threads, "_LOAD", load)
+    monkeypatch.setattr(threads.FreeCores, "_times", lambda self: (now[0], now[0], 0.0))
+    monkeypatch.setattr(threads, "_cores", lambda: {0, 1})
+    monkeypatch.setattr(threads.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(threads.time, "sleep", sleep)
+    free = threads.FreeCores()
+
+    def step(at: float, end: float) -> tuple[int, float]:
+        """Run a step at a time, with another process up to `end`; return its threads, and how long it has waited."""
+        now[0], ends[0], waited[0] = at, end, 0.0
+        with free.step():
+            return torch.get_num_threads(), round(waited[0], 4)
+
+    during = [step(at / 100, 9.0) for at in range(0, 32, 4)]
+    assert (during[0], during[-1]) == ((2, 0.0), (1, 0.0))
+    assert step(1.0, 9.0) == (1, 0.009)
+    assert step(2.0, 2.0035) == (2, 0.004)
+    assert step(3.0, 9.0) == (2, 0.0)  # all cores counted as free, so there was nothing to look for
+    assert step(3.2, 3.2035) == (2, 0.004)  # the pause would belong to the interval that is measured
+    assert step(3.3, 3.2) == (2, 0.0)
 
 
 def test_mkl_is_limited_even_if_the_program_has_set_a_number() -> None:

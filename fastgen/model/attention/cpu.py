@@ -36,7 +36,7 @@ from fastgen.model.kv_pool import KVPool
 KEY_BLOCK = 64
 KEY_STEP = 16  # products read a multiple of this many keys of a block
 TILE_ROWS = 96  # maximum number of query rows of a prefill tile
-SCORES = 2**18  # approximate maximum number of scores in memory, which fit in a core's cache
+SCORES = 2**20  # approximate maximum number of scores in memory: many small operations take longer than slower memory
 
 Indices = NDArray[np.int64]
 
@@ -64,18 +64,19 @@ class _Tiles:
     """Tiles of one size, sorted by decreasing length, so that the head tiles that see a block are the first ones.
 
     targets: int64 [tokens], index in the step of the token of each result. queries: int64 [N * R], row of
-    q.view(T * H, D) for each query row; padding repeats a row. results: int64 [tokens * H], row of sums.view(R * M, D)
-    for each result. rows: number of query rows of a head tile, without padding for decodes. sequences: int64 [n], index
-    of each tile's sequence. position: int64 [R or 1, n, 1, 1], position of each query row.
+    q.view(T * H, D) for each query row; padding repeats a row. results: int64 [tokens * H], row of sums in memory, as
+    [R * M, D], for each result. rows: number of query rows of a head tile, without padding for decodes. sequences:
+    int64 [n], index of each tile's sequence. position: int64 [R or 1, n, 1, 1], position of each query row.
 
-    Three arrays describe the pairs in the order of their blocks, each int64 [M]. owner: the head tile. pairs: owner * B
-    + block. seen: number of keys of the block up to the last one that the tile sees, in prefills KEY_BLOCK. runs: int64
-    [M, runs], indices of the runs of keys in the pool that make up the block.
+    Three arrays describe the pairs in the order of their blocks, each int64 [M]. owner: the head tile. block: number of
+    the block. seen: number of keys of the block up to the last one that the tile sees, in prefills KEY_BLOCK. runs:
+    int64 [M, runs], indices of the runs of keys in the pool that make up the block.
 
-    The following tensors are memory that all tiles of a step share. q: [N, R, D]. scores, weights: [R, N, B *
-    KEY_BLOCK]. sums: [R, M, D], products of weights and values. others: for each block after the first, a pair of
-    tensors [rows, head tiles that see the block, D]: the part of the first block's sums to which this block's sums are
-    added, and this block's sums.
+    The following tensors are memory that all tiles of a step share. q: [N, R, D]. scores: [R, N, B * KEY_BLOCK], which
+    the softmax replaces by the weights. sums: [R, M, D], products of weights and values. Of these two, the rows of a
+    head tile lie next to each other in prefills, which makes products faster, and in decodes the head tiles of a row,
+    so that the padding is apart. others: for each block after the first, a pair of tensors [rows, head tiles that see
+    the block, D]: the part of the first block's sums to which this block's sums are added, and this block's sums.
     """
 
     targets: Tensor
@@ -85,12 +86,11 @@ class _Tiles:
     sequences: Indices
     position: Tensor
     owner: Indices
-    pairs: Indices
+    block: Indices
     seen: Indices
     runs: Indices
     q: Tensor
     scores: Tensor
-    weights: Tensor
     sums: Tensor
     others: list[tuple[Tensor, Tensor]]
     _hidden: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
@@ -120,21 +120,21 @@ class _InPlace:
     """
 
     def __init__(self, tiles: _Tiles) -> None:
-        rows, pairs, size = tiles.sums.shape
-        count = tiles.scores[0].numel()
-        keys, place, groups = np.unique(-(-tiles.seen // KEY_STEP) * KEY_STEP, return_inverse=True, return_counts=True)
-        order = np.argsort(place, kind="stable")  # MKL takes products in groups of one size
+        rows, _, size = tiles.sums.shape
+        steps = -(-tiles.seen // KEY_STEP)
+        order, counts = np.argsort(steps, kind="stable"), np.bincount(steps)  # MKL takes products in groups of one size
+        groups, keys = counts[counts > 0], np.flatnonzero(counts) * KEY_STEP
         self._blocks = tiles.runs[order, 0] * (KEY_BLOCK * size * 4)  # bytes from the start of the pool
         self._at = np.empty_like(self._blocks)
-        q = _addresses(tiles.q, tiles.owner[order] * (rows * size))
-        scores, weights = (_addresses(x, tiles.pairs[order] * KEY_BLOCK) for x in (tiles.scores, tiles.weights))
-        sums = _addresses(tiles.sums, order * size)
-        at, same = (self._at, size), np.ones_like(keys)
-        self._score = mkl.batch(groups, rows * same, keys, size * same, (q, size), at, (scores, count), transposed=True)
+        owner, same = tiles.owner[order], np.ones_like(keys)
+        q = _addresses(tiles.q, owner * (rows * size)), size
+        row, head_tile, _ = tiles.scores.stride()
+        scores = _addresses(tiles.scores, owner * head_tile + tiles.block[order] * KEY_BLOCK), row
+        self._score = mkl.batch(groups, rows * same, keys, size * same, q, (self._at, size), scores, transposed=True)
+        row, pair, _ = tiles.sums.stride()
+        sums = _addresses(tiles.sums, order * pair)
         self._sums = {
-            first: mkl.batch(
-                groups, rows * same, width * same, keys, (weights, count), at, (sums + 4 * first, pairs * size)
-            )
+            first: mkl.batch(groups, rows * same, width * same, keys, scores, (self._at, size), (sums + 4 * first, row))
             for first, width in _columns(size)
         }
 
@@ -158,16 +158,16 @@ class _Copied:
 
     def __init__(self, tiles: _Tiles) -> None:
         self._tiles = tiles
-        self._owner, self._pairs, self._runs = map(_flat, (tiles.owner, tiles.pairs, tiles.runs))
+        self._owner, self._block, self._runs = map(_flat, (tiles.owner, tiles.block, tiles.runs))
 
     def score(self, keys: Tensor) -> None:
         rows = self._tiles.q.index_select(0, self._owner)
         scores = torch.bmm(rows, self._blocks(keys).transpose(1, 2))
-        _by_block(self._tiles.scores).index_copy_(1, self._pairs, scores.transpose(0, 1))
+        _by_block(self._tiles.scores)[:, self._owner, self._block] = scores.transpose(0, 1)
 
     def sum(self, values: Tensor) -> None:
-        weights = _by_block(self._tiles.weights).index_select(1, self._pairs)
-        weights, blocks = weights.transpose(0, 1), self._blocks(values)
+        weights = _by_block(self._tiles.scores)[:, self._owner, self._block].transpose(0, 1)
+        blocks = self._blocks(values)
         for first, width in _columns(blocks.shape[2]):
             product = torch.bmm(weights, blocks.narrow(2, first, width))
             self._tiles.sums.narrow(2, first, width).copy_(product.transpose(0, 1))
@@ -179,8 +179,13 @@ class _Copied:
 
 
 def _by_block(scores: Tensor) -> Tensor:
-    """Return scores [R, N, B * KEY_BLOCK] as [R, N * B, KEY_BLOCK]."""
-    return scores.view(len(scores), -1, KEY_BLOCK)
+    """Return scores [R, N, B * KEY_BLOCK] as [R, N, B, KEY_BLOCK]."""
+    return scores.view(*scores.shape[:2], -1, KEY_BLOCK)
+
+
+def _in_memory(x: Tensor) -> Tensor:
+    """Return scores or sums with the first two dimensions in the order of memory."""
+    return x if x.is_contiguous() else x.transpose(0, 1)
 
 
 def _flat(array: Indices) -> Tensor:
@@ -261,7 +266,10 @@ class CpuAttention:
         while len(order):
             blocks = int(ends[order[0]]) // KEY_BLOCK + 1
             rows = padded_rows(size * self._group, self._head_size)
-            here, order = np.split(order, [max(SCORES // (rows * self._kv_heads * blocks * KEY_BLOCK), 1)])
+            fitting = max(SCORES // (rows * self._kv_heads * blocks * KEY_BLOCK), 1)
+            # The softmax of a prefill runs over as many keys for a short tile as for the longest one.
+            similar = len(order) if size == 1 else int((ends[order] * 2 >= ends[order[0]]).sum())
+            here, order = np.split(order, [min(fitting, similar)])
             real = offset[here] <= last[here]
             inside = np.minimum(offset[here], last[here])  # the padding of a tile repeats its last token
             of = owner[here]
@@ -294,10 +302,9 @@ class CpuAttention:
         number = np.argsort(tokens[real_tile, real_token])
         real_tile, real_token = real_tile[number, None], real_token[number, None]
         kv_head, of_group = np.divmod(np.arange(self._heads), group)
-        results = (real_token * group + of_group) * len(owner) + real_tile * heads + kv_head  # [tokens, H]
-        head_tiles, width = count * heads, blocks * KEY_BLOCK
-        shapes = [(head_tiles, len(rows), self._head_size), *[(len(rows), head_tiles, width)] * 2]
-        q, scores, weights, sums = self._take([*shapes, (len(rows), len(owner), self._head_size)])
+        row, pair = real_token * group + of_group, real_tile * heads + kv_head  # [tokens, H]
+        q, scores, sums = self._take(count * heads, len(rows), blocks * KEY_BLOCK, len(owner), size == 1)
+        results = (row * sums.stride(0) + pair * sums.stride(1)) // self._head_size
         kept = group if size == 1 else len(rows)
         first, *others = (part[:kept] for part in torch.split(sums, (seen.sum(0) * heads).tolist(), 1))
         return _Tiles(
@@ -308,10 +315,10 @@ class CpuAttention:
             sequences=sequences,
             position=_flat(position if size == 1 else position[:, token]).view(count, -1).t()[..., None, None],
             owner=owner,
-            pairs=owner * blocks + np.repeat(block, heads),
+            block=np.repeat(block, heads),
             seen=np.repeat(np.minimum(seen_keys - block * KEY_BLOCK, KEY_BLOCK), heads),
             runs=runs.reshape(len(owner), -1),
-            q=q, scores=scores, weights=weights, sums=sums,
+            q=q, scores=scores, sums=sums,
             others=[(first[:, : part.shape[1]], part) for part in others],
         )  # fmt: skip
 
@@ -319,13 +326,19 @@ class CpuAttention:
         """Return numbers * K + head for each head, [..., K]: the head tiles of tiles, or the heads of pages."""
         return numbers[..., None] * self._kv_heads + self._each
 
-    def _take(self, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-        """Return float32 tensors of these shapes in the memory that all tiles share."""
+    def _take(
+        self, head_tiles: int, rows: int, width: int, pairs: int, is_decode: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, scores and sums (see _Tiles) in the memory that all tiles share. width: number of scores of a query
+        row."""
+        shapes = [(head_tiles, rows, self._head_size), (head_tiles, rows, width), (pairs, rows, self._head_size)]
         sizes = [math.prod(shape) for shape in shapes]
         if len(self._memory) < sum(sizes):
             self._memory = torch.zeros(sum(sizes), dtype=torch.float32)
-        parts = torch.split(self._memory[: sum(sizes)], sizes)
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        q, scores, sums = torch.split(self._memory[: sum(sizes)], sizes)
+        if is_decode:
+            return q.view(shapes[0]), scores.view(rows, head_tiles, width), sums.view(rows, pairs, self._head_size)
+        return q.view(shapes[0]), scores.view(shapes[1]).transpose(0, 1), sums.view(shapes[2]).transpose(0, 1)
 
     def attend(self, plan: _Plan, layer: int, q: Tensor, window: int) -> Tensor:
         rows = (q.float() * self._scale).view(-1, self._head_size)
@@ -342,12 +355,12 @@ class CpuAttention:
         keys, values = self._layers[layer]
         torch.index_select(q, 0, tiles.queries, out=tiles.q.view(-1, self._head_size))
         products.score(keys)
-        scores, weights = tiles.scores[: tiles.rows], tiles.weights[: tiles.rows]
+        scores = tiles.scores[: tiles.rows]
         seen, hidden = tiles.hidden(window)
         later = scores.view(tiles.rows, -1, self._kv_heads, scores.shape[2])[..., seen:]
         torch.where(hidden, self._hide, later, out=later)
-        torch.softmax(scores, -1, out=weights)
+        torch.softmax(_in_memory(scores), -1, out=_in_memory(scores))
         products.sum(values)
         for first, other in tiles.others:
             first += other
-        return tiles.sums.view(-1, self._head_size).index_select(0, tiles.results)
+        return _in_memory(tiles.sums).view(-1, self._head_size).index_select(0, tiles.results)
