@@ -4,8 +4,9 @@ fastgen.kernels.batch_invariant in Triton, and of fastgen.kernels.hopper_fp8.
 One warp of a program loads the tiles (by TMA) that four other warps multiply. Otherwise memory would be idle for 3 us
 between each two kernels of a decode step. Therefore the first tiles of a weight load before the previous kernel has
 ended (programmatic dependent launch), and the tiles of x load afterwards. This is safe because no kernel of a step
-writes weights, and earlier writes have ended when a step's first product begins: torch's embedding, an ordinary launch,
-waits for all of them. Triton's pipeline cannot treat the two sides differently: it can only wait before loading either.
+writes weights, and earlier writes have ended when a step's first product begins: the embedding waits for all of them
+(see fastgen.kernels.embedding). Triton's pipeline cannot treat the two sides differently: it can only wait before
+loading either.
 
 Narrow products have one program per tile, at most one per processor, and each can use all of the processor's shared
 memory. For long rows, fewer and larger tiles are faster, because the programs of the next kernel start on the
