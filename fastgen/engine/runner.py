@@ -242,11 +242,12 @@ class Runner:
                 of_row = step.lanes[:, None] == self.lanes.input.lanes[: len(mask)]
                 mask = mask[of_row.int().argmax(1)]  # rows of padding get any mask
             plan = self.lanes.plan_of(step.sampling)
-            drawn = draw(step.logits, self.lanes.state, step.lanes, step.positions, plan, mask)
+            drawn = draw(step.logits, self.lanes.state, step.lanes, step.positions, plan, mask, to_host=True)
             tokens = drawn.packed[0]
             self.group.broadcast(tokens)
             rest = drawn.top_ids, drawn.top_logprobs, drawn.kept, drawn.chosen
-            step.sampled = SampleOutput(to_host(drawn.packed), *map(to_host, rest))
+            packed = to_host(drawn.packed) if drawn.host is None else drawn.host
+            step.sampled = SampleOutput(packed, *map(to_host, rest))
             step.logits = None
         elif self.group.rank and len(step.lanes):
             tokens = torch.empty(len(step.lanes), dtype=torch.int32, device=self.device)

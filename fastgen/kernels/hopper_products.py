@@ -4,8 +4,9 @@ fastgen.kernels.batch_invariant in Triton, and of fastgen.kernels.hopper_fp8.
 One warp of a program loads the tiles (by TMA) that four other warps multiply. Otherwise memory would be idle for 3 us
 between each two kernels of a decode step. Therefore the first tiles of a weight load before the previous kernel has
 ended (programmatic dependent launch), and the tiles of x load afterwards. This is safe because no kernel of a step
-writes weights, and earlier writes have ended when a step's first product begins: torch's embedding, an ordinary launch,
-waits for all of them. Triton's pipeline cannot treat the two sides differently: it can only wait before loading either.
+writes weights, and earlier writes have ended when a step's first product begins: the embedding waits for all of them
+(see fastgen.kernels.embedding). Triton's pipeline cannot treat the two sides differently: it can only wait before
+loading either.
 
 Narrow products have one program per tile, at most one per processor, and each can use all of the processor's shared
 memory. For long rows, fewer and larger tiles are faster, because the programs of the next kernel start on the
@@ -48,6 +49,7 @@ MOST = 256  # tokens up to which some products are faster here than in the kerne
 ALL = {1: 64, 2: 128}  # ... and up to which all are, by bytes per input
 AT_ONCE = {1: 2, 2: 1}  # maximum number of programs per processor for more than ALL tokens, by bytes per input
 ROPE = 32  # tokens up to which rope inside a product is faster than a kernel of its own
+EVEN = 0.95  # number of programs, in units of two per processor, from which all processors have about equal work
 SPARE = 1.5  # maximum bytes of weight per halved tile, in units of the shared memory
 WARPS, REGISTERS = 4, 128  # registers per thread at the start, for two programs per processor
 LOADING_REGISTERS = constant(40)  # registers per thread of the loading warp's group; the others get the rest
@@ -385,8 +387,11 @@ def launch(
     side, (tile, depth) = max(rows, SIDE), x_block
     pieces = 1 if rows >= SIDE else depth * x.element_size() // PIECE
     assert len(x) <= token_tiles * tile
-    # If at least a quarter of the processors are free, the next kernel's first programs do not crowd on a few.
-    early = 4 * token_tiles * tiles <= 3 * chip.processors
+    # If at least a quarter of the processors are free, the next kernel's first programs do not crowd on a few; nor do
+    # they if all processors have two programs, which end at about the same time (measured on an H200).
+    programs = token_tiles * tiles
+    even = 2 * EVEN * chip.processors <= programs <= 2 * chip.processors
+    early = even or 4 * programs <= 3 * chip.processors
     ahead = tile * side <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * warps
     _product_kernel[(-(-len(x) // tile) * tiles,)](
         described(x, x_block), described(weight, [*block[:-1], depth // pieces]), *others, len(x), *sizes,

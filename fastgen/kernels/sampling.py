@@ -42,6 +42,7 @@ from fastgen.kernels.truncation import BINS, LISTED, bin_kernel, cut_kernel, fin
 
 EDIT_REGISTERS = 80  # per thread, so that three programs fit on a processor
 DRAW_REGISTERS = 128  # so that two programs fit
+PLAIN_REGISTERS = 64  # of the plain variant, so that four programs fit
 CUT_REGISTERS = 128  # so that two programs of each of bin and cut fit
 
 
@@ -171,7 +172,7 @@ def _add(edited, token_ids, addends, count, chunk, CHUNK: tl.constexpr):
 @jit("lanes_ptr", "positions_ptr", "edits", "keep")
 def _draw_kernel(
     logits_ptr, edited_ptr, edits, lanes_ptr, positions_ptr, table_ptr, record_ptr, tops_ptr, chunks_ptr,
-    last_token_ptr, counts_ptr, out_ptr, keep, kept_ptr,
+    last_token_ptr, counts_ptr, out_ptr, host_ptr, keep, kept_ptr,
     V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, CHUNKS: tl.constexpr, SUBS: tl.constexpr,
     FULL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -183,13 +184,13 @@ def _draw_kernel(
     N: tl.constexpr = (V + SUB - 1) // SUB
     chunk, rows = tl.program_id(0), tl.num_programs(1)
     row = (rows - 1 - tl.program_id(1)).to(tl.int64)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
     lane = tl.load(lanes_ptr + row)
     position = tl.load(positions_ptr + row).to(tl.int64)
     entry, record = table_ptr + lane * layout.ENTRY, record_ptr + row * layout.RECORD
     temperature = parameter(entry, layout.TEMPERATURE)
     scale = scale_of(temperature)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
     raw_top, raw_sum = chunk_sum(x, LOG2E)
     top, total = raw_top, raw_sum
     edited = False
@@ -228,7 +229,9 @@ def _draw_kernel(
     tl.store(own + layout.SCORE * C, score)
     tl.store(own + layout.WINNER * C, winner.to(tl.float32, bitcast=True))
     if last_of_row(record + layout.DONE, C):
-        token = _combine(logits_ptr, edited_ptr, edited, chunks, out_ptr, row, rows, temperature, V, C, CHUNKS, FULL)
+        token = _combine(
+            logits_ptr, edited_ptr, edited, chunks, out_ptr, host_ptr, row, rows, temperature, V, C, CHUNKS, FULL
+        )
         tl.store(last_token_ptr + lane, token)
         if FULL and tl.load(entry + layout.PENALIZED) != 0:
             tl.atomic_add(counts_ptr + lane * V + token, 1, sem="relaxed")
@@ -236,7 +239,7 @@ def _draw_kernel(
 
 @jit()
 def _combine(
-    logits_ptr, edited_ptr, edited, chunks, out_ptr, row, rows, temperature,
+    logits_ptr, edited_ptr, edited, chunks, out_ptr, host_ptr, row, rows, temperature,
     V: tl.constexpr, C: tl.constexpr, CHUNKS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Combine a row's chunks and write the outcome to `out` (see draw). Return the token, or 0 if there is none."""
@@ -269,13 +272,21 @@ def _combine(
     untruncated = tl.where(possible, untruncated, float("nan"))
     raw_logprob = tl.where(possible & (raw_top < float("inf")), raw - raw_top - raw_total, float("nan"))
     out = out_ptr + row
-    tl.store(out, tl.where(possible, token, -1).to(tl.int32))
+    drawn = tl.where(possible, token, -1).to(tl.int32)
+    _store(out, rows, drawn, logprob, untruncated, raw_logprob)
+    tl.store(out + 4 * rows, raw_top.to(tl.int32, bitcast=True))
+    tl.store(out + 5 * rows, raw_total.to(tl.int32, bitcast=True))
+    _store(host_ptr + row, rows, drawn, logprob, untruncated, raw_logprob)
+    return tl.where(possible, token, 0)
+
+
+@jit()
+def _store(out, rows, token, logprob, untruncated, raw_logprob):
+    """Store the first four results of a row."""
+    tl.store(out, token)
     tl.store(out + rows, logprob.to(tl.int32, bitcast=True))
     tl.store(out + 2 * rows, untruncated.to(tl.int32, bitcast=True))
     tl.store(out + 3 * rows, raw_logprob.to(tl.int32, bitcast=True))
-    tl.store(out + 4 * rows, raw_top.to(tl.int32, bitcast=True))
-    tl.store(out + 5 * rows, raw_total.to(tl.int32, bitcast=True))
-    return tl.where(possible, token, 0)
 
 
 def draw(
@@ -290,35 +301,36 @@ def draw(
     cut: bool,
     mask: Tensor | None,
     keep: bool,
+    host: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Draw a token for each of R rows, and store it in `state`.
 
     logits: float32, bfloat16 or float16 [R, V]. lanes: int64 [R]. positions: int32 or int64 [R]. edited: whether any
     row has a penalty, biases or min_tokens. truncated: whether any row has top-k, top-p or min-p. cut: whether any row
     has top-k or top-p. mask: int32 [R, ceil(V / 32)], or None. keep: whether to return the tokens that could be drawn.
+    host: int32 [4, R] in pinned memory, to which the first four rows of the result are written as well, or None.
 
     Returns int32 [6, R]: the tokens (-1 for none), and, as the bits of float32, logprobs, untruncated logprobs, raw
     logprobs, the largest logit of each row, and the logarithm of its sum of exp(logit - largest). Also returns the
     tokens that could be drawn, bool [R, V], or None.
     """
-    count, vocab = logits.shape
+    (count, vocab), device = logits.shape, logits.device
     edits = 2 if mask is not None else int(edited)
     assert logits.is_contiguous()
     assert len(lanes) == len(positions) == count <= work.rows
     assert truncated or not cut
-    device = logits.device
     out = torch.empty(6, count, dtype=torch.int32, device=device)
+    written = out, out if host is None else host
     chunk, sub = layout.CHUNK, layout.SUB
     chunks = -(-vocab // chunk)
     padded_chunks, padded_subs = power_of_two(chunks), power_of_two(-(-vocab // sub))
     grid = (chunks, count)
-    options = _options(device)
+    options, known = _options(device), (lanes, positions, state.table)
     pdl = "launch_pdl" in options
-    known = lanes, positions, state.table
     if not (edits or truncated or keep):
         _draw_kernel[grid](
-            logits, None, 0, *known, work.record, None, work.chunks, state.last_token, None, out, 0, None, vocab,
-            chunk, sub, padded_chunks, padded_subs, False, pdl, **options,
+            logits, None, 0, *known, work.record, None, work.chunks, state.last_token, None, *written, 0, None, vocab,
+            chunk, sub, padded_chunks, padded_subs, False, pdl, maxnreg=PLAIN_REGISTERS, **options,
         )  # fmt: skip
         return out, None
     changed = torch.empty(count if edits else 1, vocab, dtype=torch.float32, device=device)
@@ -342,7 +354,7 @@ def draw(
         )  # fmt: skip
     kept = torch.empty(count, vocab, dtype=torch.bool, device=device) if keep else None
     _draw_kernel[grid](
-        *read_from, *known, work.record, work.tops, work.chunks, state.last_token, state.counts, out, int(keep),
+        *read_from, *known, work.record, work.tops, work.chunks, state.last_token, state.counts, *written, int(keep),
         out if kept is None else kept, vocab, chunk, sub, padded_chunks, padded_subs, True, pdl,
         maxnreg=DRAW_REGISTERS, **options,
     )  # fmt: skip

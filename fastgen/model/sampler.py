@@ -96,13 +96,14 @@ class SampleOutput:
     log-softmax of the untouched logits (undefined at NO_TOKEN). top_ids, top_logprobs: int64 and float32 [R, k], the
     raw alternatives, best first, equal ones by id; None for k = 0. kept: bool [R, V], the tokens that could be drawn
     (one for a greedy row); None unless a row asked for it. chosen: float32 [R, c], raw logprobs of the ids that each
-    row has chosen; see ChosenTokens."""
+    row has chosen; see ChosenTokens. host: `packed` in pinned memory, to be kept until the launch has run, or None."""
 
     packed: Tensor
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
     kept: Tensor | None = None
     chosen: Tensor | None = None
+    host: Tensor | None = None
 
     def rows(self, chosen: np.ndarray) -> SampleOutput:
         """Return the draws of some rows, int64 [n], on the host."""
@@ -246,14 +247,16 @@ class LaneState:
 
 
 def _launch_draw(
-    logits: Tensor, state: LaneState, lanes: Tensor, positions: Tensor, plan: SamplePlan, mask: Tensor | None
-) -> SampleOutput:
+    logits: Tensor, state: LaneState, lanes: Tensor, positions: Tensor, plan: SamplePlan, mask: Tensor | None,
+    to_host: bool = False,
+) -> SampleOutput:  # fmt: skip
     cut = plan.sorted_tokens > 0
+    host = torch.empty(4, len(lanes), dtype=torch.int32, pin_memory=lanes.is_cuda) if to_host else None
     out, kept = sampling.draw(
         logits, state, lanes, positions, state.workspace(len(lanes)),
-        edited=plan.edits, truncated=cut or plan.min_p, cut=cut, mask=mask, keep=plan.keep_mask,
+        edited=plan.edits, truncated=cut or plan.min_p, cut=cut, mask=mask, keep=plan.keep_mask, host=host,
     )  # fmt: skip
-    output = SampleOutput(out[:4])
+    output = SampleOutput(out[:4], host=host)
     if kept is not None:
         output.kept = _kept(kept, state.rows(lanes), output.tokens)
     totals = out[4:].view(torch.float32)
@@ -265,15 +268,16 @@ def _launch_draw(
 
 
 def _draw_twin(
-    logits: Tensor, state: LaneState, lanes: Tensor, positions: Tensor, plan: SamplePlan, mask: Tensor | None
-) -> SampleOutput:
+    logits: Tensor, state: LaneState, lanes: Tensor, positions: Tensor, plan: SamplePlan, mask: Tensor | None,
+    to_host: bool = False,
+) -> SampleOutput:  # fmt: skip
     """Draw the next token of each row, and store it in `state`.
 
     logits: [R, V], contiguous, not changed. lanes: int64 [R]; a lane is named twice only if it is padding, or for the
     rows of a speculative decode, whose last token `kernels.drafts.follow` stores. positions:
     int32 or int64 [R], the position (from 0) of the drawn token in prompt and output. mask: int32 [R, ceil(V / 32)];
     bit i of word w is token 32 w + i, and a set bit allows it. The order is as in SamplingParams: penalties, bias,
-    min_tokens, mask, temperature, top-k, top-p, min-p.
+    min_tokens, mask, temperature, top-k, top-p, min-p. to_host: whether kernels write `SampleOutput.host`, too.
     """
     logits = logits.float()
     rows = state.rows(lanes)

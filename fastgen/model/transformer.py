@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fastgen.device.profiling import span
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
+from fastgen.kernels.embedding import embed
 from fastgen.kernels.rope import SlotMapping, rope_write
 from fastgen.model.attention.interface import Attention, StepLayout
 from fastgen.model.kv_pool import KVPool
@@ -119,20 +120,12 @@ class Transformer:
     def embed(self, parts: Sequence[StepPart]) -> None:
         """Begin the residual streams with the embeddings of the tokens."""
         sizes, norm = [len(part.token_ids) for part in parts], self.layers[0].input_norm
+        embedding = self.parameters.embedding
         for number, part in enumerate(parts):
-            x = self._embedding_of(part.token_ids)
+            x = embed(part.token_ids, embedding, self.group.rank * len(embedding) if self.group.size > 1 else None)
             if self.config.embedding_scale != 1:
                 x.mul_(self.config.embedding_scale)
             part.residual = begin(self.group, sizes, number, x, norm)
-
-    def _embedding_of(self, ids: Tensor) -> Tensor:
-        """Return embeddings [T, hidden] of ids [T], zeros for ids that other ranks hold."""
-        embedding = self.parameters.embedding
-        if self.group.size == 1:
-            return F.embedding(ids, embedding)
-        own = ids - self.group.rank * len(embedding)
-        here = (own >= 0) & (own < len(embedding))
-        return F.embedding(own.masked_fill_(~here, 0), embedding).masked_fill_(~here[:, None], 0)
 
     def project_qkv(self, part: StepPart, number: int, pool: KVPool) -> Tensor:
         """Return a layer's queries [T, H, D], and write its keys and values into the pool."""

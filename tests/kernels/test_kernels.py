@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgen.kernels import launch, pages
+from fastgen.kernels.embedding import MOST_BLOCK, embed
 from fastgen.kernels.epilogue import swiglu
 from fastgen.kernels.launch import Kernel
 from fastgen.kernels.merge import merge
@@ -178,6 +179,19 @@ def test_advance() -> None:
     assert step.positions.tolist() == twin_step.positions.tolist() == [11, 0, 8, 0, 0, 5]
     assert step.kv_lens.tolist() == twin_step.kv_lens.tolist() == [12, 1, 9, 1, 1, 6]
     assert step.slots.tolist() == twin_step.slots.tolist() == [8 * 4 + 3, 0, 17 * 4, 21 * 4, 21 * 4, 4 * 4 + 1]
+
+
+@pytest.mark.parametrize("size", [64, 96, MOST_BLOCK + 8])
+@pytest.mark.parametrize("first", [None, 0, 20])
+def test_embeddings(first: int | None, size: int) -> None:
+    """A rank has zeros for the ids that other ranks hold."""
+    weight, start = randn(20, size, dtype=HALF), first or 0
+    ids = torch.tensor([start + 19, start + 3, start, start + 3], device=DEVICE)
+    others = ids.new_tensor([] if first is None else [start - 1, start + 20])
+    for run in (embed.launch, embed.twin):
+        found = run(torch.cat((ids, others)), weight, first)
+        assert torch.equal(found[:4], weight[ids - start])
+        assert not found[4:].any()
 
 
 def test_a_kernel_that_does_not_compile_falls_back_to_its_twin_once(

@@ -27,7 +27,7 @@ for tokens, outputs, inputs, half, what in [
     (17, 6144, 4096, 64, "rope"), (64, 28672, 4096, 0, "swiglu"), (1, 1152, 4096, 24, "rope"),
     (1, 2048, 8192, 0, "add"), (33, 4096, 4096, 0, "add"), (17, 32768, 4096, 0, "logits"),
     (9, 12288, 4096, 16, "rope"), (1, 1024, 512, 8, "rope"), (1, 1024, 512, 0, "swiglu"),
-    (128, 28672, 4096, 0, "swiglu"),
+    (1, 16384, 2048, 0, "swiglu"), (128, 28672, 4096, 0, "swiglu"),
     (128, 4096, 14336, 0, "add"), (256, 4096, 14336, 0, "add"), (96, 32768, 4096, 0, "logits"),
 ]:
     found = config(tokens, outputs, inputs, torch.bfloat16, chip)
@@ -122,7 +122,8 @@ def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
             "as batch_invariant's"
         )
         assert "fma.rn.f32" not in ptx
-    assert (starts[1024], starts[28672]) == (True, False), "early only if many processors are free"
+    assert (starts[1024], starts[28672]) == (True, False), "early if many processors are free"
+    assert starts[16384], "early if all processors have two programs"
 
 
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")

@@ -68,13 +68,15 @@ class Draw:
 
     def by(self, draw: Any) -> tuple[SampleOutput, LaneState]:
         state, before = self.state(), self.logits.clone()
-        out = draw(self.logits, state, self.lanes, self.positions, plan_of(self.params), self.mask)
+        out = draw(self.logits, state, self.lanes, self.positions, plan_of(self.params), self.mask, to_host=True)
         assert torch.equal(self.logits.nan_to_num(7.0), before.nan_to_num(7.0)), "the logits are left as they are"
         return out, state
 
     def check(self) -> SampleOutput:
         """Check that the kernels do the same as the twin, except for the rounding of exp, and return what they drew."""
         (out, state), (twin, twin_state) = self.by(sampler.draw.launch), self.by(sampler.draw.twin)
+        assert out.host is not None
+        assert torch.equal(out.packed.cpu(), out.host), "the copy waits for the kernels, which write to the host"
         same = out.tokens == twin.tokens
         for row in (~same).nonzero().flatten().tolist():
             self.check_near(row, int(out.tokens[row]))
