@@ -6,8 +6,8 @@ the left side of the tensor core instructions: a prepared word has the 8 weights
 While the products of one chunk of columns are computed, the next chunk is dequantized. The rows of an instruction do
 not affect each other: where warps have only 8 of their 16 rows, the registers of the others are undefined.
 
-With few tokens, the products of a narrow weight are no faster than a chain of instructions in which each adds 16
-columns to the sum of the one before.
+With few tokens, the products of a narrow weight are no faster than a processor's instructions, of which each adds 16
+columns to a sum. Two sums at the same time on a processor are no faster than one of twice the length.
 
 A nibble becomes a number without a conversion: in the lowest bits of the mantissa of 128 it is bf16's 128 + q. From
 this, 128 + zero is subtracted, which is exact. The difference times the scale is rounded once: a float16 scale is the
