@@ -6,8 +6,8 @@ the left side of the tensor core instructions: a prepared word has the 8 weights
 While the products of one chunk of columns are computed, the next chunk is dequantized. The rows of an instruction do
 not affect each other: where warps have only 8 of their 16 rows, the registers of the others are undefined.
 
-With few tokens, the products of a narrow weight are no faster than a chain of instructions in which each adds 16
-columns to the sum of the one before.
+With few tokens, the products of a narrow weight are no faster than a processor's instructions, of which each adds 16
+columns to a sum. Two sums at the same time on a processor are no faster than one of twice the length.
 
 A nibble becomes a number without a conversion: in the lowest bits of the mantissa of 128 it is bf16's 128 + q. From
 this, 128 + zero is subtracted, which is exact. The difference times the scale is rounded once: a float16 scale is the
@@ -190,7 +190,10 @@ def _product_kernel(
     PAIRS: gl.constexpr = ROWS // 2 // HEADS
     first_token, head, first_row = origin(T, HALF, TOKENS, ROWS, HEADS, True)
     words = gl.allocate_shared_memory(gl.int32, [STAGES] + words_desc.block_type.shape, words_desc.layout)
-    xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, DEPTH], x_desc.layout)
+    # A step's x loads at once, as its parts of 64 columns, of which a tile [TOKENS, DEPTH] consists in shared memory.
+    parts = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)
+    tiled: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, DEPTH], x_desc.dtype)
+    xs = reinterpret(parts, x_desc.dtype, [STAGES, TOKENS, DEPTH], tiled)
     scales = gl.allocate_shared_memory(
         scales_desc.dtype, [STAGES * APART] + scales_desc.block_type.shape, scales_desc.layout
     )
@@ -298,7 +301,8 @@ def _place(head, block, column, HALF: gl.constexpr):
 @gluon_jit()
 def _load_x(described, ring, stage, step, at):
     xs = ring[1]
-    load_tile(described[0], [at[0], step * xs.shape[2]], ring[4].index(stage), xs.index(stage))
+    parts = reinterpret(xs, xs.dtype, [xs.shape[0]] + described[0].block_type.shape, described[0].layout)
+    load_tile(described[0], [step * (xs.shape[2] // 64), at[0], 0], ring[4].index(stage), parts.index(stage))
 
 
 @gluon_jit()
@@ -494,11 +498,11 @@ def launch(
 
     assert tile.depth > tile.chunk  # or registers of two chunks in flight would be the same
     assert tile.rows >= 8 * tile.warps
-    groups = tile.groups(group)
+    groups, x_parts = tile.groups(group), x.view(tokens, -1, 64).transpose(0, 1)
     early = tile.tokens <= max(FEW)
     ahead = tile.tokens * tile.rows <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * tile.warps
     _product_kernel[(token_tiles * tiles,)](
-        described(x, [tile.tokens, tile.depth]), blocks(words, tile.depth // COLUMNS, 128),
+        described(x_parts, [tile.depth // 64, tile.tokens, 64]), blocks(words, tile.depth // COLUMNS, 128),
         blocks(scales, groups, 16), None if zeros is None else blocks(zeros, groups, 16), *others, tokens, outputs,
         inputs, group, *sizes, tile.tokens, tile.rows, heads, tile.depth, tile.chunk,
         tile.stages(chip, group), tile.apart(group), ahead, early,
