@@ -7,7 +7,7 @@
 One Generator for each way of drafting answers the same questions, one at a time (one lane), in turn with the others.
 The answers must be the same to the bit. A row is a token that a step computes for a sequence: the last one, or a draft.
 "all drafts" verifies each draft (row_cost=0), as if rows were free: the acceptance of the head itself, or of earlier
-text where that was right more often. The other cases are what a user gets.
+text where that was right more often. "int4" is an int4 copy of the model. The other cases are what a user gets.
 """
 
 import argparse
@@ -76,6 +76,7 @@ def ways(folder: Path) -> dict[str, Any]:
     for path in sorted(path.parent for path in folder.glob("*/config.json")):
         found[path.name] = Speculation(head=path, history_tokens=0)
         found[f"{path.name}, all drafts"] = Speculation(head=path, history_tokens=0, row_cost=0.0)
+    found["int4, all drafts"] = Speculation(head="int4", history_tokens=0, row_cost=0.0)
     return found
 
 

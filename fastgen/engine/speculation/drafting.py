@@ -51,11 +51,12 @@ class Drafting(StepFeature[DraftPlan]):
         self._rows = DecodeInput.empty(self.options.max_rows, self._device)
 
     def add_head(
-        self, weights: HeadWeights, target: Transformer, pool: KVPool, make_attention: Callable[[int, int], Attention]
-    ) -> Head:
+        self, weights: HeadWeights, target: Transformer, pool: KVPool, make_attention: Callable[[int, int], Attention],
+        attention: Attention,
+    ) -> Head:  # fmt: skip
         """Let a head draft, too. The arguments are those of HeadPlace."""
-        draft = self._drafts.proposals[1], self._drafts.proposed[1]
-        self.head = weights.attach(HeadPlace(target, pool, make_attention, self._lanes, self._config, *draft))
+        out = self._drafts.proposals[1], self._drafts.proposed[1]
+        self.head = weights.attach(HeadPlace(target, pool, make_attention, attention, self._lanes, self._config, *out))
         self._drafters.append(self.head)
         return self.head
 

@@ -17,7 +17,8 @@ class Speculation(Options):
     speculative step, drafted ones included; 0: as it suits the device. row_cost: the time of one more token in a step,
     as a share of the time of a step; None: as it suits the device. history_tokens: number of tokens of earlier requests
     that are kept for drafts; 0: drafts come only from a sequence's own tokens. head: folder or hub id of a head that
-    drafts too (docs/python.md); None: drafts come only from texts. The Generator replaces it by its configuration.
+    drafts too (docs/python.md), or "int4", an int4 copy of the model; None: drafts come only from texts. The Generator
+    replaces it by its configuration.
     """
 
     max_draft: int = option(15, low=1, high=63)
@@ -33,12 +34,14 @@ class Speculation(Options):
         named = {"auto": cls(), "ngram": cls(history_tokens=0), "off": None, False: None, None: None}
         if isinstance(given, str | bool | None) and given in named:
             return named[given]
-        if isinstance(given, Path) or (isinstance(given, str) and ("/" in given or Path(given).is_dir())):
+        if isinstance(given, Path) or (
+            isinstance(given, str) and (given == "int4" or "/" in given or Path(given).is_dir())
+        ):
             return cls(head=given)
         if not isinstance(given, Speculation):
             raise ValueError(
-                f"speculate is {given!r}; it must be 'auto', 'ngram', 'off' (False), the folder or hub id of a head, "
-                "or a Speculation"
+                f"speculate is {given!r}; it must be 'auto', 'ngram', 'int4', 'off' (False), the folder or hub id "
+                "of a head, or a Speculation"
             )
         given.check()
         return given
