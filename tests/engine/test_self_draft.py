@@ -145,7 +145,7 @@ def test_the_copy_follows_the_weights(llama: Path, monkeypatch: pytest.MonkeyPat
     """Also those that are written after a sleep that has dropped them."""
     changed = {name: x * 1.01 for name, x in load_file(llama / "model.safetensors").items()}
     with Generator(llama, speculate=EAGER, page_size=16) as gen:
-        gen.generate(PROMPTS, PARAMS)
+        gen.generate(PROMPTS[:2], PARAMS[:2])
         for factor in (1.0, 1.02):
             tensors = {name: x * factor for name, x in changed.items()}
             if factor > 1:
@@ -153,8 +153,8 @@ def test_the_copy_follows_the_weights(llama: Path, monkeypatch: pytest.MonkeyPat
                 gen.wake()
             gen.update_weights(tensors)
             recorded = record(gen, monkeypatch)
-            found = gen.generate(PROMPTS, PARAMS)
-            assert Twin(llama, tensors).check(recorded.drafts, found, 3) > 100
+            found = gen.generate(PROMPTS[:2], PARAMS[:2])
+            assert Twin(llama, tensors).check(recorded.drafts, found, 3) > 50
         with pytest.raises(ValueError, match="which update_weights changes too"):
             gen.update_drafter(changed)
 
