@@ -2,7 +2,7 @@
 
     python scripts/tiny/measure_heads.py                     # on the CPU, 8 minutes: bundled-heads-cpu.json
     python scripts/tiny/measure_heads.py --device cuda       # bundled-heads-h100.json, by the card
-    python scripts/tiny/measure_heads.py --only "int4, all drafts" --rounds 1 --out scripts/results/bundled-int4-cpu.json
+    python scripts/tiny/measure_heads.py --only "int4, all drafts" --rounds 1 --out bundled-int4-cpu.json
     python scripts/tiny/measure_heads.py --smoke             # writes nothing without --out
 
 One Generator for each way of drafting answers the same questions, one at a time (one lane), in turn with the others.
