@@ -31,12 +31,13 @@ class Speculation(Options):
     def of(cls, given: object) -> Speculation | None:
         """Return the options that `Generator(speculate=...)` stands for; None: no speculation. Raises TypeError or
         ValueError for other values."""
-        named = {"auto": cls(), "ngram": cls(history_tokens=0), "off": None, False: None, None: None}
+        named = {
+            "auto": cls(), "ngram": cls(history_tokens=0), "int4": cls(head="int4", max_draft=3), "off": None,
+            False: None, None: None,
+        }  # fmt: skip
         if isinstance(given, str | bool | None) and given in named:
             return named[given]
-        if isinstance(given, Path) or (
-            isinstance(given, str) and (given == "int4" or "/" in given or Path(given).is_dir())
-        ):
+        if isinstance(given, Path) or (isinstance(given, str) and ("/" in given or Path(given).is_dir())):
             return cls(head=given)
         if not isinstance(given, Speculation):
             raise ValueError(
