@@ -12,7 +12,7 @@ from called_graphs import Called, capturable
 from conftest import check_idle
 from drafting import adversary
 from handmade import let_pages_run_out
-from heads import Draft, head_of, record
+from heads import Draft, head_of, record, save_eagle
 from safetensors.torch import load_file
 from test_dflash import PARAMS, PROMPTS, SCHEDULES
 from torch import Tensor
@@ -23,6 +23,7 @@ from fastgen.engine.warm_up import capture
 from fastgen.kernels.sampler_rows import gumbel
 from fastgen.model.int4_layouts import dequantize, quantize
 from fastgen.model.packed import PACKED_ROW_TILE
+from fastgen.model.sampler import SampleOutput
 
 EAGER = Speculation(row_cost=0.0, history_tokens=0, head="int4")
 GROUP = 32  # of the small models, whose sizes are no multiples of 64
@@ -167,6 +168,22 @@ def test_the_bundled_model_draws_what_its_copy_drafts() -> None:
     with Generator(device="cpu", speculate=EAGER) as gen:
         assert same(gen.generate(prompts, params), expected)
         assert gen.stats.head_accepted > 0.85 * gen.stats.head_drafted > 20
+
+
+@pytest.mark.parametrize("kind", ["int4", "eagle"])
+def test_a_draft_is_a_token_of_the_vocabulary(
+    kind: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While kernels are only compiled, draws are what was in the memory before, and torch's operations run on them."""
+    head = kind if kind == "int4" else save_eagle(tmp_path, llama)
+    with Generator(llama, speculate=replace(EAGER, head=head), page_size=16) as gen:
+        expected = gen.generate(PROMPTS[:2], PARAMS[:2])
+
+        def garbage(logits: Tensor, *_: Any) -> SampleOutput:
+            return SampleOutput(torch.full((4, len(logits)), 2**30, dtype=torch.int32))
+
+        monkeypatch.setattr("fastgen.engine.speculation.head.draw", garbage)
+        assert same(gen.generate(PROMPTS[:2], PARAMS[:2]), expected)
 
 
 def test_few_lanes_draft(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
