@@ -17,7 +17,7 @@ class Speculation(Options):
     speculative step, drafted ones included; 0: as it suits the device. row_cost: the time of one more token in a step,
     as a share of the time of a step; None: as it suits the device. history_tokens: number of tokens of earlier requests
     that are kept for drafts; 0: drafts come only from a sequence's own tokens. head: folder or hub id of a head that
-    drafts too (docs/python.md), or "int4", an int4 copy of the model; None: drafts come only from texts.
+    drafts too, or "int4" (docs/python.md); None: only texts draft. The Generator replaces it by its configuration.
     """
 
     max_draft: int = option(15, low=1, high=63)
