@@ -36,7 +36,6 @@ ACCEPTANCE = {"DFlash": 3.1, "EAGLE-3": 2.6, "int4": 3.44}
 each of whose 3 drafts is right with a probability of 0.9, which is an assumption."""
 
 BLOCK, LAYERS = 16, 5
-INT4_DRAFTS = 3  # as with speculate="int4"
 STREAMS = {
     "chat1": Stream(1, 0.0, uniform=True, prompt=512, generated=384),
     "chat8": Stream(8, 0.0, uniform=True, prompt=512, generated=384),
@@ -175,8 +174,7 @@ def bench_heads(arguments: argparse.Namespace) -> None:
             report.add(name, "plain", measure(generator, stream, None))
     for kind, acceptance in ACCEPTANCE.items():
         with head_folder(arguments.model, kind, smoke) as folder:
-            drafts = {"max_draft": INT4_DRAFTS} if kind == "int4" else {}
-            speculate = Speculation(head=folder, history_tokens=0, **drafts)
+            speculate = Speculation(head=folder, history_tokens=0)
             with ready_generator(arguments, speculate=speculate, **options) as (generator, _):
                 rate = rate_of(acceptance, head_of(generator).most)
                 for name, stream in streams.items():

@@ -31,8 +31,8 @@ class Speculation(Options):
         """Return the options that `Generator(speculate=...)` stands for; None: no speculation. Raises TypeError or
         ValueError for other values."""
         named = {
-            "auto": cls(), "ngram": cls(history_tokens=0), "int4": cls(head="int4", max_draft=3), "off": None,
-            False: None, None: None,
+            "auto": cls(), "ngram": cls(history_tokens=0), "int4": cls(head="int4"), "off": None, False: None,
+            None: None,
         }  # fmt: skip
         if isinstance(given, str | bool | None) and given in named:
             return named[given]
