@@ -126,8 +126,9 @@ class GeneratorOptions(Options):
     )  # fmt: skip
     speculate: Any = option(
         False, "draft tokens and verify them together, which changes no bit where deterministic is on: auto drafts "
-        "when few sequences run, ngram only from a sequence's own tokens, off, or the folder or hub id of a head that "
-        "drafts from the model's hidden states (DFlash, EAGLE-3, Medusa); in Python also False or a Speculation",
+        "when few sequences run, ngram only from a sequence's own tokens, int4 also with an int4 copy of the model, "
+        "off, or the folder or hub id of a head that drafts from the model's hidden states (DFlash, EAGLE-3, Medusa); "
+        "in Python also False or a Speculation",
         unset="off",
     )  # fmt: skip
     generation_config: bool = option(

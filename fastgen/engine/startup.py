@@ -179,12 +179,13 @@ def make_runner(model: Transformer, config: EngineConfig, head: HeadWeights | No
         drafting = Drafting(config, runner.lanes, pool.page_size, model.group.rank == 0)
         runner.features[DraftPlan] = drafting
         if head is not None:
-            part, name = pool.part(c.num_layers, sizes[0]), "paged" if config.attention == "flash" else config.attention
+            part = pool.part(c.num_layers if config.more_kv_layers else 0, sizes[0])
+            name = "paged" if config.attention == "flash" else config.attention
 
             def attention_of_head(heads: int, rows: int) -> Attention:
                 return make_attention(name, part, heads, (0,), rows, config.max_model_len, config.deterministic)
 
-            model.observer = drafting.add_head(head, model, part, attention_of_head)
+            model.observer = drafting.add_head(head, model, part, attention_of_head, attention)
     return runner
 
 

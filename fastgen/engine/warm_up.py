@@ -22,6 +22,7 @@ from fastgen.engine.prompt_scores import ScorePlan, ScoreRequest
 from fastgen.engine.runner import Runner
 from fastgen.engine.speculation.drafting import Drafting, speculative_sizes
 from fastgen.engine.speculation.planning import DraftPlan
+from fastgen.engine.speculation.self_draft import SelfDraft
 from fastgen.kernels import batch_invariant, scoring
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
@@ -55,6 +56,8 @@ def _launch_all(runner: Runner) -> None:
     head = drafting.head if (drafting := drafting_of(runner)) else None
     sizes = [*batch_invariant.SIZES, config.max_step_tokens] if deterministic else []
     launch_products(model, runner.pool, sizes, head.linears if head else ())
+    if isinstance(head, SelfDraft):
+        launch_products(head.model, runner.pool, sizes)
     if deterministic:
         return
     for size in (size for size in batch_invariant.SIZES if size <= batch_invariant.MOST):

@@ -38,6 +38,7 @@ class LiveWeights:
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole tensors, by Hugging Face name, over the model's in place. Merge the factors of adapters, by layer,
         into the bases, and write sparse deltas into the weights."""
+        self._model.parameters.changes += 1
         with self._unpacked() as shards:
             targets: dict[str, Target] = {**shards, **delta_targets(shards)}
             write({**targets, **self._model.parameters.bases.targets(shards)}, tensors)

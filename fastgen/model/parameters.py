@@ -148,7 +148,8 @@ class Parameters:
 
     config: config of the whole model; the attribute `config` is this rank's part of it. deterministic: the bits of a
     row do not depend on other rows. row_tile: multiple to which the number of rows is padded
-    (`ROW_TILE`).
+    (`ROW_TILE`). shared: other parameters, whose embedding and head these have too. changes: number of times that the
+    weights of a running model were changed.
     """
 
     def __init__(
@@ -158,12 +159,14 @@ class Parameters:
         device: torch.device,
         group: Group | None = None,
         deterministic: bool = False,
+        shared: Parameters | None = None,
     ) -> None:
         self.group = Group() if group is None else group
         self.config, self._whole = config.split(self.group.size), config
         self.dtype, self.device = dtype, device
         self.memory = memory_on(device)
         self.bases = AdapterBases(self.memory, device)
+        self.changes = 0
         self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU, padding to row_tile suffices
         self._int4 = config.quantization if isinstance(config.quantization, Int4) else None
         plain = config.quantization is None or self._int4 is not None  # on the CPU, int4 is dequantized
@@ -171,8 +174,8 @@ class Parameters:
         self.row_tile = 1 if device.type != "cpu" else PACKED_ROW_TILE if self._packs else ROW_TILE
         norm, embedding, *head = model_table(config)
         self.norm = RMSNorm(self._new(*norm.shape), config.norm_eps)
-        self.embedding = self._new(*self._part(embedding)[1])
-        self.lm_head = self._linear(head) if head else self._tied()
+        self.embedding: Tensor = shared.embedding if shared else self._new(*self._part(embedding)[1])
+        self.lm_head: Linear = shared.lm_head if shared else self._linear(head) if head else self._tied()
         self.layers = [self._layer(number) for number in range(config.num_layers)]
 
     def new_memory(self) -> Memory:

@@ -28,7 +28,7 @@ from fastgen.device.chip import current
 from fastgen.device.find import find_device
 from fastgen.engine.interface import StepRunner
 from fastgen.engine.options import EngineConfig, GeneratorOptions
-from fastgen.engine.speculation.heads import HeadConfig, read_head
+from fastgen.engine.speculation.heads import HeadConfig, SelfDraftConfig, read_head
 from fastgen.engine.speculation.options import Speculation
 from fastgen.engine.startup import build_rank
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
@@ -72,6 +72,10 @@ def with_head(given: Speculation | None, target: ModelConfig, ranks: int, load: 
         return given
     if ranks > 1:
         raise ValueError(f"speculate={str(given.head)!r} needs tensor_parallel=1; leave it out, or take 'auto'")
+    if given.head == "int4":
+        if target.quantization:
+            raise ValueError("speculate='int4' needs a model that is not quantized; leave it out, or take 'auto'")
+        return replace(given, head=SelfDraftConfig())
     return replace(given, head=read_head(find_head(given.head, weights=load == "auto"), target))
 
 

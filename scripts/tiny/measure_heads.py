@@ -2,12 +2,13 @@
 
     python scripts/tiny/measure_heads.py                     # on the CPU, 8 minutes: bundled-heads-cpu.json
     python scripts/tiny/measure_heads.py --device cuda       # bundled-heads-h100.json, by the card
+    python scripts/tiny/measure_heads.py --only "int4, all drafts" --rounds 1 --out bundled-int4-cpu.json
     python scripts/tiny/measure_heads.py --smoke             # writes nothing without --out
 
 One Generator for each way of drafting answers the same questions, one at a time (one lane), in turn with the others.
 The answers must be the same to the bit. A row is a token that a step computes for a sequence: the last one, or a draft.
 "all drafts" verifies each draft (row_cost=0), as if rows were free: the acceptance of the head itself, or of earlier
-text where that was right more often. The other cases are what a user gets.
+text where that was right more often. "int4" is an int4 copy of the model. The other cases are what a user gets.
 """
 
 import argparse
@@ -76,6 +77,7 @@ def ways(folder: Path) -> dict[str, Any]:
     for path in sorted(path.parent for path in folder.glob("*/config.json")):
         found[path.name] = Speculation(head=path, history_tokens=0)
         found[f"{path.name}, all drafts"] = Speculation(head=path, history_tokens=0, row_cost=0.0)
+    found["int4, all drafts"] = Speculation(head="int4", history_tokens=0, row_cost=0.0)
     return found
 
 
@@ -87,6 +89,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         cases = {
             name: Case(Generator(device=args.device, speculate=way, prefix_cache=False, max_seqs=4))
             for name, way in ways(args.heads).items()
+            if name == "off" or name in (args.only or [name])
         }
         for case in cases.values():
             case.answer(prompts[:8], temperature)  # a warm-up
@@ -115,6 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     """Measure, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=Path, default=TINY, help="folder with the folders of heads")
+    parser.add_argument("--only", nargs="+", metavar="WAY", help="ways of drafting, as in the file, besides off")
     parser.add_argument("--prompts", type=int, default=1, help="held-out questions per skill")
     parser.add_argument("--most", type=int, help="maximum number of questions in all")
     parser.add_argument("--rounds", type=int, default=4)

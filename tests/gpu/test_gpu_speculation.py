@@ -12,6 +12,7 @@ import torch
 from drafting import adversary_on_device
 from heads import head_of
 from known_models import KNOWN
+from safetensors.torch import load_file
 
 from fastgen import Generator, SamplingParams, Speculation
 
@@ -48,7 +49,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", [*HEADS, "int4"])
 def test_a_head_changes_no_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its CUDA graphs draft what it drafts launched kernel by kernel, and texts get as many right drafts as without."""
     monkeypatch.setattr("fastgen.engine.speculation.planning.BARREN", 10**9)
@@ -57,11 +58,12 @@ def test_a_head_changes_no_bit(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
         folder.mkdir()
     config = {**KNOWN["Qwen/Qwen3-8B"][0], "num_hidden_layers": 4}
     (target / "config.json").write_text(json.dumps(config))
-    (head / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, **HEADS[kind]}))
+    (head / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, **HEADS.get(kind, {})}))
     options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_seqs": 70}
     options |= {"model": target, "load": "dummy", "kv_cache_gb": 1.0, "max_model_len": 1024, "seed": 0}
     _leave_large_numbers()  # a start runs torch's operations on memory that no kernel has written
-    with Generator(speculate=replace(EAGER, head=head), prefix_cache=False, **options) as gen:
+    speculate = replace(EAGER, head=kind if kind == "int4" else head)
+    with Generator(speculate=speculate, prefix_cache=False, **options) as gen:
         for lanes in (1, 3, 20):
             _compare(gen, lanes, may_wait=True)
         assert gen.stats.head_drafted > 0
@@ -72,6 +74,24 @@ def _leave_large_numbers() -> None:
     """Free memory in which small tensors will find numbers that are no tokens."""
     filled = [torch.full((2**15,), 2**30, dtype=torch.int32, device="cuda") for _ in range(1000)]
     filled.clear()
+
+
+def test_an_int4_copy_is_made_again_after_sleep_and_updates() -> None:
+    prompts = [[{"role": "user", "content": f"Count from {number} to {number + 9}."}] for number in range(3)]
+    shared = SamplingParams(max_tokens=60, temperature=0, logprobs=1)
+    with Generator(device="cuda", speculate=replace(EAGER, head="int4"), kv_cache_gb=0.5) as gen:
+        expected = gen.generate(prompts, replace(shared, speculate=False))
+        for change in ("none", "sleep", "update", "drop"):
+            if change in ("sleep", "drop"):
+                gen.sleep(keep_weights=change == "sleep")
+                gen.wake()
+            if change in ("update", "drop"):
+                gen.update_weights(load_file(gen.folder / "model.safetensors"))
+            before = gen.stats
+            found = gen.generate(prompts, shared)
+            assert [each.completions for each in found] == [each.completions for each in expected], change
+            stats = gen.stats.since(before)
+            assert stats.head_accepted > 0.8 * stats.head_drafted > 20, change
 
 
 @torch.inference_mode()

@@ -19,9 +19,10 @@ from fastgen.engine.options import EngineConfig
 from fastgen.engine.speculation.dflash import DFlashWeights
 from fastgen.engine.speculation.eagle import EagleWeights
 from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights
-from fastgen.engine.speculation.heads import DFlashConfig, EagleConfig, HeadConfig, MedusaConfig
+from fastgen.engine.speculation.heads import DFlashConfig, EagleConfig, HeadConfig, MedusaConfig, SelfDraftConfig
 from fastgen.engine.speculation.medusa import MedusaWeights
 from fastgen.engine.speculation.planning import HISTORY, LONGEST, Drafted, DraftPlan
+from fastgen.engine.speculation.self_draft import SelfDraftWeights
 from fastgen.engine.step import Lanes, Launched, StepFeature
 from fastgen.kernels.drafts import Drafts, StepDraws, Texts, choose, follow, recall, spread
 from fastgen.kernels.state import DecodeInput
@@ -70,6 +71,8 @@ class TextDrafter:
 def weights_of(config: HeadConfig, target: Parameters, context: int, deterministic: bool) -> HeadWeights:
     """Return the weights of a head, not yet filled. context: maximum length of a sequence. deterministic: as for
     Parameters."""
+    if isinstance(config, SelfDraftConfig):
+        return SelfDraftWeights(config, target, deterministic)
     if isinstance(config, DFlashConfig):
         return DFlashWeights(config, target, context, deterministic)
     if isinstance(config, EagleConfig):
@@ -98,11 +101,12 @@ class Drafting(StepFeature[DraftPlan]):
         self._rows = DecodeInput.empty(self.options.max_rows, self._device)
 
     def add_head(
-        self, weights: HeadWeights, target: Transformer, pool: KVPool, make_attention: Callable[[int, int], Attention]
-    ) -> Head:
+        self, weights: HeadWeights, target: Transformer, pool: KVPool, make_attention: Callable[[int, int], Attention],
+        attention: Attention,
+    ) -> Head:  # fmt: skip
         """Let a head draft, too. The arguments are those of HeadPlace."""
-        draft = self._drafts.proposals[1], self._drafts.proposed[1]
-        self.head = weights.attach(HeadPlace(target, pool, make_attention, self._lanes, self._config, *draft))
+        out = self._drafts.proposals[1], self._drafts.proposed[1]
+        self.head = weights.attach(HeadPlace(target, pool, make_attention, attention, self._lanes, self._config, *out))
         self._drafters.append(self.head)
         return self.head
 

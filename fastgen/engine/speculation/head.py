@@ -49,13 +49,15 @@ PLAN = SamplePlan(
 class HeadPlace:
     """The place of a head in a Runner.
 
-    pool: the head's layers of the KV pool. make_attention: returns attention over `pool`, for a number of query heads
-    and a maximum number of rows. tokens: int64 [L, D], and counts: int32 [L], where the head writes drafts.
+    pool: the head's layers of the KV pool; all layers, if it has none. make_attention: returns attention over `pool`,
+    for a number of query heads and a maximum number of rows. attention: that of the target. tokens: int64 [L, D], and
+    counts: int32 [L], where the head writes drafts.
     """
 
     target: Transformer
     pool: KVPool
     make_attention: Callable[[int, int], Attention]
+    attention: Attention
     lanes: Lanes
     config: EngineConfig
     tokens: Tensor
@@ -69,13 +71,25 @@ class HeadWeights(ABC):
     memory: Memory
 
     @abstractmethod
-    def read(self) -> Tensors:
-        """Return the tensors of the checkpoint."""
+    def load(self, dummy: bool) -> None:
+        """Fill the weights. dummy: those of a checkpoint are random, and no file is read."""
 
     @abstractmethod
     def update(self, named: Tensors) -> None:
         """Write all tensors by their names in a checkpoint. Raises ValueError, and nothing is written, if they do not
         fit."""
+
+    @abstractmethod
+    def attach(self, place: HeadPlace) -> Head:
+        """Return the head that works in a Runner."""
+
+
+class StoredWeights(HeadWeights):
+    """The weights of a head that has a checkpoint."""
+
+    @abstractmethod
+    def read(self) -> Tensors:
+        """Return the tensors of the checkpoint."""
 
     @abstractmethod
     def shards(self) -> dict[str, Shard]:
@@ -85,12 +99,7 @@ class HeadWeights(ABC):
     def finish(self) -> None:
         """Act when `shards` have been written."""
 
-    @abstractmethod
-    def attach(self, place: HeadPlace) -> Head:
-        """Return the head that works in a Runner."""
-
     def load(self, dummy: bool) -> None:
-        """Read the checkpoint, or if dummy, make random weights."""
         if dummy:
             fill_random(self.shards())
             self.finish()
@@ -180,6 +189,12 @@ class Head(ABC):
         """Return the maximum number of drafts of each of `size` lanes, for which a step can have rows."""
         rows = max(2 * self._options.row_limit(size) // size - 1, 1)  # see Speculator.best_rows
         return min(rows, self.most, self._options.max_draft)
+
+    def _slots(self, lanes: Tensor, positions: Tensor, inside: Tensor) -> Tensor:
+        """Return the slots, int64, of positions of lanes; -1 where `inside` is False."""
+        size = self._pool.page_size
+        pages = self._lanes.page_table[lanes, positions // size].long()
+        return torch.where(inside, pages * size + positions % size, -1)
 
     def draw(self, logits: Tensor, lanes: Tensor, positions: Tensor) -> Tensor:
         """Return drafts, int64 [R], from logits [R, V], for positions [R] of lanes [R]."""

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fastgen.model.config import ModelConfig, parse_config, unsupported
 
@@ -40,8 +41,10 @@ SUPPORTED: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The configuration of a head; each kind of head has a subclass. folder: of the checkpoint."""
+    """The configuration of a head; each kind of head has a subclass. folder: of the checkpoint. most_lanes: maximum
+    number of lanes that it drafts for."""
 
+    most_lanes: ClassVar[int] = sys.maxsize
     folder: Path
 
     @property
@@ -53,6 +56,15 @@ class HeadConfig:
     def ahead(self) -> int:
         """Number of positions, from the last token on, whose pages the head writes to."""
         return 0
+
+
+@dataclass(frozen=True)
+class SelfDraftConfig(HeadConfig):
+    """The configuration of an int4 copy of the model, which has no folder. ahead: number of tokens to draft."""
+
+    most_lanes = 16  # with more, a step of the copy is hardly shorter than one of the model
+    folder: Path = Path()
+    ahead: int = 3
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgen.device.memory import Memory
-from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights
+from fastgen.engine.speculation.head import Head, HeadPlace, StoredWeights
 from fastgen.engine.speculation.heads import LayeredConfig
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import RMSNorm
@@ -27,7 +27,7 @@ COPIES = ("embed_tokens.weight", "t2d")
 """Tensors of checkpoints that are not needed: a copy of the target's embedding, and the inverse of d2t."""
 
 
-class LayeredWeights(HeadWeights):
+class LayeredWeights(StoredWeights):
     """The weights of a head that has layers.
 
     fc: [H, F H]. lm_head: [V or a reduced vocabulary, H]; None: the target's head is used. ids: the target's tokens of
@@ -105,12 +105,6 @@ class LayeredHead(Head):
     @abstractmethod
     def _keep_context(self, part: StepPart, features: Tensor) -> None:
         """Write the keys and values of a step's tokens to the pages. features: [T, F H]."""
-
-    def _slots(self, lanes: Tensor, positions: Tensor, inside: Tensor) -> Tensor:
-        """Return the slots, int64, of positions of lanes; -1 where `inside` is False."""
-        size = self._pool.page_size
-        pages = self._lanes.page_table[lanes, positions // size].long()
-        return torch.where(inside, pages * size + positions % size, -1)
 
 
 def set_ids(ids: Tensor, offsets: Tensor | None, vocab_size: int) -> None:

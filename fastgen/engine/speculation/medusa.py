@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights
+from fastgen.engine.speculation.head import Head, HeadPlace, StoredWeights
 from fastgen.engine.speculation.heads import MEDUSA_FILES, MedusaConfig
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import rms_norm
@@ -31,7 +31,7 @@ from fastgen.model.weights import Shard, Tensors, Update, write
 LOGITS = Fused(out_dtype=torch.float32)
 
 
-class MedusaWeights(HeadWeights):
+class MedusaWeights(StoredWeights):
     """The weights of Medusa heads. blocks: [head][block], each [H, H] with a bias. outputs: one per head, [V, H]; none
     if the target's head is used."""
 

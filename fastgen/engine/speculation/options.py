@@ -17,7 +17,7 @@ class Speculation(Options):
     speculative step, drafted ones included; 0: as it suits the device. row_cost: the time of one more token in a step,
     as a share of the time of a step; None: as it suits the device. history_tokens: number of tokens of earlier requests
     that are kept for drafts; 0: drafts come only from a sequence's own tokens. head: folder or hub id of a head that
-    drafts too (docs/python.md); None: drafts come only from texts. The Generator replaces it by its configuration.
+    drafts too, or "int4" (docs/python.md); None: only texts draft. The Generator replaces it by its configuration.
     """
 
     max_draft: int = option(15, low=1, high=63)
@@ -30,15 +30,18 @@ class Speculation(Options):
     def of(cls, given: object) -> Speculation | None:
         """Return the options that `Generator(speculate=...)` stands for; None: no speculation. Raises TypeError or
         ValueError for other values."""
-        named = {"auto": cls(), "ngram": cls(history_tokens=0), "off": None, False: None, None: None}
+        named = {
+            "auto": cls(), "ngram": cls(history_tokens=0), "int4": cls(head="int4"), "off": None, False: None,
+            None: None,
+        }  # fmt: skip
         if isinstance(given, str | bool | None) and given in named:
             return named[given]
         if isinstance(given, Path) or (isinstance(given, str) and ("/" in given or Path(given).is_dir())):
             return cls(head=given)
         if not isinstance(given, Speculation):
             raise ValueError(
-                f"speculate is {given!r}; it must be 'auto', 'ngram', 'off' (False), the folder or hub id of a head, "
-                "or a Speculation"
+                f"speculate is {given!r}; it must be 'auto', 'ngram', 'int4', 'off' (False), the folder or hub id "
+                "of a head, or a Speculation"
             )
         given.check()
         return given

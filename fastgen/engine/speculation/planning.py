@@ -215,7 +215,8 @@ class Speculator(PlanFeature):
     def _head_drafts(self, lanes: Collection[int]) -> bool:
         """Return whether the head drafts for one of these lanes."""
         learned = (self._learned[lane] for lane in lanes if lane in self._drafting)
-        return self._head is not None and any(each.barren < BARREN for each in learned)
+        fits = self._head is not None and len(lanes) <= self._head.most_lanes
+        return fits and any(each.barren < BARREN for each in learned)
 
     def update(self, batch: Batch, result: StepResult) -> None:
         """Correct the upper bounds by how many rows each lane has kept, and learn which drafts were right."""

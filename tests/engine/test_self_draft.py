@@ -1,0 +1,227 @@
+"""An int4 copy of the model that drafts: its drafts are those of the rounded weights, and they change no bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from called_graphs import Called, capturable
+from conftest import check_idle
+from drafting import adversary
+from handmade import let_pages_run_out
+from heads import Draft, head_of, record, save_eagle
+from safetensors.torch import load_file
+from test_dflash import PARAMS, PROMPTS, SCHEDULES
+from torch import Tensor
+
+from fastgen import Generator, RequestOutput, SamplingParams, Speculation
+from fastgen.engine.speculation.self_draft import SelfDraft
+from fastgen.engine.warm_up import capture
+from fastgen.kernels.sampler_rows import gumbel
+from fastgen.model.int4_layouts import dequantize, quantize
+from fastgen.model.packed import PACKED_ROW_TILE
+from fastgen.model.sampler import SampleOutput
+
+EAGER = Speculation(row_cost=0.0, history_tokens=0, head="int4")
+GROUP = 32  # of the small models, whose sizes are no multiples of 64
+
+
+class Twin:
+    """The target of transformers with rounded weights. It reads the keys and values of the target itself."""
+
+    def __init__(self, target: Path, tensors: dict[str, Tensor] | None = None) -> None:
+        import transformers
+
+        self._target, self._rounded = (
+            transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval() for _ in range(2)
+        )
+        if tensors is not None:
+            self._target.load_state_dict(tensors, strict=False)
+            self._rounded.load_state_dict(tensors, strict=False)
+        for name, weight in self._rounded.named_parameters():
+            if name.endswith("_proj.weight"):
+                group = GROUP if weight.shape[1] % GROUP == 0 else weight.shape[1]
+                weight.data = dequantize(*quantize(weight.data, group, False, torch.float16))
+
+    @torch.no_grad()
+    def check(self, drafts: list[Draft], outputs: list[RequestOutput], most: int) -> int:
+        """Compare drafts, and return how many tokens there were."""
+        count = 0
+        for draft in drafts:
+            output = outputs[draft.seed]
+            ids = output.prompt_token_ids + output.completions[draft.index].token_ids
+            if draft.start >= len(ids) or not draft.tokens:  # a token too many, which is dropped
+                continue
+            assert draft.last == ids[draft.start]
+            assert len(draft.tokens) <= most
+            cache = self._target(torch.tensor([ids[: draft.start]]), use_cache=True).past_key_values
+            token, expected = draft.last, list[int]()
+            for number in range(len(draft.tokens)):
+                found = self._rounded(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+                logits = found.logits[0, -1]
+                if draft.temperature:
+                    at = torch.tensor([[draft.start + 1 + number]], dtype=torch.int32)
+                    noise = gumbel(torch.tensor([[draft.seed]]), torch.tensor([[draft.index]]), at, len(logits))
+                    logits = logits / draft.temperature + noise[0]
+                token = int(logits.argmax())
+                expected.append(token)
+            assert draft.tokens == expected, (draft, expected)
+            count += len(expected)
+        return count
+
+
+def same(found: list[RequestOutput], expected: list[RequestOutput]) -> bool:
+    return [output.completions for output in found] == [output.completions for output in expected]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_drafts_are_those_of_rounded_weights(
+    schedule: dict[str, Any], llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text drafter is an adversary, as in test_dflash. Answers are the plain ones, also the second time, when
+    prompts are in the prefix cache or in the host tier, and after pages ran out."""
+    params = [replace(each, logprobs=1) for each in PARAMS]
+    with Generator(llama, speculate=False) as gen:
+        expected = gen.generate(PROMPTS, params)
+    adversary(monkeypatch, expected, gen.model_config.vocab_size)
+    twin = Twin(llama)
+    with Generator(llama, speculate=EAGER, **schedule) as gen:
+        if "num_pages" in schedule:
+            let_pages_run_out(gen)
+        for _ in range(2):
+            recorded = record(gen, monkeypatch)
+            assert same(gen.generate(PROMPTS, params), expected)
+            assert twin.check(recorded.drafts, expected, 3) > 100
+            check_idle(gen)
+        assert gen.stats.head_drafted > gen.stats.head_accepted > 0
+
+
+def test_drafts_write_only_to_their_own_places(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host sees the end of the pages that a lane has, drafts end. Nothing else in the pool changes."""
+    with Generator(llama, speculate=EAGER, page_size=16, max_seqs=4) as gen:
+        runner, head = gen._runner, head_of(gen)
+        body = head.body
+        seen = 0
+
+        def checked(size: int) -> None:
+            nonlocal seen
+            before = runner.pool.keys.clone()
+            body(size)
+            changed = (runner.pool.keys != before).any(4).any(2).any(0)  # [pages, positions]
+            for lane in head._drawing[:size].tolist():
+                start, limit = int(runner.lanes.kv_lens[lane]), int(head._limits[lane])
+                for position in range(start, min(start + 3, limit)):
+                    changed[runner.lanes.page_table[lane, position // 16], position % 16] = False
+                    seen += 1
+            assert not changed[: runner.pool.spare].any()  # rows of padding may go to the spare page
+
+        monkeypatch.setattr(head, "body", checked)
+        gen.generate(PROMPTS, PARAMS)
+        assert seen > 100
+
+
+def test_graphs_draft_the_same(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Generator(llama, speculate=False) as gen:
+        expected = gen.generate(PROMPTS[:3], PARAMS[:3])
+    adversary(monkeypatch, expected, gen.model_config.vocab_size)
+    with Generator(llama, max_seqs=8, page_size=16, speculate=replace(EAGER, max_rows=128)) as gen:
+        runner = gen._runner
+        capturable(monkeypatch)
+        capture(runner, None, [16, 64])
+        runner.graphs[False].keys = [PACKED_ROW_TILE, 2 * PACKED_ROW_TILE]  # as in test_cuda_graphs
+        graphs = head_of(gen).graphs
+        assert isinstance(graphs, Called)
+        graphs.keys = [2, 4, 8]
+        recorded = record(gen, monkeypatch)
+        assert same(gen.generate(PROMPTS[:3], PARAMS[:3]), expected)
+        assert Twin(llama).check(recorded.drafts, expected, 3) > 100
+        assert {2, 4} <= set(graphs.ran)
+        check_idle(gen)
+
+
+def test_the_copy_follows_the_weights(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are written after a sleep that has dropped them."""
+    changed = {name: x * 1.01 for name, x in load_file(llama / "model.safetensors").items()}
+    with Generator(llama, speculate=EAGER, page_size=16) as gen:
+        gen.generate(PROMPTS[:2], PARAMS[:2])
+        for factor in (1.0, 1.02):
+            tensors = {name: x * factor for name, x in changed.items()}
+            if factor > 1:
+                gen.sleep(keep_weights=False)
+                gen.wake()
+            gen.update_weights(tensors)
+            recorded = record(gen, monkeypatch)
+            found = gen.generate(PROMPTS[:2], PARAMS[:2])
+            assert Twin(llama, tensors).check(recorded.drafts, found, 3) > 50
+        with pytest.raises(ValueError, match="which update_weights changes too"):
+            gen.update_drafter(changed)
+
+
+def test_the_bundled_model_draws_what_its_copy_drafts() -> None:
+    prompts = [[{"role": "user", "content": text}] for text in ("Count from 3 to 9.", "Spell the word house.")]
+    params = SamplingParams(seed=0, max_tokens=60)
+    with Generator(device="cpu", speculate=False) as gen:
+        expected = gen.generate(prompts, params)
+    with Generator(device="cpu", speculate=EAGER) as gen:
+        assert same(gen.generate(prompts, params), expected)
+        assert gen.stats.head_accepted > 0.85 * gen.stats.head_drafted > 20
+
+
+@pytest.mark.parametrize("kind", ["int4", "eagle"])
+def test_a_draft_is_a_token_of_the_vocabulary(
+    kind: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While kernels are only compiled, draws are what was in the memory before, and torch's operations run on them."""
+    head = kind if kind == "int4" else save_eagle(tmp_path, llama)
+    with Generator(llama, speculate=replace(EAGER, head=head), page_size=16) as gen:
+        expected = gen.generate(PROMPTS[:2], PARAMS[:2])
+
+        def garbage(logits: Tensor, *_: Any) -> SampleOutput:
+            return SampleOutput(torch.full((4, len(logits)), 2**30, dtype=torch.int32))
+
+        monkeypatch.setattr("fastgen.engine.speculation.head.draw", garbage)
+        assert same(gen.generate(PROMPTS[:2], PARAMS[:2]), expected)
+
+
+def test_few_lanes_draft(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many lanes, a step of the copy takes as long as one of the model."""
+    monkeypatch.setattr("fastgen.engine.speculation.heads.SelfDraftConfig.most_lanes", 2)
+    with Generator(llama, speculate=EAGER, page_size=16, max_seqs=8) as gen:
+        sizes, body = list[int](), head_of(gen).body
+        monkeypatch.setattr(head_of(gen), "body", lambda size: sizes.append(size) or body(size))
+        params = [SamplingParams(max_tokens=9 + 9 * number, ignore_eos=True) for number in range(len(PROMPTS))]
+        gen.generate(PROMPTS, params)
+        assert set(sizes) == {1, 2}
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"dtype": "bfloat16"}, {"attention": "reference"}])
+def test_it_runs_with_other_options(options: dict[str, Any], llama: Path) -> None:
+    params = [replace(each, max_tokens=12) for each in PARAMS]
+    with Generator(llama, speculate=False, page_size=64, **options) as gen:
+        expected = gen.generate(PROMPTS, params)
+    with Generator(llama, speculate=EAGER, page_size=64, **options) as gen:
+        found = gen.generate(PROMPTS, params)
+        assert gen.stats.head_drafted > 0
+        if options != {"attention": "reference"}:  # which is not batch-invariant
+            assert same(found, expected)
+
+
+def test_every_family_drafts_with_its_own_layers(family: Path) -> None:
+    params = [replace(each, max_tokens=20) for each in PARAMS]
+    with Generator(family, speculate=False) as gen:
+        expected = gen.generate(PROMPTS, params)
+    with Generator(family, speculate=EAGER, page_size=16, max_seqs=8, max_step_tokens=40) as gen:
+        assert isinstance(head_of(gen), SelfDraft)
+        assert same(gen.generate(PROMPTS, params), expected)
+        assert gen.stats.head_accepted > 0
+        check_idle(gen)
+
+
+def test_what_it_cannot_be_is_an_error(llama: Path) -> None:
+    with pytest.raises(ValueError, match="speculate='int4' needs tensor_parallel=1"):
+        Generator(llama, speculate="int4", tensor_parallel=2)
+    with pytest.raises(ValueError, match="speculate='int4' needs a model that is not quantized"):
+        Generator(llama, speculate="int4", quantization="fp8")
