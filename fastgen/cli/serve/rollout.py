@@ -21,6 +21,7 @@ from fastgen.cli.serve.fields import Items, Some, Strict, wrong
 from fastgen.cli.serve.posts import Post
 from fastgen.cli.serve.protocol import INT32
 from fastgen.cli.serve.service import Service
+from fastgen.processes.errors import DepartedError
 from fastgen.request import Completion
 from fastgen.rl.bodies import completion_of
 
@@ -299,6 +300,8 @@ def call_error(error: Exception) -> ApiError:
         return ApiError(500, message, code="engine_error")
     if isinstance(error, ValueError | TypeError):
         return ApiError(400, message, code="invalid_value")
+    if isinstance(error, DepartedError):
+        return ApiError(504, message, code="departed")
     return ApiError(409, message, code="conflict")
 
 

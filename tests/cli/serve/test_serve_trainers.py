@@ -169,6 +169,16 @@ def test_the_weight_transfer_says_what_is_wrong(server: Server) -> None:
         held.result(10)
 
 
+def test_a_trainer_that_never_comes_is_a_timeout(server: Server, talker: Path) -> None:
+    """The next update mends the weights, which are torn then."""
+    group = post(server, "/init_weight_group", {"backend": "gloo", "timeout": 0.2, "bucket_bytes": 1000})["group"]
+    tensors = [["model.norm.weight", "float32", [64]]]
+    body = {"group": group, "tensors": tensors, "partial": True, "in_flight": "keep"}
+    assert "the weight group has failed" in refused(server, "/update_weights", body, 504)
+    assert post(server, "/update_weights", {"weight_dir": str(talker)})["status"] == "ok"
+    assert tokens(server)["choices"]
+
+
 def test_an_update_of_a_paused_engine_leaves_it_paused(server: Server) -> None:
     post(server, "/pause", mode="keep")
     post(server, "/start_weight_update", {})
