@@ -29,13 +29,14 @@ class Routes(Protocol):
 
 
 class ServerInfo:
-    """/server_info, which vLLM and SGLang both have, with the fields that trainers read in either."""
+    """/server_info, which vLLM and SGLang both have, and /model_info, with the fields that trainers and SGLang's router
+    read in either."""
 
     def __init__(self, rollout: Rollout, service: Service) -> None:
         self._service = service
         info = rollout.get(self._describe)
         self.posts: dict[str, Post] = {}
-        self.gets = {"/server_info": info, "/get_server_info": info}
+        self.gets = dict.fromkeys(("/server_info", "/get_server_info", "/model_info", "/get_model_info"), info)
 
     async def _describe(self, engine: AsyncGenerator, wanted: ModelRequest, _: QueryParams) -> dict[str, Any]:
         state = await engine.call("transfer_state")
@@ -46,7 +47,9 @@ class ServerInfo:
         return {
             "vllm_config": {"model_config": config, "weight_transfer_config": transfer},
             "model_path": name,
+            "tokenizer_path": name,
             "served_model_name": name,
+            "is_generation": True,
             "weight_version": str(state["weight_version"]),
             **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size"), 1),
             "disaggregation_mode": "null",

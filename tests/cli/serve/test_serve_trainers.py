@@ -77,7 +77,10 @@ def test_tokens_in_and_tokens_out(server: Server, here: Generator) -> None:
         assert [len(entry["top_logprobs"]) for entry in content] == [2] * 6
         assert choice["finish_reason"] == "length"
     assert found["prompt_logprobs"][0] is None
-    assert len(found["prompt_logprobs"]) == len(PROMPT)
+    scores = [next(iter(entries.items())) for entries in found["prompt_logprobs"][1:]]  # as prime-rl reads them
+    assert [(int(id), entry["logprob"]) for id, entry in scores] == list(
+        zip(PROMPT[1:], (expected.prompt_logprobs or [])[1:], strict=True)
+    )
     assert tokens(server)["choices"][0]["logprobs"] is None
     assert len(post(server, "/inference/v1/generate", {"token_ids": [5], "sampling_params": {}})["choices"]) == 1
     wrong = {"token_ids": [99999], "sampling_params": {}}
@@ -240,9 +243,24 @@ def test_generate_as_slime_asks(server: Server, here: Generator) -> None:
     assert post(server, "/generate", {"prompt": PROMPT, "params": {"max_tokens": 1}})["completions"], "our own"
 
 
+def test_a_teacher_scores_as_slime_asks(server: Server, here: Generator) -> None:
+    (expected,) = here.score([PROMPT])
+    found = sampled(server, logprob_start_len=0, sampling_params={"max_new_tokens": 0})
+    first, *rest = found["meta_info"]["input_token_logprobs"]
+    assert first == [None, PROMPT[0], None]
+    assert [item[0] for item in rest] == pytest.approx(expected[1:], abs=1e-4)
+    assert [item[1] for item in rest] == PROMPT[1:]
+    assert (found["text"], found["output_ids"], found["meta_info"]["output_token_logprobs"]) == ("", [], [])
+    assert found["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+    both = sampled(server, logprob_start_len=5)["meta_info"]
+    assert (len(both["input_token_logprobs"]), len(both["output_token_logprobs"])) == (4, 6)
+    assert "input_token_logprobs" not in sampled(server, logprob_start_len=-1)["meta_info"]
+
+
 def test_a_step_of_slime(server: Server, step: Path, talker: Path) -> None:
     """Abort until idle, give memory back, take it, update from disk, continue; partial samples come with their ids."""
     info = server.get("/server_info").json()
+    assert server.get("/model_info").json()["is_generation"] is True
     assert (info["tp_size"], info["pp_size"], info["disaggregation_mode"]) == (1, 1, "null")
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(sampled, server, sampling_params={"max_new_tokens": 400}, rid="mine")
@@ -264,6 +282,9 @@ def test_a_step_of_slime(server: Server, step: Path, talker: Path) -> None:
         assert sampled(server)["meta_info"]["weight_version"] == version
         assert server.get("/get_weight_version").json()["weight_version"] == int(version)
     assert "there is no folder" in refused(server, "/update_weights_from_disk", {"model_path": "/nope"})
+    delta = {"model_path": str(step), "load_format": "delta"}
+    assert "--update-weight-mode full" in refused(server, "/update_weights_from_disk", delta)
+    assert server.get("/health_generate").status_code == 200
 
 
 def test_the_schema_has_all_dialects(server: Server) -> None:

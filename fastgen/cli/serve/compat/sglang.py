@@ -6,6 +6,7 @@ Source: sglang/srt/entrypoints/http_server.py of SGLang 0.5.23, and slime's docs
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,7 +32,7 @@ class SglangSampling(Strict):
 
     without_effect = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "stream_interval"})
 
-    max_new_tokens: int | None = Field(None, ge=1)
+    max_new_tokens: int | None = Field(None, ge=0)
     min_new_tokens: int | None = None
     sampling_seed: int | None = None
     n: int | None = Field(None, ge=1)
@@ -52,22 +53,31 @@ class SglangSampling(Strict):
 
     @property
     def params(self) -> dict[str, Any]:
-        """The same as parameters of the engine."""
+        """The same as parameters of the engine, which draws at least one token."""
         given = {RENAMED.get(name, name): value for name, value in dict(self).items() if value is not None}
         if "no_stop_trim" in given:
             given["include_stop_str_in_output"] = given.pop("no_stop_trim")
+        if self.max_new_tokens == 0:
+            given["max_tokens"] = 1
         return given
 
 
 class SglangRequest(ModelRequest):
-    """SGLang's body of /generate, for one prompt: ids or a text. rid: its name for /abort_request."""
+    """SGLang's body of /generate, for one prompt: ids or a text.
 
+    rid: its name for /abort_request. logprob_start_len: index of the first token of the prompt whose logprob is
+    returned; -1 for none. A teacher scores a sequence with max_new_tokens=0. SGLang's router adds fields to what it
+    gets.
+    """
+
+    without_effect = frozenset({"log_metrics", "no_logs"})
     neutral: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "stream": (False, "give prompt instead of input_ids for fgserve's own stream"),
         "image_data": ([], NO_IMAGES),
         "return_routed_experts": (False, "there are no experts"),
         "return_hidden_states": (False, "hidden states stay in the engine"),
-        "logprob_start_len": (-1, "score scores prompts"),
+        "return_text_in_logprobs": (False, "ids stand for themselves"),
+        **dict.fromkeys(("background", "return_bytes", "return_entropy"), (False, "it does not exist here")),
         "top_logprobs_num": (0, "give prompt and params, with logprobs, for alternatives"),
     }
 
@@ -75,7 +85,17 @@ class SglangRequest(ModelRequest):
     text: str | None = None
     sampling_params: SglangSampling | None = None
     return_logprob: bool = False
+    logprob_start_len: int = Field(-1, ge=-1)
     rid: str | None = None
+
+    @property
+    def scored(self) -> bool:
+        return self.return_logprob and self.logprob_start_len >= 0
+
+    @property
+    def only_scored(self) -> bool:
+        """True if no token of an answer is wanted."""
+        return self.sampling_params is not None and self.sampling_params.max_new_tokens == 0
 
     @model_validator(mode="after")
     def _check_prompt(self) -> SglangRequest:
@@ -91,7 +111,8 @@ class SglangRequest(ModelRequest):
 class DiskRequest(ModelRequest):
     """A request to /update_weights_from_disk. weight_version: if it is a number, the version of the new weights."""
 
-    without_effect = frozenset({"load_format", "flush_cache", "is_async", "torch_empty_cache", "keep_pause"})
+    without_effect = frozenset({"flush_cache", "is_async", "torch_empty_cache", "keep_pause"})
+    neutral: ClassVar[Any] = {"load_format": ("auto", "give whole weights: slime's --update-weight-mode full")}
 
     model_path: str
     abort_all_requests: bool = False
@@ -145,10 +166,13 @@ class SglangEngine:
             "/flush_cache": rollout.get(_flush),
             "/get_weight_version": version,
             "/loads": rollout.get(_loads),
+            "/health_generate": rollout.get(_loads),  # an engine that answers a call runs its loop
         }
 
     async def _generate(self, engine: AsyncGenerator, wanted: SglangRequest, _: QueryParams) -> Any:
         params = {} if wanted.sampling_params is None else wanted.sampling_params.params
+        if wanted.scored:
+            params["prompt_logprobs"] = 0
         self._rollout.check_samples(params.get("n"))
         output = await engine.generate(wanted.prompt, params, wanted.rid)
         greedy = params.get("temperature", engine.info.default_params.temperature) == 0
@@ -166,7 +190,9 @@ class SglangEngine:
 
 def _answer(wanted: SglangRequest, output: RequestOutput, completion: Completion, greedy: bool) -> dict[str, Any]:
     """Return the response for a sample. The logprobs are, as SGLang's, those of the whole vocabulary after the
-    temperature; of a greedy sample, at temperature 1."""
+    temperature; of a greedy sample, and of the prompt, at temperature 1."""
+    if wanted.only_scored and completion.error is None:
+        completion = replace(completion, token_ids=[], text="", finish_reason="length")
     count, versions = len(completion.token_ids), completion.weight_versions
     reason: dict[str, Any] = {"type": completion.finish_reason}
     if completion.finish_reason == "length":
@@ -188,8 +214,12 @@ def _answer(wanted: SglangRequest, output: RequestOutput, completion: Completion
     if wanted.return_logprob:
         values = completion.raw_logprobs if greedy else completion.untruncated_logprobs
         meta["output_token_logprobs"] = [
-            [logprob, token, None] for logprob, token in zip(values, completion.token_ids, strict=True)
+            [logprob, token, None] for logprob, token in zip(values[:count], completion.token_ids, strict=True)
         ]
+    if wanted.scored:
+        pairs = zip(output.prompt_logprobs or [], output.prompt_token_ids, strict=True)
+        scores = [[None if math.isnan(logprob) else logprob, token, None] for logprob, token in pairs]
+        meta["input_token_logprobs"] = scores[wanted.logprob_start_len :]
     return {"text": completion.text, "output_ids": completion.token_ids, "meta_info": meta}
 
 

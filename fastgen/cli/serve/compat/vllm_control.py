@@ -319,12 +319,13 @@ def _named(token: int, logprob: float) -> dict[str, Any]:
 
 
 def _prompt_scores(output: RequestOutput) -> list[dict[str, Any] | None]:
-    """Return the logprobs of a prompt: for each token the entries of the token and of its alternatives, by id."""
+    """Return the logprobs of a prompt: for each token the entries of the token and of its alternatives, by id. That of
+    the token is the first, which prime-rl reads."""
     values = output.prompt_logprobs or []
     tops = output.prompt_top_logprobs or [{}] * len(values)
     return [
         None if math.isnan(value) else {
-            str(id): {"logprob": max(LOWEST, logprob)} for id, logprob in {**top, token: value}.items()
+            str(id): {"logprob": max(LOWEST, logprob)} for id, logprob in {token: value, **top}.items()
         }
         for token, value, top in zip(output.prompt_token_ids, values, tops, strict=True)
     ]  # fmt: skip
