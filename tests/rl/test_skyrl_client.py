@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import typing_extensions
+from adapters import CONFIG, adapter, save_adapter
 from conftest import random_ids
 from serving import FGSERVE, Server, until
 
@@ -139,6 +140,26 @@ def test_sleep_and_what_a_trainer_asks(ask: Ask) -> None:
         assert await client.generate(batch) == before
 
     ask(calls)
+
+
+def test_adapters_are_loaded_from_a_folder(ask: Ask, here: Generator, talker: Path, tmp_path: Path) -> None:
+    state = adapter(talker)
+    folder = save_adapter(tmp_path / "step", state)
+    batch = {"prompt_token_ids": PROMPTS, "sampling_params": SAMPLING}
+
+    async def calls(client: RemoteInferenceClient) -> list[Any]:
+        await client.load_lora_adapter("skyrl-lora", str(folder))
+        found = [await client.generate(batch, model="skyrl-lora")]
+        await client.unload_lora_adapter("skyrl-lora")
+        return [*found, await client.generate(batch)]
+
+    adapted, base = ask(calls)
+    here.update_adapter(state, CONFIG)
+    for found in (adapted, base):
+        expected = [output.completions[0] for output in here.generate(PROMPTS, PARAMS)]
+        assert found["response_ids"] == [each.token_ids for each in expected]
+        here.update_adapter(None)
+    assert adapted["response_ids"] != base["response_ids"]
 
 
 def test_the_weight_sync_says_what_is_wrong(server: Server) -> None:

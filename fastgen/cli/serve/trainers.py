@@ -12,6 +12,7 @@ from starlette.responses import Response
 from fastgen import __version__
 from fastgen.async_engine.client import AsyncGenerator
 from fastgen.cli.serve.compat.sglang import SglangEngine
+from fastgen.cli.serve.compat.vllm_adapters import VllmAdapters
 from fastgen.cli.serve.compat.vllm_control import VllmControl
 from fastgen.cli.serve.posts import Post
 from fastgen.cli.serve.rollout import ModelRequest, Rollout
@@ -63,6 +64,7 @@ def trainer_routes(service: Service) -> list[Routes]:
     return [
         rollout,
         VllmControl(rollout, service.options),
+        VllmAdapters(rollout),
         SglangEngine(rollout),
         ServerInfo(rollout, service),
     ]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapters import CONFIG, adapter, save_adapter
 from conftest import new_weights, random_ids
 from safetensors.torch import load_file, save_file
 from serving import FGSERVE, Server, until
@@ -207,6 +208,31 @@ def test_prime_rl_names_a_folder(server: Server, here: Generator, step: Path, ta
         assert tokens(server)["choices"][0]["token_ids"] == expected
     assert old != new
     assert "there is no folder /nope" in refused(server, "/update_weights", {"weight_dir": "/nope"})
+
+
+def test_adapters_of_prime_rl_are_merged(server: Server, here: Generator, talker: Path, tmp_path: Path) -> None:
+    """A name is loaded again with each step; the base comes back, to the bit, when it is unloaded."""
+    base = tokens(server)
+    states = [adapter(talker, seed=seed) for seed in (1, 2)]
+    for step, state in enumerate(states):
+        folder = save_adapter(tmp_path / str(step), state)
+        loaded = post(server, "/load_lora_adapter", {"lora_name": "mine", "lora_path": str(folder)})
+        here.update_adapter(state, CONFIG)
+        assert loaded == {"status": "ok", "weight_version": server.get("/weight_version").json()["weight_version"]}
+        expected = here.generate([PROMPT], SHORT)[0].completions[0].token_ids
+        assert tokens(server, logprobs=0)["choices"][0]["token_ids"] == expected != base["choices"][0]["token_ids"]
+    here.update_adapter(None)
+    other = {"lora_name": "other", "lora_path": str(folder)}
+    assert "one adapter is merged at a time" in refused(server, "/load_lora_adapter", other, 409)
+    lost = {"lora_name": "mine", "lora_path": str(tmp_path / "nope")}
+    assert "there is no adapter_config.json" in refused(server, "/load_lora_adapter", lost, 404)
+    assert "lora.sync_mode=disk" in refused(
+        server, "/skyrl/v1/load_lora_adapter", {"lora_name": "a", "in_memory": True}
+    )
+    post(server, "/v1/unload_lora_adapter", {"lora_name": "mine"})
+    again = tokens(server)["choices"][0]
+    assert again["token_ids"] == base["choices"][0]["token_ids"]
+    assert "no adapter 'mine' is merged" in refused(server, "/unload_lora_adapter", {"lora_name": "mine"}, 404)
 
 
 # ------------------------------------------------------------------------------------------------ SGLang
