@@ -83,7 +83,12 @@ def test_tokens_in_and_tokens_out(server: Server, here: Generator) -> None:
         zip(PROMPT[1:], (expected.prompt_logprobs or [])[1:], strict=True)
     )
     assert tokens(server)["choices"][0]["logprobs"] is None
-    assert len(post(server, "/inference/v1/generate", {"token_ids": [5], "sampling_params": {}})["choices"]) == 1
+    unlimited = {"token_ids": [5], "sampling_params": {"ignore_eos": True}}
+    (choice,) = post(server, "/inference/v1/generate", unlimited)["choices"]
+    assert len(choice["token_ids"]) == here.max_model_len - 1
+    masked = tokens(server, return_sampling_mask=True, routed_experts_prompt_start=3)["choices"][0]
+    (expected,) = here.generate([PROMPT], replace(SHORT, return_sampling_mask=True))[0].completions
+    assert masked["sampling_mask"] == expected.sampling_mask
     wrong = {"token_ids": [99999], "sampling_params": {}}
     assert "outside the vocabulary" in refused(server, "/inference/v1/generate", wrong)
     assert "beam" in refused(server, "/inference/v1/generate", {"token_ids": [5], "sampling_params": {"beam": 1}})

@@ -53,12 +53,10 @@ class SglangSampling(Strict):
 
     @property
     def params(self) -> dict[str, Any]:
-        """The same as parameters of the engine, which draws at least one token."""
+        """The same as parameters of the engine."""
         given = {RENAMED.get(name, name): value for name, value in dict(self).items() if value is not None}
         if "no_stop_trim" in given:
             given["include_stop_str_in_output"] = given.pop("no_stop_trim")
-        if self.max_new_tokens == 0:
-            given["max_tokens"] = 1
         return given
 
 
@@ -91,11 +89,6 @@ class SglangRequest(ModelRequest):
     @property
     def scored(self) -> bool:
         return self.return_logprob and self.logprob_start_len >= 0
-
-    @property
-    def only_scored(self) -> bool:
-        """True if no token of an answer is wanted."""
-        return self.sampling_params is not None and self.sampling_params.max_new_tokens == 0
 
     @model_validator(mode="after")
     def _check_prompt(self) -> SglangRequest:
@@ -191,8 +184,6 @@ class SglangEngine:
 def _answer(wanted: SglangRequest, output: RequestOutput, completion: Completion, greedy: bool) -> dict[str, Any]:
     """Return the response for a sample. The logprobs are, as SGLang's, those of the whole vocabulary after the
     temperature; of a greedy sample, and of the prompt, at temperature 1."""
-    if wanted.only_scored and completion.error is None:
-        completion = replace(completion, token_ids=[], text="", finish_reason="length")
     count, versions = len(completion.token_ids), completion.weight_versions
     reason: dict[str, Any] = {"type": completion.finish_reason}
     if completion.finish_reason == "length":
@@ -214,7 +205,7 @@ def _answer(wanted: SglangRequest, output: RequestOutput, completion: Completion
     if wanted.return_logprob:
         values = completion.raw_logprobs if greedy else completion.untruncated_logprobs
         meta["output_token_logprobs"] = [
-            [logprob, token, None] for logprob, token in zip(values[:count], completion.token_ids, strict=True)
+            [logprob, token, None] for logprob, token in zip(values, completion.token_ids, strict=True)
         ]
     if wanted.scored:
         pairs = zip(output.prompt_logprobs or [], output.prompt_token_ids, strict=True)
