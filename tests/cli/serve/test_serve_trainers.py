@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -286,6 +287,17 @@ def test_a_teacher_scores_as_slime_asks(server: Server, here: Generator) -> None
     both = sampled(server, logprob_start_len=5)["meta_info"]
     assert (len(both["input_token_logprobs"]), len(both["output_token_logprobs"])) == (4, 6)
     assert "input_token_logprobs" not in sampled(server, logprob_start_len=-1)["meta_info"]
+
+
+def test_masks_as_slime_replays_them(server: Server, here: Generator) -> None:
+    """Of each token's mask, the ids are between two offsets."""
+    custom = {"top_p": 0.5, "top_k": -1, "custom_params": {"return_top_p_token_ids": True}}
+    meta = sampled(server, sampling_params=custom)["meta_info"]
+    params = replace(SHORT, top_p=0.5, top_k=0, return_sampling_mask=True)
+    (expected,) = here.generate([PROMPT], params)[0].completions
+    ids, offsets = meta["top_p_token_ids"], meta["top_p_token_offsets"]
+    assert [ids[start:end] for start, end in itertools.pairwise(offsets)] == expected.sampling_mask
+    assert "top_p_token_ids" not in sampled(server)["meta_info"]
 
 
 def test_a_step_of_slime(server: Server, step: Path, talker: Path) -> None:

@@ -10,6 +10,7 @@ import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate, chain
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -25,6 +26,12 @@ Tag = Literal["weights", "kv_cache", "cuda_graph"]
 
 RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 """{field of SGLang's sampling_params: the same in SamplingParams}; the others have the same name."""
+
+
+class CustomParams(Strict):
+    """slime's custom_params. return_top_p_token_ids: return the ids from which each token was drawn."""
+
+    return_top_p_token_ids: bool = False
 
 
 class SglangSampling(Strict):
@@ -50,6 +57,7 @@ class SglangSampling(Strict):
     logit_bias: dict[str, float] | None = None
     regex: str | None = None
     json_schema: str | None = None
+    custom_params: CustomParams | None = None
 
     @property
     def params(self) -> dict[str, Any]:
@@ -57,6 +65,8 @@ class SglangSampling(Strict):
         given = {RENAMED.get(name, name): value for name, value in dict(self).items() if value is not None}
         if "no_stop_trim" in given:
             given["include_stop_str_in_output"] = given.pop("no_stop_trim")
+        if custom := given.pop("custom_params", None):
+            given["return_sampling_mask"] = custom.return_top_p_token_ids
         return given
 
 
@@ -207,6 +217,9 @@ def _answer(wanted: SglangRequest, output: RequestOutput, completion: Completion
         meta["output_token_logprobs"] = [
             [logprob, token, None] for logprob, token in zip(values, completion.token_ids, strict=True)
         ]
+    if completion.sampling_mask is not None:
+        meta["top_p_token_ids"] = list(chain(*completion.sampling_mask))
+        meta["top_p_token_offsets"] = list(accumulate(map(len, completion.sampling_mask), initial=0))
     if wanted.scored:
         pairs = zip(output.prompt_logprobs or [], output.prompt_token_ids, strict=True)
         scores = [[None if math.isnan(logprob) else logprob, token, None] for logprob, token in pairs]
