@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from serving import FGSERVE, Server, until
 
 from fastgen import Generator, SamplingParams
+from fastgen.cli.serve.checking import ApiError
+from fastgen.cli.serve.compat.sglang import SglangRequest, SglangStream
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -287,6 +290,36 @@ def test_a_teacher_scores_as_slime_asks(server: Server, here: Generator) -> None
     both = sampled(server, logprob_start_len=5)["meta_info"]
     assert (len(both["input_token_logprobs"]), len(both["output_token_logprobs"])) == (4, 6)
     assert "input_token_logprobs" not in sampled(server, logprob_start_len=-1)["meta_info"]
+
+
+def test_a_stream_as_slime_reads_it(server: Server) -> None:
+    """Each event has all tokens so far, and the last one is the answer without a stream."""
+    whole = sampled(server, rid="a")
+    sampling = {"max_new_tokens": 6, "sampling_seed": 3, "temperature": 0.8, "top_k": 20, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "stream": True, "rid": "a"}
+    answer = server.post("/generate", body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, end = answer.text.removesuffix("\n\n").split("\n\n")
+    assert end == "data: [DONE]"
+    found = [json.loads(event.removeprefix("data: ")) for event in events]
+    for event in found[:-1]:
+        assert event["meta_info"]["finish_reason"] is None
+    drawn = [[item[1] for item in event["meta_info"]["output_token_logprobs"]] for event in found]
+    assert all(ids == drawn[-1][: len(ids)] for ids in drawn)
+    last = found[-1]
+    for either in (last, whole):
+        either["meta_info"]["e2e_latency"] = either["meta_info"]["cached_tokens"] = None
+    assert last == whole
+    assert "with n=1" in refused(server, "/generate", {**body, "sampling_params": {**sampling, "n": 2}})
+    wrong = {**body, "input_ids": [99999]}
+    assert "outside the vocabulary" in refused(server, "/generate", wrong)
+
+
+def test_a_stream_that_fails_ends_with_its_error() -> None:
+    stream = SglangStream(None, None, SglangRequest(text="a"), greedy=False)  # type: ignore[arg-type]
+    error, end = stream.error_line(ApiError(500, "the engine has ended")).decode().split("\n\n", 1)
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "the engine has ended"
+    assert end == "data: [DONE]\n\n"
 
 
 def test_masks_as_slime_replays_them(server: Server, here: Generator) -> None:

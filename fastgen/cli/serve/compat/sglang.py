@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
+from pydantic_core import to_json
 from starlette.datastructures import QueryParams
 
-from fastgen.async_engine.client import AsyncGenerator
+from fastgen.async_engine.client import AsyncGenerator, EventStream, joined
+from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.fields import Items, Strict, wrong
-from fastgen.cli.serve.rollout import ModelRequest, Rollout
-from fastgen.request import Completion, Prompt, RequestOutput
+from fastgen.cli.serve.rollout import EventResponse, ModelRequest, Rollout
+from fastgen.cli.serve.service import Service
+from fastgen.request import SHARED, Completion, Event, Prompt, RequestOutput
 
 NO_IMAGES = "images are not supported"
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
@@ -73,14 +77,13 @@ class SglangSampling(Strict):
 class SglangRequest(ModelRequest):
     """SGLang's body of /generate, for one prompt: ids or a text.
 
-    rid: its name for /abort_request. logprob_start_len: index of the first token of the prompt whose logprob is
-    returned; -1 for none. A teacher scores a sequence with max_new_tokens=0. SGLang's router adds fields to what it
-    gets.
+    rid: its name for /abort_request, unless it is streamed. stream: the response is a stream of events, each of which
+    has all tokens so far. logprob_start_len: index of the first token of the prompt whose logprob is returned; -1 for
+    none. A teacher scores a sequence with max_new_tokens=0. The fields without effect are added by SGLang's router.
     """
 
     without_effect = frozenset({"log_metrics", "no_logs"})
     neutral: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "stream": (False, "give prompt instead of input_ids for fgserve's own stream"),
         "image_data": ([], NO_IMAGES),
         "return_routed_experts": (False, "there are no experts"),
         "return_hidden_states": (False, "hidden states stay in the engine"),
@@ -95,6 +98,7 @@ class SglangRequest(ModelRequest):
     return_logprob: bool = False
     logprob_start_len: int = Field(-1, ge=-1)
     rid: str | None = None
+    stream: bool = False
 
     @property
     def scored(self) -> bool:
@@ -104,6 +108,8 @@ class SglangRequest(ModelRequest):
     def _check_prompt(self) -> SglangRequest:
         if (self.input_ids is None) == (self.text is None):
             raise wrong("input_ids", "or text is required, and not both")
+        if self.stream and self.sampling_params is not None and self.sampling_params.n not in (None, 1):
+            raise wrong("stream", "is only supported with n=1")
         return self
 
     @property
@@ -169,7 +175,7 @@ class SglangEngine:
             "/flush_cache": rollout.get(_flush),
             "/get_weight_version": version,
             "/loads": rollout.get(_loads),
-            "/health_generate": rollout.get(_loads),  # an engine that answers a call runs its loop
+            "/health_generate": version,  # an engine that answers a call runs its loop
         }
 
     async def _generate(self, engine: AsyncGenerator, wanted: SglangRequest, _: QueryParams) -> Any:
@@ -177,8 +183,10 @@ class SglangEngine:
         if wanted.scored:
             params["prompt_logprobs"] = 0
         self._rollout.check_samples(params.get("n"))
-        output = await engine.generate(wanted.prompt, params, wanted.rid)
         greedy = params.get("temperature", engine.info.default_params.temperature) == 0
+        if wanted.stream:
+            return SglangStream(self._rollout.service, partial(engine.submit, [wanted.prompt], params), wanted, greedy)
+        output = await engine.generate(wanted.prompt, params, wanted.rid)
         found = [_answer(wanted, output, completion, greedy) for completion in output.completions]
         return found[0] if params.get("n", 1) == 1 else found
 
@@ -191,20 +199,41 @@ class SglangEngine:
         return {"success": True, "message": f"the weights have version {version}", "weight_version": str(version)}
 
 
+class SglangStream(EventResponse):
+    """The response to a streamed request: server-sent events, each of which has all tokens so far. greedy: see
+    _answer."""
+
+    content_type = "text/event-stream; charset=utf-8"
+    end = b"data: [DONE]\n\n"
+
+    def __init__(
+        self, service: Service, open_stream: Callable[[], EventStream], wanted: SglangRequest, greedy: bool
+    ) -> None:
+        super().__init__(service, open_stream)
+        self._wanted = wanted.model_copy(update={"rid": wanted.rid or uuid.uuid4().hex})
+        self._greedy, self._events = greedy, list[Event]()
+
+    def lines(self, events: list[Event]) -> bytes:
+        self._events = joined(self._events + events)
+        (event,) = self._events
+        known_at_end = {"finish_reason": event.finish_reason or "", "weight_versions": event.weight_versions or []}
+        completion = Completion(**{name: getattr(event, name) for name in SHARED} | known_at_end)
+        ids = event.prompt_token_ids or self._wanted.input_ids or []
+        output = RequestOutput("", ids, [], prompt_logprobs=event.prompt_logprobs, cached_tokens=event.cached_tokens)
+        answer = _answer(self._wanted, output, completion, self._greedy)
+        return b"data: " + to_json(answer, inf_nan_mode="constants") + b"\n\n"
+
+    def error_line(self, failure: ApiError) -> bytes:
+        return b"data: " + to_json(failure.body) + b"\n\n" + self.end
+
+
 def _answer(wanted: SglangRequest, output: RequestOutput, completion: Completion, greedy: bool) -> dict[str, Any]:
     """Return the response for a sample. The logprobs are, as SGLang's, those of the whole vocabulary after the
     temperature; of a greedy sample, and of the prompt, at temperature 1."""
     count, versions = len(completion.token_ids), completion.weight_versions
-    reason: dict[str, Any] = {"type": completion.finish_reason}
-    if completion.finish_reason == "length":
-        reason["length"] = count
-    elif completion.finish_reason == "stop":
-        reason["matched"] = completion.stop_reason
-    else:
-        reason["message"] = completion.error or "the request was aborted"
     meta: dict[str, Any] = {
         "id": wanted.rid or uuid.uuid4().hex,
-        "finish_reason": reason,
+        "finish_reason": _reason(completion),
         "prompt_tokens": len(output.prompt_token_ids),
         "completion_tokens": count,
         "cached_tokens": output.cached_tokens,
@@ -225,6 +254,18 @@ def _answer(wanted: SglangRequest, output: RequestOutput, completion: Completion
         scores = [[None if math.isnan(logprob) else logprob, token, None] for logprob, token in pairs]
         meta["input_token_logprobs"] = scores[wanted.logprob_start_len :]
     return {"text": completion.text, "output_ids": completion.token_ids, "meta_info": meta}
+
+
+def _reason(completion: Completion) -> dict[str, Any] | None:
+    """Return why a sample has ended; None: it has not."""
+    match completion.finish_reason:
+        case "":
+            return None
+        case "length":
+            return {"type": "length", "length": len(completion.token_ids)}
+        case "stop":
+            return {"type": "stop", "matched": completion.stop_reason}
+    return {"type": completion.finish_reason, "message": completion.error or "the request was aborted"}
 
 
 async def _pause(engine: AsyncGenerator, wanted: PauseRequest, _: QueryParams) -> Any:
