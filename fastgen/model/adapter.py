@@ -88,10 +88,11 @@ class AdapterUpdate(Update):
     @classmethod
     def read(cls, folder: str | Path, shards: Mapping[str, Shard]) -> AdapterUpdate:
         """Return the checked update for an adapter in a folder that PEFT has saved. Raises ValueError."""
-        update = cls(*read_adapter(folder), shards)
+        named, config = read_adapter(folder)
         try:
+            update = cls(named, config, shards)
             update.check()
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"adapter {folder}: {error}") from error
         return update
 

@@ -265,7 +265,7 @@ class EventResponse(Response):
     open_stream: function that submits the request.
     """
 
-    content_type = "application/x-ndjson"
+    content_type = b"application/x-ndjson"
     end = b""  # last bytes of a complete response
 
     def __init__(self, service: Service, open_stream: Callable[[], EventStream]) -> None:
@@ -286,7 +286,7 @@ class EventResponse(Response):
                 with self._open() as stream:
                     async for events in stream:
                         if not begun:
-                            headers = [(b"content-type", self.content_type.encode())]
+                            headers = [(b"content-type", self.content_type), (b"cache-control", b"no-cache")]
                             await send({"type": "http.response.start", "status": 200, "headers": headers})
                         begun = True
                         await send({"type": "http.response.body", "body": self.lines(events), "more_body": True})

@@ -294,11 +294,13 @@ def test_a_teacher_scores_as_slime_asks(server: Server, here: Generator) -> None
 
 def test_a_stream_as_slime_reads_it(server: Server) -> None:
     """Each event has all tokens so far, and the last one is the answer without a stream."""
-    whole = sampled(server, rid="a")
+    whole = sampled(server, rid="a", logprob_start_len=0)
     sampling = {"max_new_tokens": 6, "sampling_seed": 3, "temperature": 0.8, "top_k": 20, "ignore_eos": True}
-    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "stream": True, "rid": "a"}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    body |= {"stream": True, "rid": "a"}
     answer = server.post("/generate", body)
     assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache"
     *events, end = answer.text.removesuffix("\n\n").split("\n\n")
     assert end == "data: [DONE]"
     found = [json.loads(event.removeprefix("data: ")) for event in events]

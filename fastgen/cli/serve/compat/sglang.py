@@ -203,7 +203,7 @@ class SglangStream(EventResponse):
     """The response to a streamed request: server-sent events, each of which has all tokens so far. greedy: see
     _answer."""
 
-    content_type = "text/event-stream; charset=utf-8"
+    content_type = b"text/event-stream; charset=utf-8"
     end = b"data: [DONE]\n\n"
 
     def __init__(
@@ -249,8 +249,8 @@ def _answer(wanted: SglangRequest, output: RequestOutput, completion: Completion
     if completion.sampling_mask is not None:
         meta["top_p_token_ids"] = list(chain(*completion.sampling_mask))
         meta["top_p_token_offsets"] = list(accumulate(map(len, completion.sampling_mask), initial=0))
-    if wanted.scored:
-        pairs = zip(output.prompt_logprobs or [], output.prompt_token_ids, strict=True)
+    if wanted.scored and output.prompt_logprobs is not None:  # which come at the end of a stream
+        pairs = zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
         scores = [[None if math.isnan(logprob) else logprob, token, None] for logprob, token in pairs]
         meta["input_token_logprobs"] = scores[wanted.logprob_start_len :]
     return {"text": completion.text, "output_ids": completion.token_ids, "meta_info": meta}
