@@ -42,6 +42,15 @@ def pickled(value: Any, protocol: int = 5) -> bytes:
                 sys.modules[name] = module
 
 
+class BlockingCommunicator(Communicator):
+    """The end of a trainer: as vLLM's senders do, it waits until all ranks have joined."""
+
+    def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
+        self._handle = ctypes.c_void_p()
+        join, id = ctypes.CDLL("libnccl.so.2").ncclCommInitRank, Structure.from_buffer_copy(unique_id)
+        assert join(ctypes.byref(self._handle), size, id, rank) == 0
+
+
 class Trainer:
     """Rank 0 of a group of two, on a GPU. buffer_bytes: size of packed buffers; None: each tensor is one broadcast.
     by_id: the server gets NCCL's id in the request, and not from a store."""
@@ -60,7 +69,7 @@ class Trainer:
             info |= {"master_address": "127.0.0.1", "master_port": self._store.port}
         with ThreadPoolExecutor(1) as pool, torch.cuda.device(device):
             asking = pool.submit(self.post, "/init_weight_transfer_engine", {"init_info": info})
-            self._group = Communicator(2, id, 0)
+            self._group = BlockingCommunicator(2, id, 0)
             self._group.all_reduce(torch.zeros(1, dtype=torch.float32, device=device))
             torch.cuda.synchronize(device)
             asking.result()

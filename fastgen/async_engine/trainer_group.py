@@ -28,7 +28,8 @@ from fastgen.processes.errors import DepartedError
 ID_KEY = "broadcast_from/0/0"  # of the store: the first object that rank 0 broadcasts
 ID_TYPE = "vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"
 CONNECT_SECONDS = 60.0  # time for the trainer to open its store
-PAUSE_SECONDS = 1e-3  # between two looks at the store or at a broadcast
+JOIN_SECONDS = 120.0  # time for the trainer to put its id there, and then for all ranks to join
+LONGEST_PAUSE = 1e-3  # maximum seconds between two looks at the store or at a broadcast
 VERSIONS = "vLLM 0.22 to 0.33, NCCL backend"
 
 
@@ -36,7 +37,8 @@ class TrainerGroup:
     """A communicator of a trainer (rank 0) and this process, and perhaps other servers.
 
     unique_id: NCCL's id of the group, 128 bytes. ranks: index of this process and number of ranks. buffer_bytes: see
-    `receive`. seconds: maximum time without progress. broken: True after a failure within an update.
+    `receive`. seconds: maximum time without progress, of which JOIN_SECONDS are for all ranks to join. broken: True
+    after a failure within an update.
 
     check, an argument of the methods, is a function that is called while this end waits, and raises if the client of
     the running request has gone. The methods raise DepartedError if the trainer does not go on.
@@ -57,6 +59,7 @@ class TrainerGroup:
         with torch.cuda.device(device):
             self._group = Communicator(size, unique_id, rank)
             try:
+                self._join(size, check)
                 one = torch.zeros(1, dtype=torch.float32, device=device)
                 self._group.all_reduce(one)  # the trainer's communicator sums one number at its start
                 self._wait(check)
@@ -86,20 +89,47 @@ class TrainerGroup:
             yield from unpacked(memory, tensors)
         self.broken = False
 
-    def _wait(self, check: Callable[[], None]) -> None:
-        """Wait until all work on the device has ended. If the trainer does not take part in it, leave the group, since
-        an operation that waits for it would block the device."""
-        deadline = time.monotonic() + self._seconds
+    def _join(self, size: int, check: Callable[[], None]) -> None:
+        """Wait until all ranks have joined the group. `check` and the time limit work here too, since the communicator
+        does not block."""
+        seconds = min(JOIN_SECONDS, self._seconds)
         try:
+            if _becomes(self._group.ready, seconds, check):
+                return
+            reason = f"not all {size} ranks of the trainer's group have joined it within {seconds:g} seconds"
+        except DepartedError:
+            raise
+        except RuntimeError as error:
+            reason = f"NCCL cannot join the trainer's group ({error})"
+        raise DepartedError(
+            f"{reason}; the trainer must join, on a GPU of its own, while POST /init_weight_transfer_engine runs: "
+            "send this request again, with a new id"
+        )
+
+    def _wait(self, check: Callable[[], None]) -> None:
+        """Wait until the last operation and all other work on the device have ended. If the trainer does not take part
+        in it, leave the group, since an operation that waits for it would block the device."""
+        try:
+            if not _becomes(self._group.ready, self._seconds, check):
+                raise DepartedError(f"the trainer has not connected within {self._seconds:g} seconds")
             done: Any = torch.cuda.current_stream().record_event()
-            while not done.query():
-                check()
-                if time.monotonic() > deadline:
-                    raise DepartedError(f"the trainer has sent nothing for {self._seconds:g} seconds")
-                time.sleep(PAUSE_SECONDS)
+            if not _becomes(lambda: self._group.ready() and done.query(), self._seconds, check):
+                raise DepartedError(f"the trainer has sent nothing for {self._seconds:g} seconds")
         except BaseException:
             self.close()
             raise
+
+
+def _becomes(ready: Callable[[], bool], seconds: float, check: Callable[[], None]) -> bool:
+    """Wait until `ready()`, and return whether it has become so within the time."""
+    pause, deadline = 1e-5, time.monotonic() + seconds
+    while not ready():
+        check()
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    return True
 
 
 def packed(header: Header, buffer_bytes: int | None) -> Iterator[list[tuple[str, Tensor]]]:
@@ -135,15 +165,12 @@ def find_id(address: tuple[str, int] | None, seconds: float, check: Callable[[],
     object than an id, and DepartedError if the store does not answer."""
     assert address is not None
     host, port = address
-    deadline = time.monotonic() + seconds
+    seconds = min(JOIN_SECONDS, seconds)
     try:
         limit = timedelta(seconds=min(CONNECT_SECONDS, seconds))
         store = dist.TCPStore(host, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
-        while not store.check([ID_KEY]):
-            check()
-            if time.monotonic() > deadline:
-                raise DepartedError(f"the trainer's store at {host}:{port} has no NCCL id after {seconds:g} seconds")
-            time.sleep(PAUSE_SECONDS)
+        if not _becomes(lambda: store.check([ID_KEY]), seconds, check):
+            raise DepartedError(f"the trainer's store at {host}:{port} has no NCCL id after {seconds:g} seconds")
         return read_id(store.get(ID_KEY))
     except RuntimeError as error:
         if isinstance(error, DepartedError):

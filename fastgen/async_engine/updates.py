@@ -16,7 +16,7 @@ from fastgen.async_engine.trainer_group import TrainerGroup, decode_id, find_id
 from fastgen.async_engine.wire import Header, Wire, placeholders
 from fastgen.device.memory import gpu_id
 from fastgen.generator import Generator
-from fastgen.model.adapter import AdapterUpdate
+from fastgen.model.adapter import AdapterUpdate, read_adapter
 from fastgen.model.deltas import DELTA
 from fastgen.model.loader import read_tensors
 from fastgen.model.parameters import checkpoint_shards
@@ -172,6 +172,11 @@ class WeightUpdates:
         if not Path(folder).is_dir():
             raise ValueError(f"there is no folder {folder} on the server's machine")
         return self._gen.update_weights(read_tensors(Path(folder)), **options)
+
+    def read_adapter(self, folder: str, options: dict[str, Any]) -> int:
+        """Merge the adapter that PEFT has saved in a folder. Return the version of the weights. options: keyword
+        arguments of `Generator.update_adapter`."""
+        return self._gen.update_adapter(*read_adapter(folder), **options)
 
 
 def _without_deltas(header: Header, shards: Mapping[str, Shard]) -> Header:

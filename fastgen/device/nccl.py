@@ -17,6 +17,7 @@ from torch import Tensor
 ID_BYTES = 128
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _UINT8, _FLOAT32, _SUM = 1, 7, 0  # of ncclDataType_t and ncclRedOp_t
+_SUCCESS, _IN_PROGRESS = 0, 7  # of ncclResult_t
 
 
 class _UniqueId(ctypes.Structure):
@@ -25,9 +26,24 @@ class _UniqueId(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_ubyte * ID_BYTES)]
 
 
+class _Config(ctypes.Structure):
+    """ncclConfig_t of NCCL 2.14, which later versions of NCCL read too: `size` and `version` tell them which fields
+    there are. cga_cluster_size is of 2.17; in 2.14 it is padding."""
+
+    _fields_ = [
+        ("size", _SIZE),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", _INT),
+        ("cga_cluster_size", _INT),
+    ]
+
+
+_MAGIC, _VERSION, _UNDEFINED = 0xCAFEBEEF, 21400, -(2**31)
 _FUNCTIONS: dict[str, list[Any]] = {
     "ncclGetUniqueId": [_POINTER],
-    "ncclCommInitRank": [_POINTER, _INT, _UniqueId, _INT],
+    "ncclCommInitRankConfig": [_POINTER, _INT, _UniqueId, _INT, _POINTER],
+    "ncclCommGetAsyncError": [_POINTER, _POINTER],
     "ncclAllReduce": [_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER],
     "ncclBroadcast": [_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER],
     "ncclCommAbort": [_POINTER],
@@ -46,8 +62,11 @@ def _library() -> ctypes.CDLL:
 
 def _call(name: str, *arguments: Any) -> None:
     """Call a function. Raises RuntimeError if it fails."""
-    status = getattr(_library(), name)(*arguments)
-    if status:
+    _check(name, getattr(_library(), name)(*arguments))
+
+
+def _check(name: str, status: int) -> None:
+    if status not in (_SUCCESS, _IN_PROGRESS):
         raise RuntimeError(f"{name}: {_library().ncclGetErrorString(status).decode()}")
 
 
@@ -59,17 +78,28 @@ def unique_id() -> bytes:
 
 
 class Communicator:
-    """This process's end of a group of `size` ranks, on the current GPU. Making it waits for all ranks.
+    """This process's end of a group of `size` ranks, on the current GPU.
 
-    Its operations run on the current stream, and do not wait. Raises RuntimeError if NCCL refuses.
+    Making it and its operations only begin their work, since another rank may never come: when `ready` returns True,
+    all ranks have joined, or the operation is on the current stream. Nothing else may begin before. Raises RuntimeError
+    if NCCL refuses.
     """
 
     def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
         self._handle = ctypes.c_void_p()
-        _call("ncclCommInitRank", ctypes.byref(self._handle), size, _UniqueId.from_buffer_copy(unique_id), rank)
+        id = _UniqueId.from_buffer_copy(unique_id)
+        config = _Config(ctypes.sizeof(_Config), _MAGIC, _VERSION, 0, _UNDEFINED)
+        _call("ncclCommInitRankConfig", ctypes.byref(self._handle), size, id, rank, ctypes.byref(config))
+
+    def ready(self) -> bool:
+        """Return whether what was begun last has been done. Raises RuntimeError if it has failed."""
+        state = _INT(_IN_PROGRESS)
+        _call("ncclCommGetAsyncError", self._handle, ctypes.byref(state))
+        _check("NCCL", state.value)
+        return state.value == _SUCCESS
 
     def close(self) -> None:
-        """Abort pending operations and free the communicator, which cannot be used afterwards."""
+        """Abort what has been begun and free the communicator, which cannot be used afterwards."""
         handle, self._handle = self._handle, ctypes.c_void_p()
         if handle:
             _call("ncclCommAbort", handle)

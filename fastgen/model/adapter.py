@@ -47,6 +47,18 @@ _PLAIN = {
 _UNSUPPORTED = "is not supported: only plain LoRA of the linear layers of attention and MLP can be merged"
 
 
+def read_adapter(folder: str | Path) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors and the config of an adapter in a folder that PEFT has saved. Raises ValueError."""
+    config, weights = (Path(folder).expanduser() / name for name in _FILES)
+    for path in (config, weights):
+        if not path.is_file():
+            raise ValueError(f"adapter {folder}: {path.name} is missing; give a folder that PEFT has saved")
+    try:
+        return load_file(weights), json.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, SafetensorError) as error:
+        raise ValueError(f"adapter {folder}: {error}") from error
+
+
 class AdapterUpdate(Update):
     """A weight update that merges an adapter, or restores the base weights.
 
@@ -76,14 +88,11 @@ class AdapterUpdate(Update):
     @classmethod
     def read(cls, folder: str | Path, shards: Mapping[str, Shard]) -> AdapterUpdate:
         """Return the checked update for an adapter in a folder that PEFT has saved. Raises ValueError."""
-        config, weights = (Path(folder).expanduser() / name for name in _FILES)
-        for path in (config, weights):
-            if not path.is_file():
-                raise ValueError(f"adapter {folder}: {path.name} is missing; give a folder that PEFT has saved")
+        named, config = read_adapter(folder)
         try:
-            update = cls(load_file(weights), json.loads(config.read_text(encoding="utf-8")), shards)
+            update = cls(named, config, shards)
             update.check()
-        except (ValueError, TypeError, RecursionError, SafetensorError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"adapter {folder}: {error}") from error
         return update
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import ctypes
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fake_nccl import IN_PROGRESS, REMOTE_ERROR, SUCCESS, FakeNccl, use
 from vllm_trainer import Structure, pickled
 
 from fastgen.async_engine.trainer_group import ID_KEY, TrainerGroup, decode_id, find_id, packed, read_id, unpacked
@@ -77,32 +78,62 @@ def test_a_client_that_goes_ends_the_wait() -> None:
         find_id(("127.0.0.1", store.port), 5, gone)
 
 
-@pytest.mark.parametrize("where", ["all_reduce", "record_event"])
-def test_a_group_that_fails_at_its_start_is_left(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    called = list[str]()
+def group(seconds: float, check: Callable[[], None] = lambda: None) -> TrainerGroup:
+    return TrainerGroup(ID, (1, 2), torch.device("cpu"), None, seconds, check)
 
-    class Communicator:
-        def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
-            pass
 
-        def all_reduce(self, x: torch.Tensor) -> None:
-            fail("all_reduce")
+def test_a_trainer_that_never_joins_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(FakeNccl(lambda looks: IN_PROGRESS), monkeypatch)
+    begun = time.monotonic()
+    with pytest.raises(DepartedError, match=r"not all 2 ranks .* within 0.2 seconds; .* with a new id"):
+        group(0.2)
+    assert time.monotonic() - begun < 5
+    assert fake.called == ["init", "abort"]
 
-        def close(self) -> None:
-            called.append("close")
 
-    def fail(name: str) -> None:
-        called.append(name)
-        if name == where:
-            raise RuntimeError("made up")
+def test_a_trainer_that_goes_before_it_joins_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(FakeNccl(lambda looks: REMOTE_ERROR if looks > 3 else IN_PROGRESS), monkeypatch)
+    with pytest.raises(DepartedError, match=r"cannot join the trainer's group \(NCCL: error 6\)"):
+        group(60)
+    assert fake.called == ["init", "abort"]
 
-    monkeypatch.setattr("fastgen.async_engine.trainer_group.Communicator", Communicator)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: fail("record_event"))
-    with pytest.raises(RuntimeError, match="made up"):
-        TrainerGroup(ID, (1, 2), torch.device("cpu"), None, 5, lambda: None)
-    assert where in called
-    assert called[-1] == "close"
+
+def test_a_client_that_goes_ends_the_wait_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> None:
+        raise DepartedError("it has gone")
+
+    fake = use(FakeNccl(lambda looks: IN_PROGRESS), monkeypatch)
+    with pytest.raises(DepartedError, match=r"^it has gone"):
+        group(60, gone)
+    assert fake.called == ["init", "abort"]
+
+
+def test_an_operation_is_waited_for_when_it_is_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(FakeNccl(lambda looks: SUCCESS if looks > 3 else IN_PROGRESS), monkeypatch)
+    joined = group(60)
+    assert fake.called == ["init", "all_reduce", "event"]
+    assert len(list(joined.receive([("a", "float32", [3])], None, lambda: None))) == 1
+    assert fake.called[3:] == ["broadcast", "event"]
+    assert not joined.broken
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_trainer_that_sends_nothing_is_left(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(FakeNccl(lambda looks: SUCCESS), monkeypatch)
+    joined = group(0.2)
+    use(fake, monkeypatch, sends=False)
+    fake.state = lambda looks: SUCCESS if launched else IN_PROGRESS
+    with pytest.raises(DepartedError, match=r"has (sent nothing for|not connected within) 0.2 seconds"):
+        list(joined.receive([("a", "float32", [3])], None, lambda: None))
+    assert joined.broken
+    assert fake.called[3:] == (["broadcast", "event", "abort"] if launched else ["broadcast", "abort"])
+
+
+def test_a_group_that_fails_at_its_start_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(FakeNccl(lambda looks: REMOTE_ERROR if "all_reduce" in fake.called else SUCCESS), monkeypatch)
+    with pytest.raises(RuntimeError, match="NCCL: error 6"):
+        group(60)
+    assert fake.called == ["init", "all_reduce", "abort"]
 
 
 def test_buffers_end_where_a_sender_ends_them() -> None:

@@ -14,14 +14,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fastgen.async_engine.client import AsyncGenerator, EngineError
+from fastgen.async_engine.client import AsyncGenerator, EngineError, EventStream
 from fastgen.cli.serve.answers import limited
 from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.fields import Items, Some, Strict, wrong
 from fastgen.cli.serve.posts import Post
 from fastgen.cli.serve.protocol import INT32
 from fastgen.cli.serve.service import Service
-from fastgen.request import Completion
+from fastgen.processes.errors import DepartedError
+from fastgen.request import Completion, Event
 from fastgen.rl.bodies import completion_of
 
 Tags = Some[Literal["weights", "kv_cache"]]
@@ -164,7 +165,7 @@ class Rollout:
     """The routes for a trainer. posts: {path: post}."""
 
     def __init__(self, service: Service) -> None:
-        self._service = service
+        self.service = service
         self._updating: set[AsyncGenerator] = set()
         self.posts = {
             "/generate": self.post(GenerateRequest, self._generate, timed=True),
@@ -197,16 +198,16 @@ class Rollout:
 
     def check_samples(self, samples: Any) -> None:
         """Raise ValueError if one request asks for too many samples."""
-        most = self._service.options.max_queued_requests
+        most = self.service.options.max_queued_requests
         if isinstance(samples, int) and samples > most:
             raise ValueError(f"n is {samples}; one request may have {most} samples (max_queued_requests)")
 
     async def _answer(self, call: Call, timed: bool, wanted: Any, request: Request) -> Response:
         """Return the response with the result of a call. If the client disconnects, the call ends if it can be
         ended."""
-        engine = self._service.choose(wanted.model).engine
+        engine = self.service.choose(wanted.model).engine
         try:
-            async with limited(self._service, request.receive, timed=timed):
+            async with limited(self.service, request.receive, timed=timed):
                 result = await call(engine, wanted, request.query_params)
         except (ValueError, TypeError, RuntimeError, OSError) as error:
             raise call_error(error) from None
@@ -218,12 +219,13 @@ class Rollout:
     async def _generate(self, engine: AsyncGenerator, wanted: GenerateRequest, _: QueryParams) -> Any:
         self.check_samples((wanted.params or {}).get("n"))
         if wanted.stream:
-            return EventResponse(self._service, engine, wanted)
+            submit = partial(engine.submit, [wanted.prompt], wanted.params, resume=wanted.resumed)
+            return EventResponse(self.service, submit)
         return await engine.generate(wanted.prompt, wanted.params, wanted.id, wanted.resumed)
 
     async def _init_group(self, engine: AsyncGenerator, wanted: GroupRequest, _: QueryParams) -> Any:
         arguments = wanted.backend, wanted.gpu, wanted.timeout, wanted.bucket_bytes, wanted.replace
-        return await engine.call("init_weight_group", self._service.options.host, *arguments)
+        return await engine.call("init_weight_group", self.service.options.host, *arguments)
 
     async def _update(self, engine: AsyncGenerator, wanted: UpdateRequest, _: QueryParams) -> dict[str, int]:
         fields = "version", "partial", "in_flight", "requantize"
@@ -258,38 +260,45 @@ class Rollout:
 
 class EventResponse(Response):
     """The response to a streamed request: each event is a line of JSON. An error after the beginning is the last line,
-    {"status": ..., "error": ...}; earlier errors are answered by the application's handlers."""
+    {"status": ..., "error": ...}; earlier errors are answered by the application's handlers.
 
-    def __init__(self, service: Service, engine: AsyncGenerator, wanted: GenerateRequest) -> None:
+    open_stream: function that submits the request.
+    """
+
+    content_type = b"application/x-ndjson"
+    end = b""  # last bytes of a complete response
+
+    def __init__(self, service: Service, open_stream: Callable[[], EventStream]) -> None:
         super().__init__()
-        self._service, self._engine, self._wanted = service, engine, wanted
+        self._service, self._open = service, open_stream
+
+    def lines(self, events: list[Event]) -> bytes:
+        """Return what is sent for new events."""
+        return b"".join(to_json(event, inf_nan_mode="constants") + b"\n" for event in events)
+
+    def error_line(self, failure: ApiError) -> bytes:
+        return to_json({"status": failure.status, **failure.body}) + b"\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun, wanted = False, self._wanted
+        begun = False
         try:
             async with limited(self._service, receive):
-                with self._engine.submit([wanted.prompt], wanted.params, resume=wanted.resumed) as stream:
+                with self._open() as stream:
                     async for events in stream:
                         if not begun:
-                            await _begin_lines(send)
+                            headers = [(b"content-type", self.content_type), (b"cache-control", b"no-cache")]
+                            await send({"type": "http.response.start", "status": 200, "headers": headers})
                         begun = True
-                        lines = b"".join(to_json(event, inf_nan_mode="constants") + b"\n" for event in events)
-                        await send({"type": "http.response.body", "body": lines, "more_body": True})
-                await send({"type": "http.response.body", "body": b""})
+                        await send({"type": "http.response.body", "body": self.lines(events), "more_body": True})
+                await send({"type": "http.response.body", "body": self.end})
         except (ApiError, ValueError, TypeError, RuntimeError) as error:
             failure = error if isinstance(error, ApiError) else call_error(error)
             if not begun:
                 raise failure from None
-            line = to_json({"status": failure.status, **failure.body}) + b"\n"
-            await send({"type": "http.response.body", "body": line})
+            await send({"type": "http.response.body", "body": self.error_line(failure)})
         except ClientDisconnect:
             if not begun:
                 raise
-
-
-async def _begin_lines(send: Send) -> None:
-    headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 def call_error(error: Exception) -> ApiError:
@@ -299,6 +308,8 @@ def call_error(error: Exception) -> ApiError:
         return ApiError(500, message, code="engine_error")
     if isinstance(error, ValueError | TypeError):
         return ApiError(400, message, code="invalid_value")
+    if isinstance(error, DepartedError):
+        return ApiError(504, message, code="departed")
     return ApiError(409, message, code="conflict")
 
 

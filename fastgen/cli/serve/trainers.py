@@ -12,6 +12,7 @@ from starlette.responses import Response
 from fastgen import __version__
 from fastgen.async_engine.client import AsyncGenerator
 from fastgen.cli.serve.compat.sglang import SglangEngine
+from fastgen.cli.serve.compat.vllm_adapters import VllmAdapters
 from fastgen.cli.serve.compat.vllm_control import VllmControl
 from fastgen.cli.serve.posts import Post
 from fastgen.cli.serve.rollout import ModelRequest, Rollout
@@ -29,13 +30,14 @@ class Routes(Protocol):
 
 
 class ServerInfo:
-    """/server_info, which vLLM and SGLang both have, with the fields that trainers read in either."""
+    """/server_info, which vLLM and SGLang both have, and /model_info, with the fields that trainers and SGLang's router
+    read in either."""
 
     def __init__(self, rollout: Rollout, service: Service) -> None:
         self._service = service
         info = rollout.get(self._describe)
         self.posts: dict[str, Post] = {}
-        self.gets = {"/server_info": info, "/get_server_info": info}
+        self.gets = dict.fromkeys(("/server_info", "/get_server_info", "/model_info", "/get_model_info"), info)
 
     async def _describe(self, engine: AsyncGenerator, wanted: ModelRequest, _: QueryParams) -> dict[str, Any]:
         state = await engine.call("transfer_state")
@@ -46,7 +48,9 @@ class ServerInfo:
         return {
             "vllm_config": {"model_config": config, "weight_transfer_config": transfer},
             "model_path": name,
+            "tokenizer_path": name,
             "served_model_name": name,
+            "is_generation": True,
             "weight_version": str(state["weight_version"]),
             **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size"), 1),
             "disaggregation_mode": "null",
@@ -60,6 +64,7 @@ def trainer_routes(service: Service) -> list[Routes]:
     return [
         rollout,
         VllmControl(rollout, service.options),
+        VllmAdapters(rollout),
         SglangEngine(rollout),
         ServerInfo(rollout, service),
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapters import CONFIG, adapter, save_adapter
 from conftest import new_weights, random_ids
 from safetensors.torch import load_file, save_file
 from serving import FGSERVE, Server, until
 
 from fastgen import Generator, SamplingParams
+from fastgen.cli.serve.checking import ApiError
+from fastgen.cli.serve.compat.sglang import SglangRequest, SglangStream
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -77,9 +82,17 @@ def test_tokens_in_and_tokens_out(server: Server, here: Generator) -> None:
         assert [len(entry["top_logprobs"]) for entry in content] == [2] * 6
         assert choice["finish_reason"] == "length"
     assert found["prompt_logprobs"][0] is None
-    assert len(found["prompt_logprobs"]) == len(PROMPT)
+    scores = [next(iter(entries.items())) for entries in found["prompt_logprobs"][1:]]  # as prime-rl reads them
+    assert [(int(id), entry["logprob"]) for id, entry in scores] == list(
+        zip(PROMPT[1:], (expected.prompt_logprobs or [])[1:], strict=True)
+    )
     assert tokens(server)["choices"][0]["logprobs"] is None
-    assert len(post(server, "/inference/v1/generate", {"token_ids": [5], "sampling_params": {}})["choices"]) == 1
+    unlimited = {"token_ids": [5], "sampling_params": {"ignore_eos": True}}
+    (choice,) = post(server, "/inference/v1/generate", unlimited)["choices"]
+    assert len(choice["token_ids"]) == here.max_model_len - 1
+    masked = tokens(server, return_sampling_mask=True, routed_experts_prompt_start=3)["choices"][0]
+    (expected,) = here.generate([PROMPT], replace(SHORT, return_sampling_mask=True))[0].completions
+    assert masked["sampling_mask"] == expected.sampling_mask
     wrong = {"token_ids": [99999], "sampling_params": {}}
     assert "outside the vocabulary" in refused(server, "/inference/v1/generate", wrong)
     assert "beam" in refused(server, "/inference/v1/generate", {"token_ids": [5], "sampling_params": {"beam": 1}})
@@ -169,6 +182,16 @@ def test_the_weight_transfer_says_what_is_wrong(server: Server) -> None:
         held.result(10)
 
 
+def test_a_trainer_that_never_comes_is_a_timeout(server: Server, talker: Path) -> None:
+    """The next update mends the weights, which are torn then."""
+    group = post(server, "/init_weight_group", {"backend": "gloo", "timeout": 0.2, "bucket_bytes": 1000})["group"]
+    tensors = [["model.norm.weight", "float32", [64]]]
+    body = {"group": group, "tensors": tensors, "partial": True, "in_flight": "keep"}
+    assert "the weight group has failed" in refused(server, "/update_weights", body, 504)
+    assert post(server, "/update_weights", {"weight_dir": str(talker)})["status"] == "ok"
+    assert tokens(server)["choices"]
+
+
 def test_an_update_of_a_paused_engine_leaves_it_paused(server: Server) -> None:
     post(server, "/pause", mode="keep")
     post(server, "/start_weight_update", {})
@@ -194,6 +217,31 @@ def test_prime_rl_names_a_folder(server: Server, here: Generator, step: Path, ta
         assert tokens(server)["choices"][0]["token_ids"] == expected
     assert old != new
     assert "there is no folder /nope" in refused(server, "/update_weights", {"weight_dir": "/nope"})
+
+
+def test_adapters_of_prime_rl_are_merged(server: Server, here: Generator, talker: Path, tmp_path: Path) -> None:
+    """A name is loaded again with each step; the base comes back, to the bit, when it is unloaded."""
+    base = tokens(server)
+    states = [adapter(talker, seed=seed) for seed in (1, 2)]
+    for step, state in enumerate(states):
+        folder = save_adapter(tmp_path / str(step), state)
+        loaded = post(server, "/load_lora_adapter", {"lora_name": "mine", "lora_path": str(folder)})
+        here.update_adapter(state, CONFIG)
+        assert loaded == {"status": "ok", "weight_version": server.get("/weight_version").json()["weight_version"]}
+        expected = here.generate([PROMPT], SHORT)[0].completions[0].token_ids
+        assert tokens(server, logprobs=0)["choices"][0]["token_ids"] == expected != base["choices"][0]["token_ids"]
+    here.update_adapter(None)
+    other = {"lora_name": "other", "lora_path": str(folder)}
+    assert "one adapter is merged at a time" in refused(server, "/load_lora_adapter", other, 409)
+    lost = {"lora_name": "mine", "lora_path": str(tmp_path / "nope")}
+    assert "there is no adapter_config.json" in refused(server, "/load_lora_adapter", lost, 404)
+    assert "lora.sync_mode=disk" in refused(
+        server, "/skyrl/v1/load_lora_adapter", {"lora_name": "a", "in_memory": True}
+    )
+    post(server, "/v1/unload_lora_adapter", {"lora_name": "mine"})
+    again = tokens(server)["choices"][0]
+    assert again["token_ids"] == base["choices"][0]["token_ids"]
+    assert "no adapter 'mine' is merged" in refused(server, "/unload_lora_adapter", {"lora_name": "mine"}, 404)
 
 
 # ------------------------------------------------------------------------------------------------ SGLang
@@ -231,9 +279,67 @@ def test_generate_as_slime_asks(server: Server, here: Generator) -> None:
     assert post(server, "/generate", {"prompt": PROMPT, "params": {"max_tokens": 1}})["completions"], "our own"
 
 
+def test_a_teacher_scores_as_slime_asks(server: Server, here: Generator) -> None:
+    (expected,) = here.score([PROMPT])
+    found = sampled(server, logprob_start_len=0, sampling_params={"max_new_tokens": 0})
+    first, *rest = found["meta_info"]["input_token_logprobs"]
+    assert first == [None, PROMPT[0], None]
+    assert [item[0] for item in rest] == pytest.approx(expected[1:], abs=1e-4)
+    assert [item[1] for item in rest] == PROMPT[1:]
+    assert (found["text"], found["output_ids"], found["meta_info"]["output_token_logprobs"]) == ("", [], [])
+    assert found["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+    both = sampled(server, logprob_start_len=5)["meta_info"]
+    assert (len(both["input_token_logprobs"]), len(both["output_token_logprobs"])) == (4, 6)
+    assert "input_token_logprobs" not in sampled(server, logprob_start_len=-1)["meta_info"]
+
+
+def test_a_stream_as_slime_reads_it(server: Server) -> None:
+    """Each event has all tokens so far, and the last one is the answer without a stream."""
+    whole = sampled(server, rid="a", logprob_start_len=0)
+    sampling = {"max_new_tokens": 6, "sampling_seed": 3, "temperature": 0.8, "top_k": 20, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    body |= {"stream": True, "rid": "a"}
+    answer = server.post("/generate", body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache"
+    *events, end = answer.text.removesuffix("\n\n").split("\n\n")
+    assert end == "data: [DONE]"
+    found = [json.loads(event.removeprefix("data: ")) for event in events]
+    for event in found[:-1]:
+        assert event["meta_info"]["finish_reason"] is None
+    drawn = [[item[1] for item in event["meta_info"]["output_token_logprobs"]] for event in found]
+    assert all(ids == drawn[-1][: len(ids)] for ids in drawn)
+    last = found[-1]
+    for either in (last, whole):
+        either["meta_info"]["e2e_latency"] = either["meta_info"]["cached_tokens"] = None
+    assert last == whole
+    assert "with n=1" in refused(server, "/generate", {**body, "sampling_params": {**sampling, "n": 2}})
+    wrong = {**body, "input_ids": [99999]}
+    assert "outside the vocabulary" in refused(server, "/generate", wrong)
+
+
+def test_a_stream_that_fails_ends_with_its_error() -> None:
+    stream = SglangStream(None, None, SglangRequest(text="a"), greedy=False)  # type: ignore[arg-type]
+    error, end = stream.error_line(ApiError(500, "the engine has ended")).decode().split("\n\n", 1)
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "the engine has ended"
+    assert end == "data: [DONE]\n\n"
+
+
+def test_masks_as_slime_replays_them(server: Server, here: Generator) -> None:
+    """Of each token's mask, the ids are between two offsets."""
+    custom = {"top_p": 0.5, "top_k": -1, "custom_params": {"return_top_p_token_ids": True}}
+    meta = sampled(server, sampling_params=custom)["meta_info"]
+    params = replace(SHORT, top_p=0.5, top_k=0, return_sampling_mask=True)
+    (expected,) = here.generate([PROMPT], params)[0].completions
+    ids, offsets = meta["top_p_token_ids"], meta["top_p_token_offsets"]
+    assert [ids[start:end] for start, end in itertools.pairwise(offsets)] == expected.sampling_mask
+    assert "top_p_token_ids" not in sampled(server)["meta_info"]
+
+
 def test_a_step_of_slime(server: Server, step: Path, talker: Path) -> None:
     """Abort until idle, give memory back, take it, update from disk, continue; partial samples come with their ids."""
     info = server.get("/server_info").json()
+    assert server.get("/model_info").json()["is_generation"] is True
     assert (info["tp_size"], info["pp_size"], info["disaggregation_mode"]) == (1, 1, "null")
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(sampled, server, sampling_params={"max_new_tokens": 400}, rid="mine")
@@ -255,6 +361,9 @@ def test_a_step_of_slime(server: Server, step: Path, talker: Path) -> None:
         assert sampled(server)["meta_info"]["weight_version"] == version
         assert server.get("/get_weight_version").json()["weight_version"] == int(version)
     assert "there is no folder" in refused(server, "/update_weights_from_disk", {"model_path": "/nope"})
+    delta = {"model_path": str(step), "load_format": "delta"}
+    assert "--update-weight-mode full" in refused(server, "/update_weights_from_disk", delta)
+    assert server.get("/health_generate").status_code == 200
 
 
 def test_the_schema_has_all_dialects(server: Server) -> None:

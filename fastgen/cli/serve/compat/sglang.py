@@ -6,18 +6,24 @@ Source: sglang/srt/entrypoints/http_server.py of SGLang 0.5.23, and slime's docs
 
 from __future__ import annotations
 
+import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate, chain
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
+from pydantic_core import to_json
 from starlette.datastructures import QueryParams
 
-from fastgen.async_engine.client import AsyncGenerator
+from fastgen.async_engine.client import AsyncGenerator, EventStream, joined
+from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.fields import Items, Strict, wrong
-from fastgen.cli.serve.rollout import ModelRequest, Rollout
-from fastgen.request import Completion, Prompt, RequestOutput
+from fastgen.cli.serve.rollout import EventResponse, ModelRequest, Rollout
+from fastgen.cli.serve.service import Service
+from fastgen.request import SHARED, Completion, Event, Prompt, RequestOutput
 
 NO_IMAGES = "images are not supported"
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
@@ -26,12 +32,18 @@ RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "samp
 """{field of SGLang's sampling_params: the same in SamplingParams}; the others have the same name."""
 
 
+class CustomParams(Strict):
+    """slime's custom_params. return_top_p_token_ids: return the ids from which each token was drawn."""
+
+    return_top_p_token_ids: bool = False
+
+
 class SglangSampling(Strict):
     """SGLang's sampling_params, as far as they are supported; SamplingParams describes them."""
 
     without_effect = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "stream_interval"})
 
-    max_new_tokens: int | None = Field(None, ge=1)
+    max_new_tokens: int | None = Field(None, ge=0)
     min_new_tokens: int | None = None
     sampling_seed: int | None = None
     n: int | None = Field(None, ge=1)
@@ -49,6 +61,7 @@ class SglangSampling(Strict):
     logit_bias: dict[str, float] | None = None
     regex: str | None = None
     json_schema: str | None = None
+    custom_params: CustomParams | None = None
 
     @property
     def params(self) -> dict[str, Any]:
@@ -56,18 +69,26 @@ class SglangSampling(Strict):
         given = {RENAMED.get(name, name): value for name, value in dict(self).items() if value is not None}
         if "no_stop_trim" in given:
             given["include_stop_str_in_output"] = given.pop("no_stop_trim")
+        if custom := given.pop("custom_params", None):
+            given["return_sampling_mask"] = custom.return_top_p_token_ids
         return given
 
 
 class SglangRequest(ModelRequest):
-    """SGLang's body of /generate, for one prompt: ids or a text. rid: its name for /abort_request."""
+    """SGLang's body of /generate, for one prompt: ids or a text.
 
+    rid: its name for /abort_request, unless it is streamed. stream: the response is a stream of events, each of which
+    has all tokens so far. logprob_start_len: index of the first token of the prompt whose logprob is returned; -1 for
+    none. A teacher scores a sequence with max_new_tokens=0. The fields without effect are added by SGLang's router.
+    """
+
+    without_effect = frozenset({"log_metrics", "no_logs"})
     neutral: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "stream": (False, "give prompt instead of input_ids for fgserve's own stream"),
         "image_data": ([], NO_IMAGES),
         "return_routed_experts": (False, "there are no experts"),
         "return_hidden_states": (False, "hidden states stay in the engine"),
-        "logprob_start_len": (-1, "score scores prompts"),
+        "return_text_in_logprobs": (False, "ids stand for themselves"),
+        **dict.fromkeys(("background", "return_bytes", "return_entropy"), (False, "it does not exist here")),
         "top_logprobs_num": (0, "give prompt and params, with logprobs, for alternatives"),
     }
 
@@ -75,12 +96,20 @@ class SglangRequest(ModelRequest):
     text: str | None = None
     sampling_params: SglangSampling | None = None
     return_logprob: bool = False
+    logprob_start_len: int = Field(-1, ge=-1)
     rid: str | None = None
+    stream: bool = False
+
+    @property
+    def scored(self) -> bool:
+        return self.return_logprob and self.logprob_start_len >= 0
 
     @model_validator(mode="after")
     def _check_prompt(self) -> SglangRequest:
         if (self.input_ids is None) == (self.text is None):
             raise wrong("input_ids", "or text is required, and not both")
+        if self.stream and self.sampling_params is not None and self.sampling_params.n not in (None, 1):
+            raise wrong("stream", "is only supported with n=1")
         return self
 
     @property
@@ -91,7 +120,8 @@ class SglangRequest(ModelRequest):
 class DiskRequest(ModelRequest):
     """A request to /update_weights_from_disk. weight_version: if it is a number, the version of the new weights."""
 
-    without_effect = frozenset({"load_format", "flush_cache", "is_async", "torch_empty_cache", "keep_pause"})
+    without_effect = frozenset({"flush_cache", "is_async", "torch_empty_cache", "keep_pause"})
+    neutral: ClassVar[Any] = {"load_format": ("auto", "give whole weights: slime's --update-weight-mode full")}
 
     model_path: str
     abort_all_requests: bool = False
@@ -145,13 +175,18 @@ class SglangEngine:
             "/flush_cache": rollout.get(_flush),
             "/get_weight_version": version,
             "/loads": rollout.get(_loads),
+            "/health_generate": version,  # an engine that answers a call runs its loop
         }
 
     async def _generate(self, engine: AsyncGenerator, wanted: SglangRequest, _: QueryParams) -> Any:
         params = {} if wanted.sampling_params is None else wanted.sampling_params.params
+        if wanted.scored:
+            params["prompt_logprobs"] = 0
         self._rollout.check_samples(params.get("n"))
-        output = await engine.generate(wanted.prompt, params, wanted.rid)
         greedy = params.get("temperature", engine.info.default_params.temperature) == 0
+        if wanted.stream:
+            return SglangStream(self._rollout.service, partial(engine.submit, [wanted.prompt], params), wanted, greedy)
+        output = await engine.generate(wanted.prompt, params, wanted.rid)
         found = [_answer(wanted, output, completion, greedy) for completion in output.completions]
         return found[0] if params.get("n", 1) == 1 else found
 
@@ -164,20 +199,41 @@ class SglangEngine:
         return {"success": True, "message": f"the weights have version {version}", "weight_version": str(version)}
 
 
+class SglangStream(EventResponse):
+    """The response to a streamed request: server-sent events, each of which has all tokens so far. greedy: see
+    _answer."""
+
+    content_type = b"text/event-stream; charset=utf-8"
+    end = b"data: [DONE]\n\n"
+
+    def __init__(
+        self, service: Service, open_stream: Callable[[], EventStream], wanted: SglangRequest, greedy: bool
+    ) -> None:
+        super().__init__(service, open_stream)
+        self._wanted = wanted.model_copy(update={"rid": wanted.rid or uuid.uuid4().hex})
+        self._greedy, self._events = greedy, list[Event]()
+
+    def lines(self, events: list[Event]) -> bytes:
+        self._events = joined(self._events + events)
+        (event,) = self._events
+        known_at_end = {"finish_reason": event.finish_reason or "", "weight_versions": event.weight_versions or []}
+        completion = Completion(**{name: getattr(event, name) for name in SHARED} | known_at_end)
+        ids = event.prompt_token_ids or self._wanted.input_ids or []
+        output = RequestOutput("", ids, [], prompt_logprobs=event.prompt_logprobs, cached_tokens=event.cached_tokens)
+        answer = _answer(self._wanted, output, completion, self._greedy)
+        return b"data: " + to_json(answer, inf_nan_mode="constants") + b"\n\n"
+
+    def error_line(self, failure: ApiError) -> bytes:
+        return b"data: " + to_json(failure.body) + b"\n\n" + self.end
+
+
 def _answer(wanted: SglangRequest, output: RequestOutput, completion: Completion, greedy: bool) -> dict[str, Any]:
     """Return the response for a sample. The logprobs are, as SGLang's, those of the whole vocabulary after the
-    temperature; of a greedy sample, at temperature 1."""
+    temperature; of a greedy sample, and of the prompt, at temperature 1."""
     count, versions = len(completion.token_ids), completion.weight_versions
-    reason: dict[str, Any] = {"type": completion.finish_reason}
-    if completion.finish_reason == "length":
-        reason["length"] = count
-    elif completion.finish_reason == "stop":
-        reason["matched"] = completion.stop_reason
-    else:
-        reason["message"] = completion.error or "the request was aborted"
     meta: dict[str, Any] = {
         "id": wanted.rid or uuid.uuid4().hex,
-        "finish_reason": reason,
+        "finish_reason": _reason(completion),
         "prompt_tokens": len(output.prompt_token_ids),
         "completion_tokens": count,
         "cached_tokens": output.cached_tokens,
@@ -190,7 +246,26 @@ def _answer(wanted: SglangRequest, output: RequestOutput, completion: Completion
         meta["output_token_logprobs"] = [
             [logprob, token, None] for logprob, token in zip(values, completion.token_ids, strict=True)
         ]
+    if completion.sampling_mask is not None:
+        meta["top_p_token_ids"] = list(chain(*completion.sampling_mask))
+        meta["top_p_token_offsets"] = list(accumulate(map(len, completion.sampling_mask), initial=0))
+    if wanted.scored and output.prompt_logprobs is not None:  # which come at the end of a stream
+        pairs = zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
+        scores = [[None if math.isnan(logprob) else logprob, token, None] for logprob, token in pairs]
+        meta["input_token_logprobs"] = scores[wanted.logprob_start_len :]
     return {"text": completion.text, "output_ids": completion.token_ids, "meta_info": meta}
+
+
+def _reason(completion: Completion) -> dict[str, Any] | None:
+    """Return why a sample has ended; None: it has not."""
+    match completion.finish_reason:
+        case "":
+            return None
+        case "length":
+            return {"type": "length", "length": len(completion.token_ids)}
+        case "stop":
+            return {"type": "stop", "matched": completion.stop_reason}
+    return {"type": completion.finish_reason, "message": completion.error or "the request was aborted"}
 
 
 async def _pause(engine: AsyncGenerator, wanted: PauseRequest, _: QueryParams) -> Any:

@@ -21,7 +21,7 @@ from fastgen.async_engine.client import AsyncGenerator
 from fastgen.cli.serve.fields import FieldPolicy, Items, Strict, wrong
 from fastgen.cli.serve.options import ServerOptions
 from fastgen.cli.serve.parts import StructuredOutputs
-from fastgen.cli.serve.protocol import COMPLETION_TOKENS, drawn_name
+from fastgen.cli.serve.protocol import drawn_name
 from fastgen.cli.serve.replies import LOWEST, token_name
 from fastgen.cli.serve.rollout import ModelRequest, Rollout, SleepRequest, sleep
 from fastgen.request import Completion, RequestOutput, SamplingParams
@@ -137,7 +137,7 @@ class VllmSampling(Strict):
 
     without_effect = frozenset({
         "output_kind", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "skip_clone",
-        "skip_reading_prefix_cache", "extra_args",
+        "skip_reading_prefix_cache", "extra_args", "routed_experts_prompt_start",
     })  # fmt: skip
 
     n: int | None = Field(None, ge=1)
@@ -161,14 +161,16 @@ class VllmSampling(Strict):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: Items[int] | None = None
     logprob_token_ids: Items[int] | None = None
+    return_sampling_mask: bool | None = None  # an option of vLLM's server
     structured_outputs: StructuredOutputs | None = None
 
     @property
     def params(self) -> SamplingParams:
-        """The same as parameters of the engine; max_tokens is 16 by default, as in vLLM. Raises ValueError."""
+        """The same as parameters of the engine. Without max_tokens, an answer may be as long as the context, as at
+        this route of vLLM. Raises ValueError."""
         base = SamplingParams() if self.structured_outputs is None else self.structured_outputs.params
         given = {name: value for name, value in dict(self).items() if value is not None and name != STRUCTURED}
-        return replace(base, **{"max_tokens": COMPLETION_TOKENS, **given})
+        return replace(base, **given)
 
 
 class TokensRequest(ModelRequest):
@@ -271,6 +273,7 @@ class VllmControl:
                 "logprobs": {"content": _content(completion, drawn_name(self._mode))} if logprobs else None,
                 "finish_reason": completion.finish_reason,
                 "weight_versions": completion.weight_versions,
+                "sampling_mask": completion.sampling_mask,
             }
             for completion in output.completions
         ]
@@ -319,12 +322,13 @@ def _named(token: int, logprob: float) -> dict[str, Any]:
 
 
 def _prompt_scores(output: RequestOutput) -> list[dict[str, Any] | None]:
-    """Return the logprobs of a prompt: for each token the entries of the token and of its alternatives, by id."""
+    """Return the logprobs of a prompt: for each token the entries of the token and of its alternatives, by id. That of
+    the token is the first, which prime-rl reads."""
     values = output.prompt_logprobs or []
     tops = output.prompt_top_logprobs or [{}] * len(values)
     return [
         None if math.isnan(value) else {
-            str(id): {"logprob": max(LOWEST, logprob)} for id, logprob in {**top, token: value}.items()
+            str(id): {"logprob": max(LOWEST, logprob)} for id, logprob in {token: value, **top}.items()
         }
         for token, value, top in zip(output.prompt_token_ids, values, tops, strict=True)
     ]  # fmt: skip
