@@ -391,7 +391,7 @@ def launch(
     # they if all processors have two programs, which end at about the same time (measured on an H200).
     programs = token_tiles * tiles
     even = 2 * EVEN * chip.processors <= programs <= 2 * chip.processors
-    early = even or 4 * programs <= 3 * chip.processors
+    early = even or 4 * programs <= 3 * chip.processors or (token_tiles > 1 and programs <= chip.processors)
     ahead = tile * side <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * warps
     _product_kernel[(-(-len(x) // tile) * tiles,)](
         described(x, x_block), described(weight, [*block[:-1], depth // pieces]), *others, len(x), *sizes,
