@@ -89,7 +89,10 @@ def test_an_int4_copy_is_made_again_after_sleep_and_updates() -> None:
                 gen.update_weights(load_file(gen.folder / "model.safetensors"))
             before = gen.stats
             found = gen.generate(prompts, shared)
-            assert [each.completions for each in found] == [each.completions for each in expected], change
+            for new, old in zip(found, expected, strict=True):
+                assert [replace(each, weight_versions=[]) for each in new.completions] == [
+                    replace(each, weight_versions=[]) for each in old.completions
+                ], change
             stats = gen.stats.since(before)
             assert stats.head_accepted > 0.8 * stats.head_drafted > 20, change
 
