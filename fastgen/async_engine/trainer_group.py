@@ -28,8 +28,8 @@ from fastgen.processes.errors import DepartedError
 ID_KEY = "broadcast_from/0/0"  # of the store: the first object that rank 0 broadcasts
 ID_TYPE = "vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"
 CONNECT_SECONDS = 60.0  # time for the trainer to open its store
-JOIN_SECONDS = 120.0  # time for the trainer to put its id there, and then for all ranks to join
-LONGEST_PAUSE = 1e-3  # maximum seconds between two looks at the store or at a broadcast
+JOIN_SECONDS = 120.0  # time for the trainer to put its id into the store, and then again for all ranks to join
+LONGEST_PAUSE = 1e-3  # maximum seconds between two looks at the store or at the communicator
 VERSIONS = "vLLM 0.22 to 0.33, NCCL backend"
 
 

@@ -92,7 +92,8 @@ class Communicator:
         _call("ncclCommInitRankConfig", ctypes.byref(self._handle), size, id, rank, ctypes.byref(config))
 
     def ready(self) -> bool:
-        """Return whether what was begun last has been done. Raises RuntimeError if it has failed."""
+        """Return whether all ranks have joined and the last operation is on the stream, where it may still run. Raises
+        RuntimeError if it has failed."""
         state = _INT(_IN_PROGRESS)
         _call("ncclCommGetAsyncError", self._handle, ctypes.byref(state))
         _check("NCCL", state.value)

@@ -2,7 +2,8 @@
 
 Most weights in bfloat16 do not change in a step of RL, so that the changed elements are a small part of the model. A
 delta holds the new values, not differences: applying it twice changes nothing more. It travels, to ranks and over the
-wire, as one tensor under the weight's name with the suffix DELTA.
+wire, as one tensor under the weight's name with the suffix DELTA. A copy of the weights in host memory takes deltas in
+place; a tensor whose dtype cannot hold the new values exactly becomes float64 there.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def named_items(given: Any) -> list[tuple[str, Any]]:
     with which it travels. DTensors stay as they are. Raises TypeError or ValueError for what cannot be sent."""
     _check_iterable(given)
     items = given.items() if isinstance(given, Mapping) else given
-    return [item if _is_sharded(item) else _checked(item) for item in items]
+    return [(item[0], item[1]) if _is_sharded(item) else _checked(item) for item in items]
 
 
 def _check_iterable(given: object) -> None:
@@ -296,7 +296,12 @@ def _check_iterable(given: object) -> None:
 
 def _is_sharded(item: Any) -> bool:
     """Return whether an item has a name and a DTensor."""
-    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and hasattr(item[1], "full_tensor")
+    return (
+        isinstance(item, tuple | list)
+        and len(item) == 2
+        and isinstance(item[0], str)
+        and hasattr(item[1], "full_tensor")
+    )
 
 
 def _checked(item: Any) -> tuple[str, Tensor]:

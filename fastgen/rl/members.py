@@ -44,7 +44,7 @@ class StaleError(ConnectionError):
 class Member:
     """An engine of a fleet. number: its number in the router. serves: True while it gets requests. answers: True if it
     could be reached when it was last tried. running: number of its requests of this fleet. losses: number of times that
-    it was lost. trouble: why it does not serve."""
+    it ceased to serve. trouble: why it does not serve."""
 
     number: int
     url: str
@@ -65,7 +65,8 @@ class Turn:
     losses: int
 
     def check(self, version: int) -> None:
-        """Raise StaleError if the engine has used the weights of a start, and it was started long ago."""
+        """Raise StaleError if `version`, of the weights that the engine used, is that of a start, although the fleet
+        had later weights when this request was sent."""
         if version == AT_START != self.version:
             raise StaleError(f"its weights have version {version} instead of {self.version}")
 
@@ -149,10 +150,15 @@ class Members:
                     return Turn(member, self.version, member.losses)
                 if serving or self._updating:
                     deadline = time.monotonic() + self._options.timeout
-                elif time.monotonic() > deadline or all(member.answers for member in self._members):
+                elif time.monotonic() > deadline or not self._may_return():
                     raise self._nobody()
                 self._changed.wait(PROBE_SECONDS)
         raise ConnectionError("the stream was closed")
+
+    def _may_return(self) -> bool:
+        """Return whether an engine that does not serve may serve again before the next update."""
+        restores = bool(self._made_updates) and not self.resting
+        return restores or not all(member.answers for member in self._members)
 
     def _serving(self) -> list[Member]:
         return [member for member in self._members if member.serves]
@@ -219,7 +225,7 @@ class Members:
     def _judge(self, member: Member, state: WeightState | Exception) -> None:
         """Let an engine serve if it has the current weights. state: of its weights, or the error of asking."""
         with self._changed:
-            member.answers = not isinstance(state, LOST)
+            served, member.answers = member.serves, not isinstance(state, LOST)
             if isinstance(state, Exception):
                 member.serves, member.trouble = False, str(state)
             else:
@@ -228,6 +234,7 @@ class Members:
                 wrong = "are torn" if torn else f"have version {version} instead of {self.version}"
                 member.trouble = f"its weights {wrong}; call update_weights"
             if not member.serves:
+                member.losses += served  # what brings it back ends its requests
                 self._router.forget([member.number])
                 self._watch()
             self._changed.notify_all()
@@ -237,10 +244,7 @@ class Members:
         with self._changed:
             if member.serves:
                 log.warning("%s is lost: %s", member.url, error)
-        if isinstance(error, StaleError):
-            return self._judge(member, tried(member.engine.state))
-        member.losses += 1
-        self._judge(member, error)
+        self._judge(member, tried(member.engine.state) if isinstance(error, StaleError) else error)
 
     def _watch(self) -> None:
         """Start the thread that looks for lost engines, if it does not run. `_changed` must be held."""

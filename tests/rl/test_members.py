@@ -12,7 +12,7 @@ from fastgen.model.deltas import DELTA, Delta
 from fastgen.rl.engine import RemoteEngine
 from fastgen.rl.fleet import Fleet
 from fastgen.rl.http import Connections, Json, ServerClient
-from fastgen.rl.members import Member, Members, of_each
+from fastgen.rl.members import Member, Members, StaleError, of_each
 from fastgen.rl.options import RemoteGeneratorOptions
 from fastgen.rl.weights import ADAPTER, WEIGHTS, Update
 
@@ -221,6 +221,18 @@ def test_an_engine_that_was_started_again_unnoticed_answers_nothing_with_old_wei
         fleet.close()
 
 
+def test_a_request_waits_until_the_only_engine_has_its_weights_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines(monkeypatch)
+    url = next(iter(engines.versions))
+    fleet = Fleet([url], RemoteGeneratorOptions([url], timeout=10))
+    try:
+        fleet.update(folder(partial=False))
+        engines.restart(url)
+        assert generate(fleet, [1]) == {1}
+    finally:
+        fleet.close()
+
+
 def test_an_engine_that_was_started_again_unnoticed_takes_no_partial_update(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = Engines(monkeypatch)
     fleet, (first, second) = engines.fleet, engines.versions
@@ -263,17 +275,24 @@ def test_answers_of_a_request_before_the_first_update_and_of_other_updates_count
         fleet.close()
 
 
+@pytest.mark.parametrize("error", [ConnectionError, StaleError])
 @pytest.mark.parametrize("by_caller", [False, True])
-def test_a_request_that_a_lost_engine_ends_is_sent_again(by_caller: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_a_lost_engine_ends_is_sent_again(
+    by_caller: bool, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is lost by another request, and gets its weights before it ends this one."""
     engines = Engines(monkeypatch)
     fleet, post = engines.fleet, engines._post
-    fleet.begin()
+    fleet.update(folder(partial=False))
+    fleet.members.resting, engines.posted = {"steps"}, []
     (member, _) = fleet.members
 
     def lose(client: ServerClient, path: str, body: Json, connections: Any = None) -> Json:
         engines.reason = "stop" if engines.posted else "abort"
         if not engines.posted:
-            fleet.members._lose(member, ConnectionError("it sends nothing"))
+            engines.versions[member.url] = 0
+            fleet.members._lose(member, error("it sends nothing"))
+            engines.versions[member.url] = 1
         return post(client, path, body)
 
     monkeypatch.setattr(engines, "_post", lose)
@@ -286,7 +305,7 @@ def test_a_request_that_a_lost_engine_ends_is_sent_again(by_caller: bool, monkey
         fleet.members._judge(member, member.engine.state())
         engines.reason = "abort"
         monkeypatch.setattr(engines, "_post", post)
-        assert generate(fleet, [1, 2, 3]) == {0}, "an abort by another program"
+        assert generate(fleet, [1, 2, 3]) == {1}, "an abort by another program"
     finally:
         fleet.close()
 

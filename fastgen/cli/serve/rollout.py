@@ -302,7 +302,8 @@ class EventResponse(Response):
 
 
 def call_error(error: Exception) -> ApiError:
-    """Return the error response for an exception of an engine."""
+    """Return the ApiError of the routes for trainers for an error of an engine, where a RuntimeError is a conflict with
+    the state of the engine."""
     message = "\n".join([str(error), *getattr(error, "__notes__", ())])
     if isinstance(error, EngineError):
         return ApiError(500, message, code="engine_error")

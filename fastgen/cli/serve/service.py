@@ -229,7 +229,8 @@ class Service:
 
 
 def engine_error(error: ValueError | TypeError | RuntimeError, field: str | None = None) -> ApiError:
-    """Return the ApiError for an error of an engine. field: the one to name if the engine refuses the request."""
+    """Return the ApiError of the routes for clients for an error of an engine. field: the one to name if the engine
+    refuses the request."""
     if isinstance(error, EngineError):
         return ApiError(500, str(error), code="engine_error")
     if isinstance(error, RuntimeError):

@@ -221,7 +221,7 @@ def test_prime_rl_names_a_folder(server: Server, here: Generator, step: Path, ta
 
 def test_adapters_of_prime_rl_are_merged(server: Server, here: Generator, talker: Path, tmp_path: Path) -> None:
     """A name is loaded again with each step; the base comes back, to the bit, when it is unloaded."""
-    base = tokens(server)
+    base = tokens(server, logprobs=0)
     states = [adapter(talker, seed=seed) for seed in (1, 2)]
     for step, state in enumerate(states):
         folder = save_adapter(tmp_path / str(step), state)
@@ -239,9 +239,14 @@ def test_adapters_of_prime_rl_are_merged(server: Server, here: Generator, talker
         server, "/skyrl/v1/load_lora_adapter", {"lora_name": "a", "in_memory": True}
     )
     post(server, "/v1/unload_lora_adapter", {"lora_name": "mine"})
-    again = tokens(server)["choices"][0]
-    assert again["token_ids"] == base["choices"][0]["token_ids"]
+    (again,), (before,) = tokens(server, logprobs=0)["choices"], base["choices"]
+    assert (again["token_ids"], again["logprobs"]) == (before["token_ids"], before["logprobs"])
     assert "no adapter 'mine' is merged" in refused(server, "/unload_lora_adapter", {"lora_name": "mine"}, 404)
+    post(server, "/load_lora_adapter", {**other, "lora_name": "mine"})
+    post(server, "/update_weights", {"weight_dir": str(talker)})  # new weights have no adapter
+    assert "no adapter 'mine' is merged" in refused(server, "/unload_lora_adapter", {"lora_name": "mine"}, 404)
+    post(server, "/load_lora_adapter", other)
+    post(server, "/unload_lora_adapter", {"lora_name": "other"})
 
 
 # ------------------------------------------------------------------------------------------------ SGLang

@@ -38,7 +38,7 @@ class VllmAdapters:
 
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
-        self._names: dict[AsyncGenerator, str] = {}  # of the adapters that are merged
+        self._merged: dict[AsyncGenerator, tuple[str, int]] = {}  # name, and version of the weights with it
         load, unload = rollout.post(LoadRequest, self._load), rollout.post(UnloadRequest, self._unload)
         self.posts = {
             "/load_lora_adapter": load,
@@ -48,20 +48,25 @@ class VllmAdapters:
         self.gets: dict[str, Any] = {}
 
     async def _load(self, engine: AsyncGenerator, wanted: LoadRequest, _: QueryParams) -> Any:
-        merged = self._names.get(engine, wanted.lora_name)
-        if merged != wanted.lora_name:
-            raise RuntimeError(f"one adapter is merged at a time; POST /unload_lora_adapter {merged!r} first")
-        if not (Path(wanted.lora_path) / CONFIG).is_file():  # which prime-rl tries again
-            raise ApiError(404, f"there is no {CONFIG} in the folder {wanted.lora_path}", "lora_path", "not_found")
         with self._rollout.updating(engine):
+            merged = await self._name(engine)
+            if merged not in (None, wanted.lora_name):
+                raise RuntimeError(f"one adapter is merged at a time; POST /unload_lora_adapter {merged!r} first")
+            if not (Path(wanted.lora_path).expanduser() / CONFIG).is_file():  # which prime-rl tries again
+                raise ApiError(404, f"there is no {CONFIG} in the folder {wanted.lora_path}", "lora_path", "not_found")
             version = await engine.call("read_adapter", wanted.lora_path, {"in_flight": "keep"})
-        self._names[engine] = wanted.lora_name
+            self._merged[engine] = wanted.lora_name, version
         return {"status": "ok", "weight_version": version}
 
     async def _unload(self, engine: AsyncGenerator, wanted: UnloadRequest, _: QueryParams) -> Any:
-        if self._names.get(engine) != wanted.lora_name:
-            raise ApiError(404, f"no adapter {wanted.lora_name!r} is merged", "lora_name", "not_found")
         with self._rollout.updating(engine):
+            if await self._name(engine) != wanted.lora_name:
+                raise ApiError(404, f"no adapter {wanted.lora_name!r} is merged", "lora_name", "not_found")
             version = await engine.call("update_adapter", None, in_flight="keep")
-        del self._names[engine]
+            del self._merged[engine]
         return {"status": "ok", "weight_version": version}
+
+    async def _name(self, engine: AsyncGenerator) -> str | None:
+        """Return the name of the adapter in the weights. None: there is none, also after another update."""
+        name, version = self._merged.get(engine, (None, None))
+        return name if version == (await engine.call("weight_state"))["weight_version"] else None
