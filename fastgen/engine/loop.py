@@ -110,10 +110,10 @@ class Loop:
 
     def reset(self) -> None:
         """Drop the step in flight, and preempt all running sequences, which compute again from the tokens read."""
-        self.in_flight = None
         try:
             self.runner.synchronize()  # before the scheduler allocates pages again that launched steps read or write
         finally:
+            self.in_flight = None  # not before: kernels of the step write to host memory that it holds
             self.scheduler.reset(self.owners)
             for sequence, (_, sample) in list(self.owners.items()):
                 if sample.text is not None and self._inputs.tokenizer is not None:
@@ -222,6 +222,7 @@ class Loop:
         del self.runner
         for active in self.active.values():
             active.finish("the Generator was closed")
-        self.active, self.owners, self.events, self.in_flight = {}, {}, [], None
+        self.active, self.owners, self.events = {}, {}, []
         self.scheduler.stats.aborted = self.scheduler.stats.requests - self.scheduler.stats.finished
         runner.close()
+        self.in_flight = None

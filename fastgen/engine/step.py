@@ -198,14 +198,15 @@ class StepInput:
 
 @dataclass(eq=False)
 class Launched:
-    """A step in flight. Its results are on the host when the event `arrived` has passed (None: now).
+    """A step in flight. Its results are on the host when the event `arrived` has passed (None: now). Keep it until
+    then, since a kernel writes to `sampled.packed`.
 
     sampling: the lane of each result. lanes, positions: see StepInput. logits: float32 [R, V], until tokens are drawn.
 
     For features: source: makes the rows of a step of decodes, instead of the Runner's Lanes. graphs: the CUDA graphs of
-    such steps, by number of lanes. all_rows: the layers
-    compute the results of all tokens, not only of those that are drawn from. arrivals: the events of HostTier.load, by
-    layer. held: what a feature keeps until `collect`, by the type of its payload.
+    such steps, by number of lanes. all_rows: the layers compute the results of all tokens, not only of
+    those that are drawn from. arrivals: the events of HostTier.load, by layer. held: what a feature keeps until
+    `collect`, by the type of its payload.
     """
 
     batch: Batch

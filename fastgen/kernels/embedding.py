@@ -44,7 +44,8 @@ def _launch(ids: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
 def _twin(ids: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
     """Return the embeddings [T, N] of ids, int64 [T].
 
-    weight: [rows, N], the embeddings of the ids from `first` on; None: of all ids. The result is zeros for other ids.
+    weight: [rows, N], the embeddings of the ids from `first` on; None: of all ids, and ids outside of the
+    vocabulary are an error here, zeros in the kernel. The result is zeros for other ids.
     """
     if first is None:
         return F.embedding(ids, weight)

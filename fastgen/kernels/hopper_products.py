@@ -388,7 +388,8 @@ def launch(
     pieces = 1 if rows >= SIDE else depth * x.element_size() // PIECE
     assert len(x) <= token_tiles * tile
     # If at least a quarter of the processors are free, the next kernel's first programs do not crowd on a few; nor do
-    # they if all processors have two programs, which end at about the same time (measured on an H200).
+    # they if all processors have two programs, which end at about the same time (measured on an H200). With several
+    # tiles of tokens, one program per processor is enough: on an H200, Llama 1B's step with 128 lanes is 2.5 % shorter.
     programs = token_tiles * tiles
     even = 2 * EVEN * chip.processors <= programs <= 2 * chip.processors
     early = even or 4 * programs <= 3 * chip.processors or (token_tiles > 1 and programs <= chip.processors)

@@ -42,7 +42,7 @@ from fastgen.kernels.truncation import BINS, LISTED, bin_kernel, cut_kernel, fin
 
 EDIT_REGISTERS = 80  # per thread, so that three programs fit on a processor
 DRAW_REGISTERS = 128  # so that two programs fit
-PLAIN_REGISTERS = 64  # of the plain variant, so that four programs fit
+PLAIN_REGISTERS = 64  # per thread in the plain variant, so that four programs fit
 CUT_REGISTERS = 128  # so that two programs of each of bin and cut fit
 
 
@@ -185,6 +185,7 @@ def _draw_kernel(
     chunk, rows = tl.program_id(0), tl.num_programs(1)
     row = (rows - 1 - tl.program_id(1)).to(tl.int64)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    # First, since the other loads depend on each other; this one takes the longest.
     x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
     lane = tl.load(lanes_ptr + row)
     position = tl.load(positions_ptr + row).to(tl.int64)

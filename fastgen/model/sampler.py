@@ -90,13 +90,14 @@ class SamplePlan(NamedTuple):
 class SampleOutput:
     """The draws of R rows; tensors on the device, and in the Runner's `Launched` on the host.
 
-    packed: int32 [4, R], one tensor so that one copy brings it to the host. Its rows are the tokens, NO_TOKEN where
-    none could be drawn; then, as the bits of float32, the logprobs under the distribution drawn from (0 for a greedy
-    row, NaN at NO_TOKEN); the untruncated logprobs, which leave out top-k, top-p and min-p; and the raw logprobs, the
-    log-softmax of the untouched logits (undefined at NO_TOKEN). top_ids, top_logprobs: int64 and float32 [R, k], the
-    raw alternatives, best first, equal ones by id; None for k = 0. kept: bool [R, V], the tokens that could be drawn
-    (one for a greedy row); None unless a row asked for it. chosen: float32 [R, c], raw logprobs of the ids that each
-    row has chosen; see ChosenTokens. host: `packed` in pinned memory, to be kept until the launch has run, or None."""
+    packed: int32 [4, R], one tensor, which the kernel also writes to the host, or one copy brings there. Its rows are
+    the tokens, NO_TOKEN where none could be drawn; then, as the bits of float32, the logprobs under the distribution
+    drawn from (0 for a greedy row, NaN at NO_TOKEN); the untruncated logprobs, which leave out top-k, top-p and min-p;
+    and the raw logprobs, the log-softmax of the untouched logits (undefined at NO_TOKEN). top_ids, top_logprobs: int64
+    and float32 [R, k], the raw alternatives, best first, equal ones by id; None for k = 0. kept: bool [R, V], the
+    tokens that could be drawn (one for a greedy row); None unless a row asked for it. chosen: float32 [R, c], raw
+    logprobs of the ids that each row has chosen; see ChosenTokens. host: `packed` in pinned memory, to be kept until
+    the launch has run, or None."""
 
     packed: Tensor
     top_ids: Tensor | None = None

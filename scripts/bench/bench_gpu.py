@@ -10,7 +10,7 @@
     python scripts/bench/bench.py gpu --kv-cache-dtype fp8             # keys and values in fp8
     python scripts/bench/bench.py gpu --turns                          # conversations, with and without the host tier
     python scripts/bench/bench.py gpu --speculate                      # speculation over recorded answers
-    python scripts/bench/bench.py gpu --model qwen8 --heads            # speculation with a DFlash head
+    python scripts/bench/bench.py gpu --model qwen8 --heads            # speculation with heads, and with an int4 copy
     python scripts/bench/bench.py gpu --model llama70 --tensor-parallel 4 --only headline,chat1
     python scripts/bench/bench.py gpu --model qwen14 --scaling         # on 1, 2 and 4 GPUs: bench_parallel.py
     python scripts/bench/bench.py gpu --tensor-parallel 2 --telling    # messages from rank 0 to the other ranks
@@ -74,7 +74,7 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "perf": (bench_parts.bench_perf, "tokens/s over the tokens generated"),
     "turns": (bench_turns.bench_turns, "conversations, with and without the host tier"),
     "speculate": (bench_speculate.bench_speculate, "speculation over recorded answers"),
-    "heads": (bench_heads.bench_heads, "speculation with a head of random weights, of simulated acceptance"),
+    "heads": (bench_heads.bench_heads, "speculation with heads, and with an int4 copy, of simulated acceptance"),
     "sleep": (bench_sleep.bench_sleep, "update_weights, sleep and wake"),
     "adapter": (bench_sleep.bench_adapter, "update_adapter"),
     "wire": (bench_wire.bench_wire, "update_weights of a server, by another process"),

@@ -46,7 +46,7 @@ REPEATS = 3
 @contextmanager
 def head_folder(model: str, kind: str, smoke: bool) -> Iterator[Path | str]:
     """Yield a folder with the config.json of a head for a model: DFlash with a block of 16, or EAGLE-3 with 4 drafts
-    and a vocabulary of 32,000 tokens. An int4 copy has none, and is named."""
+    and a vocabulary of 32,000 tokens. For an int4 copy, yield "int4", since it has no folder."""
     if kind == "int4":
         yield kind
         return
@@ -173,8 +173,10 @@ def bench_heads(arguments: argparse.Namespace) -> None:
         for name, stream in streams.items():
             report.add(name, "plain", measure(generator, stream, None))
     for kind, acceptance in ACCEPTANCE.items():
+        if kind == "int4" and arguments.quantization:
+            continue
         with head_folder(arguments.model, kind, smoke) as folder:
-            speculate = Speculation(head=folder, history_tokens=0)
+            speculate = Speculation(head=folder, history_tokens=0, max_draft=3 if kind == "int4" else 15)
             with ready_generator(arguments, speculate=speculate, **options) as (generator, _):
                 rate = rate_of(acceptance, head_of(generator).most)
                 for name, stream in streams.items():

@@ -2,7 +2,8 @@
 
     python scripts/tiny/measure_heads.py                     # on the CPU, 8 minutes: bundled-heads-cpu.json
     python scripts/tiny/measure_heads.py --device cuda       # bundled-heads-h100.json, by the card
-    python scripts/tiny/measure_heads.py --only "int4, all drafts" --rounds 1 --out bundled-int4-cpu.json
+    python scripts/tiny/measure_heads.py --rounds 1 --only "int4, all drafts" \\
+        --out scripts/results/bundled-int4-cpu.json
     python scripts/tiny/measure_heads.py --smoke             # writes nothing without --out
 
 One Generator for each way of drafting answers the same questions, one at a time (one lane), in turn with the others.
@@ -89,7 +90,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         cases = {
             name: Case(Generator(device=args.device, speculate=way, prefix_cache=False, max_seqs=4))
             for name, way in ways(args.heads).items()
-            if name == "off" or name in (args.only or [name])
+            if name == "off" or name in (args.only or ([] if name.startswith("int4") else [name]))
         }
         for case in cases.values():
             case.answer(prompts[:8], temperature)  # a warm-up

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapters import CONFIG, adapter
 from called_graphs import Called, capturable
 from conftest import check_idle
 from drafting import adversary
 from handmade import let_pages_run_out
 from heads import Draft, head_of, record, save_eagle
 from safetensors.torch import load_file
+from test_adapters import held
 from test_dflash import PARAMS, PROMPTS, SCHEDULES
 from torch import Tensor
 
@@ -143,19 +146,22 @@ def test_graphs_draft_the_same(llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_copy_follows_the_weights(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that are written after a sleep that has dropped them."""
+    """Also after a sleep that has kept or dropped them, and with an adapter."""
     changed = {name: x * 1.01 for name, x in load_file(llama / "model.safetensors").items()}
     with Generator(llama, speculate=EAGER, page_size=16) as gen:
         gen.generate(PROMPTS[:2], PARAMS[:2])
-        for factor in (1.0, 1.02):
-            tensors = {name: x * factor for name, x in changed.items()}
-            if factor > 1:
-                gen.sleep(keep_weights=False)
+        for change in ("update", "drop", "sleep", "adapter"):
+            if change in ("drop", "sleep"):
+                gen.sleep(keep_weights=change == "sleep")
                 gen.wake()
-            gen.update_weights(tensors)
+            if change in ("update", "drop"):
+                gen.update_weights({name: x * (1.02 if change == "drop" else 1.0) for name, x in changed.items()})
+            if change == "adapter":
+                gen.update_adapter(adapter(llama), CONFIG)
+            tensors = held(gen)
             recorded = record(gen, monkeypatch)
             found = gen.generate(PROMPTS[:2], PARAMS[:2])
-            assert Twin(llama, tensors).check(recorded.drafts, found, 3) > 50
+            assert Twin(llama, tensors).check(recorded.drafts, found, 3) > 50, change
         with pytest.raises(ValueError, match="which update_weights changes too"):
             gen.update_drafter(changed)
 
@@ -220,8 +226,14 @@ def test_every_family_drafts_with_its_own_layers(family: Path) -> None:
         check_idle(gen)
 
 
-def test_what_it_cannot_be_is_an_error(llama: Path) -> None:
+def test_what_it_cannot_be_is_an_error(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="speculate='int4' needs tensor_parallel=1"):
         Generator(llama, speculate="int4", tensor_parallel=2)
     with pytest.raises(ValueError, match="speculate='int4' needs a model that is not quantized"):
         Generator(llama, speculate="int4", quantization="fp8")
+    config = json.loads((llama / "config.json").read_text(encoding="utf-8")) | {"intermediate_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"^speculate='int4' cannot copy this model; .* 'auto' \(.* and 100, 100 outputs"
+    ):
+        Generator(tmp_path, speculate="int4", load="dummy")

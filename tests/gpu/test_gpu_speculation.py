@@ -15,6 +15,7 @@ from known_models import KNOWN
 from safetensors.torch import load_file
 
 from fastgen import Generator, SamplingParams, Speculation
+from fastgen.engine.speculation.self_draft import SelfDraft
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 EAGER = Speculation(row_cost=0.0, history_tokens=0)
@@ -85,6 +86,8 @@ def test_an_int4_copy_is_made_again_after_sleep_and_updates() -> None:
             if change in ("sleep", "drop"):
                 gen.sleep(keep_weights=change == "sleep")
                 gen.wake()
+            if change == "update":
+                _spoil_copy(gen)
             if change in ("update", "drop"):
                 gen.update_weights(load_file(gen.folder / "model.safetensors"))
             before = gen.stats
@@ -95,6 +98,15 @@ def test_an_int4_copy_is_made_again_after_sleep_and_updates() -> None:
                 ], change
             stats = gen.stats.since(before)
             assert stats.head_accepted > 0.8 * stats.head_drafted > 20, change
+
+
+@torch.inference_mode()
+def _spoil_copy(gen: Generator) -> None:
+    """Zero weights of an int4 copy: if it is not made again, it drafts nonsense."""
+    head = head_of(gen)
+    assert isinstance(head, SelfDraft)
+    for layer in head.model.layers:
+        layer.qkv.weight.zero_()
 
 
 @torch.inference_mode()

@@ -124,6 +124,7 @@ def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
         assert "fma.rn.f32" not in ptx
     assert (starts[1024], starts[28672]) == (True, False), "early if many processors are free"
     assert starts[16384], "early if all processors have two programs"
+    assert starts[4096], "early if several tiles of tokens have one program per processor"
 
 
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")

@@ -43,9 +43,9 @@ from fastgen.parallel.residual import ReplicatedResidual
 class DFlashWeights(LayeredWeights):
     """The weights of a DFlash head, on the target's device and in its dtype.
 
-    `layers` is a Transformer of the head's layers, whose stages are used one by one. hidden_norm: of the result of fc.
-    kv: the rows of each layer's qkv that make keys and values. markov: the Markov head, if there is one: for each token
-    a row, [V, rank], and the matrix that makes logits of it, [V, rank].
+    `layers` is a Transformer of the head's layers, whose stages are used one by one. hidden_norm: the norm of fc's
+    outputs. kv: the rows of each layer's qkv that make keys and values. markov: the Markov head, if there is one: for
+    each token a row, [V, rank], and the matrix that makes logits of it, [V, rank].
     """
 
     config: DFlashConfig

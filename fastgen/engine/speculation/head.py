@@ -50,8 +50,8 @@ class HeadPlace:
     """The place of a head in a Runner.
 
     pool: the head's layers of the KV pool; all layers, if it has none. make_attention: returns attention over `pool`,
-    for a number of query heads and a maximum number of rows. attention: that of the target. tokens: int64 [L, D], and
-    counts: int32 [L], where the head writes drafts.
+    for a number of query heads and a maximum number of rows. attention: the target's attention. tokens: int64 [L, D],
+    and counts: int32 [L], where the head writes drafts.
     """
 
     target: Transformer

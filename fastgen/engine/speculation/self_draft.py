@@ -13,7 +13,7 @@ Shape letters: see head.py.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import cast
 
@@ -26,6 +26,7 @@ from fastgen.engine.speculation.heads import SelfDraftConfig
 from fastgen.engine.speculation.planning import DraftPlan
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.drafts import StepDraws
+from fastgen.model.int4_linear import check_int4
 from fastgen.model.linear import Linear
 from fastgen.model.parameters import Parameters
 from fastgen.model.quantization import Int4
@@ -36,14 +37,22 @@ GROUPS = 128, 64, 32  # numbers of inputs with one scale; the first that divides
 
 
 class SelfDraftWeights(HeadWeights):
-    """The int4 copy of the model's parameters, rounded to the nearest; dequantized on the CPU. changes: the parameters'
-    number of changes when they were copied."""
+    """The int4 copy of the model's parameters, rounded to the nearest. On the CPU they are dequantized. changes: value
+    of the target's `changes` at the last copy."""
 
     def __init__(self, config: SelfDraftConfig, target: Parameters, deterministic: bool) -> None:
         self.config, self._target = config, target
         group = next((size for size in GROUPS if not any(n % size for n in target.config.input_sizes)), 0)
-        form = replace(target.config, quantization=Int4(group_size=group))
-        self.parameters = Parameters(form, target.dtype, target.device, deterministic=deterministic, shared=target)
+        rounded = Int4(group_size=group)
+        form = replace(target.config, quantization=rounded)
+        try:
+            if target.device.type != "cpu":
+                check_int4(target.config, rounded)
+            self.parameters = Parameters(form, target.dtype, target.device, deterministic=deterministic, shared=target)
+        except ValueError as error:
+            raise ValueError(
+                f"speculate='int4' cannot copy this model; leave it out, or take 'auto' ({error})"
+            ) from error
         self.memory, self.changes = self.parameters.memory, -1
 
     @torch.no_grad()
@@ -51,12 +60,18 @@ class SelfDraftWeights(HeadWeights):
         """Copy the model's weights if they have changed."""
         if self.changes == self._target.changes:
             return
-        for each in (self._target, self.parameters):
-            each.unpack()
-        write(self.parameters.targets(), ((name, shard.view) for name, shard in self._target.targets().items()))
-        for each in (self._target, self.parameters):
-            each.pack()
+        try:
+            self._on_both(Parameters.unpack)
+            write(self.parameters.targets(), ((name, shard.view) for name, shard in self._target.targets().items()))
+        finally:
+            self._on_both(Parameters.pack)
         self.changes = self._target.changes
+
+    def _on_both(self, change: Callable[[Parameters], None]) -> None:
+        """Pack or unpack the target and the copy. The head stays one, although packing on the CPU makes a new one."""
+        change(self._target)
+        self.parameters.lm_head = self._target.lm_head
+        change(self.parameters)
 
     def update(self, named: Tensors) -> None:
         raise ValueError("speculate='int4' drafts with a copy of the model, which update_weights changes too")
@@ -69,7 +84,7 @@ class SelfDraft(Head):
     """The int4 copy of a model in a Runner. model: this copy."""
 
     layers: frozenset[int] = frozenset()
-    linears: Iterable[tuple[Linear, Fused]] = ()  # those of `model` are in it
+    linears: Iterable[tuple[Linear, Fused]] = ()  # launch_products launches those of `model`
 
     def __init__(self, weights: SelfDraftWeights, place: HeadPlace) -> None:
         super().__init__(weights, place, weights.config.ahead)
@@ -77,10 +92,11 @@ class SelfDraft(Head):
         self.model.parameters, self.model.layers = weights.parameters, weights.parameters.layers
 
     def observe(self, part: StepPart, number: int) -> None:
-        raise AssertionError("it reads no layer")
+        raise AssertionError("a self-draft reads no layer")
 
     def draft(self, drawn: StepDraws, plan: DraftPlan, rows: Tensor, tokens: Tensor, counts: Tensor) -> bool:
-        self._weights.load()
+        if plan.limits:
+            self._weights.load()
         return super().draft(drawn, plan, rows, tokens, counts)
 
     def release(self) -> None:
