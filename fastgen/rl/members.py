@@ -393,7 +393,7 @@ class Members:
 
 def _joined(before: Update, after: Update) -> Named | None:
     """Return the tensors in host memory of an update and of a partial one after it as those of one update; None if they
-    cannot be one. Deltas are written into the tensors of `before`, so that any number of them needs no more memory."""
+    cannot be one. Deltas are written into the tensors of `before`, so that their number does not matter."""
     from fastgen.model.deltas import DELTA, Delta
     from fastgen.model.weights import text_name
 

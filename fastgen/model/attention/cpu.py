@@ -359,6 +359,7 @@ class CpuAttention:
         seen, hidden = tiles.hidden(window)
         later = scores.view(tiles.rows, -1, self._kv_heads, scores.shape[2])[..., seen:]
         torch.where(hidden, self._hide, later, out=later)
+        # In place: torch reads all of a row before it writes the row (tests/model/test_attention_cpu.py would show it).
         torch.softmax(_in_memory(scores), -1, out=_in_memory(scores))
         products.sum(values)
         for first, other in tiles.others:

@@ -234,7 +234,7 @@ def _answer(wanted: SglangRequest, output: RequestOutput, completion: Completion
     meta: dict[str, Any] = {
         "id": wanted.rid or uuid.uuid4().hex,
         "finish_reason": _reason(completion),
-        "prompt_tokens": len(output.prompt_token_ids),
+        "prompt_tokens": len(output.prompt_token_ids) or None,  # a stream of a text knows it at the end
         "completion_tokens": count,
         "cached_tokens": output.cached_tokens,
         "weight_version": str(versions[-1][0]) if versions else None,
