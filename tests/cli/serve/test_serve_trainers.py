@@ -106,6 +106,7 @@ def test_pauses_of_skyrl(server: Server) -> None:
             until(lambda: server.stats()["running"])
             assert post(server, "/pause", mode=mode, clear_cache="false") == {"status": "paused"}
             later = pool.submit(tokens, server)
+            time.sleep(0.1)  # the engine reports its last steps after it has answered
             steps = server.stats()["steps_total"]
             time.sleep(0.1)
             assert server.stats()["steps_total"] == steps
