@@ -99,8 +99,8 @@ def recorded(generator: Generator, prompts: list[list[int]], answers: list[list[
     script = torch.tensor(rows, dtype=torch.int32, device=device)
     right = runner.draw
 
-    def draw(logits: Any, state: Any, lanes: Any, positions: Any, *rest: Any) -> Any:
-        output = right(logits, state, lanes, positions, *rest)
+    def draw(logits: Any, state: Any, lanes: Any, positions: Any, *rest: Any, to_host: bool) -> Any:
+        output = right(logits, state, lanes, positions, *rest)  # not to the host, where other tokens belong
         numbers = state.table[lanes, 0].clamp(0, len(rows) - 1)
         tokens = script[numbers, positions.long().clamp(max=script.shape[1] - 1)]
         output.packed[0].copy_(tokens)
