@@ -266,9 +266,10 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "kv_cache_dtype",
     )  # fmt: skip
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    device, dtype = ("cpu", "float32") if arguments.smoke else ("cuda", "bfloat16")
     if given.get("quantization") == "int4":  # of the folder
         del given["quantization"]
-    device, dtype = ("cpu", "float32") if arguments.smoke else ("cuda", "bfloat16")
+        dtype = dtype if arguments.smoke else "float16"
     if arguments.no_prefix_cache:
         given["prefix_cache"] = False
     if arguments.tensor_parallel > 1:

@@ -43,7 +43,8 @@ class SelfDraftWeights(HeadWeights):
     def __init__(self, config: SelfDraftConfig, target: Parameters, deterministic: bool) -> None:
         self.config, self._target = config, target
         group = next((size for size in GROUPS if not any(n % size for n in target.config.input_sizes)), 0)
-        rounded = Int4(group_size=group)
+        # Scales in the model's dtype: those of another one would take the kernels of a GPU more instructions.
+        rounded = Int4(group_size=group, scale_dtype=str(target.dtype).removeprefix("torch."))
         form = replace(target.config, quantization=rounded)
         try:
             if target.device.type != "cpu":
