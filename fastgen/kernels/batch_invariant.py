@@ -262,6 +262,7 @@ def launch_as(
     assert inputs % ALIGN == 0
     assert bias is None or bias.shape == (outputs,)
     half, heads, width, block = outputs // 2 if fused.swiglu else 0, 1, outputs, [chosen.rows, chosen.depth]
+    rows = chosen.rows
     turned: tuple[Any, ...] = (None,) * 6
     num_kv = page_size = 0
     if fused.rope is not None:
@@ -269,14 +270,14 @@ def launch_as(
         mapping.check(tokens, keys, values)
         turned = mapping.positions, mapping.slots, mapping.cos, mapping.sin, keys, values
         _, num_kv, page_size, head_size = keys.shape
-        half = head_size // 2
+        half, rows = head_size // 2, 1 << (rows.bit_length() - 1)  # a power of two
         width -= 4 * num_kv * half
         if half & (half - 1) == 0:
-            heads = max(chosen.rows // (2 * half), 1)
+            heads = max(rows // (2 * half), 1)
     if half:
         width = half if fused.swiglu else width
         weight = weight.view(-1, 2, half, inputs)
-        block = [heads, 2, chosen.rows // 2 // heads, chosen.depth]
+        block = [heads, 2, rows // 2 // heads, chosen.depth]
     out = fused.out if fused.add is None else fused.add
     if out is None:
         out = x.new_empty(tokens, width, dtype=fused.out_dtype)

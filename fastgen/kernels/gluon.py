@@ -38,6 +38,9 @@ _SLICES = launch.constant(_VERSION >= (3, 9))
 HALVES = _VERSION != (3, 8)
 """True if `side_of` can view two halved tiles as one: by a slice, or (until 3.7) by a view larger than its source."""
 
+ANY_BOXES = _VERSION < (3, 8)
+"""True if `side_of` can view tiles that are no power of two of boxes, also by a view larger than its source."""
+
 
 def gluon_jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
     """Return `launch.jit`'s counterpart for kernels in Gluon."""
@@ -50,12 +53,14 @@ def gluon_jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
 @gluon_jit()
 def side_of(
     tiles, stage, piece: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, SIDE: gl.constexpr,
-    LONG: gl.constexpr,
+    LONG: gl.constexpr, BOXES: gl.constexpr = 1,
 ):  # fmt: skip
     """Return a view [SIDE, LONG] of shared memory that begins with the given piece of a stage.
 
-    tiles: [STAGES * PIECES, ...]. A tile has SIDE rows, or if the tiles are halved, SIDE // 2 rows. PIECES is then
-    even, there is one extra tile at the end, and the second half of the view is the memory after the piece.
+    tiles: [STAGES * PIECES * BOXES, ...]. BOXES: number of tiles below one another that a piece consists of; with more
+    than one, there is enough memory after the last for the view's other rows. Otherwise a tile has SIDE rows, or if the
+    tiles are halved, SIDE // 2 rows. PIECES is then even, there is one extra tile at the end, and the second half of
+    the view is the memory after the piece.
     """
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDE, LONG], tiles.dtype)
     if _SLICES:
@@ -64,7 +69,7 @@ def side_of(
         view = reinterpret(tiles.slice(piece % TILES, STAGES * PIECES), tiles.dtype, sides, layout)
         return view.index(stage * (PIECES // TILES) + piece // TILES)
     else:
-        return reinterpret(tiles.index(stage * PIECES + piece), tiles.dtype, [SIDE, LONG], layout)
+        return reinterpret(tiles.index((stage * PIECES + piece) * BOXES), tiles.dtype, [SIDE, LONG], layout)
 
 
 @gluon_jit()

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.device.chip import Chip
+from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
-from fastgen.kernels.gluon import HALVES, gl, gluon_jit, load_tile, next_stage, nvidia, side_of
+from fastgen.kernels.gluon import ANY_BOXES, HALVES, gl, gluon_jit, load_tile, next_stage, nvidia, side_of
 from fastgen.kernels.launch import GLUON, constant, tl
 
 SIDE = 64  # minimum number of rows of the instruction's left side
@@ -42,6 +42,9 @@ NARROW = {8: 256, 16: 256, 32: 128, 64: 128}
 
 LONG = 8192  # inputs from which on fp8 tiles for 32 tokens are as deep as tiles for 16 tokens
 BETWEEN, HALVED = 128, 256  # depth for other weights, and for tiles with SIDE / 2 rows
+STEP, ONE_EACH = 32, 128
+"""For up to 32 tokens, each processor has one tile, if that is less than two tiles of WIDE's rows: its rows are a
+multiple of STEP, its depth is ONE_EACH."""
 TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128))
 """Choices of tokens and rows of a tile for more tokens than WIDE has. A tile of x loads for each tile of the weight."""
 
@@ -99,6 +102,9 @@ def tile_of(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) 
 
     item_size: bytes per input, 1 or 2.
 
+    Two programs per processor have uneven work if they are not nearly twice as many as the processors: of 224 tiles of
+    128 rows, 92 of 132 processors compute two. With 224 rows there are 128 tiles.
+
     Tiles are halved if the weight would otherwise occupy at most half of the processors, and the weight of half a
     tile's rows nearly fits into shared memory: the whole weight then loads before the previous kernel has ended. (The
     other rows of the instruction are undefined.) With longer rows this was slower, because twice as many programs read
@@ -114,6 +120,11 @@ def tile_of(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) 
     padded = next(each for each in WIDE if tokens <= each)
     rows, depth = WIDE[padded]
     wide = outputs >= rows * chip.processors
+    one_each = -(-outputs // (chip.processors * STEP)) * STEP
+    heads = outputs <= 3 * inputs  # maybe q, k and v, whose tiles are whole heads or equal parts of one
+    if wide and not heads and ANY_BOXES and padded < 64 and one_each < 2 * rows:
+        # In fp8 there are no registers for the sums of more than one CHUNK of 32 tokens.
+        rows, depth = one_each, ONE_EACH // 2 if item_size == 1 and padded == 32 else ONE_EACH
     if not wide:
         tiles, half_bytes = -(-outputs // SIDE), SIDE // 2 * inputs * item_size
         long = item_size == 1 and inputs >= LONG
@@ -122,8 +133,13 @@ def tile_of(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) 
         if HALVES and padded < 64 and (4 * tiles <= chip.processors or (early and 2 * tiles <= chip.processors)):
             rows, depth = SIDE // 2, HALVED
     programs = 1 if -(-outputs // rows) <= chip.processors else 2
-    room = chip.shared_memory // programs - 3072 - max(SIDE - rows, 0) * PIECE
+    room = chip.shared_memory // programs - 3072 - (_side(rows) - rows) * PIECE
     return padded, rows, depth * 2 // item_size, WARPS, min(room // ((padded + rows) * depth * 2), 12)
+
+
+def _side(rows: int) -> int:
+    """Return the number of rows that are multiplied for a tile of some rows."""
+    return max(power_of_two(rows), SIDE)
 
 
 @gluon_jit("T")
@@ -132,20 +148,23 @@ def _product_kernel(
     x_scales_ptr, scales_ptr, T, N,
     K: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, P: gl.constexpr, ADD: gl.constexpr, BLOCKS: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    SIDE: gl.constexpr, PIECES: gl.constexpr, CUT: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    SIDE: gl.constexpr, PIECES: gl.constexpr, BOXES: gl.constexpr, CUT: gl.constexpr, AHEAD: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Compute the product of one tile of the weight's rows with one tile of tokens per program.
 
     Shape letters: see fastgen.kernels.batch_invariant. x_scales_ptr, scales_ptr: scales of fp8 inputs, else None.
     BLOCKS: whether the weight has a scale per block instead of one per row. SIDE: number of rows that are multiplied,
-    of which only the first ROWS belong to the program. PIECES: number of parts in which a stage's weight loads. CUT:
-    whether there may be several tiles of tokens; programs with the same tile of the weight are then neighbours. AHEAD:
-    whether the epilogue's inputs load before the sums. EARLY: whether the next kernel may start as soon as this one has
-    started and the previous one has ended.
+    of which only the first ROWS belong to the program. PIECES, BOXES: numbers of parts in which a stage's weight loads,
+    of its columns and of its rows. CUT: whether there may be several tiles of tokens; programs with the same tile of
+    the weight are then neighbours. AHEAD: whether the epilogue's inputs load before the sums. EARLY: when the next
+    kernel may start: after the sums (0), as soon as this one has started and the previous one has ended (1), or as soon
+    as this one has started (2).
     """
-    PAIRS: gl.constexpr = ROWS // 2 // HEADS
+    PAIRS: gl.constexpr = ROWS // BOXES // 2 // HEADS
     first_token, head, first_row = origin(T, HALF, TOKENS, ROWS, HEADS, CUT)
-    slots: gl.constexpr = [STAGES * PIECES + (SIDE - ROWS) // ROWS]  # with room after the last for its other rows
+    MORE: gl.constexpr = (SIDE - ROWS) * BOXES // ROWS  # room after the last tile for its other rows
+    slots: gl.constexpr = [STAGES * PIECES * BOXES + MORE]
     weights = gl.allocate_shared_memory(weight_desc.dtype, slots + weight_desc.block_type.shape, weight_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, DEPTH], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], nvidia.mbarrier.MBarrierLayout())
@@ -159,7 +178,8 @@ def _product_kernel(
     token = gl.expand_dims(first_token + gl.arange(0, TOKENS, gl.SliceLayout(1, spread)), 1)
     if HALF > 0:
         number = gl.arange(0, SIDE // 2, gl.SliceLayout(0, spread))
-        places = (token, head + number // PAIRS, gl.where(number < ROWS // 2, first_row + number % PAIRS, HALF))
+        SPAN: gl.constexpr = BOXES * PAIRS  # pairs of a head in the tile
+        places = (token, head + number // SPAN, gl.where(number < ROWS // 2, first_row + number % SPAN, HALF))
     else:
         number = gl.arange(0, SIDE, gl.SliceLayout(0, spread))
         places = (token, gl.where(number < ROWS, first_row + number, N))  # type: ignore[assignment]
@@ -167,7 +187,7 @@ def _product_kernel(
     tables = (bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr)
     STEPS: gl.constexpr = (K + DEPTH - 1) // DEPTH
     scales = (x_scales_ptr, scales_ptr)
-    tile = (first_token, head, first_row, PAIRS, ROWS)
+    tile = (first_token, head, first_row, PAIRS, ROWS, BOXES)
     acc, read = gl.warp_specialize(
         [
             (
@@ -175,7 +195,9 @@ def _product_kernel(
                 (ring, places, tables, out_ptr, scales, tile, T, N, K, HALF, KV, ADD, BLOCKS, SIDE, PIECES, AHEAD,
                  EARLY),
             ),
-            (_load_tiles, (x_desc, weight_desc, ring, first_token, head, first_row, STEPS, HALF, ROWS, PIECES, EARLY)),
+            (_load_tiles, (
+                x_desc, weight_desc, ring, first_token, head, first_row, STEPS, HALF, ROWS, PIECES, BOXES, EARLY,
+            )),
         ],
         [1],
         [LOADING_REGISTERS],
@@ -215,23 +237,26 @@ def origin(
 @gluon_jit()
 def _load_tiles(
     x_desc, weight_desc, ring, first_token, head, first_row,
-    STEPS: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, EARLY: gl.constexpr,
+    STEPS: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, BOXES: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Load the tiles of all steps, each as soon as a stage is free, and the first tiles of the weight at once."""
     _weights, xs, _ready, free = ring
     STAGES: gl.constexpr = xs.shape[0]
     for stage in gl.static_range(min(STAGES, STEPS)):
-        _load_weight(weight_desc, ring, stage, stage, head, first_row, HALF, ROWS, PIECES)
+        _load_weight(weight_desc, ring, stage, stage, head, first_row, HALF, ROWS, PIECES, BOXES)
+    if EARLY == 2:
+        tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
     for stage in gl.static_range(min(STAGES, STEPS)):
         _load_x(x_desc, ring, stage, stage, first_token)
-    if EARLY:
+    if EARLY == 1:
         tl.extra.cuda.gdc_launch_dependents()
     stage = 0
     phase = 0
     for step in range(STAGES, STEPS):
         nvidia.mbarrier.wait(free.index(stage), phase)
-        _load_weight(weight_desc, ring, stage, step, head, first_row, HALF, ROWS, PIECES)
+        _load_weight(weight_desc, ring, stage, step, head, first_row, HALF, ROWS, PIECES, BOXES)
         _load_x(x_desc, ring, stage, step, first_token)
         stage, phase = next_stage(stage, phase, STAGES)
 
@@ -239,6 +264,7 @@ def _load_tiles(
 @gluon_jit()
 def _load_weight(
     weight_desc, ring, stage, step, head, first_row, HALF: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr,
+    BOXES: gl.constexpr,
 ):  # fmt: skip
     """Begin to load the weight of a step to a stage, which is ready when x has arrived there, too."""
     weights, xs, ready, _free = ring
@@ -246,9 +272,11 @@ def _load_weight(
     nvidia.mbarrier.expect(ready.index(stage), (ROWS + xs.shape[1]) * DEPTH * xs.dtype.primitive_bitwidth // 8)
     for piece in gl.static_range(PIECES):
         column = step * DEPTH + piece * (DEPTH // PIECES)
-        at = [head, 0, first_row, column] if HALF > 0 else [first_row, column]
-        to = weights.index(stage * PIECES + piece)
-        load_tile(weight_desc, at, ready.index(stage), to)
+        for box in gl.static_range(BOXES):
+            row = first_row + box * (ROWS // BOXES // (2 if HALF > 0 else 1))
+            at = [head, 0, row, column] if HALF > 0 else [row, column]
+            to = weights.index((stage * PIECES + piece) * BOXES + box)
+            load_tile(weight_desc, at, ready.index(stage), to)
 
 
 @gluon_jit()
@@ -280,16 +308,16 @@ def _multiply(
     if AHEAD:
         read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
     if scales[0] is None:
-        acc = _sum(ring, K, SIDE, PIECES)
+        acc = _sum(ring, K, SIDE, PIECES, tile[5])
     else:
         acc = _sum_chunks(ring, tile, scales, T, N, K, HALF, BLOCKS, SIDE, PIECES)
-    if not EARLY:
+    if EARLY == 0:
         tl.extra.cuda.gdc_launch_dependents()
     return nvidia.warpgroup_mma_wait(0, deps=[acc]), read
 
 
 @gluon_jit()
-def _sum(ring, K: gl.constexpr, SIDE: gl.constexpr, PIECES: gl.constexpr):
+def _sum(ring, K: gl.constexpr, SIDE: gl.constexpr, PIECES: gl.constexpr, BOXES: gl.constexpr):
     """Return the sums [SIDE, TOKENS] for 2-byte inputs. The caller has to wait for the last products."""
     weights, xs, ready, free = ring
     STAGES: gl.constexpr = xs.shape[0]
@@ -303,7 +331,7 @@ def _sum(ring, K: gl.constexpr, SIDE: gl.constexpr, PIECES: gl.constexpr):
     for step in range(0, (K + xs.shape[2] - 1) // xs.shape[2]):
         nvidia.mbarrier.wait(ready.index(stage), phase)
         for piece in gl.static_range(PIECES):
-            weight = side_of(weights, stage, piece, STAGES, PIECES, SIDE, LONG)
+            weight = side_of(weights, stage, piece, STAGES, PIECES, SIDE, LONG, BOXES)
             x = xs.index(stage).slice(piece * LONG, LONG, 1)
             acc = nvidia.warpgroup_mma(weight, x.permute((1, 0)), acc, is_async=True)
             acc = nvidia.warpgroup_mma_wait(PIECES, deps=[acc])
@@ -324,7 +352,7 @@ def _sum_chunks(
     float32.
     """
     weights, xs, ready, free = ring
-    first_token, head, first_row, PAIRS, ROWS = tile
+    first_token, head, first_row, PAIRS, ROWS, BOXES = tile
     x_scales_ptr, scales_ptr = scales
     STAGES: gl.constexpr = xs.shape[0]
     TOKENS: gl.constexpr = xs.shape[1]
@@ -336,7 +364,8 @@ def _sum_chunks(
     number = gl.arange(0, SIDE, gl.SliceLayout(1, layout))
     row = first_row + number
     if HALF > 0:
-        row = (head + number // (2 * PAIRS)) * 2 * HALF + number // PAIRS % 2 * HALF + first_row + number % PAIRS
+        row = head * 2 * HALF + number // PAIRS % 2 * HALF + first_row + number % PAIRS
+        row += number // (2 * PAIRS) * (PAIRS if BOXES > 1 else 2 * HALF)
     here = (number < ROWS) & (row < N)
     x_scale = gl.load(x_scales_ptr + token, mask=token < T, other=0.0)
     if not BLOCKS:
@@ -355,9 +384,10 @@ def _sum_chunks(
         parts = ()
         for chunk in gl.static_range(CHUNKS):
             if PIECES == 1:
-                weight = side_of(weights, stage, 0, STAGES, PIECES, SIDE, LONG).slice(chunk * CHUNK, CHUNK, 1)
+                weight = side_of(weights, stage, 0, STAGES, PIECES, SIDE, LONG, BOXES)
+                weight = weight.slice(chunk * CHUNK, CHUNK, 1)
             else:
-                weight = side_of(weights, stage, chunk, STAGES, PIECES, SIDE, LONG)
+                weight = side_of(weights, stage, chunk, STAGES, PIECES, SIDE, LONG, BOXES)
             x = xs.index(stage).slice(chunk * CHUNK, CHUNK, 1)
             part = nvidia.warpgroup_mma(weight, x.permute((1, 0)), nothing, use_acc=False, is_async=True)
             parts = parts + (part,)  # type: ignore[assignment]
@@ -384,19 +414,25 @@ def launch(
     """
     assert stages > 1
     rows, heads = math.prod(block[:-1]), block[0] if len(block) > 2 else 1
-    side, (tile, depth) = max(rows, SIDE), x_block
-    pieces = 1 if rows >= SIDE else depth * x.element_size() // PIECE
+    side, (tile, depth) = _side(rows), x_block
+    boxes = rows // (rows & -rows)  # since the rows of a box are a power of two
+    pieces = 1 if rows >= SIDE and boxes == 1 else depth * x.element_size() // PIECE
+    block = [*block[:-2], block[-2] // boxes, depth // pieces]
     assert len(x) <= token_tiles * tile
     # If at least a quarter of the processors are free, the next kernel's first programs do not crowd on a few; nor do
     # they if all processors have two programs, which end at about the same time (measured on an H200). With several
     # tiles of tokens, one program per processor is enough: on an H200, Llama 1B's step with 128 lanes is 2.5 % shorter.
+    # If the whole weight of halved tiles nearly fits into shared memory, memory has little to do until this kernel has
+    # ended. Therefore the next kernels start at once, and load their weights.
     programs = token_tiles * tiles
     even = 2 * EVEN * chip.processors <= programs <= 2 * chip.processors
     early = even or 4 * programs <= 3 * chip.processors or (token_tiles > 1 and programs <= chip.processors)
+    at_once = rows < SIDE and rows * sizes[1] * weight.element_size() <= SPARE * chip.shared_memory
+    start = 2 if at_once else int(early)
     ahead = tile * side <= (AHEAD_ROPE if others[2] is not None else AHEAD) * 32 * warps
     _product_kernel[(-(-len(x) // tile) * tiles,)](
-        described(x, x_block), described(weight, [*block[:-1], depth // pieces]), *others, len(x), *sizes,
-        tile, rows, heads, depth, stages, side, pieces, token_tiles > 1, ahead, early,
+        described(x, x_block), described(weight, block), *others, len(x), *sizes,
+        tile, rows, heads, depth, stages, side, pieces, boxes, token_tiles > 1, ahead, start,
         num_warps=warps, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from compiling import compiled
 from test_kernels_batch_invariant import A100, H200
 
 from fastgen.kernels import batch_invariant, hopper_decode, hopper_prefill, hopper_products
-from fastgen.kernels.gluon import HALVES
+from fastgen.kernels.gluon import ANY_BOXES, HALVES
 from fastgen.kernels.launch import KNOWN
 
 PRODUCTS = """
@@ -27,12 +27,15 @@ for tokens, outputs, inputs, half, what in [
     (17, 6144, 4096, 64, "rope"), (64, 28672, 4096, 0, "swiglu"), (1, 1152, 4096, 24, "rope"),
     (1, 2048, 8192, 0, "add"), (33, 4096, 4096, 0, "add"), (17, 32768, 4096, 0, "logits"),
     (9, 12288, 4096, 16, "rope"), (1, 1024, 512, 8, "rope"), (1, 1024, 512, 0, "swiglu"),
-    (1, 16384, 2048, 0, "swiglu"), (128, 28672, 4096, 0, "swiglu"),
+    (1, 16384, 2048, 0, "swiglu"), (1, 2048, 2048, 0, "add"), (128, 28672, 4096, 0, "swiglu"),
     (128, 4096, 14336, 0, "add"), (256, 4096, 14336, 0, "add"), (96, 32768, 4096, 0, "logits"),
 ]:
     found = config(tokens, outputs, inputs, torch.bfloat16, chip)
     pieces = 1 if found.rows >= 64 else found.depth // 64
-    about |= {"pieces": pieces, "outputs": outputs, "steps": -(-inputs // found.depth), **asdict(found)}
+    if found.rows & (found.rows - 1):  # boxes of as many rows as divide the tile
+        pieces = found.depth // 64 * (found.rows // (found.rows & -found.rows))
+    about |= {"pieces": pieces, "outputs": outputs, "inputs": inputs}
+    about |= {"steps": -(-inputs // found.depth), **asdict(found)}
     fused = Fused(
         add=zeros(tokens, outputs) if what == "add" else None, swiglu=what == "swiglu",
         out_dtype=torch.float32 if what == "logits" else None,
@@ -97,8 +100,8 @@ def places(pattern: str, text: str) -> list[int]:
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
     several = compiled(PRODUCTS)
-    starts = {}  # whether the part that loads starts the next kernel, when it has waited
-    assert {each["rows"] for each in several} == {32, 64, 128} if HALVES else {64, 128}
+    starts = {}  # when the next kernel may start, by outputs and inputs
+    assert {each["rows"] for each in several} == {64, 128, *[32] * HALVES, *[224] * ANY_BOXES}
     assert {each["tokens"] for each in several} == {8, 16, 32, 64, 128}
     for made in several:
         check_hand_over(made["ptx"])
@@ -116,15 +119,22 @@ def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
         loops = {first + (made["steps"] > stages), made["steps"]}  # a short loop may be unrolled
         assert len(loads) in {each * x_too for each in loops}, "each stage's first ones, and the loop's"
         assert all(waits[0] < each for each in places("ld.global", ptx))
-        starts[made["outputs"]] = ptx.index(START) > waits[1]
+        start = ptx.index(START)
+        starts[made["outputs"], made["inputs"]] = (
+            "early" if start > waits[1] else "at once" if start > loads[0] else "late"
+        )
         products = set(re.findall(r"wgmma\.mma_async\S+", ptx))
         assert products == {f"wgmma.mma_async.sync.aligned.m64n{made['tokens']}k16.f32.bf16.bf16"}, (
             "as batch_invariant's"
         )
         assert "fma.rn.f32" not in ptx
-    assert (starts[1024], starts[28672]) == (True, False), "early if many processors are free"
-    assert starts[16384], "early if all processors have two programs"
-    assert starts[4096], "early if several tiles of tokens have one program per processor"
+    assert starts[28672, 4096] == "late", "most processors are occupied, unevenly"
+    assert starts[6144, 4096] == "early", "many processors are free"
+    assert starts[16384, 2048] == "early", "all processors have two programs"
+    assert starts[4096, 14336] == "early", "several tiles of tokens have one program per processor"
+    for small in ((1024, 512), (2048, 2048)):
+        assert starts[small] == ("at once" if HALVES else "early"), "nearly the whole weight of halved tiles is loaded"
+    assert starts[2048, 8192] == "early", "most of the weight is not"
 
 
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
