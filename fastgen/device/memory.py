@@ -44,7 +44,13 @@ class Memory:
     """Memory for tensors on the CPU, which is never released. DeviceMemory, for a GPU, is released.
 
     The tensors may outlive the object. They must not be used between `release` and `restore`.
+
+    huge_pages: whether large tensors on the CPU ask for huge pages. These are faster to read, but where a virtual
+    machine's host provides memory when it is first touched, the first touch of each takes milliseconds.
     """
+
+    def __init__(self, huge_pages: bool = True) -> None:
+        self._huge_pages = huge_pages
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make a tensor of zeros. Raises torch.OutOfMemoryError on a GPU and MemoryError on the CPU.
@@ -56,7 +62,7 @@ class Memory:
             block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise MemoryError(f"{num_bytes / 1e9:.1f} GB of memory cannot be had") from error
-        if num_bytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        if self._huge_pages and num_bytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             block.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(block, dtype=dtype).view(*shape)
 
@@ -74,9 +80,9 @@ class Memory:
         """
 
 
-def memory_on(device: torch.device) -> Memory:
-    """Return a Memory for tensors on `device`."""
-    return DeviceMemory(VirtualMemory(device), device) if device.type == "cuda" else Memory()
+def memory_on(device: torch.device, huge_pages: bool = True) -> Memory:
+    """Return a Memory for tensors on `device`. huge_pages: see Memory."""
+    return DeviceMemory(VirtualMemory(device), device) if device.type == "cuda" else Memory(huge_pages)
 
 
 class DeviceMemory(Memory):

@@ -38,7 +38,7 @@ class KVPool:
         self.dtype, self.fp8 = dtype, fp8
         self.spare = num_pages
         shape = (2, num_layers, num_pages + 1, num_kv_heads)
-        self.memory = memory_on(device)
+        self.memory = memory_on(device, huge_pages=False)  # a new sequence is often the first to touch its pages
         if fp8:
             memory = self.memory.zeros((*shape, pages.head_bytes(page_size, head_size)), torch.uint8)
             both = pages.numbers_of(memory, page_size, head_size)

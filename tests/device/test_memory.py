@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,20 @@ def fill(tensors: list[Tensor]) -> list[Tensor]:
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
     ((3,), torch.float32), ((40, 50), torch.bfloat16), ((1,), torch.int64), ((5000, 3), torch.float32),
 ]  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="only Linux tells")
+@pytest.mark.parametrize("huge", [False, True])
+def test_large_tensors_on_the_cpu_are_in_huge_pages_if_asked(huge: bool) -> None:
+    tensor = memory_on(CPU, huge_pages=huge).zeros((2 * memory.HUGE,), torch.uint8)
+    asked = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            start, end = (int(number, 16) for number in name.split("-"))
+        elif name == "VmFlags:" and start <= tensor.data_ptr() < end:
+            asked = "hg" in rest
+    assert asked == huge
 
 
 def test_a_gpus_tensors_stay_where_they_are_and_their_memory_goes() -> None:
