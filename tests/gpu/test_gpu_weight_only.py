@@ -4,7 +4,10 @@ schedule, results have the bits of the dequantized weight. On Hopper, products i
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,15 @@ pytestmark = pytest.mark.skipif(
 MOST = 4096
 OPTIONS: dict[str, Any] = {"device": "cuda", "seed": 0, "num_pages": 200}
 FP8 = {**OPTIONS, "quantization": "fp8"}
+AS_AMPERE = """
+import sys
+import pytest
+from fastgen.device.chip import Chip
+
+chip = Chip((8, 0), 108, 166_912)
+Chip.of = staticmethod(lambda device: chip)
+sys.exit(pytest.main(["-n", "0", "-q", "-k", "not hopper", *sys.argv[1:]]))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -139,3 +151,16 @@ def test_products_by_cublas() -> None:
     for tokens in (1, 64, 65, 500):
         found = layer.product(x[:tokens], Fused())
         assert (found - exact[:tokens]).abs().max() < 0.01 * exact.abs().max()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="there is no Hopper GPU"
+)
+def test_kernels_for_ampere_on_hopper() -> None:
+    """All of the above once more, with an A100's configurations and as Triton compiles for one: it has the instruction
+    and the asynchronous loads of Ampere, which ptxas translates for this GPU."""
+    environment = {**os.environ, "TRITON_OVERRIDE_ARCH": "sm80"}
+    command = [sys.executable, "-c", AS_AMPERE, __file__]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
