@@ -31,7 +31,7 @@ LEAST_SCALE = 1 / (LARGEST * 512)  # also the scale of a row of zeros
 FEW = 2  # maximum number of rows per processor for which more warps quantize each row
 ALIGN = 16  # the inputs of a weight are a multiple of it, so that rows begin at multiples of 16 bytes
 STAGES = {16: 4, 32: 4, 64: 3}  # padded tokens -> stages of the product with only the weight in fp8
-ROWS = 64  # ... and rows of its tiles, and of those that are dequantized
+ROWS = 64  # ... and rows of its tiles, at most, and of those that are dequantized
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,11 @@ dequantize = Kernel(_dequantize_launch, _dequantize_twin)
 
 
 def _weight_launch(x: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused, tokens: int = 0) -> Tensor:
-    padded = next(each for each in STAGES if max(tokens, len(x)) <= each)
-    tile, words = ProductConfig(padded, ROWS, BLOCK, 4, STAGES[padded], swap=True), weight.values.view(torch.int32)
+    padded, chip = next(each for each in STAGES if max(tokens, len(x)) <= each), Chip.of(x.device)
+    # Of narrow weights each processor has less to convert. Hopper's and B200's instructions need 64 rows.
+    narrow = len(weight.values) <= ROWS * chip.processors and chip.capability[0] in (8, 12)
+    tile = ProductConfig(padded, ROWS // 2 if narrow else ROWS, BLOCK, 4, STAGES[padded], swap=True)
+    words = weight.values.view(torch.int32)
     return batch_invariant.launch_as(tile, x, words, bias, fused, (None, weight.scales))
 
 

@@ -198,7 +198,7 @@ dequantize = Kernel(_dequantize_launch, _dequantize_twin)
 
 @jit("T")
 def _product_kernel(
-    x_desc, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr,
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr,
     values_ptr, T, N, K: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr,
     ADD: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, DEPTH: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -217,15 +217,15 @@ def _product_kernel(
         here = here & (row < N)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    acc, token = tl.zeros([ROWS, TOKENS], tl.float32), tl.arange(0, TOKENS)[:, None]
     for at in tl.range(0, K, DEPTH, num_stages=STAGES):
-        x = x_desc.load([0, at])
+        column = at + tl.arange(0, DEPTH)[None, :]
+        x = tl.load(x_ptr + token * K + column, mask=(token < T) & (column < K), other=0.0)
         weight = _unpacked(words_ptr, scales_ptr, zeros_ptr, row, here, at, x.dtype, K, GROUP, ROWS, DEPTH)
         acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     acc = tl.trans(acc)
-    token = tl.arange(0, TOKENS)[:, None]
     if HALF > 0:
         acc = tl.permute(tl.reshape(acc, [TOKENS, HEADS, 2, PAIRS]), (0, 1, 3, 2))
         a, b = tl.split(tl.reshape(acc, [TOKENS, ROWS // 2, 2]))
@@ -336,13 +336,11 @@ def launch_as(
 def _launch_triton(
     most: int, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, ends: Epilogue, chip: Chip
 ) -> None:
-    from triton.tools.tensor_descriptor import TensorDescriptor as Described
-
     (tokens, inputs), outputs, pdl = x.shape, len(words), chip.dependent_launch
     padded = next(each for each in FEW if most <= each)
     _product_kernel[(ends.tiles,)](
-        Described(x, [tokens, inputs], [inputs, 1], [padded, DEPTH]), words, scales, zeros, *ends.others, tokens,
-        outputs, inputs, group, *ends.sizes, padded, FEW_ROWS, ends.heads, DEPTH, FEW_STAGES, pdl,
+        x, words, scales, zeros, *ends.others, tokens, outputs, inputs, group, *ends.sizes, padded, FEW_ROWS,
+        ends.heads, DEPTH, FEW_STAGES, pdl,
         num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
 
