@@ -43,7 +43,7 @@ from fastgen.device.chip import Chip
 
 chip = Chip((8, 0), 108, 166_912)
 Chip.of = staticmethod(lambda device: chip)
-sys.exit(pytest.main(["-n", "0", "-q", "-k", "not hopper", *sys.argv[1:]]))
+sys.exit(pytest.main(["-n", "0", "-q", *sys.argv[1:]]))
 """
 
 
