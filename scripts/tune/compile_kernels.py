@@ -76,13 +76,12 @@ ACCEPTED: dict[str, dict[str, int]] = {
     "attention._attention_kernel": {
         "A100": 280, "RTX A5000": 712, "RTX 4090": 712, "H200": 64, "B200": 208, "RTX 5090": 256,
     },
-    # Ampere and Ada have no tensor descriptors, so each thread holds the addresses of its part of a tile. With Triton
-    # 3.6.0 it spills 88 bytes; of what 3.7.1 and later versions write, ptxas makes 32 registers and thousands of bytes,
-    # also in the loop, for products of more than 64 tokens. This is slow, but right, and only deterministic=True has
-    # such products there. Without it they spill 288 bytes, for up to 32 tokens.
+    # On Ampere and Ada at most 56, in the tiles for many tokens; more in results of earlier states, whose products read
+    # by descriptors there. On B200 a few numbers, although there are registers left.
     "batch_invariant._product_kernel": {
-        "A100": 4200, "RTX A5000": 3960, "RTX 4090": 3960, "B200": 40, "RTX 5090": 8,
+        "A100": 4200, "RTX A5000": 3960, "RTX 4090": 3960, "B200": 64, "RTX 5090": 8,
     },
+    "int4._product_kernel": {"B200": 32},
     # Limited to 168 registers, so that 12 warps fit. Compiled with Triton 3.8.0 and later versions it spills nothing.
     "hopper_prefill._prefill_kernel": {"H200": 112},
     # Limited to 128 and 80 registers, so that two and three programs share a processor: a read of the logits costs more
