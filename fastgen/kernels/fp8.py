@@ -231,7 +231,7 @@ dequantize = Kernel(_dequantize_launch, _dequantize_twin)
 
 def _weight_launch(x: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused, tokens: int = 0) -> Tensor:
     padded, chip = next(each for each in STAGES if max(tokens, len(x)) <= each), Chip.of(x.device)
-    # Of narrow weights each processor has less to convert. Hopper's and B200's instructions need 64 rows.
+    # Smaller tiles let more processors convert a narrow weight. Instructions of Hopper and B200 need 64 rows.
     narrow = len(weight.values) <= ROWS * chip.processors and chip.capability[0] in (8, 12)
     tile = ProductConfig(padded, ROWS // 2 if narrow else ROWS, BLOCK, 4, STAGES[padded], swap=True)
     words = weight.values.view(torch.int32)
