@@ -30,7 +30,7 @@ LARGEST = 448.0
 LEAST_SCALE = 1 / (LARGEST * 512)  # also the scale of a row of zeros
 FEW = 2  # maximum number of rows per processor for which more warps quantize each row
 ALIGN = 16  # the inputs of a weight are a multiple of it, so that rows begin at multiples of 16 bytes
-STAGES = {16: 4, 32: 4, 64: 3}  # padded tokens -> stages of the product with only the weight in fp8
+TOKENS, STAGES = (16, 32, 64), 4  # padded tokens and stages of the product with only the weight in fp8
 ROWS = 64  # ... and rows of its tiles, at most, and of those that are dequantized
 
 
@@ -230,16 +230,16 @@ dequantize = Kernel(_dequantize_launch, _dequantize_twin)
 
 
 def _weight_launch(x: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused, tokens: int = 0) -> Tensor:
-    padded, chip = next(each for each in STAGES if max(tokens, len(x)) <= each), Chip.of(x.device)
+    padded, chip = next(each for each in TOKENS if max(tokens, len(x)) <= each), Chip.of(x.device)
     # Smaller tiles let more processors convert a narrow weight. Instructions of Hopper and B200 need 64 rows.
     narrow = len(weight.values) <= ROWS * chip.processors and chip.capability[0] in (8, 12)
-    tile = ProductConfig(padded, ROWS // 2 if narrow else ROWS, BLOCK, 4, STAGES[padded], swap=True)
+    tile = ProductConfig(padded, ROWS // 2 if narrow else ROWS, BLOCK, 4, STAGES, swap=True)
     words = weight.values.view(torch.int32)
     return batch_invariant.launch_as(tile, x, words, bias, fused, (None, weight.scales))
 
 
 def _weight_twin(x: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused, tokens: int = 0) -> Tensor:
-    """Return x weight^T + bias, [T, N] in x's dtype, with the epilogue `fused`, for up to max(STAGES) tokens.
+    """Return x weight^T + bias, [T, N] in x's dtype, with the epilogue `fused`, for up to max(TOKENS) tokens.
 
     x: [T, K], bfloat16 or float16. bias: [N] in x's dtype. tokens: number of tokens whose kernel is used, if larger
     than T.

@@ -102,7 +102,7 @@ class WeightOnlyFp8(Fp8Linear):
     apply = Linear.apply
 
     def product(self, x: Tensor, fused: Fused) -> Tensor:
-        if len(x) > max(fp8.STAGES):
+        if len(x) > max(fp8.TOKENS):
             return self.dequantized(x.dtype).product(x, fused)
         product = fp8.weight_product.launch if self.batch_invariant else fp8.weight_product
         y: Tensor = product(x, fp8.Quantized(self.weight, self.scales), self.bias, fused)
@@ -116,7 +116,7 @@ class WeightOnlyFp8(Fp8Linear):
     def launch_all(self, fused: Fused, dtype: torch.dtype) -> None:
         """Launch the kernels of products of few tokens, with one row. The arguments are those of Fp8Linear."""
         x = self.weight.new_zeros(1, self.weight.shape[1], dtype=dtype)
-        for tokens in fp8.STAGES:
+        for tokens in fp8.TOKENS:
             fp8.weight_product(x, fp8.Quantized(self.weight, self.scales), self.bias, fused, tokens)
 
 

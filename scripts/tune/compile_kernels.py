@@ -270,7 +270,7 @@ def products_of_8_bits(dtype: torch.dtype) -> None:
         shape = (outputs // 128, inputs // 128) if blocks else (outputs,)
         weight = fp8.Quantized(torch.zeros(outputs, inputs, dtype=fp8.E4M3), torch.zeros(shape))
         fp8.dequantize.launch(weight.values, weight.scales, dtype)
-        for tokens in fp8.STAGES:
+        for tokens in fp8.TOKENS:
             add = torch.zeros(tokens, outputs, dtype=dtype) if outputs == 4096 else None
             x, fused = torch.zeros(tokens, inputs, dtype=dtype), Fused(add, swiglu=outputs == 28672)
             fp8.weight_product.launch(x, weight, None, fused)
