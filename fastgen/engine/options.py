@@ -64,7 +64,7 @@ class GeneratorOptions(Options):
     )  # fmt: skip
     quantization: str | None = option(
         None, "fp8: linear layers except the head are quantized to E4M3 as they are loaded, with one scale per row, "
-        "and their inputs with one scale per token; a checkpoint that is quantized, in fp8 or int4, needs no option, "
+        "and on Hopper and the CPU their inputs with one scale per token; a checkpoint in fp8 or int4 needs no option, "
         "and the others are a check of its quant_method",
         choices=("fp8", "awq", "gptq", "compressed-tensors", "auto-round"), unset="the checkpoint's",
     )  # fmt: skip

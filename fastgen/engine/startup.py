@@ -70,7 +70,7 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
             raise ValueError("deterministic=True needs all ranks on one host; leave it out, or use fewer ranks")
         config = replace(config, deterministic=False)
     if model_config.quantization and torch.device(device).type == "cuda":
-        check_quantized(model_config.split(group.size), config.dtype, kernels)
+        check_quantized(model_config.split(group.size), config.dtype)
     if config.kv_cache_dtype == "fp8" and kernels != "torch" and Chip.of(torch.device(device)).capability < (8, 9):
         raise ValueError("kv_cache_dtype='fp8' needs an Ada or Hopper GPU or a newer one; leave it out")
     if slower := slower_than_possible(torch.device(device)):
@@ -78,12 +78,12 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
     return build_runner(model_config, config, folder, options.load, group)
 
 
-def check_quantized(model: ModelConfig, dtype: str, kernels: str) -> None:
+def check_quantized(model: ModelConfig, dtype: str) -> None:
     """Raise ValueError if a GPU cannot run a model with quantized weights. model: config of one rank."""
     if isinstance(model.quantization, Int4):
         check_int4(model, model.quantization)
     else:
-        check_fp8(model, dtype, kernels)
+        check_fp8(model, dtype)
 
 
 def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Runner:

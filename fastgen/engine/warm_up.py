@@ -30,7 +30,7 @@ from fastgen.kernels.rope import SlotMapping
 from fastgen.model.int4_linear import Int4Linear
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.linear import Linear
-from fastgen.model.quantized import Fp8Linear
+from fastgen.model.quantized import Fp8Linear, WeightOnlyFp8
 from fastgen.model.transformer import Transformer
 from fastgen.request import Batch, LaneStart, Prefill, SamplingParams
 
@@ -83,7 +83,9 @@ def launch_products(
     for linear, fused in (*products_of(model, model.slot_mapping(pool, zero, zero - 1, 1), pool), *more):
         if isinstance(linear, Fp8Linear):
             linear.launch_all(fused, model.parameters.dtype)
-            continue
+            if not isinstance(linear, WeightOnlyFp8):
+                continue
+            linear = linear.dequantized(model.parameters.dtype)
         if isinstance(linear, Int4Linear):
             linear.launch_all(fused, model.parameters.dtype, sizes)
             continue

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -84,15 +84,16 @@ class ProductConfig:
 @jit("T")
 def _product_kernel(
     x_desc, weight_desc, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr,
-    T, N, K: tl.constexpr, HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr, ADD: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    SWAP: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    scales_ptr, T, N, K: tl.constexpr, HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr, ADD: tl.constexpr,
+    BLOCKS: tl.constexpr, POINTERS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of the result per program. Rows and columns beyond T, N and K are read as zeros.
 
     HALF: distance between the rows of a pair (gate and up, or the halves of a head for rope), or 0 without pairs. With
     pairs, a tile has all or some pairs of HEADS heads, each of 2 * HALF rows. KV, P: number of KV heads and page size
-    for rope, or 0 without rope.
+    for rope, or 0 without rope. POINTERS: whether x and the weight are pointers instead of descriptors, whose loads
+    are not asynchronous on Ampere and Ada. scales_ptr: scales of a weight in fp8, or None. BLOCKS: see `dequantized`.
     """
     PAIRS: tl.constexpr = ROWS // 2 // HEADS  # pairs of a head in a tile
     tiles_n = tl.cdiv(N, ROWS)
@@ -109,19 +110,29 @@ def _product_kernel(
         head = within // tiles // tl.cdiv(HALF, PAIRS) * HEADS
         first_row = within // tiles % tl.cdiv(HALF, PAIRS) * PAIRS
     row, number = first_row + tl.arange(0, ROWS), tl.arange(0, ROWS // 2)
-    if HALF > 0:  # the first of each pair
-        row = (head + number // PAIRS) * 2 * HALF + first_row + number % PAIRS
+    if HALF > 0:
+        row = tl.arange(0, ROWS)
+        row = ((head + row // (2 * PAIRS)) * 2 + row // PAIRS % 2) * HALF + first_row + row % PAIRS
     if PDL:
         if not SWAP:  # for few tokens, see after the loop
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([ROWS, TOKENS] if SWAP else [TOKENS, ROWS], tl.float32)
     for at in tl.range(0, K, DEPTH, num_stages=STAGES):
-        x = x_desc.load([first_token, at])
-        if HALF > 0:
-            weight = weight_desc.load([head, 0, first_row, at]).reshape([ROWS, DEPTH])
+        if POINTERS:
+            token, column = first_token + tl.arange(0, TOKENS)[:, None], at + tl.arange(0, DEPTH)[None, :]
+            x = tl.load(x_desc + token.to(tl.int64) * K + column, mask=(token < T) & (column < K), other=0.0)
+            if scales_ptr is not None:
+                weight = dequantized(weight_desc, scales_ptr, row, at, N, K, BLOCKS, DEPTH, x.dtype)
+            else:
+                place = row.to(tl.int64)[:, None] * K + column
+                weight = tl.load(weight_desc + place, mask=(row < N)[:, None] & (column < K), other=0.0)
         else:
-            weight = weight_desc.load([first_row, at])
+            x = x_desc.load([first_token, at])
+            if HALF > 0:
+                weight = weight_desc.load([head, 0, first_row, at]).reshape([ROWS, DEPTH])
+            else:
+                weight = weight_desc.load([first_row, at])
         if SWAP:
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
         else:
@@ -141,6 +152,33 @@ def _product_kernel(
     else:
         read = read_rows(token, row, bias_ptr, out_ptr, T, N, ADD)
         finish_rows(acc, read, token, row, bias_ptr, out_ptr, T, N, ADD)
+
+
+@jit()
+def dequantized(
+    words_ptr, scales_ptr, row, at, N, K: tl.constexpr, BLOCKS: tl.constexpr, DEPTH: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """Return rows `row` [ROWS], and DEPTH columns from column `at` on, of a weight in fp8: its numbers times their
+    scales, computed in float32 and rounded to `dtype`. Rows from N on and columns from K on are zeros.
+
+    words_ptr: int32 [N, K / 4], because Triton has no E4M3 on Ampere. BLOCKS: whether there is one scale per block of
+    128 x 128 instead of one per row.
+    """
+    word, here = at // 4 + tl.arange(0, DEPTH // 4)[None, :], (row < N)[:, None]
+    words = tl.load(words_ptr + row.to(tl.int64)[:, None] * (K // 4) + word, mask=here & (word < K // 4), other=0)
+    scale = tl.load(scales_ptr + (row // 128 * (K // 128) + at // 128 if BLOCKS else row), mask=row < N, other=0.0)
+    even = tl.join(_number(words << 24, scale, dtype), _number(words << 8, scale, dtype))
+    odd = tl.join(_number(words << 16, scale, dtype), _number(words, scale, dtype))
+    # This sum of one number hides tl.join, after which tl.dot would add in another order on Ampere.
+    return tl.sum(tl.reshape(tl.join(even, odd), [row.shape[0], DEPTH, 1]), 2)
+
+
+@jit()
+def _number(word, scale, dtype: tl.constexpr):
+    """Return the number in E4M3 in the highest byte of each word, times the scale of its row."""
+    bits = (word >> 4) & -0x78100000  # the sign, and the other 7 bits as the lower exponent bits and the mantissa
+    # The exponent bits of E4M3 mean 7 less, and those of float32 127 less. 2**120 corrects that, and is exact.
+    return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * scale[:, None]).to(dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -240,69 +278,94 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Ten
     return turned
 
 
+@dataclass(frozen=True)
+class Epilogue:
+    """The arguments of a kernel that depend on the epilogue of a product.
+
+    half, heads: number of pairs of a head, or 0 without pairs, and heads of a tile. out: the tensor that receives the
+    result. others: the kernel's arguments from bias_ptr to values_ptr. sizes: from HALF to ADD. tiles: number of tiles.
+    """
+
+    half: int
+    heads: int
+    out: Tensor
+    others: tuple[Tensor | None, ...]
+    sizes: tuple[int, ...]
+    tiles: int
+
+    @classmethod
+    def of(cls, x: Tensor, outputs: int, bias: Tensor | None, fused: Fused, rows: int) -> Epilogue:
+        """Check the arguments of a product. rows: rows of a tile."""
+        half, heads = outputs // 2 if fused.swiglu else 0, 1
+        width = half if fused.swiglu else outputs
+        turned: tuple[Tensor | None, ...] = (None,) * 6
+        num_kv = page_size = 0
+        if fused.rope is not None:
+            mapping, keys, values = fused.rope.mapping, fused.rope.keys, fused.rope.values
+            mapping.check(len(x), keys, values)
+            turned = mapping.positions, mapping.slots, mapping.cos, mapping.sin, keys, values
+            _, num_kv, page_size, head_size = keys.shape
+            half = head_size // 2
+            width = outputs - 2 * num_kv * head_size
+            if half & (half - 1) == 0:
+                heads = max(rows // (2 * half), 1)
+        out = fused.out if fused.add is None else fused.add
+        if out is None:
+            out = x.new_empty(len(x), width, dtype=fused.out_dtype)
+        assert out.shape == (len(x), width)
+        assert out.is_contiguous()
+        assert bias is None or bias.shape == (outputs,)
+        pairs = rows // 2 // heads
+        tiles = -(-outputs // (2 * half * heads)) * -(-half // pairs) if half else -(-outputs // rows)
+        return cls(half, heads, out, (bias, out, *turned), (half, num_kv, page_size, fused.add is not None), tiles)
+
+
 def launch_as(
     chosen: ProductConfig,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     fused: Fused,
-    scales: tuple[Tensor, Tensor] | None = None,
+    scales: tuple[Tensor | None, Tensor] | None = None,
 ) -> Tensor:
     """Compute the product with the tiles of a ProductConfig; see the twin for the arguments.
 
     scales: scales of the tokens and of the weight, for products of few tokens in fp8 on Hopper (fastgen.kernels.fp8).
+    None instead of the tokens' scales: only the weight is in fp8, and is given as int32 [N, K / 4].
     """
     from triton.tools.tensor_descriptor import TensorDescriptor as Described
 
     (tokens, inputs), outputs = x.shape, len(weight)
-    assert weight.shape == (outputs, inputs)
     assert x.is_contiguous()
     assert weight.is_contiguous()
-    assert x.dtype == weight.dtype
+    weight_only = scales is not None and scales[0] is None
+    assert weight.shape == (outputs, inputs // 4 if weight_only else inputs)
+    assert weight.dtype == (torch.int32 if weight_only else x.dtype)
     assert inputs % ALIGN == 0
-    assert bias is None or bias.shape == (outputs,)
-    half, heads, width, block = outputs // 2 if fused.swiglu else 0, 1, outputs, [chosen.rows, chosen.depth]
-    rows = chosen.rows
-    turned: tuple[Any, ...] = (None,) * 6
-    num_kv = page_size = 0
-    if fused.rope is not None:
-        mapping, keys, values = fused.rope.mapping, fused.rope.keys, fused.rope.values
-        mapping.check(tokens, keys, values)
-        turned = mapping.positions, mapping.slots, mapping.cos, mapping.sin, keys, values
-        _, num_kv, page_size, head_size = keys.shape
-        half, rows = head_size // 2, 1 << (rows.bit_length() - 1)  # a power of two
-        width -= 4 * num_kv * half
-        if half & (half - 1) == 0:
-            heads = max(rows // (2 * half), 1)
-    if half:
-        width = half if fused.swiglu else width
-        weight = weight.view(-1, 2, half, inputs)
-        block = [heads, 2, rows // 2 // heads, chosen.depth]
-    out = fused.out if fused.add is None else fused.add
-    if out is None:
-        out = x.new_empty(tokens, width, dtype=fused.out_dtype)
-    assert out.shape == (tokens, width)
-    assert out.is_contiguous()
-    tiles = -(-len(weight) // heads) * -(-half // block[2]) if half else -(-outputs // chosen.rows)
-    others, sizes = (bias, out, *turned), (outputs, inputs, half, num_kv, page_size, fused.add is not None)
-    chip = Chip.of(x.device)
-    if chosen.swap and tokens <= chosen.tokens * chosen.token_tiles and hopper_products.runs_on(chip, x.dtype):
-        x_block = [chosen.tokens, chosen.depth]
-        how = chosen.token_tiles, chosen.stages, chosen.warps
-        others += scales or (None, None)
-        blocks = scales is not None and scales[1].dim() > 1
-        hopper_products.launch(x, x_block, weight, block, tiles, *how, others, (*sizes, blocks), chip)
+    rows = chosen.rows if fused.rope is None else 1 << (chosen.rows.bit_length() - 1)  # heads need a power of two
+    ends, block = Epilogue.of(x, outputs, bias, fused, rows), [rows, chosen.depth]
+    if ends.half:
+        weight = weight.view(-1, 2, ends.half, weight.shape[1])
+        block = [ends.heads, 2, rows // 2 // ends.heads, chosen.depth]
+    chip, few = Chip.of(x.device), chosen.swap and tokens <= chosen.tokens * chosen.token_tiles
+    sizes = outputs, inputs, *ends.sizes, scales is not None and scales[1].dim() > 1
+    if few and not weight_only and hopper_products.runs_on(chip, x.dtype):
+        x_block, how = [chosen.tokens, chosen.depth], (chosen.token_tiles, chosen.stages, chosen.warps)
+        others = *ends.others, *(scales or (None, None))
+        hopper_products.launch(x, x_block, weight, block, ends.tiles, *how, others, sizes, chip)
     else:
-        assert scales is None
-        pdl = chip.dependent_launch
+        assert weight_only or scales is None
+        pdl, of_weight = chip.dependent_launch, scales[1] if scales else None
         # Without fused multiply-adds, which the compiler might use in the epilogues of some tiles and not of others.
-        _product_kernel[(-(-tokens // chosen.tokens) * tiles,)](
-            Described(x, [tokens, inputs], [inputs, 1], [chosen.tokens, chosen.depth]),
-            Described(weight, [*weight.shape], [*weight.stride()], block), *others, tokens, *sizes,
-            chosen.tokens, chosen.rows, heads, chosen.depth, chosen.stages, chosen.swap, chosen.group, pdl,
+        pointers = weight_only or chip.capability < (9, 0)
+        _product_kernel[(-(-tokens // chosen.tokens) * ends.tiles,)](
+            x if pointers else Described(x, [tokens, inputs], [inputs, 1], [chosen.tokens, chosen.depth]),
+            weight if pointers else Described(weight, [*weight.shape], [*weight.stride()], block),
+            *ends.others, of_weight, tokens, *sizes, pointers, chosen.tokens, rows, ends.heads, chosen.depth,
+            chosen.stages, chosen.swap, chosen.group, pdl,
             num_warps=chosen.warps, enable_fp_fusion=False, launch_pdl=pdl,
         )  # fmt: skip
-    return out if fused.rope is None else out.view(tokens, -1, 2 * half)
+    return ends.out if fused.rope is None else ends.out.view(tokens, -1, 2 * ends.half)
 
 
 def _twin(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:

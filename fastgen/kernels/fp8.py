@@ -1,8 +1,11 @@
-"""Quantization to fp8 (E4M3) with float32 scales, and batch-invariant products in fp8.
+"""Quantization to fp8 (E4M3) with float32 scales, and batch-invariant products with weights in fp8.
 
 A weight has one scale per row, or one per block of 128 x 128. The input of a product has one scale per token, the
 largest magnitude of its row / 448: a scale for several tokens would make a token's bits depend on its neighbours.
 Products are summed over each 128 inputs, and these sums are added in float32, in order, for any number of tokens.
+
+GPUs without such products only have the weight in fp8. Few tokens are multiplied by `weight_product`, with the bits
+that fastgen.kernels.batch_invariant gives for the dequantized weight, which many tokens use.
 
 Shape letters: T tokens, N outputs, K inputs.
 """
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from fastgen.device.chip import Chip, current, power_of_two
 from fastgen.kernels import batch_invariant, hopper_fp8, hopper_products
-from fastgen.kernels.batch_invariant import Fused, ProductConfig, config, finished, fuses_rope
+from fastgen.kernels.batch_invariant import Fused, ProductConfig, config, dequantized, finished, fuses_rope
 from fastgen.kernels.launch import Kernel, jit, tl
 from fastgen.kernels.pages import E4M3 as E4M3
 from fastgen.kernels.rope import rope_write
@@ -27,6 +30,8 @@ LARGEST = 448.0
 LEAST_SCALE = 1 / (LARGEST * 512)  # also the scale of a row of zeros
 FEW = 2  # maximum number of rows per processor for which more warps quantize each row
 ALIGN = 16  # the inputs of a weight are a multiple of it, so that rows begin at multiples of 16 bytes
+TOKENS, STAGES = (16, 32, 64), 4  # padded tokens and stages of the product with only the weight in fp8
+ROWS = 64  # ... and rows of its tiles, at most, and of those that are dequantized
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,9 @@ def quantize_weight(weight: Tensor, blocks: bool = False) -> Quantized:
     """
     if not blocks:
         with current(weight.device):  # it may be another GPU than that of the thread that updates weights
-            return Quantized(*quantize(weight.contiguous(), exact=True))
+            # Triton has E4M3 from Ada on.
+            kernel = quantize if Chip.of(weight.device).capability >= (8, 9) else quantize.twin
+            return Quantized(*kernel(weight.contiguous(), exact=True))
     tiles = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scales = _scales(tiles.abs().amax(dim=(1, 3), keepdim=True))
     return Quantized(_rounded(tiles / scales).reshape(weight.shape), scales[:, 0, :, 0])
@@ -193,3 +200,51 @@ def _twin(x: Tensor, x_scales: Tensor, weight: Quantized, bias: Tensor | None, f
 
 
 product = Kernel(_launch, _twin)
+
+
+@jit()
+def _dequantize_kernel(
+    words_ptr, scales_ptr, out_ptr, N, K: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
+    """Dequantize ROWS rows and DEPTH columns per program."""
+    row, first = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * DEPTH
+    weight = dequantized(words_ptr, scales_ptr, row, first, N, K, BLOCKS, DEPTH, out_ptr.dtype.element_ty)
+    column = first + tl.arange(0, DEPTH)[None, :]
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * K + column, weight, mask=(row < N)[:, None] & (column < K))
+
+
+def _dequantize_launch(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    (outputs, inputs), out = values.shape, torch.empty_like(values, dtype=dtype)
+    _dequantize_kernel[(-(-outputs // ROWS), -(-inputs // BLOCK))](
+        values.view(torch.int32), scales, out, outputs, inputs, scales.dim() > 1, ROWS, BLOCK, num_warps=8
+    )
+    return out
+
+
+def _dequantize_twin(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight, [N, K] in `dtype`. values, scales: see Quantized."""
+    return Quantized(values, scales).dequantized().to(dtype)
+
+
+dequantize = Kernel(_dequantize_launch, _dequantize_twin)
+
+
+def _weight_launch(x: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused, tokens: int = 0) -> Tensor:
+    padded, chip = next(each for each in TOKENS if max(tokens, len(x)) <= each), Chip.of(x.device)
+    # Smaller tiles let more processors convert a narrow weight. Instructions of Hopper and B200 need 64 rows.
+    narrow = len(weight.values) <= ROWS * chip.processors and chip.capability[0] in (8, 12)
+    tile = ProductConfig(padded, ROWS // 2 if narrow else ROWS, BLOCK, 4, STAGES, swap=True)
+    words = weight.values.view(torch.int32)
+    return batch_invariant.launch_as(tile, x, words, bias, fused, (None, weight.scales))
+
+
+def _weight_twin(x: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused, tokens: int = 0) -> Tensor:
+    """Return x weight^T + bias, [T, N] in x's dtype, with the epilogue `fused`, for up to max(TOKENS) tokens.
+
+    x: [T, K], bfloat16 or float16. bias: [N] in x's dtype. tokens: number of tokens whose kernel is used, if larger
+    than T.
+    """
+    return finished(F.linear(x, dequantize.twin(weight.values, weight.scales, x.dtype), bias), fused)
+
+
+weight_product = Kernel(_weight_launch, _weight_twin)

@@ -480,7 +480,7 @@ def launch(
 ) -> None:  # fmt: skip
     """Multiply x [T, K] by a weight in the prepared form. The caller has checked the arguments.
 
-    half, heads, tiles, others, sizes: see fastgen.kernels.int4.Epilogue.
+    half, heads, tiles, others, sizes: see fastgen.kernels.batch_invariant.Epilogue.
     """
     (tokens, inputs), outputs = x.shape, len(words)
     group, token_tiles = inputs // scales.shape[1], -(-tokens // tile.tokens)

@@ -20,15 +20,13 @@ The bits 4i and 16 + 4i of a word are neighbours in a row (see `prepare`). A blo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.device.chip import Chip
 from fastgen.kernels import batch_invariant, hopper_int4, hopper_products
-from fastgen.kernels.batch_invariant import Fused, ProductConfig, finished
+from fastgen.kernels.batch_invariant import Epilogue, Fused, ProductConfig, finished
 from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
 from fastgen.kernels.launch import Kernel, constant, jit, tl
 from fastgen.kernels.rope import rope_write
@@ -144,13 +142,8 @@ def _unpacked(
     second = tl.join(_nibble(words, 6, a, dtype), _nibble(words, 7, b, dtype))
     found = tl.reshape(tl.join(even, tl.join(first, second)), [BLOCKS, PARTS, 8, 4, 4, 2, 2, 2, 1])
     # This sum of one number hides tl.join, after which tl.dot would add in another order on Ampere.
-    found = tl.reduce(found, 8, _add)  # block part row t j i0 i1 h
+    found = tl.sum(found, 8)  # block part row t j i0 i1 h
     return tl.reshape(tl.permute(found, (0, 5, 2, 1, 4, 6, 3, 7)), [ROWS, DEPTH])
-
-
-@jit()
-def _add(a, b):
-    return a + b
 
 
 @jit()
@@ -205,7 +198,7 @@ dequantize = Kernel(_dequantize_launch, _dequantize_twin)
 
 @jit("T")
 def _product_kernel(
-    x_desc, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr,
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, keys_ptr,
     values_ptr, T, N, K: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, KV: tl.constexpr, P: tl.constexpr,
     ADD: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, DEPTH: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -224,15 +217,15 @@ def _product_kernel(
         here = here & (row < N)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    acc, token = tl.zeros([ROWS, TOKENS], tl.float32), tl.arange(0, TOKENS)[:, None]
     for at in tl.range(0, K, DEPTH, num_stages=STAGES):
-        x = x_desc.load([0, at])
+        column = at + tl.arange(0, DEPTH)[None, :]
+        x = tl.load(x_ptr + token * K + column, mask=(token < T) & (column < K), other=0.0)
         weight = _unpacked(words_ptr, scales_ptr, zeros_ptr, row, here, at, x.dtype, K, GROUP, ROWS, DEPTH)
         acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     acc = tl.trans(acc)
-    token = tl.arange(0, TOKENS)[:, None]
     if HALF > 0:
         acc = tl.permute(tl.reshape(acc, [TOKENS, HEADS, 2, PAIRS]), (0, 1, 3, 2))
         a, b = tl.split(tl.reshape(acc, [TOKENS, ROWS // 2, 2]))
@@ -243,48 +236,6 @@ def _product_kernel(
     else:
         read = read_rows(token, row, bias_ptr, out_ptr, T, N, ADD)
         finish_rows(acc, read, token, row, bias_ptr, out_ptr, T, N, ADD)
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """The arguments of a kernel that depend on the epilogue of a product.
-
-    half, heads: number of pairs of a head, or 0 without pairs, and heads of a tile. out: the tensor that receives the
-    result. others: the kernel's arguments from bias_ptr to values_ptr. sizes: from HALF to ADD. tiles: number of tiles.
-    """
-
-    half: int
-    heads: int
-    out: Tensor
-    others: tuple[Tensor | None, ...]
-    sizes: tuple[int, ...]
-    tiles: int
-
-    @classmethod
-    def of(cls, x: Tensor, outputs: int, bias: Tensor | None, fused: Fused, rows: int) -> Epilogue:
-        """Check the arguments of a product. rows: rows of a tile."""
-        half, heads = outputs // 2 if fused.swiglu else 0, 1
-        width = half if fused.swiglu else outputs
-        turned: tuple[Tensor | None, ...] = (None,) * 6
-        num_kv = page_size = 0
-        if fused.rope is not None:
-            mapping, keys, values = fused.rope.mapping, fused.rope.keys, fused.rope.values
-            mapping.check(len(x), keys, values)
-            turned = mapping.positions, mapping.slots, mapping.cos, mapping.sin, keys, values
-            _, num_kv, page_size, head_size = keys.shape
-            half = head_size // 2
-            width = outputs - 2 * num_kv * head_size
-            if half & (half - 1) == 0:
-                heads = max(rows // (2 * half), 1)
-        out = fused.out if fused.add is None else fused.add
-        if out is None:
-            out = x.new_empty(len(x), width, dtype=fused.out_dtype)
-        assert out.shape == (len(x), width)
-        assert out.is_contiguous()
-        assert bias is None or bias.shape == (outputs,)
-        pairs = rows // 2 // heads
-        tiles = -(-outputs // (2 * half * heads)) * -(-half // pairs) if half else -(-outputs // rows)
-        return cls(half, heads, out, (bias, out, *turned), (half, num_kv, page_size, fused.add is not None), tiles)
 
 
 def _sizes(words: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[int, int, int]:
@@ -385,13 +336,11 @@ def launch_as(
 def _launch_triton(
     most: int, x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, group: int, ends: Epilogue, chip: Chip
 ) -> None:
-    from triton.tools.tensor_descriptor import TensorDescriptor as Described
-
     (tokens, inputs), outputs, pdl = x.shape, len(words), chip.dependent_launch
     padded = next(each for each in FEW if most <= each)
     _product_kernel[(ends.tiles,)](
-        Described(x, [tokens, inputs], [inputs, 1], [padded, DEPTH]), words, scales, zeros, *ends.others, tokens,
-        outputs, inputs, group, *ends.sizes, padded, FEW_ROWS, ends.heads, DEPTH, FEW_STAGES, pdl,
+        x, words, scales, zeros, *ends.others, tokens, outputs, inputs, group, *ends.sizes, padded, FEW_ROWS,
+        ends.heads, DEPTH, FEW_STAGES, pdl,
         num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.kernels.batch_invariant import Fused
-from fastgen.kernels.norm import RMSNorm, rms_norm
-from fastgen.model.linear import UNFUSED, Linear, finish
+from fastgen.model.linear import Linear, finish
 
 INPUTS = 896
 """Maximum number of inputs of a part of a weight."""
@@ -36,11 +35,7 @@ class AmxLinear(Linear):
 
     parts: tuple[Tensor, ...] = field(kw_only=True)
 
-    def apply(
-        self, x: Tensor, fused: Fused = UNFUSED, norm: RMSNorm | None = None, delta: Tensor | None = None
-    ) -> Tensor:
-        if norm is not None:
-            x = rms_norm(x, norm.weight, norm.eps, delta)
+    def product(self, x: Tensor, fused: Fused) -> Tensor:
         outputs, (first, *others) = len(self.weight), torch.split(x, [part.shape[1] for part in self.parts], 1)
         y = F.linear(first, self.parts[0])
         if others:

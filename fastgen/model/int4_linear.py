@@ -13,10 +13,9 @@ from torch import Tensor
 
 from fastgen.kernels import int4
 from fastgen.kernels.batch_invariant import Fused
-from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.model.config import ModelConfig
 from fastgen.model.int4_layouts import LAYOUTS, NIBBLES, Part, RoundedShard, StoredShard, dequantize
-from fastgen.model.linear import UNFUSED, Linear
+from fastgen.model.linear import Linear
 from fastgen.model.quantization import Int4
 from fastgen.model.weights import Shard
 
@@ -67,11 +66,7 @@ class Int4Linear(Linear):
             form=form,
         )
 
-    def apply(
-        self, x: Tensor, fused: Fused = UNFUSED, norm: RMSNorm | None = None, delta: Tensor | None = None
-    ) -> Tensor:
-        if norm is not None:
-            x = rms_norm(x, norm.weight, norm.eps, delta)
+    def product(self, x: Tensor, fused: Fused) -> Tensor:
         product = int4.int4_product.launch if self.batch_invariant else int4.int4_product
         y: Tensor = product(x, self.weight, self.scales, self.zeros, self.bias, fused)
         return y

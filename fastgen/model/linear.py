@@ -41,8 +41,10 @@ class Linear:
         one of add, swiglu and rope. They are fused with the product where fastgen's own kernel computes it: in a
         batch-invariant layer, and in others where few rows make it faster than BLAS.
         """
-        if norm is not None:
-            x = rms_norm(x, norm.weight, norm.eps, delta)
+        return self.product(x if norm is None else rms_norm(x, norm.weight, norm.eps, delta), fused)
+
+    def product(self, x: Tensor, fused: Fused) -> Tensor:
+        """Return the layer of x, without a norm; see `apply`. Subclasses override this method."""
         if self.batch_invariant:  # the torch twin of the kernel would have other bits, so there is no fallback
             y: Tensor = product.launch(x, self.weight, self.bias, fused)
         elif product.runs_on(x.device) and pays(len(x), x.shape[1], x.dtype, Chip.of(x.device)):
@@ -54,11 +56,9 @@ class Linear:
         return y
 
     def _by_blas(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
-        if out_dtype == x.dtype:
-            return F.linear(x, self.weight, self.bias)
+        if x.device.type == "cpu" or out_dtype == x.dtype:
+            return F.linear(x, self.weight, self.bias).to(out_dtype)
         assert self.bias is None
-        if x.device.type == "cpu":
-            return F.linear(x, self.weight).to(out_dtype)
         return torch.mm(x, self.weight.t(), out_dtype=out_dtype)
 
 

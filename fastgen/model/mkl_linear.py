@@ -11,8 +11,7 @@ from torch import Tensor
 from fastgen.device import mkl
 from fastgen.device.threads import at_most
 from fastgen.kernels.batch_invariant import Fused
-from fastgen.kernels.norm import RMSNorm, rms_norm
-from fastgen.model.linear import UNFUSED, Linear, finish
+from fastgen.model.linear import Linear, finish
 
 PACKING_THREADS = 8
 """Maximum number of threads that pack a weight. Later products of few rows use at most this number of threads."""
@@ -24,11 +23,7 @@ class MklLinear(Linear):
 
     packed: Tensor = field(kw_only=True)
 
-    def apply(
-        self, x: Tensor, fused: Fused = UNFUSED, norm: RMSNorm | None = None, delta: Tensor | None = None
-    ) -> Tensor:
-        if norm is not None:
-            x = rms_norm(x, norm.weight, norm.eps, delta)
+    def product(self, x: Tensor, fused: Fused) -> Tensor:
         outputs = len(self.weight)
         width = mkl.packed_outputs(outputs)
         if fused.add is not None and width == outputs:

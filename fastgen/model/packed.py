@@ -17,9 +17,8 @@ from torch import Tensor
 from fastgen.device import mkl
 from fastgen.device.processor import is_intel
 from fastgen.kernels.batch_invariant import Fused
-from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.model.amx_linear import AmxLinear
-from fastgen.model.linear import UNFUSED, Linear, finish
+from fastgen.model.linear import Linear, finish
 from fastgen.model.mkl_linear import MklLinear
 
 PACKED_ROW_TILE = 4
@@ -35,11 +34,7 @@ class OneDnnLinear(Linear):
 
     packed: Tensor = field(kw_only=True)
 
-    def apply(
-        self, x: Tensor, fused: Fused = UNFUSED, norm: RMSNorm | None = None, delta: Tensor | None = None
-    ) -> Tensor:
-        if norm is not None:
-            x = rms_norm(x, norm.weight, norm.eps, delta)
+    def product(self, x: Tensor, fused: Fused) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return finish(y if fused.out_dtype is None else y.to(fused.out_dtype), fused)
 
@@ -63,12 +58,8 @@ class OneDnnGatedLinear(Linear):
     gate: Tensor = field(kw_only=True)
     up: Tensor = field(kw_only=True)
 
-    def apply(
-        self, x: Tensor, fused: Fused = UNFUSED, norm: RMSNorm | None = None, delta: Tensor | None = None
-    ) -> Tensor:
+    def product(self, x: Tensor, fused: Fused) -> Tensor:
         assert fused.swiglu
-        if norm is not None:
-            x = rms_norm(x, norm.weight, norm.eps, delta)
         of_gate, of_up = (None, None) if self.bias is None else self.bias.chunk(2)
         gate = torch.ops.mkldnn._linear_pointwise(x, self.gate, of_gate, "swish", [], "")
         y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self.up, of_up, "mul")

@@ -206,7 +206,7 @@ class Parameters:
             form.check_fused(dict(rows))
             if isinstance(form, Int4):
                 return Int4Linear.zeros_of(form, rows, size_in, bias, self._new, self._batch_invariant)
-            return Fp8Linear.zeros(form, rows, size_in, bias, self._new)
+            return Fp8Linear.zeros(form, rows, size_in, bias, self._new, self._batch_invariant)
         return Linear(self._new(size_out, size_in), bias, self._batch_invariant)
 
     def _layer(self, number: int) -> Layer:

@@ -2,10 +2,10 @@
 transformers.
 
 Supported forms of fp8 are those of Qwen and DeepSeek (one scale per block), Mistral and AutoFP8 (one scale per tensor),
-compressed-tensors (`float-quantized`) and ModelOpt (`FP8`). Activations are always quantized with one scale per token;
-static scales of activations and scales of a KV cache are not read. Supported forms of int4 are AWQ (`gemm`), GPTQ
-without desc_act, AutoRound's `auto_gptq` and `auto_awq`, and compressed-tensors (`pack-quantized`). Other forms raise a
-ValueError that names the field and its value.
+compressed-tensors (`float-quantized`) and ModelOpt (`FP8`). Activations are quantized with one scale per token, or not
+at all; static scales of activations and scales of a KV cache are not read. Supported forms of int4 are AWQ (`gemm`),
+GPTQ without desc_act, AutoRound's `auto_gptq` and `auto_awq`, and compressed-tensors (`pack-quantized`). Other forms
+raise a ValueError that names the field and its value.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastgen.device.chip import Chip
 from fastgen.kernels import fp8
 from fastgen.kernels.batch_invariant import Fused
+from fastgen.kernels.launch import kernels_of
 from fastgen.kernels.norm import RMSNorm, rms_norm_fp8
 from fastgen.model.config import ModelConfig
 from fastgen.model.linear import UNFUSED, Linear
@@ -32,9 +33,10 @@ class Fp8Linear(Linear):
         size_in: int,
         bias: Tensor | None,
         new: Callable[..., Tensor],
+        batch_invariant: bool,
     ) -> Fp8Linear:
         """Make a layer of zeros. rows: (name of a Hugging Face module that is fused into it, its outputs on this rank).
-        new: makes a tensor of zeros from a shape and a dtype.
+        new: makes a tensor of zeros from a shape and a dtype. batch_invariant: see Linear; products in fp8 always are.
 
         Raises ValueError if sizes are not multiples of the block size.
         """
@@ -47,6 +49,8 @@ class Fp8Linear(Linear):
         size_out = sum(sizes)
         shape = (size_out // fp8.BLOCK, size_in // fp8.BLOCK) if form.blocks else (size_out,)
         weight, scales = new(size_out, size_in, dtype=fp8.E4M3), new(*shape, dtype=torch.float32)
+        if weight.device.type == "cuda" and kernels_of(weight.device) != "gluon":
+            return WeightOnlyFp8(weight, bias, batch_invariant, scales=scales)
         return cls(weight, bias, weight.device.type == "cuda", scales=scales)
 
     def apply(
@@ -88,13 +92,40 @@ class Fp8Linear(Linear):
             fp8.launch_as(kind, x, self.scales.new_ones(1), weight, self.bias, fused)
 
 
-def check_fp8(model: ModelConfig, dtype: str, kernels: str) -> None:
+@dataclass(eq=False)
+class WeightOnlyFp8(Fp8Linear):
+    """A linear layer with a weight in E4M3 and inputs that are not quantized, for GPUs without products in fp8.
+
+    It computes the product with the dequantized weight: for few tokens in one kernel, and otherwise from a copy.
+    """
+
+    apply = Linear.apply
+
+    def product(self, x: Tensor, fused: Fused) -> Tensor:
+        if len(x) > max(fp8.TOKENS):
+            return self.dequantized(x.dtype).product(x, fused)
+        product = fp8.weight_product.launch if self.batch_invariant else fp8.weight_product
+        y: Tensor = product(x, fp8.Quantized(self.weight, self.scales), self.bias, fused)
+        return y
+
+    def dequantized(self, dtype: torch.dtype) -> Linear:
+        """Return a layer with a copy of the weight in `dtype`."""
+        dequantize = fp8.dequantize.launch if self.batch_invariant else fp8.dequantize
+        return Linear(dequantize(self.weight, self.scales, dtype), self.bias, self.batch_invariant)
+
+    def launch_all(self, fused: Fused, dtype: torch.dtype) -> None:
+        """Launch the kernels of products of few tokens, with one row. The arguments are those of Fp8Linear."""
+        x = self.weight.new_zeros(1, self.weight.shape[1], dtype=dtype)
+        for tokens in fp8.TOKENS:
+            fp8.weight_product(x, fp8.Quantized(self.weight, self.scales), self.bias, fused, tokens)
+
+
+def check_fp8(model: ModelConfig, dtype: str) -> None:
     """Raise ValueError if a GPU cannot run a model in fp8. model: config of one rank."""
     sizes = model.input_sizes
-    if kernels != "gluon" or dtype == "float32" or any(size % fp8.ALIGN for size in sizes):
+    if dtype == "float32" or any(size % fp8.ALIGN for size in sizes):
         raise ValueError(
-            "linear layers in fp8 need a Hopper GPU (H100, H200), bfloat16 or float16, a known Triton (3.6 to 3.9, as "
-            f"torch 2.11 to 2.15 bring it) and inputs in multiples of {fp8.ALIGN}; here are {dtype}, {kernels!r} "
-            f"kernels and {', '.join(map(str, sizes))} inputs on each rank: leave quantization out, or use a "
+            f"linear layers in fp8 need bfloat16 or float16 and inputs in multiples of {fp8.ALIGN} on a GPU; here are "
+            f"{dtype} and {', '.join(map(str, sizes))} inputs on each rank: leave quantization and dtype out, or use a "
             "checkpoint that is not in fp8"
         )

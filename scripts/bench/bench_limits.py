@@ -101,7 +101,7 @@ SMOKE_SHAPE = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "n
 
 
 def settings(model: str, smoke: bool, int4: bool = False) -> dict[str, Any]:
-    """Return a model's config.json. int4: its linear layers are in int4, and the others in float16, as AWQ stores them."""
+    """Return a model's config.json. int4: its linear layers are in int4, its others in float16, as AWQ stores them."""
     form = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32 if smoke else 128, "zero_point": True}
     found = MODELS[model] | (SMOKE_SHAPE if smoke else {})
     return found | ({"torch_dtype": "float16", "quantization_config": form} if int4 else {})

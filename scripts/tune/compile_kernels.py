@@ -76,15 +76,14 @@ ACCEPTED: dict[str, dict[str, int]] = {
     "attention._attention_kernel": {
         "A100": 280, "RTX A5000": 712, "RTX 4090": 712, "H200": 64, "B200": 208, "RTX 5090": 256,
     },
-    # Ampere and Ada have no tensor descriptors, so each thread holds the addresses of its part of a tile. With Triton
-    # 3.6.0 it spills 88 bytes; of what 3.7.1 and later versions write, ptxas makes 32 registers and thousands of bytes,
-    # also in the loop, for products of more than 64 tokens. This is slow, but right, and only deterministic=True has
-    # such products there. Without it they spill 288 bytes, for up to 32 tokens.
+    # On Ampere and Ada at most 56, in the tiles for many tokens; more in results of earlier states, whose products read
+    # by descriptors there. On B200 a few numbers, although there are registers left.
     "batch_invariant._product_kernel": {
-        "A100": 4200, "RTX A5000": 3960, "RTX 4090": 3960, "B200": 24, "RTX 5090": 8,
+        "A100": 4200, "RTX A5000": 3960, "RTX 4090": 3960, "B200": 64, "RTX 5090": 8,
     },
     # A number of the warp that loads, which has 40 registers, before its loop: the place of the first tile.
     "hopper_products._product_kernel": {"H200": 8},
+    "int4._product_kernel": {"B200": 32},
     # Limited to 168 registers, so that 12 warps fit. Compiled with Triton 3.8.0 and later versions it spills nothing.
     "hopper_prefill._prefill_kernel": {"H200": 112},
     # Limited to 128 and 80 registers, so that two and three programs share a processor: a read of the logits costs more
@@ -240,6 +239,10 @@ def run_all(models: list[str], dtypes: tuple[str, ...], chip: Chip) -> list[dict
             # As the start of a Generator does, ahead of all launches.
             compile_ahead(partial(products_of_4_bits, getattr(torch, dtype)), torch.device("cpu"))
             products_of_4_bits(getattr(torch, dtype))
+            compiled.what = f"weights in fp8, {dtype}"
+            if chip.capability != (9, 0):
+                compile_ahead(partial(products_of_8_bits, getattr(torch, dtype)), torch.device("cpu"))
+                products_of_8_bits(getattr(torch, dtype))
     return compiled.rows
 
 
@@ -257,6 +260,22 @@ def products_of_4_bits(dtype: torch.dtype) -> None:
             add = torch.zeros(tokens, outputs, dtype=dtype) if outputs == 4096 else None
             x, fused = torch.zeros(tokens, inputs, dtype=dtype), Fused(add, swiglu=outputs == 28672)
             int4.int4_product.launch(x, words, scales, zeros, None, fused)
+
+
+def products_of_8_bits(dtype: torch.dtype) -> None:
+    """Launch products of Mistral 7B with only the weight in fp8, with each padded number of tokens and both kinds of
+    scales, and the kernel that dequantizes a weight."""
+    from fastgen.kernels import fp8
+    from fastgen.kernels.batch_invariant import Fused
+
+    for outputs, inputs, blocks in ((6144, 4096, False), (28672, 4096, True), (4096, 14336, True), (4096, 4112, False)):
+        shape = (outputs // 128, inputs // 128) if blocks else (outputs,)
+        weight = fp8.Quantized(torch.zeros(outputs, inputs, dtype=fp8.E4M3), torch.zeros(shape))
+        fp8.dequantize.launch(weight.values, weight.scales, dtype)
+        for tokens in fp8.TOKENS:
+            add = torch.zeros(tokens, outputs, dtype=dtype) if outputs == 4096 else None
+            x, fused = torch.zeros(tokens, inputs, dtype=dtype), Fused(add, swiglu=outputs == 28672)
+            fp8.weight_product.launch(x, weight, None, fused)
 
 
 def run(name: str, dtype: str, deterministic: bool, **options: Any) -> None:

@@ -22,15 +22,16 @@ from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.pages import PageMoves
 from fastgen.engine.startup import build_model, make_runner, measure_pages
 from fastgen.engine.warm_up import largest_batches, launch_products, products_of, run_largest_steps
-from fastgen.kernels import batch_invariant, hopper_products
+from fastgen.kernels import batch_invariant, fp8, hopper_products
 from fastgen.kernels.batch_invariant import Fused, ProductConfig
+from fastgen.kernels.launch import Kernel
 from fastgen.model.config import ModelConfig, read_config
 from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.linear import Linear
-from fastgen.model.parameters import Parameters
+from fastgen.model.parameters import LINEARS, Parameters
 from fastgen.model.quantization import Quantization
-from fastgen.model.quantized import Fp8Linear
+from fastgen.model.quantized import Fp8Linear, WeightOnlyFp8, check_fp8
 from fastgen.model.transformer import Transformer
 from fastgen.parallel.group import Group
 from fastgen.request import SamplingParams
@@ -123,6 +124,40 @@ def test_products_of_layers_in_fp8_and_not_are_launched_at_the_start(llama: Path
     assert sorted(isinstance(linear, Fp8Linear) for linear, _ in found if linear.weight.shape == down) == [False, True]
     assert len(found) == 6
     assert model.parameters.distinct == [0, config.num_layers - 1]
+
+
+@pytest.mark.usefixtures("fresh_configs")
+def test_products_with_only_the_weights_in_fp8_are_launched_at_the_start(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, pool, _ = products(replace(read_config(llama), quantization=Quantization()))
+    for layer in model.layers:
+        for place in LINEARS:
+            linear: Fp8Linear = getattr(layer, place)
+            setattr(layer, place, WeightOnlyFp8(linear.weight, linear.bias, True, scales=linear.scales))
+    chip, ran = Chip((8, 6), 82, 101_376), list[object]()
+    monkeypatch.setattr(Chip, "of", lambda device: chip)
+    monkeypatch.setattr(Kernel, "runs_on", lambda self, device: True)
+    monkeypatch.setattr(
+        batch_invariant, "launch_as", lambda found, x, weight, *others: ran.append((weight.shape, weight.dtype, found))
+    )
+    copied = Mock(side_effect=lambda values, scales, dtype: values.to(dtype))
+    monkeypatch.setattr(fp8.dequantize, "launch", copied)
+    launch_products(model, pool, [*batch_invariant.SIZES])
+    assert copied.call_count == 4
+    known = {*ran}
+    for linear in model.layers[0].linears:
+        for tokens in (*range(1, 300), 512, 1000, 2048, 4096):
+            linear.product(torch.empty(tokens, linear.weight.shape[1], dtype=torch.bfloat16), Fused())
+            assert ran[-1] in known, tokens
+
+
+def test_models_in_fp8_that_a_gpu_refuses(llama: Path) -> None:
+    config = read_config(llama)
+    check_fp8(config, "bfloat16")
+    for dtype, changes in (("float32", {}), ("bfloat16", {"intermediate_size": 1000})):
+        with pytest.raises(ValueError, match=f"linear layers in fp8 need .* here are {dtype} and 6.* inputs"):
+            check_fp8(replace(config, **changes), dtype)
 
 
 def test_the_start_measures_the_prefill_tokens_of_a_step_and_ranks_take_the_least(

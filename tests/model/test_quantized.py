@@ -22,6 +22,7 @@ from fastgen.model.config import read_config
 from fastgen.model.loader import load
 from fastgen.model.parameters import Parameters
 from fastgen.model.quantization import Quantization, parse_quantization
+from fastgen.model.quantized import Fp8Linear, WeightOnlyFp8
 from fastgen.model.weights import write
 from fastgen.parallel.group import Group
 
@@ -191,6 +192,34 @@ def test_a_checkpoint_is_quantized_as_it_is_loaded(checkpoint: Checkpoint) -> No
     parameters = Parameters(read_config(source, quantization="fp8"), torch.float32, torch.device("cpu"))
     assert parameters.layers[0].gate_up.weight.dtype == E4M3
     assert parameters.lm_head.weight.dtype == torch.float32
+
+
+@pytest.fixture
+def weight_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers multiply as on a GPU without products in fp8, by the kernels' twins."""
+    zeros = Fp8Linear.zeros
+
+    def without_inputs(*given: Any) -> WeightOnlyFp8:
+        found = zeros(*given)
+        return WeightOnlyFp8(found.weight, found.bias, scales=found.scales)
+
+    monkeypatch.setattr(Fp8Linear, "zeros", without_inputs)
+
+
+@pytest.mark.usefixtures("weight_only")
+@pytest.mark.parametrize("name", ["", *FORMS])
+def test_only_the_weights_in_fp8(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Scores are those of the weights that fp8 represents, whatever the checkpoint says of the inputs."""
+    source, folder = source_of(checkpoint, name), tmp_path / "fp8"
+    meant = make(folder, source, FORMS[name]) if name else quantized(source)[0]
+    ids = [random_ids(2), random_ids(100)]
+    with Generator(folder if name else source, quantization="fp8", **{**CPU, "max_step_tokens": 200}) as gen:
+        for each in ids:
+            found = torch.tensor(gen.score([each]))[:, 1:]
+            exact = hf_logprobs(source, meant, [], [each], rounded=False)
+            assert (found - exact).abs().max() < 1e-4
+        gen.update_weights({key: tensor * 1.5 for key, tensor in load_file(source / "model.safetensors").items()})
+        assert gen.generate([ids[0]])[0].error is None
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "channel"])
