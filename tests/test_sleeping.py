@@ -25,7 +25,7 @@ class FakeGPU:
     def __init__(self) -> None:
         self.made: list[FakeDriver] = []
 
-    def memory(self, device: torch.device) -> Memory:
+    def memory(self, device: torch.device, huge_pages: bool = True) -> Memory:
         self.made.append(FakeDriver())
         return DeviceMemory(self.made[-1], device)
 

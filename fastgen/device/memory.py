@@ -25,7 +25,7 @@ from fastgen.device.pinned import Pinned
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 512  # alignment of tensors on a GPU, in bytes
-HUGE = 4 << 20  # bytes from which on a mapping asks for huge pages, as numpy does for its arrays
+HUGE = 4 << 20  # bytes from which on a mapping asks for huge pages, as numpy does for its arrays, or for none
 
 
 def device_memory(device: str) -> int:
@@ -45,8 +45,9 @@ class Memory:
 
     The tensors may outlive the object. They must not be used between `release` and `restore`.
 
-    huge_pages: whether large tensors on the CPU ask for huge pages. These are faster to read, but where a virtual
-    machine's host provides memory when it is first touched, the first touch of each takes milliseconds.
+    huge_pages: whether large tensors on the CPU ask for huge pages, or ask for none, even where the system gives them
+    unasked. These are faster to read, but where a virtual machine's host provides memory when it is first touched, the
+    first touch of each takes milliseconds.
     """
 
     def __init__(self, huge_pages: bool = True) -> None:
@@ -62,8 +63,9 @@ class Memory:
             block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise MemoryError(f"{num_bytes / 1e9:.1f} GB of memory cannot be had") from error
-        if self._huge_pages and num_bytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            block.madvise(mmap.MADV_HUGEPAGE)
+        advice = "MADV_HUGEPAGE" if self._huge_pages else "MADV_NOHUGEPAGE"
+        if num_bytes >= HUGE and hasattr(mmap, advice):
+            block.madvise(getattr(mmap, advice))
         return torch.frombuffer(block, dtype=dtype).view(*shape)
 
     def release(self, keep: bool) -> None:

@@ -227,6 +227,9 @@ def slower_than_possible(device: torch.device) -> str:
     if not KNOWN:
         effect = "kernels launch slower"
         if Chip.of(device).capability == HOPPER:
-            effect += ", the fastest kernels for Hopper are off, and results may depend on the schedule"
+            effect += (
+                ", the fastest kernels for Hopper are off, layers in fp8 do not quantize their inputs, and results may "
+                "depend on the schedule"
+            )
         return f"Triton {triton.__version__} is unknown to this version of fastgen: {effect}; {REMEDY}"
     return ""

@@ -1,5 +1,5 @@
 """A linear layer whose weights have the dtype that the model computes in. Other kinds of weights have subclasses:
-`Fp8Linear` (quantized.py) and, on the CPU, the classes in packed.py."""
+`Fp8Linear`, `WeightOnlyFp8` (quantized.py), `Int4Linear` (int4_linear.py) and, on the CPU, the classes in packed.py."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Linear:
         return self.product(x if norm is None else rms_norm(x, norm.weight, norm.eps, delta), fused)
 
     def product(self, x: Tensor, fused: Fused) -> Tensor:
-        """Return the layer of x, without a norm; see `apply`. Subclasses override this method."""
+        """Return the layer of x, without a norm; see `apply`. Subclasses override it; Fp8Linear overrides `apply`."""
         if self.batch_invariant:  # the torch twin of the kernel would have other bits, so there is no fallback
             y: Tensor = product.launch(x, self.weight, self.bias, fused)
         elif product.runs_on(x.device) and pays(len(x), x.shape[1], x.dtype, Chip.of(x.device)):

@@ -62,6 +62,9 @@ class Fp8Linear(Linear):
         y: Tensor = product(values, scales, fp8.Quantized(self.weight, self.scales), self.bias, fused)
         return y
 
+    def product(self, x: Tensor, fused: Fused) -> Tensor:
+        raise AssertionError("inputs are quantized in apply")
+
     def shards(self, name: str, weight: Shard, rows: slice, stored: str) -> dict[str, Shard]:
         """Return the shards of a module's tensors. weight: the shard of its weight, which is `rows` of this layer.
 
@@ -94,12 +97,13 @@ class Fp8Linear(Linear):
 
 @dataclass(eq=False)
 class WeightOnlyFp8(Fp8Linear):
-    """A linear layer with a weight in E4M3 and inputs that are not quantized, for GPUs without products in fp8.
+    """A linear layer with a weight in E4M3 and inputs that are not quantized.
 
-    It computes the product with the dequantized weight: for few tokens in one kernel, and otherwise from a copy.
+    It is for GPUs for which fastgen has no products in fp8. It computes the product with the dequantized weight: for
+    few tokens in one kernel, and otherwise from a copy.
     """
 
-    apply = Linear.apply
+    apply = Linear.apply  # Fp8Linear's quantizes the inputs
 
     def product(self, x: Tensor, fused: Fused) -> Tensor:
         if len(x) > max(fp8.TOKENS):
@@ -122,10 +126,11 @@ class WeightOnlyFp8(Fp8Linear):
 
 def check_fp8(model: ModelConfig, dtype: str) -> None:
     """Raise ValueError if a GPU cannot run a model in fp8. model: config of one rank."""
+    if dtype == "float32":
+        raise ValueError("linear layers in fp8 need bfloat16 or float16 on a GPU; pass dtype='bfloat16'")
     sizes = model.input_sizes
-    if dtype == "float32" or any(size % fp8.ALIGN for size in sizes):
+    if any(size % fp8.ALIGN for size in sizes):
         raise ValueError(
-            f"linear layers in fp8 need bfloat16 or float16 and inputs in multiples of {fp8.ALIGN} on a GPU; here are "
-            f"{dtype} and {', '.join(map(str, sizes))} inputs on each rank: leave quantization and dtype out, or use a "
-            "checkpoint that is not in fp8"
+            f"linear layers in fp8 need inputs in multiples of {fp8.ALIGN} on a GPU; on each rank they have "
+            f"{', '.join(map(str, sizes))}: use another tensor_parallel, or weights that are not in fp8"
         )

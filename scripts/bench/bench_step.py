@@ -98,7 +98,8 @@ def without_attention(stack: ExitStack) -> None:
 def parts_of(generator: Generator) -> dict[str, Patch]:
     """Return how to leave out each part that a step of this Generator has."""
     found: dict[str, Patch] = {"norms": without_norms}
-    if isinstance(generator._runner.model.layers[0].o, quantized.Fp8Linear):
+    o = generator._runner.model.layers[0].o
+    if isinstance(o, quantized.Fp8Linear) and not isinstance(o, quantized.WeightOnlyFp8):
         found["quantizing"] = without_quantizing
     return found | {"rope": without_rope, "attention": without_attention}
 

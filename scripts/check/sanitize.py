@@ -85,7 +85,7 @@ def run_part(name: str, place: int) -> int:
         def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
 
-    kv_pool.memory_on = lambda device: Allocated()
+    kv_pool.memory_on = lambda device, huge_pages=True: Allocated()
     path, tests, shares = PARTS[name]
     options = ["-k", tests, "-n", "0", "-vv", "-s", "-o", "timeout=0", "-p", "no:cacheprovider"]
     return pytest.main([str(ROOT / "tests" / path), *options], [Share(place, shares)])

@@ -26,6 +26,7 @@ from fastgen.engine.warm_up import capture
 from fastgen.kernels.sampler_rows import gumbel
 from fastgen.model.int4_layouts import dequantize, quantize
 from fastgen.model.packed import PACKED_ROW_TILE
+from fastgen.model.quantization import Int4
 from fastgen.model.sampler import SampleOutput
 
 EAGER = Speculation(row_cost=0.0, history_tokens=0, head="int4")
@@ -47,7 +48,7 @@ class Twin:
         for name, weight in self._rounded.named_parameters():
             if name.endswith("_proj.weight"):
                 group = GROUP if weight.shape[1] % GROUP == 0 else weight.shape[1]
-                weight.data = dequantize(*quantize(weight.data, group, False, torch.float16))
+                weight.data = dequantize(*quantize(weight.data, group, False, torch.float32))
 
     @torch.no_grad()
     def check(self, drafts: list[Draft], outputs: list[RequestOutput], most: int) -> int:
@@ -211,6 +212,9 @@ def test_it_runs_with_other_options(options: dict[str, Any], llama: Path) -> Non
     with Generator(llama, speculate=EAGER, page_size=64, **options) as gen:
         found = gen.generate(PROMPTS, params)
         assert gen.stats.head_drafted > 0
+        form = head_of(gen).model.parameters.config.quantization
+        assert isinstance(form, Int4)
+        assert form.scale_dtype == gen.config.dtype
         if options != {"attention": "reference"}:  # which is not batch-invariant
             assert same(found, expected)
 

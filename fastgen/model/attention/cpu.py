@@ -77,8 +77,8 @@ class _Tiles:
     head tile lie next to each other in prefills, which makes products faster, and in decodes the head tiles of a row,
     so that the padding is apart. others: for each block after the first, a pair of tensors [rows, head tiles that see
     the block, D]: the part of the first block's sums to which this block's sums are added, and this block's sums.
-    kept: the scores without padding, [rows, N, B * KEY_BLOCK]. kept_in_memory: the same, with the first two dimensions
-    in the order of memory.
+    real_scores: the scores without padding, [rows, N, B * KEY_BLOCK]. real_scores_in_memory: the same, with the first
+    two dimensions in the order of memory.
     """
 
     targets: Tensor
@@ -95,13 +95,13 @@ class _Tiles:
     scores: Tensor
     sums: Tensor
     others: list[tuple[Tensor, Tensor]]
-    kept: Tensor = field(init=False)
-    kept_in_memory: Tensor = field(init=False)
+    real_scores: Tensor = field(init=False)
+    real_scores_in_memory: Tensor = field(init=False)
     _hidden: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.kept = self.scores[: self.rows]
-        self.kept_in_memory = _in_memory(self.kept)
+        self.real_scores = self.scores[: self.rows]
+        self.real_scores_in_memory = _in_memory(self.real_scores)
 
     def move(self, ends: Indices) -> None:
         """Set the positions of decodes. ends: int64 [S], the new KV lengths. The number of KEY_STEPs that each tile
@@ -118,7 +118,7 @@ class _Tiles:
             ahead = self.position.transpose(0, 1) - torch.arange(seen, self.scores.shape[2])
             hidden = ahead < 0
             hidden = hidden.logical_or_(ahead >= window) if window else hidden
-            later = self.kept.view(self.rows, len(self.sequences), -1, self.scores.shape[2])[..., seen:]
+            later = self.real_scores.view(self.rows, len(self.sequences), -1, self.scores.shape[2])[..., seen:]
             self._hidden[window] = later, hidden.transpose(0, 1)
         return self._hidden[window]
 
@@ -316,13 +316,13 @@ class CpuAttention:
         row, pair = real_token * group + of_group, real_tile * heads + kv_head  # [tokens, H]
         q, scores, sums = self._take(count * heads, len(rows), blocks * KEY_BLOCK, len(owner), size == 1)
         results = (row * sums.stride(0) + pair * sums.stride(1)) // self._head_size
-        kept = group if size == 1 else len(rows)
-        first, *others = (part[:kept] for part in torch.split(sums, (seen.sum(0) * heads).tolist(), 1))
+        real_rows = group if size == 1 else len(rows)
+        first, *others = (part[:real_rows] for part in torch.split(sums, (seen.sum(0) * heads).tolist(), 1))
         return _Tiles(
             targets=_flat(tokens[real_tile, real_token]),
             queries=_flat(queries),
             results=_flat(results),
-            rows=kept,
+            rows=real_rows,
             sequences=sequences,
             position=_flat(position if size == 1 else position[:, token]).view(count, -1).t()[..., None, None],
             owner=owner,
@@ -369,7 +369,7 @@ class CpuAttention:
         later, hidden = tiles.hidden(window)
         torch.where(hidden, self._hide, later, out=later)
         # In place: torch reads all of a row before it writes the row (tests/model/test_attention_cpu.py would show it).
-        torch.softmax(tiles.kept_in_memory, -1, out=tiles.kept_in_memory)
+        torch.softmax(tiles.real_scores_in_memory, -1, out=tiles.real_scores_in_memory)
         products.sum(values)
         for first, other in tiles.others:
             first += other
