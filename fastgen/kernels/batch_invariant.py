@@ -92,8 +92,9 @@ def _product_kernel(
 
     HALF: distance between the rows of a pair (gate and up, or the halves of a head for rope), or 0 without pairs. With
     pairs, a tile has all or some pairs of HEADS heads, each of 2 * HALF rows. KV, P: number of KV heads and page size
-    for rope, or 0 without rope. POINTERS: whether x and the weight are pointers instead of descriptors, whose loads
-    are not asynchronous on Ampere and Ada. scales_ptr: scales of a weight in fp8, or None. BLOCKS: see `dequantized`.
+    for rope, or 0 without rope. POINTERS: whether x_desc and weight_desc are pointers instead of descriptors, whose
+    loads are not asynchronous on Ampere and Ada. scales_ptr: scales of a weight in fp8, or None. BLOCKS: see
+    `dequantized`.
     """
     PAIRS: tl.constexpr = ROWS // 2 // HEADS  # pairs of a head in a tile
     tiles_n = tl.cdiv(N, ROWS)
@@ -160,13 +161,14 @@ def dequantized(
 ):  # fmt: skip
     """Return rows `row` [ROWS], and DEPTH columns from column `at` on, of a weight in fp8: its numbers times their
     scales, computed in float32 and rounded to `dtype`. Rows from N on and columns from K on are zeros.
+    NaN (all 7 bits set) is read as 480; the twin keeps it.
 
     words_ptr: int32 [N, K / 4], because Triton has no E4M3 on Ampere. BLOCKS: whether there is one scale per block of
     128 x 128 instead of one per row.
     """
     word, here = at // 4 + tl.arange(0, DEPTH // 4)[None, :], (row < N)[:, None]
     words = tl.load(words_ptr + row.to(tl.int64)[:, None] * (K // 4) + word, mask=here & (word < K // 4), other=0)
-    scale = tl.load(scales_ptr + (row // 128 * (K // 128) + at // 128 if BLOCKS else row), mask=row < N, other=0.0)
+    scale = tl.load(scales_ptr + (row // 128 * tl.cdiv(K, 128) + at // 128 if BLOCKS else row), mask=row < N, other=0.0)
     even = tl.join(_number(words << 24, scale, dtype), _number(words << 8, scale, dtype))
     odd = tl.join(_number(words << 16, scale, dtype), _number(words, scale, dtype))
     # This sum of one number hides tl.join, after which tl.dot would add in another order on Ampere.
@@ -342,7 +344,9 @@ def launch_as(
     assert weight.shape == (outputs, inputs // 4 if weight_only else inputs)
     assert weight.dtype == (torch.int32 if weight_only else x.dtype)
     assert inputs % ALIGN == 0
-    rows = chosen.rows if fused.rope is None else 1 << (chosen.rows.bit_length() - 1)  # heads need a power of two
+    # `tile_of` does not know of rope: a weight of q, k and v may get 160 to 224 rows. A tile has whole heads, so a
+    # power of two; the smaller tile fits, too.
+    rows = chosen.rows if fused.rope is None else 1 << (chosen.rows.bit_length() - 1)
     ends, block = Epilogue.of(x, outputs, bias, fused, rows), [rows, chosen.depth]
     if ends.half:
         weight = weight.view(-1, 2, ends.half, weight.shape[1])
@@ -356,8 +360,8 @@ def launch_as(
     else:
         assert weight_only or scales is None
         pdl, of_weight = chip.dependent_launch, scales[1] if scales else None
-        # Without fused multiply-adds, which the compiler might use in the epilogues of some tiles and not of others.
         pointers = weight_only or chip.capability < (9, 0)
+        # Without fused multiply-adds, which the compiler might use in the epilogues of some tiles and not of others.
         _product_kernel[(-(-tokens // chosen.tokens) * ends.tiles,)](
             x if pointers else Described(x, [tokens, inputs], [inputs, 1], [chosen.tokens, chosen.depth]),
             weight if pointers else Described(weight, [*weight.shape], [*weight.stride()], block),

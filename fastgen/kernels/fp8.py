@@ -31,7 +31,7 @@ LEAST_SCALE = 1 / (LARGEST * 512)  # also the scale of a row of zeros
 FEW = 2  # maximum number of rows per processor for which more warps quantize each row
 ALIGN = 16  # the inputs of a weight are a multiple of it, so that rows begin at multiples of 16 bytes
 TOKENS, STAGES = (16, 32, 64), 4  # padded tokens and stages of the product with only the weight in fp8
-ROWS = 64  # ... and rows of its tiles, at most, and of those that are dequantized
+ROWS = 64  # maximum number of rows of that product's tiles, and number of rows per program of `dequantize`
 
 
 @dataclass(frozen=True)
@@ -213,16 +213,32 @@ def _dequantize_kernel(
     tl.store(out_ptr + row.to(tl.int64)[:, None] * K + column, weight, mask=(row < N)[:, None] & (column < K))
 
 
+def _words(weight: Quantized) -> Tensor:
+    """Check a weight, and return its values as int32 [N, K / 4]."""
+    outputs, inputs = weight.values.shape
+    assert weight.values.dtype == E4M3
+    assert weight.scales.dtype == torch.float32
+    assert weight.values.is_contiguous()
+    assert weight.scales.is_contiguous()
+    assert inputs % ALIGN == 0
+    assert weight.scales.shape in ((outputs,), (-(-outputs // BLOCK), -(-inputs // BLOCK)))
+    return weight.values.view(torch.int32)
+
+
 def _dequantize_launch(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    (outputs, inputs), out = values.shape, torch.empty_like(values, dtype=dtype)
+    words, (outputs, inputs) = _words(Quantized(values, scales)), values.shape
+    out = torch.empty_like(values, dtype=dtype)
     _dequantize_kernel[(-(-outputs // ROWS), -(-inputs // BLOCK))](
-        values.view(torch.int32), scales, out, outputs, inputs, scales.dim() > 1, ROWS, BLOCK, num_warps=8
+        words, scales, out, outputs, inputs, scales.dim() > 1, ROWS, BLOCK, num_warps=8
     )
     return out
 
 
 def _dequantize_twin(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight, [N, K] in `dtype`. values, scales: see Quantized."""
+    """Return the weight, [N, K] in `dtype`. values, scales: see Quantized.
+
+    NaN stays NaN; the kernel reads it as 480.
+    """
     return Quantized(values, scales).dequantized().to(dtype)
 
 
@@ -230,12 +246,13 @@ dequantize = Kernel(_dequantize_launch, _dequantize_twin)
 
 
 def _weight_launch(x: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused, tokens: int = 0) -> Tensor:
+    assert x.dtype.itemsize == 2
+    assert max(tokens, len(x)) <= TOKENS[-1]
     padded, chip = next(each for each in TOKENS if max(tokens, len(x)) <= each), Chip.of(x.device)
     # Smaller tiles let more processors convert a narrow weight. Instructions of Hopper and B200 need 64 rows.
     narrow = len(weight.values) <= ROWS * chip.processors and chip.capability[0] in (8, 12)
     tile = ProductConfig(padded, ROWS // 2 if narrow else ROWS, BLOCK, 4, STAGES, swap=True)
-    words = weight.values.view(torch.int32)
-    return batch_invariant.launch_as(tile, x, words, bias, fused, (None, weight.scales))
+    return batch_invariant.launch_as(tile, x, _words(weight), bias, fused, (None, weight.scales))
 
 
 def _weight_twin(x: Tensor, weight: Quantized, bias: Tensor | None, fused: Fused, tokens: int = 0) -> Tensor:

@@ -39,7 +39,8 @@ HALVES = _VERSION != (3, 8)
 """True if `side_of` can view two halved tiles as one: by a slice, or (until 3.7) by a view larger than its source."""
 
 ANY_BOXES = _VERSION < (3, 8)
-"""True if `side_of` can view tiles that are no power of two of boxes, also by a view larger than its source."""
+"""True if `side_of` can view a tile whose number of boxes is not a power of two: until 3.7, by a view larger than its
+source."""
 
 
 def gluon_jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
@@ -64,6 +65,7 @@ def side_of(
     """
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDE, LONG], tiles.dtype)
     if _SLICES:
+        gl.static_assert(BOXES == 1, "see ANY_BOXES")
         TILES: gl.constexpr = 2 if PIECES > 1 else 1
         sides: gl.constexpr = [STAGES * PIECES // TILES, SIDE, LONG]
         view = reinterpret(tiles.slice(piece % TILES, STAGES * PIECES), tiles.dtype, sides, layout)

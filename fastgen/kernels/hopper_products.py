@@ -5,12 +5,13 @@ One warp of a program loads the tiles (by TMA) that four other warps multiply. O
 between each two kernels of a decode step. Therefore the first tiles of a weight load before the previous kernel has
 ended (programmatic dependent launch), and the tiles of x load afterwards. This is safe because no kernel of a step
 writes weights, and earlier writes have ended when a step's first product begins: the embedding waits for all of them
-(see fastgen.kernels.embedding). Triton's pipeline cannot treat the two sides differently: it can only wait before
-loading either.
+(see fastgen.kernels.embedding). The kernel after it may start before this one has waited (EARLY = 2); each kernel ends
+after the one ahead of it, so waiting for one is waiting for all. Triton's pipeline cannot treat the two sides
+differently: it can only wait before loading either.
 
 Narrow products have one program per tile, at most one per processor, and each can use all of the processor's shared
-memory. For long rows, fewer and larger tiles are faster, because the programs of the next kernel start on the
-processors that are free.
+memory. Wide products of up to 32 tokens, too, if one tile per processor suffices. For long rows, fewer and larger tiles
+are faster, because the programs of the next kernel start on the processors that are free.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ CHUNK = constant(128)
 scale."""
 
 WIDE = {8: (128, 128), 16: (128, 128), 32: (128, 64), 64: (64, 128)}
-"""Padded tokens -> rows and depth of a tile of 2-byte numbers, for weights with at least one such tile per processor.
-The depth of fp8 tiles, here and below, is twice as large."""
+"""Padded tokens -> rows and depth of a tile of 2-byte numbers, for weights with at least one such tile per processor,
+unless they have one larger tile per processor (see ONE_EACH). The depth of fp8 tiles, here and below, is twice as
+large."""
 
 NARROW = {8: 256, 16: 256, 32: 128, 64: 128}
 """Padded tokens -> depth, for weights with at most one tile of SIDE rows per processor."""
@@ -43,8 +45,9 @@ NARROW = {8: 256, 16: 256, 32: 128, 64: 128}
 LONG = 8192  # inputs from which on fp8 tiles for 32 tokens are as deep as tiles for 16 tokens
 BETWEEN, HALVED = 128, 256  # depth for other weights, and for tiles with SIDE / 2 rows
 STEP, ONE_EACH = 32, 128
-"""For up to 32 tokens, each processor has one tile, if that is less than two tiles of WIDE's rows: its rows are a
-multiple of STEP, its depth is ONE_EACH."""
+"""For up to 32 tokens, a weight with at least one WIDE tile per processor, which is not that of q, k and v, has one
+tile per processor, if this tile has fewer than twice the rows of WIDE: a multiple of STEP. Its depth is ONE_EACH."""
+
 TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128))
 """Choices of tokens and rows of a tile for more tokens than WIDE has. A tile of x loads for each tile of the weight."""
 
@@ -102,8 +105,8 @@ def tile_of(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) 
 
     item_size: bytes per input, 1 or 2.
 
-    Two programs per processor have uneven work if they are not nearly twice as many as the processors: of 224 tiles of
-    128 rows, 92 of 132 processors compute two. With 224 rows there are 128 tiles.
+    Processors have uneven work if there are more programs than processors, but not nearly twice as many: of 224 tiles
+    of 128 rows, 92 of 132 processors compute two. With 224 rows there are 128 tiles.
 
     Tiles are halved if the weight would otherwise occupy at most half of the processors, and the weight of half a
     tile's rows nearly fits into shared memory: the whole weight then loads before the previous kernel has ended. (The

@@ -34,11 +34,12 @@ SHAPES = {
     "gate_up": (28672, 4096),
     "down": (4096, 14336),
     "head": (32768, 4096),
+    "gate_up of Qwen3 8B": (24576, 4096),
 }
 
 
 class Product:
-    """A product of Mistral 7B with its epilogue, of up to MOST tokens."""
+    """A product of SHAPES with its epilogue, of up to MOST tokens."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         outputs, inputs = SHAPES[name]
@@ -57,7 +58,7 @@ class Product:
         """Return all results of the product for the first tokens, with one row per token."""
         fused = Fused(
             add=self.residual[:tokens].clone() if self.name in ("o", "down") else None,
-            swiglu=self.name == "gate_up",
+            swiglu=self.name.startswith("gate_up"),
             rope=RopeWrite(self.mapping(tokens), *self.pool) if self.name == "qkv" else None,
             out_dtype=torch.float32 if self.name == "head" else None,
         )

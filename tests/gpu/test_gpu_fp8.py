@@ -41,7 +41,7 @@ def test_a_row_of_a_product_does_not_depend_on_their_number(name: str, blocks: b
 
     def rows(tokens: int, product: Any = fp8.product.launch) -> Tensor:
         add = residual[:tokens].clone() if name in ("o", "down") else None
-        fused = Fused(add=add, swiglu=name == "gate_up", out_dtype=torch.bfloat16)
+        fused = Fused(add=add, swiglu=name.startswith("gate_up"), out_dtype=torch.bfloat16)
         out: Tensor = product(x[:tokens], x_scales[:tokens].clone(), weight, None, fused)
         return out
 
@@ -65,7 +65,7 @@ def test_all_kinds_of_kernels_give_the_same_bits(name: str, blocks: bool) -> Non
         tokens = 256 if isinstance(kind, int) else kind.tokens * kind.token_tiles
         tokens -= tokens > 8  # so that a tile is not full
         add = residual[:tokens].clone() if name == "o" else None
-        fused = Fused(add=add, swiglu=name == "gate_up", out_dtype=torch.bfloat16)
+        fused = Fused(add=add, swiglu=name.startswith("gate_up"), out_dtype=torch.bfloat16)
         return fp8.launch_as(kind, x[:tokens], x_scales[:tokens].clone(), weight, None, fused)
 
     kinds = fp8.kinds_of(outputs, inputs, Chip.of(x.device))

@@ -28,7 +28,7 @@ FORMS = {
 
 
 class Product:
-    """A product of Mistral 7B with its epilogue, of up to MOST tokens."""
+    """A product of SHAPES with its epilogue, of up to MOST tokens."""
 
     def __init__(self, name: str, form: str = "awq", dtype: torch.dtype = torch.bfloat16) -> None:
         (outputs, inputs), (group, scale_dtype, zeros) = SHAPES[name], FORMS[form]
@@ -53,7 +53,7 @@ class Product:
         mapping = SlotMapping(torch.arange(tokens, device="cuda"), self.slots[:tokens], *self.turns, tokens, 8, 64)
         fused = Fused(
             add=self.residual[:tokens].clone() if self.name in ("o", "down") else None,
-            swiglu=self.name == "gate_up",
+            swiglu=self.name.startswith("gate_up"),
             rope=RopeWrite(mapping, *self.pool) if self.name == "qkv" else None,
         )
         self.pool.zero_()

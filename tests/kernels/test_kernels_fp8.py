@@ -182,6 +182,10 @@ def test_blocks_are_dequantized() -> None:
     assert len(weight.scales.unique()) == 6
     found = fp8.dequantize.launch(weight.values, weight.scales, torch.float32)
     assert torch.equal(found, weight.dequantized())
+    scales = torch.tensor([[1.0, 2.0], [4.0, 8.0]], device=DEVICE)  # of blocks that are not whole
+    weight = fp8.Quantized(random(200, 144).to(fp8.E4M3), scales)
+    found = fp8.dequantize.launch(weight.values, weight.scales, torch.float32)
+    assert torch.equal(found, weight.dequantized())
 
 
 @pytest.mark.usefixtures("processors")

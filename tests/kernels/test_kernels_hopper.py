@@ -13,6 +13,7 @@ import torch
 from compiling import compiled
 from test_kernels_batch_invariant import A100, H200
 
+from fastgen.device.chip import power_of_two
 from fastgen.kernels import batch_invariant, hopper_decode, hopper_prefill, hopper_products
 from fastgen.kernels.gluon import ANY_BOXES, HALVES
 from fastgen.kernels.launch import KNOWN
@@ -29,10 +30,11 @@ for tokens, outputs, inputs, half, what in [
     (9, 12288, 4096, 16, "rope"), (1, 1024, 512, 8, "rope"), (1, 1024, 512, 0, "swiglu"),
     (1, 16384, 2048, 0, "swiglu"), (1, 2048, 2048, 0, "add"), (128, 28672, 4096, 0, "swiglu"),
     (128, 4096, 14336, 0, "add"), (256, 4096, 14336, 0, "add"), (96, 32768, 4096, 0, "logits"),
+    (8, 24576, 4096, 0, "swiglu"), (8, 20480, 4096, 0, "swiglu"),
 ]:
     found = config(tokens, outputs, inputs, torch.bfloat16, chip)
     pieces = 1 if found.rows >= 64 else found.depth // 64
-    if found.rows & (found.rows - 1):  # boxes of as many rows as divide the tile
+    if found.rows & (found.rows - 1):  # a box has the largest power of two of rows that divides the tile's
         pieces = found.depth // 64 * (found.rows // (found.rows & -found.rows))
     about |= {"pieces": pieces, "outputs": outputs, "inputs": inputs}
     about |= {"steps": -(-inputs // found.depth), **asdict(found)}
@@ -101,7 +103,7 @@ def places(pattern: str, text: str) -> list[int]:
 def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
     several = compiled(PRODUCTS)
     starts = {}  # when the next kernel may start, by outputs and inputs
-    assert {each["rows"] for each in several} == {64, 128, *[32] * HALVES, *[224] * ANY_BOXES}
+    assert {each["rows"] for each in several} == {64, 128, *[32] * HALVES, *[160, 192, 224] * ANY_BOXES}
     assert {each["tokens"] for each in several} == {8, 16, 32, 64, 128}
     for made in several:
         check_hand_over(made["ptx"])
@@ -212,8 +214,11 @@ def test_they_run_only_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("item_size", [1, 2])
 @pytest.mark.parametrize(
     ("outputs", "inputs"),
-    [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (50257, 512), (2048, 8192), (3072, 2048)],
-)
+    [
+        (4096, 4096), (6144, 4096), (28672, 4096), (24576, 4096), (20480, 4096), (4096, 14336), (50257, 512),
+        (2048, 8192), (3072, 2048),
+    ],
+)  # fmt: skip
 def test_tiles_fit_the_chip(outputs: int, inputs: int, item_size: int) -> None:
     """Beyond ALL tokens these products are used only if all tiles run at the same time."""
     for tokens in range(1, hopper_products.MOST + 1):
@@ -222,8 +227,10 @@ def test_tiles_fit_the_chip(outputs: int, inputs: int, item_size: int) -> None:
         few = tokens <= hopper_products.ALL[item_size]
         at_once = -(-tokens // tile) * -(-outputs // rows) <= (3 - item_size) * H200.processors
         assert hopper_products.takes(tokens, outputs, item_size, H200) == (few or at_once)
-        assert programs * (stages * (tile + rows) * depth * item_size + 2048) <= H200.shared_memory
-        assert tile * rows <= 64 * item_size * 32 * warps, "sums fit into registers"
+        side = max(power_of_two(rows), hopper_products.SIDE)
+        memory = stages * (tile + rows) * depth * item_size + (side - rows) * hopper_products.PIECE
+        assert programs * (memory + 2048) <= H200.shared_memory
+        assert tile * side <= 64 * item_size * 32 * warps, "sums fit into registers"
         assert stages > 1 + (tokens > 64)
         if tokens <= 64:
             assert tokens <= tile <= max(2 * tokens, 8)
