@@ -161,7 +161,7 @@ def dequantized(
 ):  # fmt: skip
     """Return rows `row` [ROWS], and DEPTH columns from column `at` on, of a weight in fp8: its numbers times their
     scales, computed in float32 and rounded to `dtype`. Rows from N on and columns from K on are zeros.
-    NaN (all 7 bits set) is read as 480; the twin keeps it.
+    NaN (all 7 bits set) is read as 480; the twins in fastgen.kernels.fp8 keep it.
 
     words_ptr: int32 [N, K / 4], because Triton has no E4M3 on Ampere. BLOCKS: whether there is one scale per block of
     128 x 128 instead of one per row.

@@ -5,13 +5,13 @@ One warp of a program loads the tiles (by TMA) that four other warps multiply. O
 between each two kernels of a decode step. Therefore the first tiles of a weight load before the previous kernel has
 ended (programmatic dependent launch), and the tiles of x load afterwards. This is safe because no kernel of a step
 writes weights, and earlier writes have ended when a step's first product begins: the embedding waits for all of them
-(see fastgen.kernels.embedding). The kernel after it may start before this one has waited (EARLY = 2); each kernel ends
+(see fastgen.kernels.embedding). The next kernel may start before this one has waited (EARLY = 2); each kernel ends
 after the one ahead of it, so waiting for one is waiting for all. Triton's pipeline cannot treat the two sides
 differently: it can only wait before loading either.
 
 Narrow products have one program per tile, at most one per processor, and each can use all of the processor's shared
-memory. Wide products of up to 32 tokens, too, if one tile per processor suffices. For long rows, fewer and larger tiles
-are faster, because the programs of the next kernel start on the processors that are free.
+memory. So have wide products of up to 32 tokens, if one tile per processor suffices. For long rows, fewer and larger
+tiles are faster, because the programs of the next kernel start on the processors that are free.
 """
 
 from __future__ import annotations
