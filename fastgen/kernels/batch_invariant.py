@@ -93,8 +93,7 @@ def _product_kernel(
     HALF: distance between the rows of a pair (gate and up, or the halves of a head for rope), or 0 without pairs. With
     pairs, a tile has all or some pairs of HEADS heads, each of 2 * HALF rows. KV, P: number of KV heads and page size
     for rope, or 0 without rope. POINTERS: whether x_desc and weight_desc are pointers instead of descriptors, whose
-    loads are not asynchronous on Ampere and Ada. scales_ptr: scales of a weight in fp8, or None. BLOCKS: see
-    `dequantized`.
+    loads are not asynchronous on Ampere and Ada. scales_ptr, BLOCKS: scales of a weight in fp8, see `dequantized`.
     """
     PAIRS: tl.constexpr = ROWS // 2 // HEADS  # pairs of a head in a tile
     tiles_n = tl.cdiv(N, ROWS)
