@@ -175,7 +175,7 @@ def test_published_checkpoints(name: str, checkpoint: Checkpoint, tmp_path: Path
 def quantized(source: Path, form: Quantization | None = None, factor: float = 1) -> tuple[dict[str, Tensor], list[str]]:
     """Return the weights that fastgen's own fp8 form of a checkpoint represents, and the modules in fp8.
 
-    form: of the model, None: without a quantized checkpoint. factor: of all weights, before they are quantized.
+    form: the model's form; None if the checkpoint is not quantized. factor: all weights are multiplied by it first.
     """
     form = form or Quantization()
     weights = {name: tensor * factor for name, tensor in load_file(source / "model.safetensors").items()}
