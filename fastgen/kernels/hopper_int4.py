@@ -37,6 +37,8 @@ HALVED = (32, 512, 4, 128)
 """The other sizes but for `programs`, for few tokens and weights with at most one such tile per processor."""
 
 HALVED_TOKENS, SHARED_TOKENS = 32, 16  # tokens up to which HALVED is used, and two of its programs share a processor
+ALONE_TOKENS, ALONE_GROUP = 8, 128  # tokens up to which, and columns per group from which, programs are `alone`
+ALONE_MEMORY, ALONE_REGISTERS = 1.05, 8  # their memory in units of half a processor's, and registers more than half
 MANY = (256, 128, 128, 8, 64, 1), (128, 64, 128, 4, 64, 2), (64, 64, 256, 4, 64, 1)
 """Choices for more tokens. The first whose tiles occupy two thirds of the processors is used."""
 
@@ -103,7 +105,8 @@ class Tile:
 
     tokens, rows, depth: sizes of the tiles of x [tokens, depth] and of the weight [rows, depth] in a step. A warp has a
     multiple of 16 rows, or 8 rows. chunk: number of columns that are dequantized at a time. programs: number of
-    programs for which a processor has room.
+    programs for which a processor has room. alone: "memory" or "registers", if a program takes a little more than its
+    share of these, so that a processor has room for it and for a program of another kernel, but not for two of its own.
     """
 
     tokens: int
@@ -112,6 +115,7 @@ class Tile:
     warps: int
     chunk: int
     programs: int
+    alone: str = ""
 
     def groups(self, group: int) -> int:
         """Return the number of groups of a step, for groups of `group` columns."""
@@ -123,25 +127,29 @@ class Tile:
 
     def stages(self, chip: Chip, group: int) -> int:
         """Return the number of steps whose tiles fit into the shared memory of a program."""
-        room = chip.shared_memory // self.programs - 3072
+        room = int(chip.shared_memory * (ALONE_MEMORY if self.alone == "memory" else 1) / self.programs) - 3072
         factors = 3 * self.rows * self.groups(group) * self.apart(group)  # a scale and a zero per row and group
         return min(room // ((4 * self.tokens + self.rows) * self.depth // 2 + factors), 12)
 
     @property
     def registers(self) -> int:
         """Return the registers per thread at the start."""
-        return 65536 // self.programs // (32 * (self.warps + 4)) // 8 * 8
+        share = 65536 // self.programs // (32 * (self.warps + 4)) // 8 * 8
+        return share + {"": 0, "memory": -ALONE_REGISTERS, "registers": ALONE_REGISTERS}[self.alone]
 
 
-def tile_of(tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = False) -> Tile:
+def tile_of(tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = False, group: int = 128) -> Tile:
     """Return the tile for a product of `tokens` tokens and a weight of `outputs` rows.
 
     add: whether the result is added to other numbers, for which the registers of the largest tile do not suffice.
+    group: columns per group.
 
     The instructions that add to one sum wait for each other, which takes longer than to load a narrow weight. In tiles
     of HALVED rows, a warp has only 8 rows instead of 16 to dequantize meanwhile, and more processors take part. If
     weights are small, a processor has room for two programs, and most of one's weight loads while the previous kernel
-    runs.
+    runs. Larger weights with HALVED tiles (down), and those that read their results (q, k and v), also leave room for
+    the programs of the kernels before and after them. But two programs of their own, on a processor that has become
+    free early, would take longer than one on each: they are `alone`.
     """
 
     def programs(size: int, rows: int) -> int:
@@ -151,10 +159,15 @@ def tile_of(tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = Fals
         padded = next(each for each in FEW if tokens <= each)
         if programs(padded, WIDE[0]) >= chip.processors:
             return Tile(padded, *WIDE)
+        alone = padded <= ALONE_TOKENS and group >= ALONE_GROUP
         if padded <= HALVED_TOKENS and programs(padded, HALVED[0]) <= chip.processors:
             # small: a program's rows of the weight take at most a third of the shared memory
             small = padded <= SHARED_TOKENS and 3 * HALVED[0] * inputs // 2 <= chip.shared_memory
+            if alone and not small:
+                return Tile(padded, *HALVED, 2, "memory")
             return Tile(padded, *HALVED, 2 if small else 1)
+        if alone and max(programs(padded, NARROW[0]), inputs // HALVED[0]) <= chip.processors:
+            return Tile(padded, *NARROW[:-1], 2, "registers")
         if padded > 32 and programs(32, NARROW[0]) <= chip.processors:
             padded = 32
         return Tile(padded, *NARROW)

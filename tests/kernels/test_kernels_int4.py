@@ -224,8 +224,32 @@ def test_tiles_of_few_tokens() -> None:
         }  # fmt: skip
         assert all(tokens <= tile.tokens or tile.tokens == 32 < tokens for tile in tiles.values())
         assert all(tile.stages(chip, group) > 1 for tile in tiles.values() for group in (32, 128))
-        assert tiles["down"].programs == 1
+        assert tiles["down"].programs == tiles["qkv"].programs == (2 if tokens <= 8 else 1)
         assert tiles["o"].programs == (2 if tokens <= 16 else 1)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 4096])
+def test_what_shares_a_processor(group: int) -> None:
+    """For up to 8 tokens, a processor has room for a program of down and one of gate_up or of q, k and v, but not for
+    two of down, and not for two of q, k and v. In small groups, down has a processor's whole memory, as with more
+    tokens."""
+    chip, most = Chip((9, 0), 132, 232_448), 233_472  # bytes of a processor, of which each program has 1024 more
+    tiles = {
+        name: hopper_int4.tile_of(8, *SHAPES[name], chip, name in ("o", "down"), group)
+        for name in ("qkv", "gate_up", "down")
+    }
+
+    def share(*names: str) -> bool:
+        several = [tiles[name] for name in names]
+        factors = [3 * each.rows * each.groups(group) * each.apart(group) for each in several]
+        steps = [(32 + each.rows) * each.depth // 2 + more for each, more in zip(several, factors, strict=True)]
+        memory = sum(x.stages(chip, group) * step + 1024 + 512 for x, step in zip(several, steps, strict=True))
+        return memory <= most and sum(32 * (each.warps + 4) * each.registers for each in several) <= 65536
+
+    assert share("gate_up", "gate_up")
+    assert not share("down", "down")
+    assert not share("qkv", "qkv")
+    assert share("down", "gate_up") == share("down", "qkv") == (group >= 128)
 
 
 class Recorder:
