@@ -463,7 +463,8 @@ def _dequantized(packed, factors, side, ZEROS: gl.constexpr, dtype: gl.constexpr
         highs = highs + (high + nothing,)  # type: ignore[assignment]
     given = (packed,) + middles + highs + lows
     if SPLIT > 1 and MASKED:  # the mask of a warp's nibbles, and 1 or 1/16, twice
-        given = given + (0xF000F + 0xE100E1 * side + nothing, 0x3C003C00 - 0x10001000 * side + nothing)
+        given = given + (0xF000F + 0xE100E1 * side + nothing,)  # type: ignore[assignment]
+        given = given + (0x3C003C00 - 0x10001000 * side + nothing,)  # type: ignore[assignment]
     BF: gl.constexpr = (BF16_LOW if LOW else BF16) if SPLIT == 1 else (BF16_LOW_ROW if LOW else BF16_ROW)
     F: gl.constexpr = F16 if SPLIT == 1 else F16_ROW
     text: gl.constexpr = BF if dtype == gl.bfloat16 else F
