@@ -56,8 +56,8 @@ def _instructions(low: bool, kind: str, rows: int = 2) -> str:
 
     A word has pairs of row 0, row 1, row 0 and row 1. If rows is 1, those of row 1 remain undefined. $10 and, for 2
     rows, $12: `_middle` of a row, twice. The next 2 * rows registers: the scales, twice. low: whether 2 * rows more
-    have the low parts of the scales. In float16, and for 1 row, the row has the nibbles of the mask in the next
-    register but one, and the number in the last is 1 or 1/16.
+    have the low parts of the scales. In float16 and for 1 row, 4 more have the mask of the row's nibbles, twice, and
+    what the numbers are multiplied by before the subtraction, 1 or 1/16, twice.
     """
     magic, last = {"bf16": 0x43004300, "f16": 0x64006400}[kind], 10 + 4 * rows
     lines = [".reg .b32 q, d, p, s;", "mov.b32 s, 0x2c002c00;"]
