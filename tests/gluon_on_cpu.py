@@ -318,6 +318,7 @@ def compute(text: str, given: list[Tensor], dtypes: tuple[torch.dtype, ...]) -> 
     operations: dict[str, Callable[..., Any]] = {
         "shl.b32": operator.lshift, "shr.b32": operator.rshift, "and.b32": operator.and_,
         "lop3.b32": {0xEA: lambda a, b, c: a & b | c},
+        "mov.b32": lambda number: torch.full_like(next(iter(registers.values())), number),
     }  # fmt: skip
     for kind, dtype in (("bf16x2", torch.bfloat16), ("f16x2", torch.float16)):
         operations |= {f"add.{kind}": in_halves(operator.add, dtype), f"mul.{kind}": in_halves(operator.mul, dtype)}

@@ -12,7 +12,8 @@ columns to a sum. Two sums at the same time on a processor are no faster than on
 A nibble becomes a number without a conversion: in the lowest bits of the mantissa of 128 it is bf16's 128 + q. From
 this, 128 + zero is subtracted, which is exact. The difference times the scale is rounded once: a float16 scale is the
 sum of two numbers in bf16, high and low, and (q - zero) * low is exact in bf16, so that one multiply-add rounds the
-whole sum. Where x is float16, the number is 1024 + q, and a float16 scale has one part.
+whole sum. Where x is float16, the number is 1024 + q, and a float16 scale has one part. Its mantissa also has room for
+a nibble 4 bits higher, which is then not shifted: (1024 + 16 q) / 16 - (64 + zero) is exact in one multiply-add.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ HALVED = (32, 512, 4, 128)
 """The other sizes but for `programs`, for few tokens and weights with at most one such tile per processor."""
 
 HALVED_TOKENS, SHARED_TOKENS = 32, 16  # tokens up to which HALVED is used, and two of its programs share a processor
+ALONE_TOKENS, ALONE_GROUP = 8, 128  # tokens up to which, and columns per group from which, programs are `alone`
+ALONE_MEMORY, ALONE_REGISTERS = 1.05, 8  # their memory in units of half a processor's, and registers more than half
 MANY = (256, 128, 128, 8, 64, 1), (128, 64, 128, 4, 64, 2), (64, 64, 256, 4, 64, 1)
 """Choices for more tokens. The first whose tiles occupy two thirds of the processors is used."""
 
@@ -48,22 +51,29 @@ LOADING_REGISTERS = constant(40)  # registers per thread of the loading warp's g
 AHEAD, AHEAD_ROPE = 64, 16  # sums per thread up to which the epilogue's inputs load before the product
 
 
-def _instructions(low: bool, kind: str, magic: int, rows: int = 2) -> str:
+def _instructions(low: bool, kind: str, rows: int = 2) -> str:
     """Return PTX that makes 8 pairs of numbers, in registers $0 to $7, of the words $8 and $9.
 
     A word has pairs of row 0, row 1, row 0 and row 1. If rows is 1, those of row 1 remain undefined. $10 and, for 2
-    rows, $12: -(magic + zero) of a row, twice. The next 2 * rows registers: the scales, twice. low: whether 2 * rows
-    more have the low parts of the scales.
+    rows, $12: `_middle` of a row, twice. The next 2 * rows registers: the scales, twice. low: whether 2 * rows more
+    have the low parts of the scales. In float16 and for 1 row, 4 more have the mask of the row's nibbles, twice, and
+    what the numbers are multiplied by before the subtraction, 1 or 1/16, twice.
     """
-    lines = [".reg .b32 q, d, p;"]
+    magic, last = {"bf16": 0x43004300, "f16": 0x64006400}[kind], 10 + 4 * rows
+    lines = [".reg .b32 q, d, p, s;", "mov.b32 s, 0x2c002c00;"]
     for number in range(0, 8, 3 - rows):
         word, pair = 8 + number // 4, number % 4
         zero, scale, lowest = (10 + 2 * (rows * part + pair % 2) for part in range(3))
-        if pair:
-            lines.append(f"shr.b32 q, ${word}, {4 * pair};")
-        source = "q" if pair else f"${word}"
-        lines.append(f"lop3.b32 q, {source}, 0x000f000f, {magic * 0x10001:#x}, 0xea;")
-        lines.append(f"add.{kind}x2 d, q, ${zero};")
+        # The mantissa of float16 has room for two nibbles: those of row 1 count 16 times.
+        shift, mask, factor = 4 * pair, "0x000f000f", None
+        if kind == "f16":
+            shift, mask, factor = pair // 2 * 8, "0x00f000f0" if pair % 2 else mask, "s" if pair % 2 else None
+            if rows == 1:
+                mask, factor = f"${last}", f"${last + 2}"
+        if shift:
+            lines.append(f"shr.b32 p, ${word}, {shift};")
+        lines.append(f"lop3.b32 q, {'p' if shift else f'${word}'}, {mask}, {magic:#x}, 0xea;")
+        lines.append(f"fma.rn.{kind}x2 d, q, {factor}, ${zero};" if factor else f"add.{kind}x2 d, q, ${zero};")
         if low:
             lines.append(f"mul.{kind}x2 p, d, ${lowest};")
             lines.append(f"fma.rn.{kind}x2 ${number}, d, ${scale}, p;")
@@ -72,20 +82,18 @@ def _instructions(low: bool, kind: str, magic: int, rows: int = 2) -> str:
     return "{" + " ".join(lines) + "}"
 
 
-def _registers(low: bool, rows: int = 2) -> str:
+def _registers(low: bool, rows: int = 2, masked: bool = False) -> str:
     """Return the constraints of the registers that `_instructions` names."""
-    return ",".join(["=&r"] * 8 + ["r"] * (2 + 4 * rows + 2 * rows * low))
+    return ",".join(["=&r"] * 8 + ["r"] * (2 + 4 * rows + 2 * rows * low + 4 * masked))
 
 
-BF16, BF16_LOW = constant(_instructions(False, "bf16", 0x4300)), constant(_instructions(True, "bf16", 0x4300))
-F16 = constant(_instructions(False, "f16", 0x6400))
-REGISTERS, REGISTERS_LOW = constant(_registers(False)), constant(_registers(True))
-BF16_ROW, BF16_LOW_ROW = (
-    constant(_instructions(False, "bf16", 0x4300, 1)),
-    constant(_instructions(True, "bf16", 0x4300, 1)),
+BF16, BF16_LOW, F16 = (constant(_instructions(*each)) for each in ((False, "bf16"), (True, "bf16"), (False, "f16")))
+BF16_ROW, BF16_LOW_ROW, F16_ROW = (
+    constant(_instructions(*each, 1)) for each in ((False, "bf16"), (True, "bf16"), (False, "f16"))
 )
-F16_ROW = constant(_instructions(False, "f16", 0x6400, 1))
+REGISTERS, REGISTERS_LOW = constant(_registers(False)), constant(_registers(True))
 REGISTERS_ROW, REGISTERS_LOW_ROW = constant(_registers(False, 1)), constant(_registers(True, 1))
+REGISTERS_MASKED = constant(_registers(False, 1, True))
 BF16_PAIRS, F16_PAIRS = (
     constant((kind,) * 8) for kind in (getattr(gl, "bfloat16", None), getattr(gl, "float16", None))
 )
@@ -97,7 +105,8 @@ class Tile:
 
     tokens, rows, depth: sizes of the tiles of x [tokens, depth] and of the weight [rows, depth] in a step. A warp has a
     multiple of 16 rows, or 8 rows. chunk: number of columns that are dequantized at a time. programs: number of
-    programs for which a processor has room.
+    programs for which a processor has room. alone: "memory" or "registers", if a program takes a little more than its
+    share of these, so that a processor has room for it and for a program of another kernel, but not for two of its own.
     """
 
     tokens: int
@@ -106,6 +115,7 @@ class Tile:
     warps: int
     chunk: int
     programs: int
+    alone: str = ""
 
     def groups(self, group: int) -> int:
         """Return the number of groups of a step, for groups of `group` columns."""
@@ -117,25 +127,29 @@ class Tile:
 
     def stages(self, chip: Chip, group: int) -> int:
         """Return the number of steps whose tiles fit into the shared memory of a program."""
-        room = chip.shared_memory // self.programs - 3072
+        room = int(chip.shared_memory * (ALONE_MEMORY if self.alone == "memory" else 1) / self.programs) - 3072
         factors = 3 * self.rows * self.groups(group) * self.apart(group)  # a scale and a zero per row and group
         return min(room // ((4 * self.tokens + self.rows) * self.depth // 2 + factors), 12)
 
     @property
     def registers(self) -> int:
         """Return the registers per thread at the start."""
-        return 65536 // self.programs // (32 * (self.warps + 4)) // 8 * 8
+        share = 65536 // self.programs // (32 * (self.warps + 4)) // 8 * 8
+        return share + {"": 0, "memory": -ALONE_REGISTERS, "registers": ALONE_REGISTERS}[self.alone]
 
 
-def tile_of(tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = False) -> Tile:
+def tile_of(tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = False, group: int = 128) -> Tile:
     """Return the tile for a product of `tokens` tokens and a weight of `outputs` rows.
 
     add: whether the result is added to other numbers, for which the registers of the largest tile do not suffice.
+    group: columns per group.
 
     The instructions that add to one sum wait for each other, which takes longer than to load a narrow weight. In tiles
     of HALVED rows, a warp has only 8 rows instead of 16 to dequantize meanwhile, and more processors take part. If
     weights are small, a processor has room for two programs, and most of one's weight loads while the previous kernel
-    runs.
+    runs. Larger weights with HALVED tiles (down), and those that read their results (q, k and v), also leave room for
+    the programs of the kernels before and after them. But two programs of their own, on a processor that has become
+    free early, would take longer than one on each: they are `alone`.
     """
 
     def programs(size: int, rows: int) -> int:
@@ -145,10 +159,15 @@ def tile_of(tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = Fals
         padded = next(each for each in FEW if tokens <= each)
         if programs(padded, WIDE[0]) >= chip.processors:
             return Tile(padded, *WIDE)
+        alone = padded <= ALONE_TOKENS and group >= ALONE_GROUP
         if padded <= HALVED_TOKENS and programs(padded, HALVED[0]) <= chip.processors:
             # small: a program's rows of the weight take at most a third of the shared memory
             small = padded <= SHARED_TOKENS and 3 * HALVED[0] * inputs // 2 <= chip.shared_memory
+            if alone and not small:
+                return Tile(padded, *HALVED, 2, "memory")
             return Tile(padded, *HALVED, 2 if small else 1)
+        if alone and max(programs(padded, NARROW[0]), inputs // HALVED[0]) <= chip.processors:
+            return Tile(padded, *NARROW[:-1], 2, "registers")
         if padded > 32 and programs(32, NARROW[0]) <= chip.processors:
             padded = 32
         return Tile(padded, *NARROW)
@@ -342,12 +361,12 @@ def _multiply(
     words = reinterpret(words, gl.int32, [STAGES, BLOCKS, 1, DEPTH // 64, 8, 4, 2, 2], LINEAR)
     scales = reinterpret(scales, scales.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1, 1], LINEAR)
     zeros = reinterpret(zeros, zeros.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1, 1], LINEAR)
-    shift = 0
+    side = 0
     if SPLIT > 1:  # the second warp's rows, 8 to 15 of a block, are in every second nibble
-        side: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, gl.SliceLayout(6, threads))))
-        shift = 4 * gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, side)))
-        shift = gl.expand_dims(gl.expand_dims(gl.expand_dims(shift, 0), 2), 3)
-        shift = gl.expand_dims(gl.expand_dims(gl.expand_dims(shift, 4), 5), 6)
+        warps: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, gl.SliceLayout(6, threads))))
+        side = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, warps)))
+        side = gl.expand_dims(gl.expand_dims(gl.expand_dims(side, 0), 2), 3)
+        side = gl.expand_dims(gl.expand_dims(gl.expand_dims(side, 4), 5), 6)
     tl.extra.cuda.gdc_wait()
     read = places
     if AHEAD:
@@ -360,9 +379,9 @@ def _multiply(
     for step in range(0, (K + DEPTH - 1) // DEPTH):
         nvidia.mbarrier.wait(ready.index(stage), phase)
         memory = (words.index(stage), scales, zeros, APART * stage)
-        packed, factors = _loaded(memory, shift, zeros_desc is not None, CHUNK, SPLIT, threads)
+        packed, factors = _loaded(memory, zeros_desc is not None, CHUNK, SPLIT, threads)
         for chunk in gl.static_range(CHUNKS):
-            weight = _dequantized(packed[chunk], factors[chunk], zeros_desc is not None, xs.dtype)
+            weight = _dequantized(packed[chunk], factors[chunk], side, zeros_desc is not None, xs.dtype)
             weight = gl.convert_layout(weight, left, assert_trivial=True)
             x = xs.index(stage).slice(chunk * CHUNK, CHUNK, 1)
             acc = nvidia.warpgroup_mma(weight, x.permute((1, 0)), acc, is_async=True)
@@ -379,13 +398,10 @@ def _multiply(
 
 
 @gluon_jit()
-def _loaded(
-    memory, shift, ZEROS: gl.constexpr, CHUNK: gl.constexpr, SPLIT: gl.constexpr, threads: gl.constexpr,
-):  # fmt: skip
+def _loaded(memory, ZEROS: gl.constexpr, CHUNK: gl.constexpr, SPLIT: gl.constexpr, threads: gl.constexpr):
     """Load the words of a step, and the scales and zeros of each chunk. Return one tensor and one pair per chunk.
 
-    memory: words of the step, scales and zeros of all stages, and the number of the stage among these. shift: of words,
-    if SPLIT is 2.
+    memory: words of the step, scales and zeros of all stages, and the number of the stage among these.
     """
     words, scales, zeros, at = memory
     PARTS: gl.constexpr = CHUNK // 64
@@ -395,10 +411,7 @@ def _loaded(
     packed = ()
     factors = ()
     for chunk in gl.static_range(CHUNKS):
-        part = words.slice(chunk * PARTS, PARTS, 2).load(threads)
-        if SPLIT > 1:
-            part = part >> shift
-        packed = packed + (part,)  # type: ignore[assignment]
+        packed = packed + (words.slice(chunk * PARTS, PARTS, 2).load(threads),)  # type: ignore[assignment]
         if chunk % (CHUNKS // max(GROUPS // CHUNK_GROUPS, 1)) == 0:
             scale = _factors(scales.index(at).slice(chunk * GROUPS // CHUNKS, CHUNK_GROUPS, 1), threads, SPLIT)
             zero = scale
@@ -419,26 +432,29 @@ def _factors(memory, threads: gl.constexpr, SPLIT: gl.constexpr):
 
 
 @gluon_jit()
-def _dequantized(packed, factors, ZEROS: gl.constexpr, dtype: gl.constexpr):
-    """Return the weights of words [BLOCKS, SPLIT, PARTS, 8, 4, 2, 2] as [16 * BLOCKS * SPLIT, 64 * PARTS].
+def _dequantized(packed, factors, side, ZEROS: gl.constexpr, dtype: gl.constexpr):
+    """Return the weights of words [BLOCKS, 1, PARTS, 8, 4, 2, 2] as [16 * BLOCKS * SPLIT, 64 * PARTS].
 
-    If SPLIT is 2, rows 8 to 15 of each 16 are undefined.
+    side: 0, or if SPLIT is 2, 0 for the first and 1 for the second of the warps that share a block. Rows 8 to 15 of
+    each 16 are then undefined.
     """
     scales, zeros = factors
     LOW: gl.constexpr = scales[0].dtype != dtype
+    MASKED: gl.constexpr = dtype == gl.float16
+    SPLIT: gl.constexpr = 2 // len(scales)
+    if SPLIT > 1:
+        packed = packed >> (0 if MASKED else 4) * side
     BLOCKS: gl.constexpr = packed.shape[0]
-    SPLIT: gl.constexpr = packed.shape[1]
     PARTS: gl.constexpr = packed.shape[2]
-    magic: gl.constexpr = -1023360256 if dtype == gl.bfloat16 else -469703680  # -128 or -1024, twice
     nothing = packed * 0
     middles = ()
     highs = ()
     lows = ()
     for row in gl.static_range(2 // SPLIT):
+        zero = nothing + 8
         if ZEROS:
-            middles = middles + (zeros[row].to(gl.int32) * 0x10001 + magic + nothing,)  # type: ignore[assignment]
-        else:
-            middles = middles + (nothing + (8 * 0x10001 + magic),)  # type: ignore[assignment]
+            zero = zeros[row].to(gl.int32) + nothing
+        middles = middles + (_middle(zero, row if SPLIT == 1 else side, dtype),)  # type: ignore[assignment]
         if LOW:
             high, low = _split(scales[row])
             lows = lows + (low + nothing,)  # type: ignore[assignment]
@@ -446,16 +462,30 @@ def _dequantized(packed, factors, ZEROS: gl.constexpr, dtype: gl.constexpr):
             high = _twice(scales[row].to(gl.int16, bitcast=True).to(gl.int32) << 16)
         highs = highs + (high + nothing,)  # type: ignore[assignment]
     given = (packed,) + middles + highs + lows
+    if SPLIT > 1 and MASKED:  # the mask of a warp's nibbles, and 1 or 1/16, twice
+        given = given + (0xF000F + 0xE100E1 * side + nothing,)  # type: ignore[assignment]
+        given = given + (0x3C003C00 - 0x10001000 * side + nothing,)  # type: ignore[assignment]
     BF: gl.constexpr = (BF16_LOW if LOW else BF16) if SPLIT == 1 else (BF16_LOW_ROW if LOW else BF16_ROW)
     F: gl.constexpr = F16 if SPLIT == 1 else F16_ROW
     text: gl.constexpr = BF if dtype == gl.bfloat16 else F
     TWO: gl.constexpr = REGISTERS_LOW if LOW else REGISTERS
-    ONE: gl.constexpr = REGISTERS_LOW_ROW if LOW else REGISTERS_ROW
+    ONE: gl.constexpr = REGISTERS_MASKED if MASKED else REGISTERS_LOW_ROW if LOW else REGISTERS_ROW
     registers: gl.constexpr = TWO if SPLIT == 1 else ONE
     kinds: gl.constexpr = BF16_PAIRS if dtype == gl.bfloat16 else F16_PAIRS
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(text, registers, given, kinds, True, 2)
     found = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
     return gl.reshape(gl.permute(found, (0, 1, 7, 3, 2, 5, 9, 8, 4, 6)), [16 * BLOCKS * SPLIT, 64 * PARTS])
+
+
+@gluon_jit()
+def _middle(zero, odd, dtype: gl.constexpr):
+    """Return -(128 + zero) in bf16, twice in a register; in float16 -(1024 + zero), or if odd is 1 instead of 0,
+    -(64 + zero)."""
+    if dtype == gl.bfloat16:
+        middle = zero * 0x10001 - 1023360256
+    else:
+        middle = zero * (0x10001 + 0xF000F * odd) - 469703680 - 268439552 * odd
+    return middle
 
 
 @gluon_jit()

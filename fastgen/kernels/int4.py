@@ -297,8 +297,9 @@ def _tile_of(tokens: int, x: Tensor, words: Tensor, scales: Tensor, fused: Fused
     chip, inputs, add = Chip.of(x.device), x.shape[1], fused.add is not None
     if tokens > hopper_int4.most(add) or not hopper_int4.runs_on(chip, x.dtype, scales.dtype):
         return None
-    tile = hopper_int4.tile_of(tokens, len(words), inputs, chip, add)
-    return tile if hopper_int4.fits(tile, inputs, inputs // scales.shape[1]) else None
+    group = inputs // scales.shape[1]
+    tile = hopper_int4.tile_of(tokens, len(words), inputs, chip, add, group)
+    return tile if hopper_int4.fits(tile, inputs, group) else None
 
 
 def sizes_of(x: Tensor, words: Tensor, scales: Tensor, fused: Fused) -> list[int]:

@@ -112,6 +112,7 @@ def test_all_kernels_give_the_same_bits(name: str) -> None:
             )
         for programs, tokens in ((1, 8), (2, 8), (1, 32)):
             ways[hopper_int4.Tile(tokens, *hopper_int4.HALVED, programs)] = tokens
+        ways[hopper_int4.Tile(8, *hopper_int4.HALVED, 2, "memory")] = 8
     compile_ahead(lambda: [product.rows(tokens, how) for how, tokens in ways.items()], product.x.device)
     expected = product.rows(MOST, "dense")
     for how, tokens in ways.items():

@@ -111,27 +111,33 @@ def pairs(values: Tensor) -> Register:
     return Register(torch.stack((values, values), -1))
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("rows", "side"), [(1, 0), (1, 1), (2, 0)])
 @pytest.mark.parametrize(
     ("dtype", "scale_dtype"),
     [(torch.bfloat16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)],
 )
-def test_the_instructions_round_once(dtype: torch.dtype, scale_dtype: torch.dtype, rows: int) -> None:
+def test_the_instructions_round_once(dtype: torch.dtype, scale_dtype: torch.dtype, rows: int, side: int) -> None:
     """All 16 x 16 numbers q and zeros, with many scales, as two words of 8 equal numbers: (q - zero) * scale in
-    float32, rounded once."""
+    float32, rounded once. side: which of a block's two halves a warp has; in bfloat16, its words were shifted."""
     scales = (torch.rand(200, generator=torch.Generator().manual_seed(0)) * 0.05).to(scale_dtype)
     scales[:4] = torch.tensor([6e-8, 1e-5, -0.3, 1.0])
     q, zero, scale = torch.meshgrid(torch.arange(16), torch.arange(16), torch.arange(200), indexing="ij")
     q, zero, scale = q.flatten(), zero.flatten(), scales[scale.flatten()]
     words = Register((q * 0x11111111).int().view(dtype).view(-1, 2))
-    middle = pairs((-(128 if dtype == torch.bfloat16 else 1024) - zero).to(dtype))
+    masked = dtype == torch.float16
+    middles = [pairs((-magic - zero).to(dtype)) for magic in ((1024, 64) if masked else (128, 128))]
     high = scale.to(dtype)
     low = (scale.float() - high.float()).to(dtype)
     split = scale_dtype != dtype
     name = "BF16_LOW" if split else "BF16" if dtype == torch.bfloat16 else "F16"
     text = getattr(hopper_int4, name + "_ROW" * (rows == 1))
-    factors = [middle, pairs(high), *[pairs(low)] * split]
-    given = [words, words, *[each for each in factors for _ in range(2 * rows)]]
+    if rows == 1:
+        middles = middles[side:][:1]
+    factors = [*middles, *[pairs(high)] * rows, *[pairs(low)] * (rows * split)]
+    if rows == 1 and masked:
+        mask = torch.tensor([0xF000F << 4 * side]).int().view(dtype).expand(len(q), 2).contiguous()
+        factors += [Register(mask), pairs(torch.full_like(high, 16**-side))]
+    given = [words, words, *[each for each in factors for _ in range(2)]]
     expected = ((q - zero).float() * scale.float()).to(dtype)
     computed = compute(getattr(text, "value", text), given, (dtype,) * 8)
     for found in computed[:: 3 - rows]:
@@ -218,8 +224,32 @@ def test_tiles_of_few_tokens() -> None:
         }  # fmt: skip
         assert all(tokens <= tile.tokens or tile.tokens == 32 < tokens for tile in tiles.values())
         assert all(tile.stages(chip, group) > 1 for tile in tiles.values() for group in (32, 128))
-        assert tiles["down"].programs == 1
+        assert tiles["down"].programs == tiles["qkv"].programs == (2 if tokens <= 8 else 1)
         assert tiles["o"].programs == (2 if tokens <= 16 else 1)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 4096])
+def test_what_shares_a_processor(group: int) -> None:
+    """For up to 8 tokens, a processor has room for a program of down and one of gate_up or of q, k and v, but not for
+    two of down, and not for two of q, k and v. In small groups, down has a processor's whole memory, as with more
+    tokens."""
+    chip, most = Chip((9, 0), 132, 232_448), 233_472  # bytes of a processor, of which each program has 1024 more
+    tiles = {
+        name: hopper_int4.tile_of(8, *SHAPES[name], chip, name in ("o", "down"), group)
+        for name in ("qkv", "gate_up", "down")
+    }
+
+    def share(*names: str) -> bool:
+        several = [tiles[name] for name in names]
+        factors = [3 * each.rows * each.groups(group) * each.apart(group) for each in several]
+        steps = [(32 + each.rows) * each.depth // 2 + more for each, more in zip(several, factors, strict=True)]
+        memory = sum(x.stages(chip, group) * step + 1024 + 512 for x, step in zip(several, steps, strict=True))
+        return memory <= most and sum(32 * (each.warps + 4) * each.registers for each in several) <= 65536
+
+    assert share("gate_up", "gate_up")
+    assert not share("down", "down")
+    assert not share("qkv", "qkv")
+    assert share("down", "gate_up") == share("down", "qkv") == (group >= 128)
 
 
 class Recorder:
