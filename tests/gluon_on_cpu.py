@@ -172,7 +172,7 @@ def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
     if dtype == torch.int64:
         barriers = [MemoryBarrier() for _ in range(shape[0])]
         return SimpleNamespace(index=barriers.__getitem__, shape=shape) if len(shape) > 1 else barriers[0]
-    if dtype == torch.int32:
+    if dtype.itemsize == 4:
         return Shared(torch.zeros(math.prod(shape), dtype=dtype), torch.arange(math.prod(shape)).view(shape))
     *count, rows, columns = shape
     places = torch.arange(math.prod(shape)).view(*count, columns // ROW, rows, ROW).transpose(-2, -3).reshape(shape)

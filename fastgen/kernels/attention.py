@@ -376,9 +376,8 @@ def _finish(
         arrived = tl.atomic_add(arrivals_ptr + part * K + head, 1, sem="acq_rel", scope="gpu")
         if arrived == splits - 1:
             combine_splits(
-                tl.zeros([COMBINE_ROWS, DIMS], tl.float32), tl.arange(0, COMBINE_ROWS), tl.arange(0, DIMS),
                 out_ptr, parts_ptr, peaks_ptr, totals_ptr, first, tokens, part, partials + splits, head,
-                H, H // K, D, COMBINE_ROWS, COMBINE_SPLITS,
+                H, H // K, D, DIMS, COMBINE_ROWS, COMBINE_SPLITS,
             )  # fmt: skip
             tl.store(arrivals_ptr + part * K + head, 0)
 

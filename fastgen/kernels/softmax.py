@@ -89,23 +89,20 @@ def store_partial(acc, peak, total, parts_ptr, peaks_ptr, totals_ptr, slot, here
 
 @jit()
 def combine_splits(
-    nothing, number, dim, out_ptr, parts_ptr, peaks_ptr, totals_ptr, first, tokens, part, splits, head,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    out_ptr, parts_ptr, peaks_ptr, totals_ptr, first, tokens, part, splits, head,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of a tile, in the order in which one program would combine their keys, and write the result.
 
-    Other programs wrote the partial results, so loads bypass the L1 cache (.cg), which may be stale. nothing: zeros
-    [ROWS, DIMS]. number, dim: the numbers from 0 to ROWS - 1, and to DIMS - 1. (The caller makes these tensors, because
-    a caller in Gluon needs its own layouts.)
+    Other programs wrote the partial results, so loads bypass the L1 cache (.cg), which may be stale.
     """
+    dim = tl.arange(0, DIMS)
     for first_row in range(0, tokens * G, ROWS):
-        row = first_row + number
+        row = first_row + tl.arange(0, ROWS)
         token = row // G
         q_head = head * G + row % G
         here = token < tokens
-        acc = nothing
-        peak = row * 0.0 - 1e30
-        total = row * 0.0
+        acc, peak, total = no_keys(ROWS, DIMS)
         for first_split in range(0, splits, SPLITS):
             for next_split in tl.static_range(SPLITS):  # unrolled, so that the loads overlap
                 split = first_split + next_split
