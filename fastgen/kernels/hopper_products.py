@@ -190,13 +190,13 @@ def _product_kernel(
     tables = (bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr)
     STEPS: gl.constexpr = (K + DEPTH - 1) // DEPTH
     scales = (x_scales_ptr, scales_ptr)
-    tile = (first_token, head, first_row, PAIRS, ROWS, BOXES)
+    tile = (first_token, head, first_row)
     acc, read = gl.warp_specialize(
         [
             (
                 _multiply,
-                (ring, places, tables, out_ptr, scales, tile, T, N, K, HALF, KV, ADD, BLOCKS, SIDE, PIECES, AHEAD,
-                 EARLY),
+                (ring, places, tables, out_ptr, scales, tile, T, N, K, HALF, KV, ADD, BLOCKS, SIDE, ROWS, PAIRS,
+                 PIECES, BOXES, AHEAD, EARLY),
             ),
             (_load_tiles, (
                 x_desc, weight_desc, ring, first_token, head, first_row, STEPS, HALF, ROWS, PIECES, BOXES, EARLY,
@@ -303,7 +303,8 @@ def read_ahead(places, tables, out_ptr, T, N, HALF: gl.constexpr, KV: gl.constex
 def _multiply(
     ring, places, tables, out_ptr, scales, tile, T, N,
     K: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr, BLOCKS: gl.constexpr,
-    SIDE: gl.constexpr, PIECES: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    SIDE: gl.constexpr, ROWS: gl.constexpr, PAIRS: gl.constexpr, PIECES: gl.constexpr, BOXES: gl.constexpr,
+    AHEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Multiply the tiles as they arrive. Return the product [SIDE, TOKENS], and if AHEAD the inputs of the epilogue."""
     tl.extra.cuda.gdc_wait()
@@ -311,9 +312,9 @@ def _multiply(
     if AHEAD:
         read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
     if scales[0] is None:
-        acc = _sum(ring, K, SIDE, PIECES, tile[5])
+        acc = _sum(ring, K, SIDE, PIECES, BOXES)
     else:
-        acc = _sum_chunks(ring, tile, scales, T, N, K, HALF, BLOCKS, SIDE, PIECES)
+        acc = _sum_chunks(ring, tile, scales, T, N, K, HALF, BLOCKS, SIDE, ROWS, PAIRS, PIECES, BOXES)
     if EARLY == 0:
         tl.extra.cuda.gdc_launch_dependents()
     return nvidia.warpgroup_mma_wait(0, deps=[acc]), read
@@ -347,7 +348,8 @@ def _sum(ring, K: gl.constexpr, SIDE: gl.constexpr, PIECES: gl.constexpr, BOXES:
 @gluon_jit()
 def _sum_chunks(
     ring, tile, scales, T, N,
-    K: gl.constexpr, HALF: gl.constexpr, BLOCKS: gl.constexpr, SIDE: gl.constexpr, PIECES: gl.constexpr,
+    K: gl.constexpr, HALF: gl.constexpr, BLOCKS: gl.constexpr, SIDE: gl.constexpr, ROWS: gl.constexpr,
+    PAIRS: gl.constexpr, PIECES: gl.constexpr, BOXES: gl.constexpr,
 ):  # fmt: skip
     """Return the sums [SIDE, TOKENS] for fp8 inputs, times their scales.
 
@@ -355,7 +357,7 @@ def _sum_chunks(
     float32.
     """
     weights, xs, ready, free = ring
-    first_token, head, first_row, PAIRS, ROWS, BOXES = tile
+    first_token, head, first_row = tile
     x_scales_ptr, scales_ptr = scales
     STAGES: gl.constexpr = xs.shape[0]
     TOKENS: gl.constexpr = xs.shape[1]
