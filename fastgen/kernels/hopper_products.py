@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
-from fastgen.kernels.gluon import ANY_BOXES, HALVES, gl, gluon_jit, load_tile, next_stage, nvidia, side_of
+from fastgen.kernels.gluon import ANY_BOXES, EVICTS, HALVES, ONCE, gl, gluon_jit, load_tile, next_stage, nvidia, side_of
 from fastgen.kernels.launch import GLUON, constant, tl
 
 SIDE = 64  # minimum number of rows of the instruction's left side
@@ -199,7 +199,7 @@ def _product_kernel(
                  PIECES, BOXES, AHEAD, EARLY),
             ),
             (_load_tiles, (
-                x_desc, weight_desc, ring, first_token, head, first_row, STEPS, HALF, ROWS, PIECES, BOXES, EARLY,
+                x_desc, weight_desc, ring, first_token, head, first_row, STEPS, HALF, ROWS, PIECES, BOXES, CUT, EARLY,
             )),
         ],
         [1],
@@ -241,13 +241,13 @@ def origin(
 def _load_tiles(
     x_desc, weight_desc, ring, first_token, head, first_row,
     STEPS: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, BOXES: gl.constexpr,
-    EARLY: gl.constexpr,
+    CUT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Load the tiles of all steps, each as soon as a stage is free, and the first tiles of the weight at once."""
     _weights, xs, _ready, free = ring
     STAGES: gl.constexpr = xs.shape[0]
     for stage in gl.static_range(min(STAGES, STEPS)):
-        _load_weight(weight_desc, ring, stage, stage, head, first_row, HALF, ROWS, PIECES, BOXES)
+        _load_weight(weight_desc, ring, stage, stage, head, first_row, HALF, ROWS, PIECES, BOXES, CUT)
     if EARLY == 2:
         tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
@@ -259,7 +259,7 @@ def _load_tiles(
     phase = 0
     for step in range(STAGES, STEPS):
         nvidia.mbarrier.wait(free.index(stage), phase)
-        _load_weight(weight_desc, ring, stage, step, head, first_row, HALF, ROWS, PIECES, BOXES)
+        _load_weight(weight_desc, ring, stage, step, head, first_row, HALF, ROWS, PIECES, BOXES, CUT)
         _load_x(x_desc, ring, stage, step, first_token)
         stage, phase = next_stage(stage, phase, STAGES)
 
@@ -267,7 +267,7 @@ def _load_tiles(
 @gluon_jit()
 def _load_weight(
     weight_desc, ring, stage, step, head, first_row, HALF: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr,
-    BOXES: gl.constexpr,
+    BOXES: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """Begin to load the weight of a step to a stage, which is ready when x has arrived there, too."""
     weights, xs, ready, _free = ring
@@ -279,7 +279,10 @@ def _load_weight(
             row = first_row + box * (ROWS // BOXES // (2 if HALF > 0 else 1))
             at = [head, 0, row, column] if HALF > 0 else [row, column]
             to = weights.index((stage * PIECES + piece) * BOXES + box)
-            load_tile(weight_desc, at, ready.index(stage), to)
+            if EVICTS and not CUT and weights.dtype.primitive_bitwidth == 16:  # others were not measured
+                load_tile(weight_desc, at, ready.index(stage), to, cache_policy=ONCE)
+            else:
+                load_tile(weight_desc, at, ready.index(stage), to)
 
 
 @gluon_jit()
