@@ -42,6 +42,16 @@ ANY_BOXES = _VERSION < (3, 8)
 """True if `side_of` can view a tile whose number of boxes is not a power of two: until 3.7, by a view larger than its
 source."""
 
+EVICTS = launch.constant(hasattr(nvidia, "CachePolicy"))
+"""True if TMA loads take a policy for the L2 cache, as with Triton 3.9."""
+
+ONCE: Any = launch.constant(
+    nvidia.CachePolicy(l2=nvidia.FractionalEvictionPolicy("evict_first", 1.0))
+    if hasattr(nvidia, "CachePolicy")
+    else None
+)
+"""The policy of what a kernel reads only once."""
+
 
 def gluon_jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
     """Return `launch.jit`'s counterpart for kernels in Gluon."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
-from fastgen.kernels.gluon import ANY_BOXES, HALVES, gl, gluon_jit, load_tile, next_stage, nvidia, side_of
+from fastgen.kernels.gluon import ANY_BOXES, EVICTS, HALVES, ONCE, gl, gluon_jit, load_tile, next_stage, nvidia, side_of
 from fastgen.kernels.launch import GLUON, constant, tl
 
 SIDE = 64  # minimum number of rows of the instruction's left side
@@ -190,16 +190,16 @@ def _product_kernel(
     tables = (bias_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr)
     STEPS: gl.constexpr = (K + DEPTH - 1) // DEPTH
     scales = (x_scales_ptr, scales_ptr)
-    tile = (first_token, head, first_row, PAIRS, ROWS, BOXES)
+    tile = (first_token, head, first_row)
     acc, read = gl.warp_specialize(
         [
             (
                 _multiply,
-                (ring, places, tables, out_ptr, scales, tile, T, N, K, HALF, KV, ADD, BLOCKS, SIDE, PIECES, AHEAD,
-                 EARLY),
+                (ring, places, tables, out_ptr, scales, tile, T, N, K, HALF, KV, ADD, BLOCKS, SIDE, ROWS, PAIRS,
+                 PIECES, BOXES, AHEAD, EARLY),
             ),
             (_load_tiles, (
-                x_desc, weight_desc, ring, first_token, head, first_row, STEPS, HALF, ROWS, PIECES, BOXES, EARLY,
+                x_desc, weight_desc, ring, first_token, head, first_row, STEPS, HALF, ROWS, PIECES, BOXES, CUT, EARLY,
             )),
         ],
         [1],
@@ -241,13 +241,13 @@ def origin(
 def _load_tiles(
     x_desc, weight_desc, ring, first_token, head, first_row,
     STEPS: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, BOXES: gl.constexpr,
-    EARLY: gl.constexpr,
+    CUT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Load the tiles of all steps, each as soon as a stage is free, and the first tiles of the weight at once."""
     _weights, xs, _ready, free = ring
     STAGES: gl.constexpr = xs.shape[0]
     for stage in gl.static_range(min(STAGES, STEPS)):
-        _load_weight(weight_desc, ring, stage, stage, head, first_row, HALF, ROWS, PIECES, BOXES)
+        _load_weight(weight_desc, ring, stage, stage, head, first_row, HALF, ROWS, PIECES, BOXES, CUT)
     if EARLY == 2:
         tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
@@ -259,7 +259,7 @@ def _load_tiles(
     phase = 0
     for step in range(STAGES, STEPS):
         nvidia.mbarrier.wait(free.index(stage), phase)
-        _load_weight(weight_desc, ring, stage, step, head, first_row, HALF, ROWS, PIECES, BOXES)
+        _load_weight(weight_desc, ring, stage, step, head, first_row, HALF, ROWS, PIECES, BOXES, CUT)
         _load_x(x_desc, ring, stage, step, first_token)
         stage, phase = next_stage(stage, phase, STAGES)
 
@@ -267,7 +267,7 @@ def _load_tiles(
 @gluon_jit()
 def _load_weight(
     weight_desc, ring, stage, step, head, first_row, HALF: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr,
-    BOXES: gl.constexpr,
+    BOXES: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """Begin to load the weight of a step to a stage, which is ready when x has arrived there, too."""
     weights, xs, ready, _free = ring
@@ -279,7 +279,10 @@ def _load_weight(
             row = first_row + box * (ROWS // BOXES // (2 if HALF > 0 else 1))
             at = [head, 0, row, column] if HALF > 0 else [row, column]
             to = weights.index((stage * PIECES + piece) * BOXES + box)
-            load_tile(weight_desc, at, ready.index(stage), to)
+            if EVICTS and not CUT and weights.dtype.primitive_bitwidth == 16:  # others were not measured
+                load_tile(weight_desc, at, ready.index(stage), to, cache_policy=ONCE)
+            else:
+                load_tile(weight_desc, at, ready.index(stage), to)
 
 
 @gluon_jit()
@@ -303,7 +306,8 @@ def read_ahead(places, tables, out_ptr, T, N, HALF: gl.constexpr, KV: gl.constex
 def _multiply(
     ring, places, tables, out_ptr, scales, tile, T, N,
     K: gl.constexpr, HALF: gl.constexpr, KV: gl.constexpr, ADD: gl.constexpr, BLOCKS: gl.constexpr,
-    SIDE: gl.constexpr, PIECES: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    SIDE: gl.constexpr, ROWS: gl.constexpr, PAIRS: gl.constexpr, PIECES: gl.constexpr, BOXES: gl.constexpr,
+    AHEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Multiply the tiles as they arrive. Return the product [SIDE, TOKENS], and if AHEAD the inputs of the epilogue."""
     tl.extra.cuda.gdc_wait()
@@ -311,9 +315,9 @@ def _multiply(
     if AHEAD:
         read = read_ahead(places, tables, out_ptr, T, N, HALF, KV, ADD)
     if scales[0] is None:
-        acc = _sum(ring, K, SIDE, PIECES, tile[5])
+        acc = _sum(ring, K, SIDE, PIECES, BOXES)
     else:
-        acc = _sum_chunks(ring, tile, scales, T, N, K, HALF, BLOCKS, SIDE, PIECES)
+        acc = _sum_chunks(ring, tile, scales, T, N, K, HALF, BLOCKS, SIDE, ROWS, PAIRS, PIECES, BOXES)
     if EARLY == 0:
         tl.extra.cuda.gdc_launch_dependents()
     return nvidia.warpgroup_mma_wait(0, deps=[acc]), read
@@ -347,7 +351,8 @@ def _sum(ring, K: gl.constexpr, SIDE: gl.constexpr, PIECES: gl.constexpr, BOXES:
 @gluon_jit()
 def _sum_chunks(
     ring, tile, scales, T, N,
-    K: gl.constexpr, HALF: gl.constexpr, BLOCKS: gl.constexpr, SIDE: gl.constexpr, PIECES: gl.constexpr,
+    K: gl.constexpr, HALF: gl.constexpr, BLOCKS: gl.constexpr, SIDE: gl.constexpr, ROWS: gl.constexpr,
+    PAIRS: gl.constexpr, PIECES: gl.constexpr, BOXES: gl.constexpr,
 ):  # fmt: skip
     """Return the sums [SIDE, TOKENS] for fp8 inputs, times their scales.
 
@@ -355,7 +360,7 @@ def _sum_chunks(
     float32.
     """
     weights, xs, ready, free = ring
-    first_token, head, first_row, PAIRS, ROWS, BOXES = tile
+    first_token, head, first_row = tile
     x_scales_ptr, scales_ptr = scales
     STAGES: gl.constexpr = xs.shape[0]
     TOKENS: gl.constexpr = xs.shape[1]
