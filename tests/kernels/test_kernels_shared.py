@@ -13,7 +13,7 @@ from test_kernels_attention import DEVICE, H200, HALF, close, launched, tiles_of
 from torch import Tensor
 
 from fastgen.kernels import attention as kernel
-from fastgen.kernels import work_tiles
+from fastgen.kernels import hopper_decode, work_tiles
 from fastgen.kernels.launch import Kernel
 from fastgen.model.attention import shared
 from fastgen.model.attention.interface import StepLayout
@@ -128,8 +128,11 @@ def test_other_shapes_agree_with_the_twins(head_size: int, group: int, monkeypat
     ("page_size", "dtype", "window"),
     [(64, torch.float32, 0), (64, HALF, 0), (64, HALF, 150), (64, HALF, 5000), (16, HALF, 0), (48, HALF, 100)],
 )
-def test_a_tree_of_rows_has_the_bits_of_rows_that_do_not_share(page_size: int, dtype: torch.dtype, window: int) -> None:
+def test_a_tree_of_rows_has_the_bits_of_rows_that_do_not_share(
+    page_size: int, dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Private keys are in one work tile, or in one per block."""
+    monkeypatch.setattr(hopper_decode, "UNSPLIT", 0)  # which holds on a GPU only
     case = make([4, [4, [2, 1, 1]], [1, [1, 1]], [1, 1]], head_size=64, page_size=page_size, dtype=dtype)
     paged = case.paged(window)
     alone = paged.attend(case.plan(paged, shared=False), 1, case.q, window)
