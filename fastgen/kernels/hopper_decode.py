@@ -5,7 +5,7 @@ including the first blocks of the next task, while four other warps compute. In 
 wait for its first block.
 
 If keys are split, each split is one block. When all programs have stored their partial results, many programs combine
-them, PIECE dimensions of a query head each: 16,000 keys have 250 splits, and one program would take longer to load
+them, SPAN dimensions of a query head each: 16,000 keys have 250 splits, and one program would take longer to load
 their results than all programs take to load the keys.
 
 If a step has only decodes, its only new keys are at the positions of its own tokens, and its lists and page tables were
@@ -43,7 +43,7 @@ MOST_GROUP = 32  # maximum query heads per KV head; with more, a thread's number
 PROGRAMS = 2  # programs per processor that REGISTERS and `stages_of` leave room for; more could wait for ever
 SPLIT_BELOW = 0.4  # tasks per processor up to which decodes are split, measured on an H200
 MOST_STAGES = 8
-PIECE = constant(64)  # dimensions whose partial results a program combines
+SPAN = constant(64)  # dimensions whose partial results a program combines
 UNSPLIT = 448  # keys up to which decodes are not split if none has more: combining takes longer (measured on an H100)
 
 
@@ -265,7 +265,7 @@ def _attend(
             stage, phase = next_stage(stage, phase, STAGES)
         part += tokens // SPLITS
         _store(acc, peak, gl.max(total, 0), results, first, part, split, task % K, H, K, D, SPLITS, FP8)
-        if (split // SPLITS > 1) & (split % SPLITS < H // K * (DIMS // PIECE)):
+        if (split // SPLITS > 1) & (split % SPLITS < H // K * (DIMS // SPAN)):
             combine_from, combine_until = gl.minimum(combine_from, task), task + 1
         q_phase, slot, task = q_phase ^ slot, slot ^ 1, task + programs
     if (splitting > 0) & (gl.program_id(0) < programs):
@@ -424,7 +424,7 @@ def _combine(
     load partial results. task, until: the range of tasks of this program that are such splits. All programs are on the
     chip at the same time (PROGRAMS), so none waits for a program that has not begun.
     """
-    PIECES: gl.constexpr = ks.shape[3] // PIECE
+    SPANS: gl.constexpr = ks.shape[3] // SPAN
     arrivals_ptr = results[4]
     barrier()  # all threads have stored before the program counts as arrived
     arrived = tl.atomic_add(arrivals_ptr, 1, sem="release", scope="gpu")
@@ -436,46 +436,47 @@ def _combine(
         first, tokens, _lane, _position, _begin, _end, part, split = tile
         splits = split // SPLITS
         if splits > 1:
-            for number in range(split % SPLITS, H // K * PIECES, splits):
-                head = task % K * (H // K) + number // PIECES
-                dim = number % PIECES * PIECE
-                _combine_piece(results, ks, first, part, tokens // SPLITS + splits, head, dim, H, D, PIECE, FP8)
+            for number in range(split % SPLITS, H // K * SPANS, splits):
+                head = task % K * (H // K) + number // SPANS
+                dim = number % SPANS * SPAN
+                _combine_span(results, ks, first, part, tokens // SPLITS + splits, head, dim, H, D, SPAN, FP8)
         task += programs
         tile = read_tile(tiles_ptr + gl.minimum(task, tasks - 1) // K * FIELDS)
 
 
 @gluon_jit()
-def _combine_piece(
-    results, ks, first, part, splits, head, dim, H: gl.constexpr, D: gl.constexpr, PIECE: gl.constexpr,
+def _combine_span(
+    results, ks, first, part, splits, head, dim, H: gl.constexpr, D: gl.constexpr, SPAN: gl.constexpr,
     FP8: gl.constexpr,
 ):  # fmt: skip
-    """Combine PIECE dimensions, from `dim` on, of the partial results of one query head, and write its result.
+    """Combine SPAN dimensions, from `dim` on, of the partial results of one query head, and write its result.
 
-    The results of up to AT_ONCE splits are loaded at once, and pass through the shared memory of a stage of keys.
+    The results of up to AT_ONCE splits are loaded at once. Their sums pass through the first stage of keys, which is
+    free: this program has used all blocks that were loaded.
     """
     STAGES: gl.constexpr = ks.shape[0]
-    AT_ONCE: gl.constexpr = ks.shape[2] * ks.shape[3] // (4 if FP8 else 2) // PIECE
+    AT_ONCE: gl.constexpr = ks.shape[2] * ks.shape[3] // (4 if FP8 else 2) // SPAN
     out_ptr, parts_ptr, peaks_ptr, totals_ptr, _arrivals_ptr = results
     tall: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     wide: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
     matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    parts = reinterpret(ks, gl.float32, [STAGES, AT_ONCE, PIECE], matrix).index(0)
-    part_of = reinterpret(ks, gl.float32, [STAGES * AT_ONCE, PIECE], vector)
+    sums = reinterpret(ks, gl.float32, [STAGES, AT_ONCE, SPAN], matrix).index(0)
+    sum_of = reinterpret(ks, gl.float32, [STAGES * AT_ONCE, SPAN], vector)
     peaks = gl.allocate_shared_memory(gl.float32, [AT_ONCE], vector)
     totals = gl.allocate_shared_memory(gl.float32, [AT_ONCE], vector)
     peak_of = reinterpret(peaks, gl.float32, [AT_ONCE, 1], vector)
     total_of = reinterpret(totals, gl.float32, [AT_ONCE, 1], vector)
     number = gl.arange(0, AT_ONCE, gl.SliceLayout(1, tall))
-    dims = dim + gl.arange(0, PIECE, gl.SliceLayout(0, tall))
-    acc = gl.zeros([1, PIECE], gl.float32, wide)
+    dims = dim + gl.arange(0, SPAN, gl.SliceLayout(0, tall))
+    acc = gl.zeros([1, SPAN], gl.float32, wide)
     peak = gl.full([1], -1e30, gl.float32, gl.SliceLayout(1, wide))
     total = gl.zeros([1], gl.float32, gl.SliceLayout(1, wide))
     slot = (part + number) * H + head
     found = load_partial(parts_ptr, peaks_ptr, totals_ptr, slot, number < splits, dims, D, False)
     for first_split in range(0, splits, AT_ONCE):
         barrier()  # all threads have read the splits before
-        parts.store(found[0])
+        sums.store(found[0])
         peaks.store(found[1])
         totals.store(found[2])
         slot += AT_ONCE * H
@@ -484,13 +485,13 @@ def _combine_piece(
         )
         barrier()
         for at in range(0, gl.minimum(splits - first_split, AT_ONCE), 8):
-            for following in gl.static_range(8):  # unrolled, so that the loads overlap
-                next_acc = gl.expand_dims(part_of.index(at + following).load(gl.SliceLayout(0, wide)), 0)
-                next_peak = peak_of.index(at + following).load(gl.SliceLayout(1, wide))
-                next_total = total_of.index(at + following).load(gl.SliceLayout(1, wide))
+            for offset in gl.static_range(8):  # unrolled, so that the loads overlap
+                next_acc = gl.expand_dims(sum_of.index(at + offset).load(gl.SliceLayout(0, wide)), 0)
+                next_peak = peak_of.index(at + offset).load(gl.SliceLayout(1, wide))
+                next_total = total_of.index(at + offset).load(gl.SliceLayout(1, wide))
                 acc, peak, total = combine(acc, peak, total, next_acc, next_peak, next_total, False)
     out = (acc / gl.expand_dims(total, 1)).to(out_ptr.dtype.element_ty)
-    dims = gl.expand_dims(dim + gl.arange(0, PIECE, gl.SliceLayout(0, wide)), 0)
+    dims = gl.expand_dims(dim + gl.arange(0, SPAN, gl.SliceLayout(0, wide)), 0)
     tl.store(out_ptr + (first * H + head) * D + dims, out, mask=dims < D)
 
 

@@ -79,7 +79,7 @@ noting: ContextVar[Notes | None] = ContextVar("noting", default=None)
 
 
 def constant(value: object) -> Any:
-    """Return a number, a string or a tuple in a form that kernels can refer to as a global."""
+    """Return a value (a number, a string, a tuple, a cache policy) in a form that kernels can refer to as a global."""
     return value if tl is None else tl.constexpr(value)
 
 

@@ -90,20 +90,21 @@ def test_partial_results_of_shared_keys(fp8: bool, attend: Attend) -> None:
     ("splits", "head_size", "fp8"), [(2, 128, False), (64, 64, False), (150, 96, False), (97, 80, True)]
 )
 def test_splits_are_combined_in_order(splits: int, head_size: int, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More splits than are loaded at once, and partial results of others next to them."""
+    """Few splits, and more than are loaded at once, with partial results of others next to them."""
     gluon_on_cpu.put(monkeypatch, "_decode_kernel", hopper_decode, gluon, softmax, work_tiles, pages)
     heads, dims, own = 3, power_of_two(head_size), slice(4, 4 + splits)
     partial = PartialResults.empty(splits + 9, heads, 1, head_size, torch.device("cpu"))
     for each, values in ((partial.parts, 1.0), (partial.peaks, 5.0), (partial.totals, 1.0)):
         each.fill_(torch.nan)
         each[own] = torch.randn(each[own].shape).abs() * values
-    out = torch.full((2, heads, head_size), 7.0, dtype=torch.bfloat16)
+    out = torch.full((2, heads, head_size), 7.0)
     ks = gluon_on_cpu.allocate(pages.E4M3 if fp8 else torch.bfloat16, [3, 1, hopper_decode.KEYS, dims], None)
     tensors = out, partial.parts, partial.peaks, partial.totals
     results = *(gluon_on_cpu.Pointer(each.view(-1)) for each in tensors), None
-    for head, dim in itertools.product(range(heads), range(0, dims, 64)):
-        hopper_decode._combine_piece(results, ks, 1, 4, splits, head, dim, heads, head_size, 64, fp8)
-    weights = torch.exp2(partial.peaks[own] - partial.peaks[own].amax(0))
-    expected = (weights[:, :, None] * partial.parts[own]).sum(0) / (weights * partial.totals[own]).sum(0)[:, None]
-    close(out[1], expected)
+    for head, dim in itertools.product(range(heads), range(0, dims, hopper_decode.SPAN)):
+        hopper_decode._combine_span(results, ks, 1, 4, splits, head, dim, heads, head_size, hopper_decode.SPAN, fp8)
+    found = torch.zeros(heads, head_size), torch.full([heads], -1e30), torch.zeros(heads)
+    for slot in range(4, 4 + splits):
+        found = softmax.combine(*found, *(each[slot] for each in (partial.parts, partial.peaks, partial.totals)), False)
+    assert torch.equal(out[1], found[0] / found[2][:, None])
     assert (out[0] == 7).all()
