@@ -12,8 +12,9 @@ columns to a sum. Two sums at the same time on a processor are no faster than on
 A nibble becomes a number without a conversion: in the lowest bits of the mantissa of 128 it is bf16's 128 + q. From
 this, 128 + zero is subtracted, which is exact. The difference times the scale is rounded once: a float16 scale is the
 sum of two numbers in bf16, high and low, and (q - zero) * low is exact in bf16, so that one multiply-add rounds the
-whole sum. Where x is float16, the number is 1024 + q, and a float16 scale has one part. Its mantissa also has room for
-a nibble 4 bits higher, which is then not shifted: (1024 + 16 q) / 16 - (64 + zero) is exact in one multiply-add.
+whole sum. Where x is float16, the number is 1024 + q, and a float16 scale has one part. The mantissa of 1024 also has
+room for a nibble 4 bits higher, which is then not shifted: (1024 + 16 q) / 16 - (64 + zero) is exact in one
+multiply-add.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ HALVED = (32, 512, 4, 128)
 
 HALVED_TOKENS, SHARED_TOKENS = 32, 16  # tokens up to which HALVED is used, and two of its programs share a processor
 ALONE_TOKENS, ALONE_GROUP = 8, 128  # tokens up to which, and columns per group from which, programs are `alone`
-ALONE_MEMORY, ALONE_REGISTERS = 1.05, 8  # their memory in units of half a processor's, and registers more than half
+ALONE_MEMORY, ALONE_REGISTERS = 1.05, 8
+"""The share of memory of a `memory` program in units of half a processor's, and how many registers per thread more than
+half a `registers` program has. A `memory` program has as many fewer, so that it shares with a `registers` program."""
+
 MANY = (256, 128, 128, 8, 64, 1), (128, 64, 128, 4, 64, 2), (64, 64, 256, 4, 64, 1)
 """Choices for more tokens. The first whose tiles occupy two thirds of the processors is used."""
 
@@ -107,6 +111,7 @@ class Tile:
     multiple of 16 rows, or 8 rows. chunk: number of columns that are dequantized at a time. programs: number of
     programs for which a processor has room. alone: "memory" or "registers", if a program takes a little more than its
     share of these, so that a processor has room for it and for a program of another kernel, but not for two of its own.
+    A `memory` program has ALONE_REGISTERS fewer registers, so that it shares with a `registers` program.
     """
 
     tokens: int
@@ -138,18 +143,21 @@ class Tile:
         return share + {"": 0, "memory": -ALONE_REGISTERS, "registers": ALONE_REGISTERS}[self.alone]
 
 
-def tile_of(tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = False, group: int = 128) -> Tile:
+def tile_of(
+    tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = False, group: int = 128, swiglu: bool = False
+) -> Tile:
     """Return the tile for a product of `tokens` tokens and a weight of `outputs` rows.
 
     add: whether the result is added to other numbers, for which the registers of the largest tile do not suffice.
-    group: columns per group.
+    group: columns per group. swiglu: whether the weight is gate_up.
 
     The instructions that add to one sum wait for each other, which takes longer than to load a narrow weight. In tiles
     of HALVED rows, a warp has only 8 rows instead of 16 to dequantize meanwhile, and more processors take part. If
     weights are small, a processor has room for two programs, and most of one's weight loads while the previous kernel
-    runs. Larger weights with HALVED tiles (down), and those that read their results (q, k and v), also leave room for
-    the programs of the kernels before and after them. But two programs of their own, on a processor that has become
-    free early, would take longer than one on each: they are `alone`.
+    runs. Larger weights with HALVED tiles (down), and those that read their results (q, k and v), leave room for each
+    other's programs, and down also for those of a gate_up with WIDE tiles. (NARROW ones take the whole memory.) But two
+    programs of down, or of q, k and v, on a processor that has become free early, would take longer than one on each:
+    they are `alone`.
     """
 
     def programs(size: int, rows: int) -> int:
@@ -166,7 +174,8 @@ def tile_of(tokens: int, outputs: int, inputs: int, chip: Chip, add: bool = Fals
             if alone and not small:
                 return Tile(padded, *HALVED, 2, "memory")
             return Tile(padded, *HALVED, 2 if small else 1)
-        if alone and max(programs(padded, NARROW[0]), inputs // HALVED[0]) <= chip.processors:
+        before = inputs // HALVED[0]  # programs of the same model's down, whose outputs are these inputs
+        if alone and not swiglu and max(programs(padded, NARROW[0]), before) <= chip.processors:
             return Tile(padded, *NARROW[:-1], 2, "registers")
         if padded > 32 and programs(32, NARROW[0]) <= chip.processors:
             padded = 32
@@ -363,8 +372,8 @@ def _multiply(
     zeros = reinterpret(zeros, zeros.dtype, [STAGES * APART, BLOCKS, GROUPS, HALVES, 2, 8, 1, 1], LINEAR)
     side = 0
     if SPLIT > 1:  # the second warp's rows, 8 to 15 of a block, are in every second nibble
-        warps: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, gl.SliceLayout(6, threads))))
-        side = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, warps)))
+        sides: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, gl.SliceLayout(6, threads))))
+        side = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, sides)))
         side = gl.expand_dims(gl.expand_dims(gl.expand_dims(side, 0), 2), 3)
         side = gl.expand_dims(gl.expand_dims(gl.expand_dims(side, 4), 5), 6)
     tl.extra.cuda.gdc_wait()
@@ -462,9 +471,9 @@ def _dequantized(packed, factors, side, ZEROS: gl.constexpr, dtype: gl.constexpr
             high = _twice(scales[row].to(gl.int16, bitcast=True).to(gl.int32) << 16)
         highs = highs + (high + nothing,)  # type: ignore[assignment]
     given = (packed,) + middles + highs + lows
-    if SPLIT > 1 and MASKED:  # the mask of a warp's nibbles, and 1 or 1/16, twice
-        given = given + (0xF000F + 0xE100E1 * side + nothing,)  # type: ignore[assignment]
-        given = given + (0x3C003C00 - 0x10001000 * side + nothing,)  # type: ignore[assignment]
+    if SPLIT > 1 and MASKED:
+        mask, factor = _masked(side)
+        given = given + (mask + nothing, factor + nothing)  # type: ignore[assignment]
     BF: gl.constexpr = (BF16_LOW if LOW else BF16) if SPLIT == 1 else (BF16_LOW_ROW if LOW else BF16_ROW)
     F: gl.constexpr = F16 if SPLIT == 1 else F16_ROW
     text: gl.constexpr = BF if dtype == gl.bfloat16 else F
@@ -486,6 +495,12 @@ def _middle(zero, odd, dtype: gl.constexpr):
     else:
         middle = zero * (0x10001 + 0xF000F * odd) - 469703680 - 268439552 * odd
     return middle
+
+
+@gluon_jit()
+def _masked(side):
+    """Return what F16_ROW takes for a warp: the mask of its nibbles, and 1 or 1/16, both twice in a register."""
+    return 0xF000F + 0xE100E1 * side, 0x3C003C00 - 0x10001000 * side
 
 
 @gluon_jit()

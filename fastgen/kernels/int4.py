@@ -298,7 +298,7 @@ def _tile_of(tokens: int, x: Tensor, words: Tensor, scales: Tensor, fused: Fused
     if tokens > hopper_int4.most(add) or not hopper_int4.runs_on(chip, x.dtype, scales.dtype):
         return None
     group = inputs // scales.shape[1]
-    tile = hopper_int4.tile_of(tokens, len(words), inputs, chip, add, group)
+    tile = hopper_int4.tile_of(tokens, len(words), inputs, chip, add, group, fused.swiglu)
     return tile if hopper_int4.fits(tile, inputs, group) else None
 
 

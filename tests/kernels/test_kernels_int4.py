@@ -111,37 +111,45 @@ def pairs(values: Tensor) -> Register:
     return Register(torch.stack((values, values), -1))
 
 
+def registers(numbers: Tensor, dtype: torch.dtype) -> Register:
+    """Return registers with the lowest 32 bits of numbers, as two numbers of 2 bytes each."""
+    return Register(torch.where(numbers >= 2**31, numbers - 2**32, numbers).int().view(dtype).view(-1, 2))
+
+
 @pytest.mark.parametrize(("rows", "side"), [(1, 0), (1, 1), (2, 0)])
 @pytest.mark.parametrize(
     ("dtype", "scale_dtype"),
     [(torch.bfloat16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)],
 )
-def test_the_instructions_round_once(dtype: torch.dtype, scale_dtype: torch.dtype, rows: int, side: int) -> None:
-    """All 16 x 16 numbers q and zeros, with many scales, as two words of 8 equal numbers: (q - zero) * scale in
-    float32, rounded once. side: which of a block's two halves a warp has; in bfloat16, its words were shifted."""
+def test_the_instructions_round_once(
+    dtype: torch.dtype, scale_dtype: torch.dtype, rows: int, side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All 16 x 16 numbers q and zeros, with many scales, as two words of the numbers (q + i) % 16: (q - zero) * scale
+    in float32, rounded once. side: which of a block's two halves a warp has; in bfloat16, its words were shifted."""
+    monkeypatch.setattr(hopper_int4, "gl", torch)  # for the dtypes
+    middle, masked = (getattr(each, "fn", each) for each in (hopper_int4._middle, hopper_int4._masked))
     scales = (torch.rand(200, generator=torch.Generator().manual_seed(0)) * 0.05).to(scale_dtype)
     scales[:4] = torch.tensor([6e-8, 1e-5, -0.3, 1.0])
     q, zero, scale = torch.meshgrid(torch.arange(16), torch.arange(16), torch.arange(200), indexing="ij")
     q, zero, scale = q.flatten(), zero.flatten(), scales[scale.flatten()]
-    words = Register((q * 0x11111111).int().view(dtype).view(-1, 2))
-    masked = dtype == torch.float16
-    middles = [pairs((-magic - zero).to(dtype)) for magic in ((1024, 64) if masked else (128, 128))]
+    several = [(q + number) % 16 for number in range(8)]
+    word = sum(each << 4 * number for number, each in enumerate(several))
+    words = registers(word if dtype == torch.float16 else word >> 4 * side, dtype)
+    middles = [registers(middle(zero.int(), odd, dtype), dtype) for odd in ((0, 1) if rows == 2 else (side,))]
     high = scale.to(dtype)
     low = (scale.float() - high.float()).to(dtype)
     split = scale_dtype != dtype
     name = "BF16_LOW" if split else "BF16" if dtype == torch.bfloat16 else "F16"
     text = getattr(hopper_int4, name + "_ROW" * (rows == 1))
-    if rows == 1:
-        middles = middles[side:][:1]
     factors = [*middles, *[pairs(high)] * rows, *[pairs(low)] * (rows * split)]
-    if rows == 1 and masked:
-        mask = torch.tensor([0xF000F << 4 * side]).int().view(dtype).expand(len(q), 2).contiguous()
-        factors += [Register(mask), pairs(torch.full_like(high, 16**-side))]
+    if rows == 1 and dtype == torch.float16:
+        factors += [registers(torch.full_like(q, each), dtype) for each in masked(side)]
     given = [words, words, *[each for each in factors for _ in range(2)]]
-    expected = ((q - zero).float() * scale.float()).to(dtype)
+    expected = [((each - zero).float() * scale.float()).to(dtype) for each in several]
     computed = compute(getattr(text, "value", text), given, (dtype,) * 8)
-    for found in computed[:: 3 - rows]:
-        assert torch.equal(found.x.view(-1, 2), torch.stack((expected, expected), -1))
+    for number in range(0, 8, 3 - rows):
+        pair = number % 4 + side
+        assert torch.equal(computed[number].x.view(-1, 2), torch.stack((expected[pair], expected[pair + 4]), -1))
     assert all(found.x.isnan().all() for found in computed[1 :: 3 - rows] if rows == 1)
 
 
@@ -153,27 +161,30 @@ from fastgen.kernels import int4
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.rope import SlotMapping
 
-for outputs, inputs, group, what in [
-    (4096, 4096, 128, "add"), (4096, 14336, 128, "add"), (28672, 4096, 128, "swiglu"), (6144, 4096, 128, "rope"),
-    (4096, 4096, 32, ""), (4096, 4096, 64, ""), (4096, 4096, 4096, ""),
+for outputs, inputs, group, what, dtype in [
+    (4096, 4096, 128, "add", "bf16"), (4096, 14336, 128, "add", "bf16"), (28672, 4096, 128, "swiglu", "bf16"),
+    (6144, 4096, 128, "rope", "bf16"), (4096, 4096, 32, "", "bf16"), (4096, 4096, 64, "", "bf16"),
+    (4096, 4096, 4096, "", "bf16"), (4096, 14336, 128, "add", "f16"), (28672, 4096, 128, "swiglu", "f16"),
 ]:
     for tokens in (1, 9, 17, 33, 65) if what else (1,):
-        about |= {"tokens": tokens}
+        about |= {"tokens": tokens, "dtype": dtype}
         words, scales = zeros(outputs, inputs // 8, dtype=torch.int32), zeros(outputs, inputs // group).half()
         zero = scales.to(torch.uint8) if group == 128 else None
-        fused = Fused(add=zeros(tokens, outputs) if what == "add" else None, swiglu=what == "swiglu")
+        x = zeros(tokens, inputs, dtype=torch.float16 if dtype == "f16" else torch.bfloat16)
+        fused = Fused(add=zeros(tokens, outputs, dtype=x.dtype) if what == "add" else None, swiglu=what == "swiglu")
         if what == "rope":
             where, turns = zeros(tokens, dtype=torch.int64), zeros(9, 64, dtype=torch.float32)
             mapping = SlotMapping(where, where, turns, turns, tokens, 8, 64)
             fused = Fused(rope=RopeWrite(mapping, *zeros(2, 2, 8, 64, 128)))
-        int4.int4_product.launch(zeros(tokens, inputs), words, scales, zero, None, fused)
+        int4.int4_product.launch(x, words, scales, zero, None, fused)
 """
 
 
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_products_are_compiled_for_hopper() -> None:
     several: list[dict[str, Any]] = [each for each in compiled(LAUNCHES) if each["kernel"] == "hopper_int4"]
-    assert len(several) > 10
+    for dtype in ("bf16", "f16"):
+        assert sum(made["dtype"] == dtype for made in several) >= 10
     for made in several:
         check_hand_over(made["ptx"])
         assert made["shared"] <= 232_448
@@ -181,7 +192,8 @@ def test_products_are_compiled_for_hopper() -> None:
         assert waits[0] < loads[0] < waits[1], "the weight loads before the previous kernel has ended"
         products = set(re.findall(r"wgmma\.mma_async\S+", made["ptx"]))
         assert len(products) == 1
-        assert re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16", products.pop())
+        name = rf"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.{made['dtype']}\.{made['dtype']}"
+        assert re.fullmatch(name, products.pop())
         assert "cvt.rn.f32" not in made["ptx"]
         assert len(places(r"ld\.shared\.v4", made["ptx"])) >= 4, "a thread's words of 64 columns at a time"
 
@@ -193,7 +205,7 @@ def test_products_are_compiled_for_older_chips(chip: str) -> None:
     products = {name for made in several for name in re.findall(r"mma\.sync\S+", made["ptx"])}
     widths = {width for made in several for width in re.findall(r"kWidth = \d", made["ttgir"])}
     assert widths == {"kWidth = 2"}, "neighbours in an instruction are neighbours in a row, as in other products"
-    assert products == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+    assert products == {f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32" for dtype in ("bf16", "f16")}
 
 
 def test_a_scratch_copy_is_read_after_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +229,10 @@ def test_tiles_of_few_tokens() -> None:
     tiles leave room for several steps, also in groups of 32."""
     chip = Chip((9, 0), 132, 232_448)
     for tokens in range(1, 65):
-        tiles = {name: hopper_int4.tile_of(tokens, *SHAPES[name], chip, name in ("o", "down")) for name in SHAPES}
+        tiles = {
+            name: hopper_int4.tile_of(tokens, *SHAPES[name], chip, name in ("o", "down"), swiglu=name == "gate_up")
+            for name in SHAPES
+        }
         halved = 32 if tokens <= 32 else 64
         assert {name: tile.rows for name, tile in tiles.items()} == {
             "qkv": 64, "o": halved, "gate_up": 128, "down": halved
@@ -226,22 +241,25 @@ def test_tiles_of_few_tokens() -> None:
         assert all(tile.stages(chip, group) > 1 for tile in tiles.values() for group in (32, 128))
         assert tiles["down"].programs == tiles["qkv"].programs == (2 if tokens <= 8 else 1)
         assert tiles["o"].programs == (2 if tokens <= 16 else 1)
+        quarter = hopper_int4.tile_of(tokens, 7168, 4096, chip, swiglu=True)
+        assert (quarter.rows, quarter.programs) == (64, 1), "gate_up on 4 ranks, which no program of down follows"
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, 4096])
-def test_what_shares_a_processor(group: int) -> None:
+@pytest.mark.parametrize("factor_bytes", [2, 3], ids=["scales", "scales and zeros"])
+@pytest.mark.parametrize("group", [32, 64, 128, 2048])
+def test_what_shares_a_processor(group: int, factor_bytes: int) -> None:
     """For up to 8 tokens, a processor has room for a program of down and one of gate_up or of q, k and v, but not for
     two of down, and not for two of q, k and v. In small groups, down has a processor's whole memory, as with more
     tokens."""
     chip, most = Chip((9, 0), 132, 232_448), 233_472  # bytes of a processor, of which each program has 1024 more
     tiles = {
-        name: hopper_int4.tile_of(8, *SHAPES[name], chip, name in ("o", "down"), group)
+        name: hopper_int4.tile_of(8, *SHAPES[name], chip, name == "down", group, name == "gate_up")
         for name in ("qkv", "gate_up", "down")
     }
 
     def share(*names: str) -> bool:
         several = [tiles[name] for name in names]
-        factors = [3 * each.rows * each.groups(group) * each.apart(group) for each in several]
+        factors = [factor_bytes * each.rows * each.groups(group) * each.apart(group) for each in several]
         steps = [(32 + each.rows) * each.depth // 2 + more for each, more in zip(several, factors, strict=True)]
         memory = sum(x.stages(chip, group) * step + 1024 + 512 for x, step in zip(several, steps, strict=True))
         return memory <= most and sum(32 * (each.warps + 4) * each.registers for each in several) <= 65536
