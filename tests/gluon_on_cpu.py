@@ -173,7 +173,8 @@ def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         barriers = [MemoryBarrier() for _ in range(shape[0])]
         return SimpleNamespace(index=barriers.__getitem__, shape=shape) if len(shape) > 1 else barriers[0]
     if dtype.itemsize == 4:
-        return Shared(torch.zeros(math.prod(shape), dtype=dtype), torch.arange(math.prod(shape)).view(shape))
+        first = torch.nan if dtype.is_floating_point else 0
+        return Shared(torch.full((math.prod(shape),), first, dtype=dtype), torch.arange(math.prod(shape)).view(shape))
     *count, rows, columns = shape
     places = torch.arange(math.prod(shape)).view(*count, columns // ROW, rows, ROW).transpose(-2, -3).reshape(shape)
     return Shared(torch.full((math.prod(shape),), torch.nan).to(dtype), places)
