@@ -21,6 +21,7 @@ FORMS = {
     "awq": (128, torch.float16, True),
     "compressed-tensors": (32, torch.bfloat16, False),
     "gptq": (64, torch.float16, True),
+    "gptq symmetric": (128, torch.float16, False),
     "whole rows": (0, torch.bfloat16, True),
     "float32": (128, torch.float32, False),
 }
@@ -88,7 +89,7 @@ def test_the_kernel_dequantizes_as_its_twin(form: str, dtype: torch.dtype) -> No
         *((name, "awq", torch.bfloat16) for name in SHAPES if name != "head"),
         *(("o", form, torch.bfloat16) for form in FORMS if form != "awq"),
         ("gate_up", "compressed-tensors", torch.bfloat16), ("qkv", "gptq", torch.bfloat16),
-        ("down", "awq", torch.float16), ("o", "whole rows", torch.float16),
+        ("down", "awq", torch.float16), ("down", "gptq symmetric", torch.float16), ("o", "whole rows", torch.float16),
     ],
 )  # fmt: skip
 def test_a_row_has_the_bits_of_the_dequantized_weight(name: str, form: str, dtype: torch.dtype) -> None:
