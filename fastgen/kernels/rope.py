@@ -205,7 +205,8 @@ def _twin(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, norm:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x [T, heads, D] rotated by cos and sin, float32 [T, 1, D], in the form of `SlotMapping.turns`."""
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return (x * cos).addcmul_(torch.cat((b, a), dim=-1), sin).to(x.dtype)
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
