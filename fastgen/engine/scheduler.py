@@ -322,15 +322,15 @@ class Scheduler:
                 if not sequence.pending:
                     self._leave(sequence)
                 continue
+            sequence.drawn.append(row)
             if (masked or token < 0) and not accepts(sequence, token):
                 dropped += 1
+                sequence.drawn.cut(sequence.output_len)
                 self.finish(sequence, "error")
                 changed.append(sequence)
                 continue
-            token_ids = sequence.token_ids
-            sequence.drawn.append(row)
-            token_ids.append(token)  # last: `rewind` drops values without a token, should an exception come between
-            if token in sequence.stop_ids or len(token_ids) == sequence.max_len:
+            sequence.token_ids.append(token)  # right after the mask, which cannot go back; `rewind` drops other values
+            if token in sequence.stop_ids or len(sequence.token_ids) == sequence.max_len:
                 self._end_at(sequence, token)
                 if sequence.every_token or sequence.status is not alive:
                     changed.append(sequence)

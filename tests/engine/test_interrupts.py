@@ -237,6 +237,26 @@ def test_after_an_exception_in_a_step_requests_go_on_or_can_be_aborted(gen: Gene
     assert raised > 20
 
 
+def test_after_an_exception_between_a_mask_and_its_token_the_mask_has_not_advanced(gen: Generator) -> None:
+    """The exception is raised at each point of a step in these modules, until the step has no more of them."""
+    params, modules, raised = replace(SHORT, mask=Turns()), ("request.py", "scheduler.py", "masks.py"), True
+    expected = gen.generate(["hello"], params)[0].completions[0].token_ids
+    for event in itertools.count():
+        gen.add("hello", params)
+        told = gen.step() + gen.step()
+        try:
+            told += at(event, raise_own, gen.step, lambda file: file.endswith(modules))
+            raised = False
+        except OwnError:
+            raised = True
+        while gen.unfinished:
+            told += gen.step()
+        assert [token for part in told for token in part.token_ids] == expected
+        if not raised:
+            break
+    assert event > 20
+
+
 LONG = SamplingParams(max_tokens=14, seed=4, ignore_eos=True)
 REQUESTS: list[tuple[list[int], SamplingParams]] = [
     (random_ids(30), replace(LONG, n=2, repetition_penalty=1.2)),
