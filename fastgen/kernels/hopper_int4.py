@@ -68,7 +68,7 @@ def _instructions(low: bool, kind: str, rows: int = 2) -> str:
     for number in range(0, 8, 3 - rows):
         word, pair = 8 + number // 4, number % 4
         zero, scale, lowest = (10 + 2 * (rows * part + pair % 2) for part in range(3))
-        # The mantissa of float16 has room for two nibbles: those of row 1 count 16 times.
+        # The mantissa of float16 has room for two nibbles, so the nibbles of row 1 count 16 times.
         shift, mask, factor = 4 * pair, "0x000f000f", None
         if kind == "f16":
             shift, mask, factor = pair // 2 * 8, "0x00f000f0" if pair % 2 else mask, "s" if pair % 2 else None
