@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from compiling import compiled
+from control_flow import BARRIER, ControlFlow, instructions
 from test_kernels_batch_invariant import A100, H200
 
 from fastgen.device.chip import power_of_two
@@ -83,16 +84,29 @@ for group, head_size, window in [(4, 128, 0), (5, 96, 100)]:
 LOAD, WAIT, START = r"cp\.async\.bulk\.tensor\.\dd\.shared", "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 
-def check_hand_over(ptx: str, ends: int = 1) -> None:
+def check_hand_over(ptx: str, early_end: bool = False) -> ControlFlow:
     """Check that data for other groups of warps (their tasks, and values that they take over) is in shared memory
-    between two barriers of all threads. racecheck does not know these barriers, and reports races."""
-    barrier = r"barrier\.sync\s+1;\s*\n"
-    written = re.findall(rf"st\.shared\S*\s+\[global_smem\+\d+\], [^\n]*\n\s*{barrier}", ptx)
-    assert len(written) == 1 + ends, "tasks, and the end"
-    assert len(re.findall(rf"{barrier}(?:[^\n]*\n){{0,2}}?\s*ld\.shared\.b8", ptx)) == 1, "which task"
-    [taken] = re.findall(rf"brx\.idx[^\n]*\n\$L__BB[^\n]*\n((?:[^\n]*\n)*?)\s*{barrier}", ptx)
-    names = [line.split()[0] for line in taken.splitlines() if line.strip()]
-    assert all(re.match(r"setmaxnreg|\.pragma|\.loc|ld\.shared|mov", name) for name in names), names
+    between two barriers of all threads. racecheck does not know these barriers, and reports races.
+
+    early_end: whether programs without a task end before other warps begin one.
+    """
+    flow = ControlFlow(ptx)
+    stores = rf"((?:\s*st\.shared\S*\s+\[global_smem\+\d+\], [^\n]*\n)+)\s*{BARRIER}"
+    written = flow.matching(stores)
+    assert written <= flow.first
+    [tasks] = [label for label in written if flow.reached(label) & written > {label}]
+    ends = written - {tasks}
+    assert "ret;" not in flow.text(flow.reached(flow.ENTRY, [flow.dispatch, *ends])), "other warps learn of each end"
+    assert ("ret;" in flow.text(flow.reached(flow.ENTRY, [flow.dispatch, tasks]))) == early_end
+    taken = flow.taken_over()
+    names = {re.sub(r"@\S+\s+", "", each).split()[0] for each in instructions(taken)}
+    assert all(re.match(r"setmaxnreg|ld\.shared|mov|add|setp|bra|brx|ret", name) for name in names), names
+    assert any(name.startswith("setmaxnreg") for name in names), "a task begins with it"
+    # After the second barrier the first group may use this memory for something else.
+    values = re.findall(r"global_smem\+\d+", "".join(re.findall(stores, flow.code[tasks])))
+    loads = [rf"ld\.shared[^\n]*\[{re.escape(value)}\]" for value in values]
+    assert all(len(places(each, flow.text(flow.others))) == len(places(each, taken)) for each in loads), "read in time"
+    return flow
 
 
 def places(pattern: str, text: str) -> list[int]:
@@ -106,24 +120,26 @@ def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
     assert {each["rows"] for each in several} == {64, 128, *[32] * HALVES, *[160, 192, 224] * ANY_BOXES}
     assert {each["tokens"] for each in several} == {8, 16, 32, 64, 128}
     for made in several:
-        check_hand_over(made["ptx"])
+        flow = check_hand_over(made["ptx"])
         ptx, stages = made["ptx"], made["stages"]
+        multiplying, loading = flow.text(flow.first), flow.text(flow.others)
         programs = 1 if made["token_tiles"] * made["outputs"] <= 132 * made["rows"] else 2
         assert made["shared"] <= (H200.shared_memory + 1024) // programs - 1024
-        # The wait of the four warps comes first, and then the wait of the warp that loads.
-        loads, waits = places(LOAD, ptx), places(WAIT, ptx)
-        assert len(waits) == 2
-        assert waits[0] < waits[1]
+        loads = places(LOAD, loading)
+        [wait], [wait_to_load] = places(WAIT, multiplying), places(WAIT, loading)
+        assert not places(LOAD, multiplying)
         a_stage = made["pieces"] * max(made["depth"] // made["pieces"] // 64, 1)  # instructions with 64 columns each
         first = min(stages, made["steps"])
-        assert len(places(LOAD, ptx[: waits[1]])) == first * a_stage, "the weight's first ones"
+        assert len(places(LOAD, loading[:wait_to_load])) == first * a_stage, "the weight's first ones"
         x_too = a_stage + max(made["depth"] // 64, 1)
         loops = {first + (made["steps"] > stages), made["steps"]}  # a short loop may be unrolled
         assert len(loads) in {each * x_too for each in loops}, "each stage's first ones, and the loop's"
-        assert all(waits[0] < each for each in places("ld.global", ptx))
-        start = ptx.index(START)
+        assert all(wait < each for each in places("ld.global", multiplying))
+        assert "ld.global" not in loading
+        assert ptx.count(START) == 1
+        start = loading.find(START)
         starts[made["outputs"], made["inputs"]] = (
-            "early" if start > waits[1] else "at once" if start > loads[0] else "late"
+            "early" if start > wait_to_load else "at once" if start > loads[0] else "late"
         )
         products = set(re.findall(r"wgmma\.mma_async\S+", ptx))
         assert products == {f"wgmma.mma_async.sync.aligned.m64n{made['tokens']}k16.f32.bf16.bf16"}, (
@@ -142,14 +158,20 @@ def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_decodes_are_compiled() -> None:
     for made in compiled(ATTENTION + DECODES):
-        check_hand_over(made["ptx"], ends=2)  # programs without a task end at once
+        flow = check_hand_over(made["ptx"], early_end=True)
         assert made["shared"] <= (H200.shared_memory + 1024) // made["programs"] - 1024
         assert made["stages"] > (2 if made["programs"] > 1 else 5)
-        loads, waits = places(LOAD, made["ptx"]), places(WAIT, made["ptx"])
-        # The four warps wait twice: in a step with prefills, and before the first query. The warp that loads keys,
-        # whose instructions lie between, waits in a branch for a block with a new key.
-        assert len(waits) == 3
-        assert len([each for each in loads if each > waits[2]]) == 2, "of queries: for the first task and the next one"
+        # The four warps wait twice: in a step with prefills, and before the first query. The warp that loads keys waits
+        # in a branch for a block with a new key, and loads other blocks without it.
+        attending = flow.text(flow.first)
+        loads, waits = places(LOAD, attending), places(WAIT, attending)
+        assert len(waits) == 2
+        assert len(loads) == len([each for each in loads if each > waits[1]]) == 2, "of the first and the next queries"
+        [wait] = flow.matching(WAIT) & flow.others
+        assert len(places(WAIT, flow.code[wait])) == 1
+        assert not places(LOAD, flow.code[wait])
+        at_once = flow.text(flow.reached(flow.dispatch, [wait]))
+        assert len(places(LOAD, at_once)) == len(places(LOAD, flow.text(flow.others))), "each can run without the wait"
         products = set(re.findall(r"wgmma\.mma_async\S+k16\.(\S+)", made["ptx"]))
         assert products == {"f32.bf16.bf16", *["f32.f16.f16"] * made["fp8"]}
         assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+)", made["ptx"])) == {f"m64n{made['rows']}"}
