@@ -13,7 +13,7 @@ import torch
 from fastgen.model.packed import packing
 
 
-@pytest.mark.skipif(packing(torch.float32) is None, reason="products of this processor have no known bits")
+@pytest.mark.skipif(packing(torch.float32) is None, reason="packed layers need AVX, and MKL or oneDNN in torch")
 @pytest.mark.parametrize(
     ("instructions", "options"),
     [("AVX512", ["few"]), *(pytest.param(each, [], marks=pytest.mark.long) for each in ("AVX2", "AVX512"))],
