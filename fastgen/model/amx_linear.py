@@ -16,12 +16,13 @@ from torch import Tensor
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.model.linear import Linear, finish
 
-INPUTS = 896
-"""Maximum number of inputs of a part of a weight."""
+INPUTS = 448
+"""Maximum number of inputs of a part of a weight. From 512 on, the order of the sums of oneDNN 3.12 depends on
+the number of rows and threads."""
 
 UNIT = 64
-"""Parts other than the last one have a multiple of this number of inputs: oneDNN sums rows of other lengths, and rows
-that begin at other places, in another order."""
+"""Each part has a multiple of this number of inputs, and the last one is padded with zeros: oneDNN sums rows of other
+lengths, and rows that begin at other places, in an order that depends on the number of rows."""
 
 SMALLEST = 1025
 """Minimum number of weights of a part, which is padded with rows of zeros: torch does not use oneDNN for products of
@@ -30,18 +31,22 @@ SMALLEST = 1025
 
 @dataclass(eq=False)
 class AmxLinear(Linear):
-    """A linear layer in bfloat16. parts: the columns of the weight in contiguous tensors [out, at most INPUTS].
+    """A linear layer in bfloat16. parts: the columns of the weight in contiguous tensors [out, at most INPUTS], with
+    zeros up to a multiple of UNIT columns.
     `weight` has a shape but no memory."""
 
     parts: tuple[Tensor, ...] = field(kw_only=True)
 
     def product(self, x: Tensor, fused: Fused) -> Tensor:
-        outputs, (first, *others) = len(self.weight), torch.split(x, [part.shape[1] for part in self.parts], 1)
+        (outputs, inputs), sizes = self.weight.shape, [part.shape[1] for part in self.parts]
+        if missing := sum(sizes) - inputs:
+            x = F.pad(x, (0, missing))
+        first, *others = torch.split(x, sizes, 1)
         y = F.linear(first, self.parts[0])
         if others:
             total = y.float()
-            for inputs, part in zip(others, self.parts[1:], strict=True):
-                total += F.linear(inputs, part)
+            for columns, part in zip(others, self.parts[1:], strict=True):
+                total += F.linear(columns, part)
             y = total
         y = y if y.shape[1] == outputs else y[:, :outputs].contiguous()
         y = y if self.bias is None else y.add_(self.bias)
@@ -52,10 +57,11 @@ class AmxLinear(Linear):
         """Return the linear layer with its weight in parts."""
         weight, units = linear.weight, -(-linear.weight.shape[1] // UNIT)
         parts = torch.split(weight, -(-units // -(-units * UNIT // INPUTS)) * UNIT, 1)
-        rows = -(-SMALLEST // parts[-1].shape[1])
-        padded = [F.pad(part, (0, 0, 0, max(rows - len(part), 0))).contiguous() for part in parts]
+        more_rows = max(-(-SMALLEST // UNIT) - len(weight), 0)
+        padded = [F.pad(part, (0, -part.shape[1] % UNIT, 0, more_rows)).contiguous() for part in parts]
         return cls(weight.new_empty(()).expand(weight.shape), linear.bias, parts=tuple(padded))
 
     def unpack(self) -> Linear:
         """Return a linear layer with a plain weight."""
-        return Linear(torch.cat(self.parts, 1)[: len(self.weight)], self.bias)
+        outputs, inputs = self.weight.shape
+        return Linear(torch.cat(self.parts, 1)[:outputs, :inputs].contiguous(), self.bias)

@@ -196,11 +196,14 @@ def test_a_draft_is_a_token_of_the_vocabulary(
 def test_few_lanes_draft(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With many lanes, a step of the copy takes as long as one of the model."""
     monkeypatch.setattr("fastgen.engine.speculation.heads.SelfDraftConfig.most_lanes", 2)
-    with Generator(llama, speculate=EAGER, page_size=16, max_seqs=8) as gen:
+    # The draws are random, so a draft may be right or wrong, and a step adds one or two tokens to an answer. Each of
+    # the last three answers is more than twice as long as the one before it. So they end one after the other in any
+    # case, and there are steps with two lanes and with one.
+    lengths = 3, 6, 9, 12, 28, 60
+    with Generator(llama, speculate=replace(EAGER, max_draft=1), page_size=16, max_seqs=8) as gen:
         sizes, body = list[int](), head_of(gen).body
         monkeypatch.setattr(head_of(gen), "body", lambda size: sizes.append(size) or body(size))
-        params = [SamplingParams(max_tokens=9 + 9 * number, ignore_eos=True) for number in range(len(PROMPTS))]
-        gen.generate(PROMPTS, params)
+        gen.generate(PROMPTS, [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths])
         assert set(sizes) == {1, 2}
 
 

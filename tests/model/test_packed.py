@@ -21,9 +21,10 @@ from fastgen.model.packed import packing
 def test_products_on_the_cpu_have_the_same_bits_for_any_number_of_rows_and_threads(
     instructions: str, options: list[str]
 ) -> None:
-    """MKL and oneDNN take the instructions that the variables name where the CPU has them, and older ones elsewhere."""
+    """MKL, oneDNN and torch take the instructions that the variables name where the CPU has them, and older ones
+    elsewhere."""
     program = Path(__file__).parent.parent / "products_program.py"
-    isa = {"ONEDNN_MAX_CPU_ISA": "AVX2"} if instructions == "AVX2" else {}
+    isa = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"} if instructions == "AVX2" else {}
     environment = {**os.environ, "MKL_ENABLE_INSTRUCTIONS": instructions, **isa}
     command = [sys.executable, str(program), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

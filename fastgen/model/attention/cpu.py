@@ -20,6 +20,7 @@ head tile that sees it.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,13 +29,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgen.device import mkl
+from fastgen.device.processor import is_intel
+from fastgen.device.threads import at_most
 from fastgen.kernels import pages
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.kv_pool import KVPool
 
+INTEL_AVX2 = is_intel() and torch.backends.cpu.get_cpu_capability() == "AVX2"
+"""True on an Intel processor with AVX2 only. There, MKL divides the rows of a matrix among threads if a batch has fewer
+matrices than threads, or matrices of several sizes, and sums rows at the end of a thread's part in another order. It
+also sums products of more than 64 columns in an order that depends on the number of rows. So all matrices of a batch
+have one size there (KEY_STEP), threads are limited (`_threads`), and products have at most 64 columns (`_columns`)."""
+
 KEY_BLOCK = 64
-KEY_STEP = 16  # products read a multiple of this many keys of a block
+KEY_STEP = KEY_BLOCK if INTEL_AVX2 else 16  # products read a multiple of this many keys of a block
 TILE_ROWS = 96  # maximum number of query rows of a prefill tile
 SCORES = 2**20  # approximate maximum number of scores in memory: many small operations take longer than slower memory
 
@@ -53,8 +62,11 @@ def padded_rows(rows: int, head_size: int) -> int:
 def _columns(head_size: int) -> list[tuple[int, int]]:
     """Return (first column, number of columns) of the values in each product; the last two ranges may overlap.
 
-    On AMD processors, MKL sums the columns after the last multiple of 16 in an order that depends on the threads.
+    On AMD processors, MKL sums the columns after the last multiple of 16 in an order that depends on the threads. For
+    more than 64 columns on some processors of Intel, see INTEL_AVX2.
     """
+    if INTEL_AVX2 and head_size > 64:
+        return [(first, 64) for first in (*range(0, head_size - 64, 64), head_size - 64)]
     whole = head_size // 16 * 16
     return [(0, whole), (head_size - 16, 16)] if 0 < whole < head_size else [(0, head_size)]
 
@@ -157,6 +169,11 @@ class _InPlace:
         for first, multiply in self._sums.items():
             np.add(self._blocks, values.data_ptr() + 4 * first, out=self._at)
             multiply()
+
+
+def _threads(tiles: _Tiles) -> AbstractContextManager[None]:
+    """Return a context that limits the threads of the matrix products of tiles, if the bits depend on them."""
+    return at_most(len(tiles.owner)) if INTEL_AVX2 else nullcontext()
 
 
 def _addresses(x: Tensor, numbers: Indices) -> Indices:
@@ -365,12 +382,14 @@ class CpuAttention:
         """Return the results of tiles, float32 [tokens * H, D]. q: the step's scaled queries [T * H, D]."""
         keys, values = self._layers[layer]
         torch.index_select(q, 0, tiles.queries, out=tiles.q.view(-1, self._head_size))
-        products.score(keys)
+        with _threads(tiles):
+            products.score(keys)
         later, hidden = tiles.hidden(window)
         torch.where(hidden, self._hide, later, out=later)
         # In place: torch reads all of a row before it writes the row (tests/model/test_attention_cpu.py would show it).
         torch.softmax(tiles.real_scores_in_memory, -1, out=tiles.real_scores_in_memory)
-        products.sum(values)
+        with _threads(tiles):
+            products.sum(values)
         for first, other in tiles.others:
             first += other
         return _in_memory(tiles.sums).view(-1, self._head_size).index_select(0, tiles.results)
