@@ -19,6 +19,7 @@ HOPPERS = torch.cuda.device_count() > 1 and torch.cuda.get_device_capability()[0
 pytestmark = pytest.mark.skipif(not HOPPERS, reason="there are fewer than 2 Hopper GPUs that torch can use")
 
 RANKS = 4 if torch.cuda.device_count() >= 4 else 2
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GREATEST_UNCUT = 2047  # maximum number of tokens in a step that is not cut in halves
 
 
@@ -43,14 +44,19 @@ class Split:
             assert not wrong, cache
 
 
-@pytest.fixture(scope="module", params=["bundled", "mistral", "mistral in fp8"])
+@pytest.fixture(scope="module", params=["bundled", "mistral", "mistral in fp8", "mistral in int4"])
 def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
     if request.param == "bundled":
         yield Split()
         return
     folder: Path = tmp_path_factory.mktemp("mistral")
-    (folder / "config.json").write_text(json.dumps(MISTRAL))
-    yield Split(model=folder, load="dummy", quantization="fp8" if "fp8" in request.param else None)
+    settings, how = MISTRAL, dict[str, Any]()
+    if "int4" in request.param:
+        settings, how = MISTRAL | {"torch_dtype": "float16", "quantization_config": AWQ}, {"dtype": "float16"}
+    elif "fp8" in request.param:
+        how = {"quantization": "fp8"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    yield Split(model=folder, load="dummy", **how)
 
 
 def test_in_halves_of_long_steps_and_after_a_sleep(split: Split) -> None:
