@@ -34,6 +34,9 @@ from fastgen.kernels.launch import GLUON, constant, tl
 FEW = (8, 16, 32, 64)  # tokens of a tile for few tokens
 WIDE = (128, 256, 4, 64, 2)  # the other sizes of a Tile, for weights with at least one such tile per processor
 NARROW = (64, 512, 4, 128, 1)  # the other sizes for other weights and few tokens
+WIDE_64, NARROW_64 = (128, 128, 4, 64, 2), (64, 256, 4, 128, 1)
+"""WIDE and NARROW for tiles of 64 tokens: with as many columns as those have, x leaves room for two steps only."""
+
 HALVED = (32, 512, 4, 128)
 """The other sizes but for `programs`, for few tokens and weights with at most one such tile per processor."""
 
@@ -166,7 +169,7 @@ def tile_of(
     if tokens <= max(FEW):
         padded = next(each for each in FEW if tokens <= each)
         if programs(padded, WIDE[0]) >= chip.processors:
-            return Tile(padded, *WIDE)
+            return Tile(padded, *(WIDE_64 if padded == max(FEW) else WIDE))
         alone = padded <= ALONE_TOKENS and group >= ALONE_GROUP
         if padded <= HALVED_TOKENS and programs(padded, HALVED[0]) <= chip.processors:
             # small: a program's rows of the weight take at most a third of the shared memory
@@ -179,7 +182,7 @@ def tile_of(
             return Tile(padded, *NARROW[:-1], 2, "registers")
         if padded > 32 and programs(32, NARROW[0]) <= chip.processors:
             padded = 32
-        return Tile(padded, *NARROW)
+        return Tile(padded, *(NARROW_64 if padded == max(FEW) else NARROW))
     several = [each for each in MANY[add:] if each[0] < 2 * tokens and 3 * programs(*each[:2]) >= 2 * chip.processors]
     chosen = several[0] if several else MANY[-1]
     narrow = chosen == MANY[1] and programs(*chosen[:2]) <= chip.processors
