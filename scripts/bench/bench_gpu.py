@@ -108,6 +108,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     kinds = parser.add_mutually_exclusive_group()
     for name, (_, what) in KINDS.items():
         kinds.add_argument(f"--{name}", dest="kind", action="store_const", const=name, help=f"instead: {what}")
+    parser.add_argument(
+        "--other", type=Path, action="append", default=[], metavar="FILE",
+        help="for --step: a file with another version of a module in fastgen/kernels, under the module's name",
+    )  # fmt: skip
     options = parser.add_argument_group("options of Generator")
     for name in ("--max-seqs", "--max-step-tokens", "--page-size", "--max-model-len"):
         options.add_argument(name, type=int)
@@ -123,6 +127,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--{kind} chooses the number of GPUs itself; leave --tensor-parallel out")
     if kind == "telling" and not several:
         parser.error("--telling measures messages between ranks; add --tensor-parallel 2")
+    if arguments.other and kind != "step":
+        parser.error("--other is for --step")
     if kind == "turns" and arguments.no_prefix_cache:
         parser.error("--turns measures with and without the prefix cache; leave --no-prefix-cache out")
     return arguments

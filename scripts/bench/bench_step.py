@@ -1,14 +1,17 @@
 """A decode step in its parts (`bench.py gpu --step`): the time of each kernel, the energy, and the time of steps that
-lack a part and compute nonsense, which bounds what this part can still gain."""
+lack a part and compute nonsense, which bounds what this part can still gain. With `--other`, also the time of steps
+with another version of a module of kernels, in turn with those of the present one."""
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import itertools
 import json
 import re
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -102,6 +105,25 @@ def parts_of(generator: Generator) -> dict[str, Patch]:
     if isinstance(o, quantized.Fp8Linear) and not isinstance(o, quantized.WeightOnlyFp8):
         found["quantizing"] = without_quantizing
     return found | {"rope": without_rope, "attention": without_attention}
+
+
+def with_other(path: Path) -> Patch:
+    """Replace a module of fastgen.kernels by another version of it, in a file of the same name. What other modules have
+    imported from the module by name stays as it is."""
+    original = importlib.import_module(f"fastgen.kernels.{path.stem}")
+    spec = importlib.util.spec_from_file_location(f"other_{path.parent.name}_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[spec.name] = other = importlib.util.module_from_spec(spec)  # dataclasses look for it there
+    spec.loader.exec_module(other)
+    ours = [module for name, module in sys.modules.items() if name.startswith("fastgen.")]
+    users = [(module, name) for module in ours for name, value in vars(module).items() if value is original]
+
+    def change(stack: ExitStack) -> None:
+        for module, name in users:
+            stack.enter_context(patch.object(module, name, other))
+
+    return change
 
 
 # Steps
@@ -282,6 +304,8 @@ def bench_step(arguments: argparse.Namespace) -> None:
             runs = {"whole": whole, "engine": steps.engine, "draw": steps.captured(None, drawing=False)}
             for part, change in parts_of(generator).items():
                 runs[part] = steps.captured(change)
+            for path in arguments.other:
+                runs[f"with {path.parent.name}/{path.name}"] = steps.captured(with_other(path))
             times = compare(steps, runs, 1 if smoke else ROUNDS)
             report[name] = {"us": times, **joules_per_step(steps, whole), "kernels": kernels(steps, steps.engine)}
             print(lines(name, workload, report[name]), flush=True)
@@ -293,7 +317,9 @@ def lines(name: str, workload: Workload, found: dict[str, Any]) -> str:
     whole = found["us"]["whole"]
     energy = f", {found['joules']:.3f} J, {found['watts']:.0f} W" if "joules" in found else ""
     text = [f"{name}: {workload.sequences} lanes, a step {whole:.1f} us (engine {found['us']['engine']:.1f}){energy}"]
-    text += [f"  without {part:22} {us:9.1f} us, {1 - us / whole:6.1%}" for part, us in found["us"].items()][2:]
+    for part, us in list(found["us"].items())[2:]:
+        what = part if part.startswith("with ") else f"without {part}"
+        text.append(f"  {what:30} {us:9.1f} us, {1 - us / whole:6.1%}")
     for row in found["kernels"][:18]:
         each = f"{row['per_step']:6.1f} x {row['us']:8.2f} us"
         text.append(f"  {row['name']:46} {each} = {row['us_per_step']:9.1f} us")

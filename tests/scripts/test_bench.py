@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import plot  # noqa: E402
 import serve_cost  # noqa: E402
 import serve_load  # noqa: E402
 
+from fastgen.kernels import int4  # noqa: E402
 from fastgen.model.config import parse_config  # noqa: E402
 
 
@@ -144,6 +146,16 @@ def test_the_products_of_a_step_are_told_apart() -> None:
         **{f"product {each}": 2 for each in bench_step.PRODUCTS},
     }  # fmt: skip
     assert sum(row["us_per_step"] for row in rows) == len(names)
+
+
+def test_another_version_of_a_module_of_kernels_replaces_ours(tmp_path: Path) -> None:
+    ours, path = int4.hopper_int4, tmp_path / "hopper_int4.py"
+    path.write_text("FEW = 'the other version'")
+    change = bench_step.with_other(path)
+    with ExitStack() as stack:
+        change(stack)
+        assert int4.hopper_int4.FEW == "the other version"
+    assert int4.hopper_int4 is ours
 
 
 def test_busy_time_counts_what_overlaps_once() -> None:
