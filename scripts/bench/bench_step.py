@@ -1,6 +1,6 @@
 """A decode step in its parts (`bench.py gpu --step`): the time of each kernel, the energy, and the time of steps that
 lack a part and compute nonsense, which bounds what this part can still gain. With `--other`, also the time of steps
-with another version of a module of kernels, in turn with those of the present one."""
+with another version of a module of kernels, in turn with the present one."""
 
 from __future__ import annotations
 
