@@ -32,8 +32,7 @@ SMALLEST = 1025
 @dataclass(eq=False)
 class AmxLinear(Linear):
     """A linear layer in bfloat16. parts: the columns of the weight in contiguous tensors [out, at most INPUTS], with
-    zeros up to a multiple of UNIT columns.
-    `weight` has a shape but no memory."""
+    zeros up to a multiple of UNIT columns. `weight` has a shape but no memory."""
 
     parts: tuple[Tensor, ...] = field(kw_only=True)
 
