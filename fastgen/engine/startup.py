@@ -22,7 +22,6 @@ from fastgen.device.chip import Chip, current
 from fastgen.device.find import first_line, is_out_of_memory
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.disk import naming_full_disk
-from fastgen.engine.cuda_graphs import prefill_sizes
 from fastgen.engine.halves import largest_half
 from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.page_moves import PageMover
@@ -33,7 +32,14 @@ from fastgen.engine.runner import Runner
 from fastgen.engine.speculation.drafting import Drafting, weights_of
 from fastgen.engine.speculation.head import HeadWeights
 from fastgen.engine.speculation.planning import DraftPlan
-from fastgen.engine.warm_up import capture, compile_kernels, count_graphs, measure_prefill_tokens, run_largest_steps
+from fastgen.engine.warm_up import (
+    capture,
+    captured_prefills,
+    compile_kernels,
+    count_graphs,
+    measure_prefill_tokens,
+    run_largest_steps,
+)
 from fastgen.kernels.launch import kernels_of, slower_than_possible, triton
 from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.attention.cpu import CpuAttention
@@ -228,7 +234,7 @@ def measure_pages(model: Transformer, config: EngineConfig, free: int, head: Hea
     compile_kernels(probe)
     run_largest_steps(probe)
     if probe.attention.capturable:
-        capture(probe, [config.max_seqs], prefill_sizes(config.max_step_tokens)[-1:])
+        capture(probe, [config.max_seqs], captured_prefills(probe)[-1:])
         run_largest_steps(probe)  # again, since the graphs may have taken its memory
     left = device_memory(config.device)  # torch keeps the memory of the largest step
     graphs = count_graphs(probe)

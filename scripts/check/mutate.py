@@ -43,6 +43,18 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
          "max(limit, min(limit, MIN_PREFILL_TOKENS))"),
         ("EngineConfig.prefill_tokens", "if decodes else room", "if room else room"),
     ],
+    ("engine.uploads", "tests/engine/test_prefill_graphs.py"): [
+        ("StepMemory.send", "0, 0, 0, 0, -1]", "0, 0, 0, 0, 0]"),
+        ("StepMemory.send", "if len(arrays.rows) else", "if len(arrays.rows) > 1 else"),
+        ("StepArrays.of", "kv_lens[: len(batch.decodes)]", "kv_lens"),
+    ],
+    ("engine.runner", "tests/engine/test_prefill_graphs.py tests/engine/test_halves.py"): [
+        ("Runner._replay", "event.wait()", "event.query()"),
+        ("Runner._parts", "part.layout(table, 0, False)", "part.layout(table, 0, layout.shared)"),
+    ],
+    ("kernels.work_tiles", "tests/kernels/test_kernels_attention.py"): [
+        ("_twin", "np.count_nonzero(lens) <= most_split", "len(lens) <= most_split"),
+    ],
     ("cli.serve.fields", "tests/cli/serve/test_serve_fields.py"): [
         ("is_neutral", "and isinstance(value, bool) == isinstance(neutral, bool)", ""),
         ("FieldPolicy.note", "self._named.add(field)", "self._named.add(reason)"),

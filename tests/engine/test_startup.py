@@ -192,7 +192,8 @@ def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, free: list[float], *
 def test_the_pool_takes_what_the_largest_step_leaves(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make(llama, max_seqs=4)
     page = config.page_bytes(read_config(llama))
-    graphs = startup.GRAPH_BYTES * (4 + 4 + 2)  # of 1 to 4 lanes, also with drafts, and pieces of 16 and 32 tokens
+    # Of 1 to 4 lanes, also with drafts; of steps with prefills of 16 and 32 tokens, and with 1 to 4 draws.
+    graphs = startup.GRAPH_BYTES * (4 + 4 + 2 + 4)
     left = [10 * GB, 9 * GB, 1 * GB + graphs + 20.5 * page]
     assert measured(llama, monkeypatch, left, speculate="auto").num_pages == 19, "one is the spare page"
     assert measured(llama, monkeypatch, [10 * GB, 9 * GB, 8 * GB]).num_pages == config.useful_pages()

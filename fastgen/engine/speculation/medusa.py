@@ -107,11 +107,10 @@ class Medusa(Head):
 
     def observe(self, part: StepPart, number: int) -> None:
         x = part.residual.whole()
-        if part.ends is None:
-            self._states[: len(x)] = x
-        else:  # only these rows are left
-            rows = part.ends[0]
-            self._states[rows] = x[: len(rows)]
+        self._states[: len(x)] = x
+
+    def observe_rows(self, x: Tensor, rows: Tensor) -> None:
+        self._states[rows] = x
 
     def body(self, size: int) -> None:
         lanes, norm, most = self._drawing[:size], self._target.parameters.norm, self.most_drafts(size)
