@@ -342,7 +342,11 @@ class Parts:
 
     def write(self, record: Record) -> None:
         self._since = self._since if self._rows else time.monotonic()
-        row = pyarrow().RecordBatch.from_pylist([record], schema=self._schema)
+        make = pyarrow().RecordBatch.from_pylist
+        try:
+            row = make([record], schema=self._schema)
+        except UnicodeEncodeError:
+            row = make([_encodable(record)], schema=self._schema)
         self._rows.append(row)
         self._bytes += row.nbytes
         if self._bytes >= PART_BYTES or time.monotonic() - self._since >= PART_SECONDS:
@@ -361,6 +365,15 @@ class Parts:
 
 
 Output = Lines | Parts
+
+
+def _encodable(value: Any) -> Any:
+    """Return a value whose texts have JSON's escapes instead of halves of surrogate pairs, as in CSV."""
+    if isinstance(value, dict):
+        return {name: _encodable(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_encodable(inner) for inner in value]
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def csv_columns(files: Sequence[Path], added: Sequence[str]) -> list[str]:
