@@ -348,11 +348,14 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("cli.gen.server_backend", "tests/cli/gen/test_gen_server.py"): [
         ("_Server.advance", "len(waiting) < concurrency", "len(waiting) <= concurrency"),
         ("_Server._answer", "if await self._refuses_all(error.status_code, call):", "if False:"),
-        ("_Server._refuses_all", "return error.status_code == status", "return True"),
+        ("_Server._refuses_all", "return error.status_code == status", "return False"),
         ("_Server._answer", "await self.check()", "raise"),
         ("work_on_server", "sorted(ended, key=lambda task: task.exception() is not None)", "ended"),
         ("RowCalls.call", "**self.fields, **own}", "**own, **self.fields}"),
         ("RowCalls.record", "if len(choices) == 1 else None", "* len(choices)"),
+    ],
+    ("cli.gen.outputs", "tests/cli/gen/test_gen_server.py"): [
+        ("Parts.write", "make([_encodable(record)]", "make([record]"),
     ],
     ("cli.gen.rows", "tests/cli/gen/test_gen_server.py"): [
         ("read_json", "if depth > NESTED:", "if False:"),
