@@ -334,6 +334,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("next_chunk", "spare = budget - min(oldest.prefill_left, reserve)", "spare = budget"),
         ("begins_like", "return tokens[at:end] == others[at:end] and", "return False and"),
     ],
+    ("rl.router", "tests/rl/test_router.py"): [
+        ("SLACK", "16", "17"),
+        ("Router.choose", "> 2 * self._load(least) + SLACK", "> 2 * self._load(least) + SLACK + 1"),
+        ("Router.choose", "2 * self._load(least)", "self._load(least)"),
+    ],
     ("cli.wrapping", "tests/cli/test_wrapping.py"): [
         ("Wrapper._place", "before + size > self._width()", "before + size >= self._width()"),
         ("Wrapper._end_line", "self._code.strip().startswith(self._fence)", "self._code.startswith('```')"),
