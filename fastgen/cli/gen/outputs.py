@@ -30,6 +30,7 @@ from typing import Any, BinaryIO
 
 from fastgen.cli.gen.rows import CSV, GZIP, PARQUET, format_of, parquet_file, pyarrow, read_rows, unpacked
 from fastgen.cli.gen.work import Record, State, check_added
+from fastgen.cli.options import flag
 from fastgen.disk import naming_full_disk
 
 PART_BYTES = 64 << 20  # size of a Parquet part in memory
@@ -62,7 +63,8 @@ def begin(
     begun, seed = _described(output.about)
     changed = [each for each in {**begun, **job} if begun.get(each) != job.get(each)]
     if wrong := [each for each in changed if each not in (retry or ())]:
-        what = f"another {', '.join(wrong)}, as {output.about} says"
+        names = ", ".join(each if each in ("input", "model") else flag(each) for each in wrong)
+        what = f"another {names}, as {output.about} says"
         raise ValueError(f"{name} was begun with {what}; give another -o, or what it was begun with")
     for index, failed in output.recover(retry is not None):
         if not 0 <= index < rows or done[index]:

@@ -80,22 +80,21 @@ def find_files(inputs: Sequence[str], output: Path) -> list[Path]:
     The files of a folder or glob are sorted. Files with other suffixes and files of the output are left out. Raises
     ValueError for a name without files.
     """
-    found: list[Path] = []
+    found, left_out = list[Path](), list[Path]()
     for name in inputs:
         path = Path(name)
         inside = path.rglob("*") if path.is_dir() else map(Path, glob.glob(name, recursive=True))
-        files = [
-            file
-            for file in ([path] if path.is_file() else sorted(inside))
-            if format_of(file) and file.is_file() and not file.resolve().is_relative_to(output.resolve())
-        ]
+        files = [file for file in ([path] if path.is_file() else sorted(inside)) if format_of(file) and file.is_file()]
         if name == STDIN:
             raise ValueError("- is stdin, which is read alone; leave the other inputs out")
         if not (path.exists() or files or glob.has_magic(name)):
             raise ValueError(f"{name}: there is no such file or folder")
         if not files:
-            raise ValueError(f"{name}: there is no file of {', '.join(SUFFIXES)}, apart from those of the output")
-        found += files
+            raise ValueError(f"{name}: there is no file of {', '.join(SUFFIXES)}")
+        for file in files:
+            (left_out if file.resolve().is_relative_to(output.resolve()) else found).append(file)
+    if not found:
+        raise ValueError(f"{left_out[0]} is the only input and belongs to the output; give another -o")
     return found
 
 
