@@ -334,6 +334,14 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("next_chunk", "spare = budget - min(oldest.prefill_left, reserve)", "spare = budget"),
         ("begins_like", "return tokens[at:end] == others[at:end] and", "return False and"),
     ],
+    ("engine.seeds", "tests/engine/test_seeds.py"): [
+        ("seed_of", "%b:%d", "%b-%d"),
+        ("replica_seed", "rank == 0", "True"),
+    ],
+    ("rl.fleet", "tests/rl/test_fleet.py"): [
+        ("Fleet.seeded", "seed_of(self._seed, number)", "seed_of(self._seed, 0)"),
+        ("Fleet.seeded", 'body["resume"] is not None or', ""),
+    ],
     ("rl.router", "tests/rl/test_router.py"): [
         ("SLACK", "16", "17"),
         ("Router.choose", "> 2 * self._load(least) + SLACK", "> 2 * self._load(least) + SLACK + 1"),

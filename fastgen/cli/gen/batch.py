@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from fastgen.cli.gen.rows import Row
-from fastgen.cli.gen.work import Model, Record, RowRequests, batch_record, check_json, seed_of
+from fastgen.cli.gen.work import Model, Record, RowRequests, batch_record, check_json
 from fastgen.cli.serve.checking import ApiError, check_request
 from fastgen.cli.serve.fields import Strict
 from fastgen.cli.serve.prompts import GenerationReply, GenerationRequest, ModelFacts, grammar_field, prepare
 from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, refused
 from fastgen.cli.serve.replies import Vocabulary
+from fastgen.engine.seeds import seed_of
 from fastgen.request import SHARED, Event, RequestOutput, SamplingParams
 
 

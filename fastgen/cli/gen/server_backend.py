@@ -16,8 +16,9 @@ import openai
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fastgen.cli.gen.rows import Row, read_json
-from fastgen.cli.gen.work import Done, Record, RowJob, Work, batch_record, check_json, given_by, seed_of
+from fastgen.cli.gen.work import Done, Record, RowJob, Work, batch_record, check_json, given_by
 from fastgen.cli.options import EXCERPT, error_message
+from fastgen.engine.seeds import seed_of
 
 ANSWER_SECONDS = 3600.0  # time limit of one answer
 CONNECT_SECONDS = 10.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import string
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fastgen.cli.command import UsageError
 from fastgen.cli.gen.rows import Row, read_json
 from fastgen.cli.options import SAMPLING
+from fastgen.engine.seeds import seed_of
 from fastgen.request import Prompt, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -120,11 +120,6 @@ def in_order(done_rows: Work, done: Sequence[int]) -> Work:
             while index in early:
                 yield early.pop(index)
                 index = next(indices, None)
-
-
-def seed_of(seed: int, index: int) -> int:
-    """Return the seed of a row, derived from the seed of its job."""
-    return int.from_bytes(hashlib.blake2b(b"%d:%d" % (seed, index), digest_size=8).digest(), "little")
 
 
 def added_columns(prefix: str, logprobs: bool) -> tuple[str, ...]:

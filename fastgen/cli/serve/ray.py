@@ -21,8 +21,9 @@ from starlette.applications import Starlette
 from fastgen.cli.command import needed, note
 from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.http_server import HttpServer, configure, listen
-from fastgen.cli.serve.options import Options, gpus, make_options, note_address
+from fastgen.cli.serve.options import ModelOptions, Options, gpus, make_options, note_address
 from fastgen.cli.serve.service import Service, import_tokenizers
+from fastgen.engine.seeds import replica_seed
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -67,7 +68,7 @@ class Replica:
         self._directory = directory
         logging.getLogger("fastgen").setLevel(logging.INFO if options.server.verbose else logging.WARNING)
         server = replace(options.server, restart=False, replicas=options.server.replicas or 1)
-        self._service = Service(replace(options, server=server))
+        self._service = Service(Options(server, tuple(_ranked(model) for model in options.models)))
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application once its models are loaded. Ray calls this after the constructor and sends no requests
@@ -108,6 +109,17 @@ class Replica:
             await self._keeping
         if self._service.trouble is not None:
             raise RuntimeError(self._service.trouble)
+
+
+def _ranked(model: ModelOptions) -> ModelOptions:
+    """Return the options of a model in this replica, whose seed differs from those of the others."""
+    seed = model.generator.get("seed")
+    if seed is None:
+        return model
+    from ray import serve
+
+    own = replica_seed(seed, serve.get_replica_context().rank.rank)
+    return replace(model, generator={**model.generator, "seed": own})
 
 
 async def _announce(directory: DeploymentHandle, url: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ from fastgen.cli.serve.options import ModelOptions, Options
 from fastgen.cli.serve.prompts import ModelFacts
 from fastgen.cli.serve.protocol import refused
 from fastgen.cli.serve.replies import Vocabulary
+from fastgen.engine.seeds import seed_of
 from fastgen.engine.stats import Stats
 from fastgen.text.reasoning import template_parser
 from fastgen.text.tokenizer import TOKENIZER_OPTIONS, Tokenizer, importing
@@ -78,6 +81,8 @@ class ServedModel:
         self.name, self.queue, self._options, self._grammar_timeout = options.name, queue, options, grammar_timeout
         self.engine = self._make_engine()
         self.trouble: str | None = None
+        seed = options.generator.get("seed")
+        self._fleets = os.urandom(8) if seed is None else b"fleets of %d" % seed, itertools.count()
 
     def _make_engine(self, **changes: Any) -> AsyncGenerator:
         """Return an engine that has not started yet. changes: arguments that replace those of the options."""
@@ -109,6 +114,12 @@ class ServedModel:
             tokenizer.encode("")  # changes the tokenizer's state, the first time, which several threads must not do
             vocabulary = Vocabulary(tokenizer)
         return ModelFacts(self.name, tokenizer, vocabulary, info.default_params, info.vocab_size, info.max_model_len)
+
+    def fleet_seed(self) -> int:
+        """Return another seed at each call, for a client that chooses the seeds of its requests: of one that uses
+        several engines, whose own seeds may be equal."""
+        base, numbers = self._fleets
+        return seed_of(base, next(numbers))
 
     @property
     def ready(self) -> bool:

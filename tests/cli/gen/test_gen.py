@@ -20,7 +20,8 @@ from fastgen.cli.gen import main
 from fastgen.cli.gen.outputs import Lines
 from fastgen.cli.gen.progress import Progress
 from fastgen.cli.gen.rows import read_rows
-from fastgen.cli.gen.work import Done, RowJob, seed_of, state_by, work
+from fastgen.cli.gen.work import Done, RowJob, state_by, work
+from fastgen.engine.seeds import seed_of
 from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.request import Completion, Request, RequestOutput
 

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion
 
 from fastgen import Generator, SamplingParams
 from fastgen.cli.gen import main
-from fastgen.cli.gen.work import seed_of
+from fastgen.engine.seeds import seed_of
 
 Answer = Callable[..., list[dict[str, Any]]]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

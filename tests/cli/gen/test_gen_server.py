@@ -19,8 +19,8 @@ from openai.types.chat import ChatCompletion
 
 from fastgen.cli.gen import main, server_backend
 from fastgen.cli.gen.rows import read_rows
-from fastgen.cli.gen.work import seed_of
 from fastgen.cli.options import error_message
+from fastgen.engine.seeds import seed_of
 
 Answer = tuple[int | None, Any]
 NO_KEY = {"error": {"message": "wrong key", "type": "invalid_request_error", "param": None, "code": None}}

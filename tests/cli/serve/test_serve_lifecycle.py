@@ -127,6 +127,15 @@ def test_a_trainer_waits_until_the_model_is_loaded() -> None:
         assert client.get("/health").status_code == status
 
 
+def test_each_client_of_engines_gets_a_seed_that_depends_on_theirs() -> None:
+    def drawn(*flags: str) -> list[int]:
+        (model,) = Service(read_options(["one", "--rollout", *flags], {})).models.values()
+        return [model.fleet_seed() for _ in range(3)]
+
+    assert drawn("--seed", "0") == drawn("--seed", "0")
+    assert len({*drawn("--seed", "0"), *drawn("--seed", "1"), *drawn(), *drawn()}) == 12
+
+
 def test_the_key_and_the_model_are_checked() -> None:
     """The checks work before any model is loaded."""
     client = TestClient(make_app(Service(read_options(["one", "two", "--api-key", "secret", "--strict"], {}))))
