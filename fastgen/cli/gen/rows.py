@@ -224,7 +224,7 @@ def read_json(text: str | bytes) -> Any:
         raise ValueError(f"it is not JSON: {error}") from None
     except RecursionError:
         raise ValueError(f"it has more than {NESTED} levels") from None
-    except ValueError:  # Python reads no longer ones
+    except ValueError:  # Python's own limit
         raise ValueError(f"it has an integer of more than {sys.get_int_max_str_digits()} digits") from None
     level, depth = [value], 0
     while level := [inner for outer in level for inner in _inside(outer)]:

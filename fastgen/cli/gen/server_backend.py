@@ -157,6 +157,8 @@ class RowCalls:
         self.job.params_with(own).validate(vocab_size=2**31)
         fields = {"model": self.model, **_seed(self.seed, row), **self.fields, **own}
         chat = bool(prompt) and isinstance(prompt[0], dict)
+        if isinstance(prompt, list) and not chat and any(type(id) is not int for id in prompt):
+            raise ValueError(f"a prompt of ids must hold integers, not {prompt!r:.40}")
         return Call(
             CHAT if chat else COMPLETIONS,
             {"messages" if chat else "prompt": prompt, **_with_structure(fields, chat)},
@@ -199,12 +201,11 @@ class BatchCalls:
     refusals = (FORBIDDEN,)
 
     def call(self, row: Row) -> Call:
-        url, body = row.columns.get("url"), row.columns["body"]
-        named = isinstance(url, str) and re.fullmatch(r"/v1(/\w[\w.-]*)+", url, re.ASCII)
-        if not named or not isinstance(body, dict) or body.get("stream"):
+        url, body = row.columns.get("url"), row.columns.get("body")
+        path = re.fullmatch(r"/v1((?:/\w[\w.-]*)+)", url, re.ASCII) if isinstance(url, str) else None
+        if path is None or not isinstance(body, dict) or body.get("stream"):
             raise ValueError("a row needs a url such as /v1/chat/completions, and a body without stream")
-        fields = {**_seed(self.seed, row), **self.fields, **body, "model": self.model}
-        return Call(named.string.removeprefix("/v1"), fields)
+        return Call(path[1], {**_seed(self.seed, row), **self.fields, **body, "model": self.model})
 
     def record(self, row: Row, answer: Answer, body: Any) -> Record:
         return batch_record(row, 200, body)

@@ -190,6 +190,8 @@ def check_json(body: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} has {half}, half of a surrogate pair, which is not a character") from None
         except ValueError:
             raise ValueError(f"{name} has NaN or an infinity, which JSON does not have") from None
+        except TypeError as error:  # of a value from Parquet
+            raise ValueError(f"{name} cannot be sent as JSON: {error}") from None
 
 
 def batch_record(row: Row, status: int, body: Mapping[str, Any]) -> Record:

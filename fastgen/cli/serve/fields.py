@@ -171,13 +171,8 @@ class Strict(BaseModel):
         return given
 
     @classmethod
-    def _names(cls) -> list[str]:
-        """Return the names of the fields in a body."""
-        return [field.alias or name for name, field in cls.model_fields.items()]
-
-    @classmethod
     def _knows(cls, name: str) -> bool:
-        return name in cls._names()
+        return name in _names(cls)
 
     @classmethod
     def _refuse(cls, name: str, policy: FieldPolicy) -> None:
@@ -188,7 +183,7 @@ class Strict(BaseModel):
         if name in cls.neutral:
             value, advice = cls.neutral[name]
             hint = f"is only supported as {json.dumps(value)}: {advice}"
-        elif hint == UNSUPPORTED and name not in cls.without_effect and (near := nearest(name, cls._names())):
+        elif hint == UNSUPPORTED and name not in cls.without_effect and (near := nearest(name, _names(cls))):
             hint = f"{UNSUPPORTED} (the nearest field is {near})"
         raise wrong(name, hint, "unsupported_parameter")
 
@@ -198,6 +193,12 @@ class Body(Strict):
 
     without_effect = UNUSED | NOTED.keys()
     neutral = NEUTRAL
+
+
+@cache
+def _names(kind: type[Strict]) -> tuple[str, ...]:
+    """Return the names of the fields in a body."""
+    return tuple(field.alias or name for name, field in kind.model_fields.items())
 
 
 @cache

@@ -291,11 +291,13 @@ BAD_ROWS = (
     ('{"prompt": "x", "a": %s}' % ("1" * 5000), "line 11 of in.jsonl cannot be read: it has an integer of more than"),
     ("\x00", "line 13 of in.jsonl cannot be read: it is not JSON"),
 )
+IDS = '{"prompt": ["one", "two"]}', "a prompt of ids must hold integers, not ['one', 'two']"
 
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_row_that_cannot_be_sent_has_an_error(fake: Fake, batch: bool) -> None:
-    bad, good = [row for row, _ in BAD_ROWS], '{"prompt": "hello"}'
+    wrong = BAD_ROWS if batch else (*BAD_ROWS, IDS)  # two prompts are for batch files
+    bad, good = [row for row, _ in wrong], '{"prompt": "hello"}'
     url = {False: "/v1/completions", True: "/v1/chat/completions"}
     lines = [line for row in bad for line in (row, good)]
     if batch:
@@ -307,11 +309,11 @@ def test_a_row_that_cannot_be_sent_has_an_error(fake: Fake, batch: bool) -> None
     if batch:
         found = [{"row": int(each["id"].removeprefix("batch_req_")), **each["response"]["body"]} for each in found]
     errors = [error_message(row) if row.get("error") else None for row in sorted(found, key=lambda row: row["row"])]
-    for place, (_, reason) in enumerate(BAD_ROWS):
+    for place, (_, reason) in enumerate(wrong):
         assert reason in str(errors[2 * place])
         assert errors[2 * place + 1] is None
-    for path in ("/v1/../x", "/v1/a b", "/v1/a\n", "/v1/é", "/v1//a"):
-        write("paths.jsonl", {"custom_id": "x", "url": path, "body": {}})
+    for path in ("/v1/../x", "/v1/a b", "/v1/a\n", "/v1/é", "/v1//a", None):
+        write("paths.jsonl", {"custom_id": "x", "url": path, "body": {}}, {"custom_id": "y"})
         assert main.main(["m", "paths.jsonl", "-o", "paths_out.jsonl", "--url", fake.url]) == 3
         Path("paths_out.jsonl").unlink()
 
