@@ -21,9 +21,8 @@ from starlette.applications import Starlette
 from fastgen.cli.command import needed, note
 from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.http_server import HttpServer, configure, listen
-from fastgen.cli.serve.options import ModelOptions, Options, gpus, make_options, note_address
+from fastgen.cli.serve.options import Options, gpus, make_options, note_address
 from fastgen.cli.serve.service import Service, import_tokenizers
-from fastgen.engine.seeds import replica_seed
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -68,7 +67,8 @@ class Replica:
         self._directory = directory
         logging.getLogger("fastgen").setLevel(logging.INFO if options.server.verbose else logging.WARNING)
         server = replace(options.server, restart=False, replicas=options.server.replicas or 1)
-        self._service = Service(Options(server, tuple(_ranked(model) for model in options.models)))
+        seeded = any("seed" in model.generator for model in options.models)
+        self._service = Service(replace(options, server=server), _rank() if seeded else 0)
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application once its models are loaded. Ray calls this after the constructor and sends no requests
@@ -111,15 +111,12 @@ class Replica:
             raise RuntimeError(self._service.trouble)
 
 
-def _ranked(model: ModelOptions) -> ModelOptions:
-    """Return the options of a model in this replica, whose seed differs from those of the others."""
-    seed = model.generator.get("seed")
-    if seed is None:
-        return model
+def _rank() -> int:
+    """Return the number of this replica among all of them."""
     from ray import serve
 
-    own = replica_seed(seed, serve.get_replica_context().rank.rank)
-    return replace(model, generator={**model.generator, "seed": own})
+    rank: int = serve.get_replica_context().rank.rank
+    return rank
 
 
 async def _announce(directory: DeploymentHandle, url: str) -> None:

@@ -75,6 +75,9 @@ def test_replicas_draw_different_samples(server: Server) -> None:
         seeds = [gen.generate([[5]], {"max_tokens": 1})[0].completions[0].seed for gen in alone]
     assert seeds[0] != seeds[1]
     assert seed_of(0, 0) in seeds, "the first replica draws as one engine does"
+    key = {"Authorization": f"Bearer {KEY}"}
+    given = {httpx.post(f"{url}/fleet_seed", json={}, headers=key).json()["seed"] for url in urls(server)}
+    assert len(given) == 1, "those of a fleet do not depend on the order of the replicas"
 
 
 def test_a_replaced_replica_gets_the_weights_before_it_serves(server: Server) -> None:

@@ -128,11 +128,11 @@ def test_a_trainer_waits_until_the_model_is_loaded() -> None:
 
 
 def test_each_client_of_engines_gets_a_seed_that_depends_on_theirs() -> None:
-    def drawn(*flags: str) -> list[int]:
-        (model,) = Service(read_options(["one", "--rollout", *flags], {})).models.values()
+    def drawn(*flags: str, rank: int = 0) -> list[int]:
+        (model,) = Service(read_options(["one", "--rollout", *flags], {}), rank).models.values()
         return [model.fleet_seed() for _ in range(3)]
 
-    assert drawn("--seed", "0") == drawn("--seed", "0")
+    assert drawn("--seed", "0") == drawn("--seed", "0") == drawn("--seed", "0", rank=1)
     assert len({*drawn("--seed", "0"), *drawn("--seed", "1"), *drawn(), *drawn()}) == 12
 
 
