@@ -153,12 +153,12 @@ def _reads_last_token(folder: Path) -> bool:
         needed = "modules.json and the config.json of its pooling, as models for sentence-transformers have them"
         missing = isinstance(error, FileNotFoundError) and Path(error.filename).relative_to(folder)
         reason = f"there is no {missing}" if missing else repr(error)
-        raise ValueError(f"{folder.name} has no embeddings: embed needs {needed} ({reason})") from None
+        raise ValueError(f"this model has no embeddings: embed needs {needed} ({reason})") from None
     flags = [name.removeprefix("pooling_mode_") for name, value in pooling.items() if value is True]
     modes = (
         [pooling["pooling_mode"]] if "pooling_mode" in pooling else [each for each in flags if "include" not in each]
     )
     if modes != ["lasttoken"] or kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         what = f"{' and '.join(map(str, modes))} of {', '.join(kinds)}"
-        raise ValueError(f"embed reads the last token's state, normalized or not; {folder.name} asks for {what}")
+        raise ValueError(f"embed reads the last token's state, normalized or not; this model asks for {what}")
     return "Normalize" in kinds

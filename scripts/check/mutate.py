@@ -346,6 +346,19 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("next_chunk", "spare = budget - min(oldest.prefill_left, reserve)", "spare = budget"),
         ("begins_like", "return tokens[at:end] == others[at:end] and", "return False and"),
     ],
+    ("engine.seeds", "tests/engine/test_seeds.py"): [
+        ("seed_of", "%b:%d", "%b-%d"),
+        ("replica_seed", "rank == 0", "True"),
+    ],
+    ("rl.fleet", "tests/rl/test_fleet.py"): [
+        ("Fleet.seeded", "seed_of(self._seed, number)", "seed_of(self._seed, 0)"),
+        ("Fleet.seeded", 'body["resume"] is not None or', ""),
+    ],
+    ("rl.router", "tests/rl/test_router.py"): [
+        ("SLACK", "16", "17"),
+        ("Router.choose", "> 2 * self._load(least) + SLACK", "> 2 * self._load(least) + SLACK + 1"),
+        ("Router.choose", "2 * self._load(least)", "self._load(least)"),
+    ],
     ("cli.wrapping", "tests/cli/test_wrapping.py"): [
         ("Wrapper._place", "before + size > self._width()", "before + size >= self._width()"),
         ("Wrapper._end_line", "self._code.strip().startswith(self._fence)", "self._code.startswith('```')"),
@@ -359,9 +372,18 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("cli.gen.server_backend", "tests/cli/gen/test_gen_server.py"): [
         ("_Server.advance", "len(waiting) < concurrency", "len(waiting) <= concurrency"),
-        ("_Server._answer", "if status in WRONG_KEY or (status == NO_MODEL and self._calls.needs_all):", "if False:"),
+        ("_Server._answer", "if await self._refuses_all(error.status_code, call):", "if False:"),
+        ("_Server._refuses_all", "return error.status_code == status", "return False"),
+        ("_Server._answer", "await self.check()", "raise"),
+        ("work_on_server", "sorted(ended, key=lambda task: task.exception() is not None)", "ended"),
         ("RowCalls.call", "**self.fields, **own}", "**own, **self.fields}"),
-        ("RowCalls.finish", "if len(choices) == 1 else None", "* len(choices)"),
+        ("RowCalls.record", "if len(choices) == 1 else None", "* len(choices)"),
+    ],
+    ("cli.gen.outputs", "tests/cli/gen/test_gen_server.py"): [
+        ("Parts.write", "make([_encodable(record)]", "make([record]"),
+    ],
+    ("cli.gen.rows", "tests/cli/gen/test_gen_server.py"): [
+        ("read_json", "if depth > NESTED:", "if False:"),
     ],
     ("cli.gen.main", "tests/cli/gen/test_gen.py"): [
         ("run", "done[total:] = bytes([1]) * (source.total - total)", "pass"),

@@ -90,15 +90,15 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         if (self.replicas or 1) > (self.max_replicas or self.replicas or 1):
-            raise ValueError(f"max_replicas is {self.max_replicas}; it must be at least replicas, {self.replicas}")
+            raise ValueError(f"max_replicas is {self.max_replicas}, and replicas is {self.replicas}, which is more")
         if self.ssl_certfile and (self.replicas or self.max_replicas):
             raise ValueError(
                 "ssl_certfile has no effect on replicas, which Ray serves over HTTP; leave one of them out"
             )
         if self.rollout and self.max_replicas not in (None, self.replicas):
-            raise ValueError("rollout updates the weights of a fixed number of replicas; leave out max_replicas")
+            raise ValueError("rollout needs a fixed number of replicas, which it updates; leave out max_replicas")
         if self.rollout and self.api_key is None and self.host not in LOCAL:
-            raise ValueError(f"rollout lets clients replace the weights; at {self.host} it needs api_key")
+            raise ValueError(f"rollout is on, and lets clients replace the weights; at {self.host} it needs api_key")
         for origin in self.origins:
             if not re.fullmatch(r"\*|null|[^/]+://[^/]+", origin):
                 raise ValueError(f"allow_origin has {origin!r}; an origin is a scheme and a host: https://page.example")

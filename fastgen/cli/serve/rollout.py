@@ -175,6 +175,7 @@ class Rollout:
             ),
             "/abort": self.post(AbortRequest, lambda engine, wanted, _: engine.cut_off(wanted.ids)),
             "/score": self.post(ScoreRequest, _score),
+            "/fleet_seed": self.post(ModelRequest, self._fleet_seed),
             "/update_weights": self.post(UpdateRequest, self._update),
             "/update_adapter": self.post(AdapterRequest, self._update_adapter),
             "/pause": self.post(ModelRequest, lambda engine, *_: engine.pause()),
@@ -222,6 +223,9 @@ class Rollout:
             submit = partial(engine.submit, [wanted.prompt], wanted.params, resume=wanted.resumed)
             return EventResponse(self.service, submit)
         return await engine.generate(wanted.prompt, wanted.params, wanted.id, wanted.resumed)
+
+    async def _fleet_seed(self, _: AsyncGenerator, wanted: ModelRequest, __: QueryParams) -> dict[str, int]:
+        return {"seed": self.service.choose(wanted.model).fleet_seed()}
 
     async def _init_group(self, engine: AsyncGenerator, wanted: GroupRequest, _: QueryParams) -> Any:
         arguments = wanted.backend, wanted.gpu, wanted.timeout, wanted.bucket_bytes, wanted.replace
