@@ -173,6 +173,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("_refuse_foreign", 'config.get("hidden_act", "silu") != activation',
          'config.get("hidden_act") not in (None, "silu", activation)'),
     ],
+    ("model.config", "tests/model/test_transformer.py"): [
+        ("_ropes", 'config.get("sliding_window") is not None:', "any(windows):"),
+        ("_ropes", 'family.absent["rope_theta"])', 'config["rope_theta"])'),
+        ("_windows", 'size and "max_window_layers" in family.absent', "size"),
+    ],
     ("model.transformer", "tests/model/test_transformer.py"): [
         ("Transformer.add_mlp", "hidden.relu_().square_()", "hidden.square_()"),
     ],

@@ -32,7 +32,10 @@ def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
         dtype = config.pop("torch_dtype", None) or config["dtype"]
         inner = {"torch_dtype": dtype, **config["text_config"]}
         return {**config, "text_config": as_transformers_5(inner) if "rope_theta" in inner else inner, "dtype": dtype}
-    rope = {"rope_type": "default", **(config.pop("rope_scaling", None) or {}), "rope_theta": config.pop("rope_theta")}
+    plain = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+    rope = {**plain, **(config.pop("rope_scaling", None) or {})}
+    if config["model_type"] == "olmo3":
+        rope = {"full_attention": rope, "sliding_attention": plain}
     return {**config, "rope_parameters": rope, "dtype": config.pop("torch_dtype")}
 
 
