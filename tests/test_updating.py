@@ -114,6 +114,27 @@ def test_the_head_of_a_tied_model_may_be_given_or_not(checkpoint: Checkpoint, sa
             assert answers(gen) == new
 
 
+def test_another_head_unties_a_tied_model(checkpoint: Checkpoint, saved: Saved) -> None:
+    """Also of a model that drafts with a copy, whose head is the model's."""
+    folder = checkpoint(*FAMILIES["qwen2"][:1], **FAMILIES["qwen2"][1])
+    weights = new_weights(folder)
+    other = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].flip(1)}
+    with Generator(saved(folder, weights), **OPTIONS) as gen:
+        one = answers(gen)
+    with Generator(saved(folder, other), **OPTIONS) as gen:  # its config.json says that it is tied
+        two = answers(gen)
+        gen.update_weights(weights)
+        assert answers(gen) == one
+    for speculate in (False, "int4"):
+        with Generator(folder, speculate=speculate, **OPTIONS) as gen:
+            gen.update_weights(sorted(other.items()))
+            assert answers(gen) == two != one
+            gen.update_weights(weights.items())
+            assert answers(gen) == one
+            gen.update_weights({"lm_head.weight": other["lm_head.weight"]}, partial=True)
+            assert answers(gen) == two
+
+
 def test_a_trainers_model_as_it_is(llama: Path) -> None:
     """Names and tensors come from the state dict and the parameters of a model of transformers."""
     from transformers import AutoModelForCausalLM

@@ -174,11 +174,12 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool  # an RMSNorm over each head of q and k before rope (Qwen3)
-    tied: bool  # the head's weight is the embedding; the checkpoint need not hold lm_head.weight
+    tied: bool  # the head's weight is the embedding unless the checkpoint has another one (`own_head`)
     windows: tuple[int, ...]  # one per layer: a query at p sees the keys in (p - window, p]; 0: all keys up to p
     eos_ids: tuple[int, ...]
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
     quantization: Quantization | None = None  # of the linear layers
+    own_head: bool = False  # the head of a tied model has its own memory, since it differs from the embedding
     other_rope: RopeConfig = RopeConfig()  # the rope of the layers `other_layers`
     other_layers: tuple[int, ...] = ()
     embedding_scale: float = 1.0  # factor of the embeddings
@@ -205,7 +206,12 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Number of weights, without the few numbers of norms and biases."""
-        return self._layer_parameters + self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return self._layer_parameters + self.vocab_size * self.hidden_size * (1 if self.shares_head else 2)
+
+    @property
+    def shares_head(self) -> bool:
+        """Return whether embedding and head are one tensor in memory."""
+        return self.tied and not self.own_head
 
     @property
     def _layer_parameters(self) -> int:

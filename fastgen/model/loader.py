@@ -11,6 +11,7 @@ copies its piece to pinned memory, which the driver would do in a single thread.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -29,10 +30,13 @@ from fastgen.device.pinned import on_stream
 from fastgen.device.threads import at_most
 from fastgen.disk import naming_full_disk
 from fastgen.model import int4_layouts
-from fastgen.model.config import BUNDLED_NAME
+from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.model.quantization import SKIPPED
+from fastgen.model.tied import EMBEDDING, HEAD, are_equal
 from fastgen.model.weights import FLOATS, Shard, TensorMatcher, text_name
 from fastgen.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 BUNDLED = Path(__file__).parent.parent / "tiny"
 
@@ -140,11 +144,11 @@ def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True)
     is_fp8 = any(name.endswith(SCALE) for name in targets)
     skipped = (*SKIPPED, *int4_layouts.SKIPPED) if in_int4 else SKIPPED if is_fp8 else ()
     matcher, pieces = TensorMatcher(targets, skipped=skipped), list[tuple[Shard, Tensor]]()
-    for path, file, name in _entries(folder, None if whole else targets.keys()):
+    some = None if whole else targets.keys()
+    names = {_target_name(name, targets) for _, _, name in _entries(folder, some)}
+    for path, file, name in _entries(folder, some):
         entry = file.get_slice(name)
-        target = text_name(name)
-        target = target.removesuffix("_inv") if name.endswith(SCALE + "_inv") else target  # it multiplies, too
-        for place in _places(target, targets):
+        for place in _places(name, targets, names):
             with _about(path):
                 shard = matcher.find(place, entry.get_shape(), _DTYPES.get(entry.get_dtype(), entry.get_dtype()))
                 if shard is None and in_int4:
@@ -158,12 +162,39 @@ def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True)
     return pieces
 
 
-def _places(name: str, targets: Mapping[str, Shard]) -> list[str]:
-    """Return the names of the targets of a tensor. In a checkpoint without a head, such as Qwen3-Embedding's, names
-    begin at the layers, and the embedding stands for a head that is not tied to it."""
-    if f"model.{name}" not in targets:
-        return [name]
-    return [f"model.{name}", "lm_head.weight"][: 1 + (name == "embed_tokens.weight" and "lm_head.weight" in targets)]
+def _target_name(name: str, targets: Mapping[str, Shard]) -> str:
+    """Return the name that a tensor has in the text model. In a checkpoint of a model without a head, such as
+    Qwen3-Embedding's, names begin at the layers."""
+    name = text_name(name)
+    name = name.removesuffix("_inv") if name.endswith(SCALE + "_inv") else name  # it multiplies, too
+    return f"model.{name}" if f"model.{name}" in targets else name
+
+
+def _places(name: str, targets: Mapping[str, Shard], names: Collection[str]) -> list[str]:
+    """Return the names of the targets of a tensor. names: the names that all tensors have in the text model."""
+    place = _target_name(name, targets)
+    if place == HEAD and EMBEDDING in names and HEAD not in targets:
+        return []  # of a tied model, where both are equal (see `follow_head`)
+    # Without a head, the embedding stands for one that is not tied to it.
+    stands_for_head = place == EMBEDDING != text_name(name) and HEAD in targets and HEAD not in names
+    return [EMBEDDING, HEAD] if stands_for_head else [place]
+
+
+def follow_head(config: ModelConfig, folder: Path) -> ModelConfig:
+    """Return the configuration of the model in a folder: a tied one has its own head if the files have one that differs
+    from the embedding, as in transformers."""
+    if not config.tied:
+        return config
+    names = {HEAD, EMBEDDING, EMBEDDING.removeprefix("model.")}
+    found = {text_name(name): file.get_tensor(name) for _, file, name in _entries(folder, names)}
+    if len(found) < 2 or HEAD not in found or are_equal(*found.values()):
+        return config
+    log.warning(
+        "%s: config.json has tie_word_embeddings=true, and the weights have a head that is not the embedding; it is "
+        "used, as in transformers; set tie_word_embeddings to false",
+        folder,
+    )
+    return replace(config, own_head=True)
 
 
 def scale_dtype(folder: Path, suffix: str) -> str:

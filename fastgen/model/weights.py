@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, ClassVar, Protocol
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fastgen.kernels import fp8
 from fastgen.model.deltas import DELTA, Delta
+from fastgen.model.tied import EMBEDDING, HEAD, OTHER, Tie
 
 LISTED = 20  # maximum number of names or faults that an error lists
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -150,6 +152,11 @@ def text_name(name: str) -> str:
     return WRAPPERS.get(start, "") + name.removeprefix(start)
 
 
+def shard_of(name: str, targets: Mapping[str, Shard]) -> Shard | None:
+    """Return the shard of a tensor, or None if there is none. The head of a tied model is its embedding."""
+    return targets.get(EMBEDDING if name == HEAD and HEAD not in targets else name)
+
+
 class TensorMatcher:
     """A check of given tensors against the model's shards.
 
@@ -169,9 +176,9 @@ class TensorMatcher:
 
         Raises ValueError for a tensor that is unexpected, given twice, of another shape or of an unsupported dtype.
         """
-        shard = self._targets.get(name)
+        shard = shard_of(name, self._targets)
         if shard is None:
-            if name.endswith(self._skipped) or name.startswith(UNUSED) or name == "lm_head.weight":
+            if name.endswith(self._skipped) or name.startswith(UNUSED):
                 return None
             raise ValueError(f"unexpected tensor {name!r}; {self._unexpected}")
         if name in self._seen:
@@ -189,7 +196,8 @@ class TensorMatcher:
 
     def check_complete(self, listed: int = 5) -> None:
         """Raise ValueError with the names of up to `listed` missing tensors, if any are missing."""
-        missing = [name for name in self._targets if name not in self._seen]
+        seen = self._seen | (OTHER.keys() if HEAD in self._seen and HEAD not in self._targets else set())
+        missing = [name for name in self._targets if name not in seen]
         if missing:
             more = f" and {len(missing) - listed} more" if len(missing) > listed else ""
             names = ", ".join(missing[:listed])
@@ -201,7 +209,8 @@ class Update:
 
     shards: the whole tensors of the model by Hugging Face name; only their shapes are used. partial: tensors may be
     missing. reading: a function that wraps the iterable while it is read. names: names of the tensors that matched in
-    the last pass over `tensors`. merges: the update merges an adapter. adapted: see `AdapterUpdate`.
+    the last pass over `tensors`. merges: the update merges an adapter. adapted: see `AdapterUpdate`. tie: of a
+    tied model that is updated; None if only names and shapes are checked.
     """
 
     unexpected = UNEXPECTED
@@ -214,17 +223,18 @@ class Update:
         shards: Mapping[str, Shard],
         partial: bool = False,
         reading: Callable[[Iterable[Any]], Iterator[Any]] = iter,
+        tie: Tie | None = None,
     ) -> None:
         self.partial = partial
         self.names: list[str] = []
-        self._given, self._shards, self._reading = given, shards, reading
+        self._given, self._shards, self._reading, self._tie = given, shards, reading, tie
 
     def check(self) -> None:
         """Check all tensors against the model before any is written, if they can be read twice: a mapping, its items
         and a sequence can. Raises ValueError as `tensors` does, and TypeError for an object that is not iterable."""
         _check_iterable(self._given)
         if isinstance(self._given, Mapping | ItemsView | Sequence):
-            for _ in self._matched():
+            for _ in self._followed(copy(self._tie)):
                 pass
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -234,7 +244,10 @@ class Update:
         shapes and dtypes that do not match. It is not raised earlier, because the iterables of several ranks may make
         their tensors together.
         """
-        return self._matched()
+        return self._followed(self._tie)
+
+    def _followed(self, tie: Tie | None) -> Iterator[tuple[str, Tensor]]:
+        return self._matched() if tie is None else tie.follow(self._matched(), self.partial)
 
     def _matched(self) -> Iterator[tuple[str, Tensor]]:
         matcher, self.names = TensorMatcher(self._shards, self.unexpected), []
@@ -273,7 +286,7 @@ class Update:
     def _check_delta(self, name: str, packed: Tensor) -> tuple[Sequence[int], torch.dtype]:
         """Check a delta of the model's weight. Return the shape of the weight, and a dtype that it takes; those of the
         delta if there is no such weight."""
-        shard = self._shards.get(name)
+        shard = shard_of(name, self._shards)
         if shard is None:
             return packed.shape, packed.dtype
         Delta(packed).check(name, shard, self.partial)

@@ -178,6 +178,12 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("_ropes", 'family.absent["rope_theta"])', 'config["rope_theta"])'),
         ("_windows", 'size and "max_window_layers" in family.absent', "size"),
     ],
+    ("model.tied", "tests/model/test_tied.py tests/test_updating.py"): [
+        ("fingerprint", "part.detach() * factors", "part.detach()"),
+        ("Tie._follow_one", "if has_embedding else tensor.detach().clone()", ""),
+        ("Tie._follow_one", "if head is not None and partial:", "if head is not None:"),
+        ("Tie._follow_two", "and not given and not partial", "and not given"),
+    ],
     ("model.transformer", "tests/model/test_transformer.py"): [
         ("Transformer.add_mlp", "hidden.relu_().square_()", "hidden.square_()"),
     ],

@@ -10,18 +10,21 @@ import shutil
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from known_models import LLAMA, LLAMA_8B
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
 from fastgen.model import loader
-from fastgen.model.loader import fill_random, load, resolve
+from fastgen.model.config import parse_config
+from fastgen.model.loader import fill_random, follow_head, load, resolve
 from fastgen.model.weights import Shard
 
 INDEX = "model.safetensors.index.json"
@@ -93,6 +96,38 @@ def test_tensors_that_models_do_not_need_are_skipped(tmp_path: Path) -> None:
     save_file(small_tensors(), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing 1 of 5 tensors: lm_head\.weight"):
         load(untied, tmp_path)
+
+
+def test_the_head_of_a_tied_model(tmp_path: Path) -> None:
+    """It is followed if it differs from the embedding, in whichever files and under whichever names they are."""
+    config = parse_config({**LLAMA, **LLAMA_8B, "tie_word_embeddings": True})
+    tensors = small_tensors()
+    embedding = tensors["model.embed_tokens.weight"]
+    changed = embedding.clone()
+    changed[7, 3] += 1
+    for head, own in ((embedding.double(), False), (changed, True), (embedding.flip(1), True), (embedding[1:], True)):
+        for prefix in ("model.", "", "language_model.model."):
+            named = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+            write_sharded(tmp_path, {**named, "lm_head.weight": head})
+            assert follow_head(config, tmp_path) == replace(config, own_head=own)
+    write_sharded(tmp_path, tensors)
+    assert follow_head(config, tmp_path) == config
+    targets = empty_targets()
+    write_sharded(tmp_path, {"lm_head.weight": tensors.pop("model.embed_tokens.weight"), **tensors})
+    assert follow_head(config, tmp_path) == config
+    load(targets, tmp_path)
+    assert torch.equal(targets["model.embed_tokens.weight"].view, embedding)
+
+
+def test_names_that_begin_at_the_layers(tmp_path: Path) -> None:
+    """The embedding stands for a head that is not there."""
+    named = {name.removeprefix("model."): tensor for name, tensor in small_tensors().items()}
+    targets = {**empty_targets(), "lm_head.weight": Shard.whole(torch.zeros(8, 4))}
+    for more, head in (({}, named["embed_tokens.weight"]), ({"lm_head.weight": torch.ones(8, 4)}, torch.ones(8, 4))):
+        save_file({**named, **more}, tmp_path / "model.safetensors")
+        load(targets, tmp_path)
+        assert torch.equal(targets["model.embed_tokens.weight"].view, named["embed_tokens.weight"])
+        assert torch.equal(targets["lm_head.weight"].view, head)
 
 
 def change_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from conftest import Checkpoint, hf_logits, hf_model, random_ids
 from handmade import make_runner
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
@@ -107,6 +109,22 @@ def test_fields_of_a_file_mean_what_transformers_means(case: str, checkpoint: Ch
     (tmp_path / "config.json").write_text(json.dumps({**config, **present}))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     check_logits(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_a_head_in_the_files_of_a_tied_model(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Another head is used. An equal one, and one without an embedding, is the embedding too."""
+    folder = checkpoint(name, tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights.pop("model.embed_tokens.weight")
+    pair = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.flip(1)}
+    for case, more in {"another": pair, "one": {"lm_head.weight": embedding}}.items():
+        shutil.copytree(folder, tmp_path / case)
+        save_file({**weights, **more}, tmp_path / case / "model.safetensors", metadata={"format": "pt"})
+        for prompt in PROMPTS[1:]:
+            exact = hf_logits(tmp_path / case, prompt).log_softmax(1)[:-1].gather(1, torch.tensor(prompt)[1:, None])
+            with Generator(tmp_path / case) as gen:
+                assert gen.score([prompt])[0][1:] == pytest.approx(exact.flatten().tolist(), abs=1e-4)
 
 
 def test_64_greedy_tokens_are_those_of_transformers(family: Path) -> None:
