@@ -167,6 +167,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("model.config", "tests/model/test_model_config.py"): [
         ("_windows", "size if layer >= first else 0", "size if layer > first else 0"),
         ("_eos_ids", 'ids = generation.get("eos_token_id")', "ids = None"),
+        ("sampling_defaults", 'if samples else ("repetition_penalty",)', "if samples else ()"),
         ("_rope", "low=1e-6, high=1e6", "high=1e6"),
         ("_text_config", 'inner.get("tie_word_embeddings") and', ""),
         ("_ropes", "if not window)", "if window)"),
