@@ -72,6 +72,10 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
         folder = _fetch_model(str(model), revision, weights)
     elif revision is not None:
         raise ValueError(f"revision={revision!r} goes with a hub id, and {folder} is a folder")
+    if weights and (folder / _SINGLE).is_file() and (folder / _INDEX).is_file():
+        log.warning(
+            "%s has %s and %s; the first is read, as in transformers; delete the other", folder, _SINGLE, _INDEX
+        )
     return folder
 
 
@@ -107,7 +111,7 @@ def fill_random(targets: Mapping[str, Shard]) -> None:
 def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False, whole: bool = True) -> None:
     """Copy the checkpoint in a folder into `targets`, which are all on one device, and convert dtypes.
 
-    Only the files that `model.safetensors.index.json` names are read, or else `model.safetensors`, and only the slice
+    Only `model.safetensors` is read, or else the files that `model.safetensors.index.json` names, and only the slice
     of each tensor that its shard holds. progress: show a progress bar in bytes. whole: the targets are all tensors of
     the model. Raises ValueError before anything is copied if a file is missing, truncated or corrupt or lacks a tensor,
     or if a tensor does not match.
@@ -252,9 +256,12 @@ def _about(path: Path) -> Iterator[None]:
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """Return {weight file to read: names of the tensors to take from it, or None for all}."""
+    """Return {weight file to read: names of the tensors to take from it, or None for all}.
+
+    Beside a single file, an index is left over from an earlier save in several files; transformers does not read it.
+    """
     index = folder / _INDEX
-    if not index.is_file():
+    if (folder / _SINGLE).is_file() or not index.is_file():
         return {folder / _SINGLE: None}
     files: dict[Path, set[str]] = {}
     try:

@@ -24,7 +24,7 @@ from torch import Tensor
 from fastgen import Generator, SamplingParams
 from fastgen.model import loader
 from fastgen.model.config import parse_config
-from fastgen.model.loader import fill_random, follow_head, load, resolve
+from fastgen.model.loader import fill_random, follow_head, load, read_tensors, resolve
 from fastgen.model.weights import Shard
 
 INDEX = "model.safetensors.index.json"
@@ -67,21 +67,31 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
 # Folders
 
 
-def test_load_reads_what_the_index_names_or_else_a_single_file(tmp_path: Path) -> None:
+def test_load_reads_a_single_file_or_else_what_the_index_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers does after a save in several files and another one in a single file, in the same folder."""
     tensors = small_tensors()
     (tmp_path / "consolidated.safetensors").write_bytes(b"another format of the same weights")
-    save_file(tensors, tmp_path / "model.safetensors")
-    targets = empty_targets()
-    load(targets, tmp_path)
-    assert all(torch.equal(part.view, tensors[name]) for name, part in targets.items())
     weight_map = write_sharded(tmp_path, tensors)
-    (tmp_path / "model.safetensors").write_bytes(b"stale")
     del weight_map["model.norm.weight"]
     write_index(tmp_path, weight_map)
     targets = empty_targets()
     del targets["model.norm.weight"]  # it would be unexpected if it were read
     load(targets, tmp_path)
     assert all(torch.equal(part.view, tensors[name]) for name, part in targets.items())
+    newer = {name: tensor + 1 for name, tensor in tensors.items()}
+    save_file(newer, tmp_path / "model.safetensors")
+    (tmp_path / SHARDS[1]).unlink()  # save_pretrained deletes the older files, and not their index
+    targets = empty_targets()
+    load(targets, tmp_path)
+    assert all(torch.equal(part.view, newer[name]) for name, part in targets.items())
+    assert read_tensors(tmp_path).keys() == tensors.keys()
+    assert not caplog.messages
+    assert resolve(tmp_path) == tmp_path
+    assert caplog.messages == [
+        f"{tmp_path} has model.safetensors and {INDEX}; the first is read, as in transformers; delete the other"
+    ]
 
 
 def test_tensors_that_models_do_not_need_are_skipped(tmp_path: Path) -> None:
@@ -390,6 +400,7 @@ def test_a_cache_suffices_offline(cache: Path, talker: Path, monkeypatch: pytest
     assert texts[0] == texts[1] != ""
     write_sharded(folder, small_tensors())
     (folder / SHARDS[0]).unlink()
+    (folder / "model.safetensors").unlink()
     assert resolve("org/model") == folder
     with pytest.raises(ValueError, match=rf"{SHARDS[0]} is missing, though .* names it; fetch it again"):
         load(empty_targets(), folder)
