@@ -47,11 +47,13 @@ SCALE = ".weight_scale"
 _DTYPES = {**FLOATS, "F8_E4M3": torch.float8_e4m3fn}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_MEDUSA = "medusa_lm_head.safetensors"  # of a repository of heads that draft, which may have nothing else
 # All files except weights. They are fetched first, because the index names the files of weights.
 _SMALL_FILES = [
     "config.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json", "generation_config.json",
     "tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "modules.json", "*_Pooling/config.json", _INDEX,
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "additional_chat_templates/*", "modules.json",
+    "*_Pooling/config.json", _INDEX,
 ]  # fmt: skip
 _CONVERSION = (
     "fastgen reads safetensors only, so convert other formats with transformers: "
@@ -298,7 +300,7 @@ def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:
             files = [str(path.relative_to(folder)) for path in _weight_files(folder)] if weights else []
             if lacking := [name for name in files if not (folder / name).is_file()]:
                 # At the commit of the small files, even if the repository has changed since.
-                _fetch(model, folder.name, lacking, bars=True)
+                _fetch(model, folder.name, [*lacking, _MEDUSA], bars=True)
     except errors.GatedRepoError as error:
         raise ValueError(
             f"{model} is gated: accept its licence at https://huggingface.co/{model}, then {login}"

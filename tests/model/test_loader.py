@@ -356,6 +356,14 @@ def test_only_needed_files_are_fetched_and_only_once(
     assert resolve("org/model") == folder
 
 
+def test_heads_of_medusa_are_fetched(serve: Any, tmp_path: Path) -> None:
+    save_file(small_tensors(), tmp_path / "heads")
+    hub = serve({"config.json": b"{}", "medusa_lm_head.safetensors": (tmp_path / "heads").read_bytes()})
+    assert resolve("org/model", weights=False).is_dir()
+    assert hub.asked == {"config.json"}
+    assert (resolve("org/model") / "medusa_lm_head.safetensors").is_file()
+
+
 @pytest.mark.parametrize(
     ("error", "model", "revision", "message"),
     [
