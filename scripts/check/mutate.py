@@ -252,6 +252,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("HostTier.load", "order, pages[start : start + len(part)])", "order, pages[: len(part)])"),
     ],
     ("request", "tests/test_request.py tests/test_generator.py tests/test_updating.py"): [
+        ("Sequence.start", "self.kv_version not in (None, version)", "self.kv_version is not None"),
+        ("Sequence.start", "self.kv_version = version", "pass"),
         ("SamplingParams.validate", "self.min_tokens > self.max_tokens:", "self.min_tokens >= self.max_tokens:"),
         ("Sequence.begin_version", "self.versions[-1][0] != version:", "self.versions[-1][0] == version:"),
     ],
