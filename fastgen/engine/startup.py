@@ -47,7 +47,7 @@ from fastgen.model.kv_pool import KVPool
 from fastgen.model.loader import fill_random, scale_dtype
 from fastgen.model.loader import load as load_checkpoint
 from fastgen.model.parameters import Parameters, checkpoint_shards
-from fastgen.model.quantization import Int4
+from fastgen.model.quantization import Int4, explaining_sizes
 from fastgen.model.quantized import check_fp8
 from fastgen.model.transformer import Transformer
 from fastgen.parallel.group import Group
@@ -70,7 +70,8 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
             raise ValueError("deterministic=True needs all ranks on one host; leave it out, or use fewer ranks")
         config = replace(config, deterministic=False)
     if model_config.quantization and torch.device(device).type == "cuda":
-        check_quantized(model_config.split(group.size), config.dtype)
+        with explaining_sizes(group.size):
+            check_quantized(model_config.split(group.size), config.dtype)
     if config.kv_cache_dtype == "fp8" and kernels != "torch" and Chip.of(torch.device(device)).capability < (8, 9):
         raise ValueError("kv_cache_dtype='fp8' needs an Ada or Hopper GPU or a newer one; leave it out")
     if slower := slower_than_possible(torch.device(device)):
@@ -137,7 +138,8 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
     if isinstance(form, Int4) and load == "auto":
         form = replace(form, scale_dtype=scale_dtype(folder, LAYOUTS[form.stored].scales.suffix))
         model_config = replace(model_config, quantization=form)
-    parameters = Parameters(model_config, dtype, device, group, config.deterministic)
+    with explaining_sizes(group.size):
+        parameters = Parameters(model_config, dtype, device, group, config.deterministic)
     if load == "dummy":
         if update is not None:
             raise ValueError("adapter needs the weights of the checkpoint; leave load='dummy' out")
