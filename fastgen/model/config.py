@@ -130,7 +130,8 @@ _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 _DTYPES = ("bfloat16", "float16", "float32")
 _LARGEST = 3e38  # float32 holds no larger number
-_MOST = 2**24  # maximum of sizes in config.json: reading a config of more layers would already fill the memory
+_MOST = 2**24  # maximum of sizes in config.json
+_MOST_LAYERS = 2**12
 _QUANTIZATION_FILES = {
     "hf_quant_config.json": "modelopt", "quant_config.json": "awq", "quantize_config.json": "gptq"
 }  # fmt: skip
@@ -324,7 +325,8 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     family = _family(config)
     config = {**family.absent, **config}
     _refuse_foreign(config, family)
-    num_layers, num_heads = _integer(config, "num_hidden_layers"), _integer(config, "num_attention_heads")
+    num_layers = _integer(config, "num_hidden_layers", high=_MOST_LAYERS)
+    num_heads = _integer(config, "num_attention_heads")
     config["layer_types"] = _layer_types(config, family, num_layers)
     windows = _windows(config, family, num_layers)
     rope, other_rope, other_layers = _ropes(config, family, windows)
@@ -558,11 +560,11 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def _integer(config: dict[str, Any], field: str, default: int | None = None, low: int = 1) -> int:
+def _integer(config: dict[str, Any], field: str, default: int | None = None, low: int = 1, high: int = _MOST) -> int:
     """Return an integer field, or the default if it is absent or null. Raises ValueError for other values."""
     value = default if config.get(field) is None else config[field]
-    if type(value) is not int or not low <= value <= _MOST:
-        raise ValueError(f"{field}={value!r} is missing or not an integer from {low} to {_MOST}")
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{field}={value!r} is missing or not an integer from {low} to {high}")
     return value
 
 

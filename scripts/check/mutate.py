@@ -188,6 +188,10 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("model.transformer", "tests/model/test_transformer.py"): [
         ("Transformer.add_mlp", "hidden.relu_().square_()", "hidden.square_()"),
     ],
+    ("model.int4_layouts", "tests/model/test_int4.py"): [
+        ("_gptq_zeros", "nibbles(words + GPTQ_ONES)", "(nibbles(words) + 1 & 15)"),
+        ("check_skipped", "tensor.shape != (inputs,) or", ""),
+    ],
     ("model.quantization", "tests/model/test_int4.py"): [
         ("_check_modules", 'if gated or each != "gate_proj"', 'if each != "gate_proj"'),
     ],
