@@ -47,7 +47,7 @@ AHEAD = 4096  # minimum number of requests of a generate() call in the engine, w
 READ_STEPS = 4  # new prompts of at most so many steps' token budgets are read before each step
 
 
-@explains_names("generate", "chat", "stream")
+@explains_names("generate", "chat", "stream", "score", "classify", "embed")
 class Generator(PromptTasks):
     """A model that generates text, for many requests at a time.
 

@@ -261,14 +261,17 @@ def _explain_out_of_memory(config: EngineConfig, free: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not is_out_of_memory(error):
+        of_host = isinstance(error, MemoryError) or "can't allocate memory" in str(
+            error
+        )  # as torch's allocator says it
+        if not of_host and not is_out_of_memory(error):
             raise
-        where = f"the memory of {config.device}, of which {free / 1e9:.1f} GB were free,"
-        if isinstance(error, MemoryError):
-            where = "the host's memory"
+        memory = f"the memory of {config.device}, of which {free / 1e9:.1f} GB were free,"
+        lower, instead = "num_pages, kv_cache_gb or memory_fraction", "a smaller model or device='cpu'"
+        if of_host:
+            memory, lower, instead = "the host's memory", "num_pages, kv_cache_gb or host_cache_gb", "a smaller model"
         raise ValueError(
-            f"{where} does not suffice for the weights, the KV pool and a step of max_step_tokens="
-            f"{config.max_step_tokens} over max_seqs={config.max_seqs}: lower these, num_pages, kv_cache_gb or "
-            f"memory_fraction, end other programs that hold the memory, or use a smaller model or device='cpu' "
-            f"({first_line(error)})"
+            f"{memory} does not suffice for the weights, the KV pool and a step of max_step_tokens="
+            f"{config.max_step_tokens} over max_seqs={config.max_seqs}: lower these, {lower}, end other programs that "
+            f"hold the memory, or use {instead} ({first_line(error)})"
         ) from error

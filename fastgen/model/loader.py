@@ -34,6 +34,7 @@ from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.model.quantization import SKIPPED
 from fastgen.model.tied import EMBEDDING, HEAD, are_equal
 from fastgen.model.weights import FLOATS, Shard, TensorMatcher, text_name
+from fastgen.names import nearest
 from fastgen.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,11 @@ _SMALL_FILES = [
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "additional_chat_templates/*", "modules.json",
     "*_Pooling/config.json", _INDEX,
 ]  # fmt: skip
+_GGUF = (
+    "convert it with transformers, if that can read it: AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, "
+    "dtype='auto').save_pretrained(other), and the tokenizer likewise"
+)
+_FOLDER = "give the folder of config.json and the weights"
 _CONVERSION = (
     "fastgen reads safetensors only, so convert other formats with transformers: "
     "AutoModelForCausalLM.from_pretrained(folder, dtype='auto').save_pretrained(folder)"
@@ -70,6 +76,9 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
     access to it needs a login.
     """
     folder = BUNDLED if model is None or model == BUNDLED_NAME else Path(model).expanduser()
+    if folder.exists() and not folder.is_dir():
+        remedy = _GGUF if folder.suffix == ".gguf" else _FOLDER
+        raise ValueError(f"{folder} is a file, and fastgen reads folders in Hugging Face's format; {remedy}")
     if not folder.is_dir():
         folder = _fetch_model(str(model), revision, weights)
     elif revision is not None:
@@ -164,6 +173,7 @@ def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True)
                 for part in shard.separated():
                     pieces += part.pieces(part.slice(tensor), PIECE_BYTES)
     with _about(folder):
+        matcher.check_names()
         matcher.check_complete()
     return pieces
 
@@ -307,7 +317,12 @@ def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ValueError(f"{model} has no revision {revision!r} on the hub") from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+    except errors.HFValidationError as error:
+        path = Path(model).expanduser()
+        near = nearest(path.name, [each.name for each in path.parent.glob("*/")])
+        hint = f"; there is {path.parent / near}" if near else ""
+        raise ValueError(f"there is no folder {model}, and a hub id is not written like that{hint}") from error
+    except errors.RepositoryNotFoundError as error:
         raise ValueError(f"{model} is neither a folder nor a model on the hub; for a private one {login}") from error
     except errors.LocalEntryNotFoundError as error:
         raise ValueError(

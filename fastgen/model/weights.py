@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any, ClassVar, Protocol
 
@@ -33,6 +34,9 @@ UNUSED = (
     "model.mtp_layers.",
 )
 """Beginnings of the names of tensors that text does not need: of images, and of MiMo's layers that draft tokens."""
+
+WRAPPING = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""Parts of names that torch adds to those of a model: data parallelism, torch.compile, FSDP, checkpoints."""
 
 QUANTIZED_BYTES = 16 << 20  # size of the pieces in which a weight is quantized
 
@@ -157,6 +161,15 @@ def shard_of(name: str, targets: Mapping[str, Shard]) -> Shard | None:
     return targets.get(EMBEDDING if name == HEAD and HEAD not in targets else name)
 
 
+def known_name(name: str, targets: Mapping[str, Shard]) -> str | None:
+    """Return the name of the tensor that is probably meant by an unexpected name: without what wraps a model, without
+    any other beginning, or with the beginning that it lacks. None if there is no such tensor."""
+    plain = ".".join(part for part in name.split(".") if part not in WRAPPING)
+    if shard_of(plain, targets) is not None:
+        return plain
+    return next((known for known in targets if f".{plain}".endswith(f".{known}") or known.endswith(f".{plain}")), None)
+
+
 class TensorMatcher:
     """A check of given tensors against the model's shards.
 
@@ -170,15 +183,20 @@ class TensorMatcher:
         self._targets, self._unexpected = targets, unexpected
         self._skipped = "rotary_emb.inv_freq", *skipped
         self._seen: set[str] = set()
+        self._renamed: dict[str, str] = {}  # names that are not expected: the names that are probably meant
 
     def find(self, name: str, shape: Sequence[int], dtype: torch.dtype | str) -> Shard | None:
-        """Return the shard of a tensor, or None if the tensor should be skipped.
+        """Return the shard of a tensor, or None if it is not to be written.
 
-        Raises ValueError for a tensor that is unexpected, given twice, of another shape or of an unsupported dtype.
+        Raises ValueError for a tensor that is unexpected, given twice, of another shape or of an unsupported dtype. One
+        with a name that resembles the model's is an error of `check_names`.
         """
         shard = shard_of(name, self._targets)
         if shard is None:
             if name.endswith(self._skipped) or name.startswith(UNUSED):
+                return None
+            if known := known_name(name, self._targets):
+                self._renamed[name] = known
                 return None
             raise ValueError(f"unexpected tensor {name!r}; {self._unexpected}")
         if name in self._seen:
@@ -194,13 +212,20 @@ class TensorMatcher:
             raise ValueError(f"tensor {name!r} is {dtype}; {supported}")
         return shard
 
+    def check_names(self) -> None:
+        """Raise ValueError if tensors have been given by other names than the model's."""
+        if self._renamed:
+            name, known = next(iter(self._renamed.items()))
+            count = f"{len(self._renamed)} names are" if len(self._renamed) > 1 else "a name is"
+            raise ValueError(f"{count} not the model's; give {known!r} instead of {name!r}, for example")
+
     def check_complete(self, listed: int = 5) -> None:
         """Raise ValueError with the names of up to `listed` missing tensors, if any are missing."""
         seen = self._seen | (OTHER.keys() if HEAD in self._seen and HEAD not in self._targets else set())
-        missing = [name for name in self._targets if name not in seen]
+        missing = self._targets.keys() - seen - {*self._renamed.values()}
         if missing:
             more = f" and {len(missing) - listed} more" if len(missing) > listed else ""
-            names = ", ".join(missing[:listed])
+            names = ", ".join([name for name in self._targets if name in missing][:listed])
             raise ValueError(f"missing {len(missing)} of {len(self._targets)} tensors: {names}{more}")
 
 
@@ -272,11 +297,12 @@ class Update:
                 self.names.append(name)
                 yield travels, tensor
             del tensor
-        try:
-            if not self.partial:
-                matcher.check_complete(LISTED)
-        except ValueError as error:
-            faults.insert(0, str(error))
+        complete: list[Callable[[], None]] = [] if self.partial else [partial(matcher.check_complete, LISTED)]
+        for check in (*complete, matcher.check_names):
+            try:
+                check()
+            except ValueError as error:
+                faults.insert(0, str(error))
         if self.partial and not self.names and not faults:
             faults.append("no tensors are given")
         if faults:

@@ -221,8 +221,18 @@ def test_resolve_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         resolve("fastgen-tiny", revision="main")
     monkeypatch.chdir(tmp_path)
     for name in (tmp_path / "gone", "./gone", "a/b/c"):
-        with pytest.raises(ValueError, match=r"(gone|a/b/c) is neither a folder nor a model on the hub"):
+        with pytest.raises(ValueError, match=rf"^there is no folder {name}, and a hub id is not written like that$"):
             resolve(name)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ValueError, match=r"^there is no folder ./modle, .* not written like that; there is model$"):
+        resolve("./modle")
+    for file, remedy in (
+        ("model.gguf", "convert it with transformers"),
+        ("x.safetensors", "give the folder of config"),
+    ):
+        (tmp_path / file).write_bytes(b"")
+        with pytest.raises(ValueError, match=rf"^{tmp_path / file} is a file, and fastgen reads folders .*; {remedy}"):
+            resolve(tmp_path / file)
 
 
 # The hub
