@@ -261,9 +261,8 @@ def _explain_out_of_memory(config: EngineConfig, free: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        of_host = isinstance(error, MemoryError) or "can't allocate memory" in str(
-            error
-        )  # as torch's allocator says it
+        # torch's allocator of host memory raises no MemoryError.
+        of_host = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
         if not of_host and not is_out_of_memory(error):
             raise
         memory = f"the memory of {config.device}, of which {free / 1e9:.1f} GB were free,"
