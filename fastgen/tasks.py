@@ -36,13 +36,17 @@ class PromptTasks:
     ) -> list[list[float]]:
         """Return the logprobs of given tokens: float32, of log_softmax(logits / temperature).
 
-        sequences: prompts, mostly lists of ids. start: the first position to score, below the length, for all sequences
-        or a list with one for each. The result has len - start floats for each sequence; position 0 has no logprob, and
-        is NaN, as is a position whose logits are not finite. Raises ValueError for a sequence that cannot be scored.
+        sequences: prompts, mostly lists of ids. start: the first position to score, for all sequences or a list with
+        one for each. The result has len - start floats for each sequence; position 0 has no logprob, and is NaN, as is
+        a position whose logits are not finite. Raises ValueError for a sequence that cannot be scored, and if start
+        leaves nothing to score in any.
         """
         ((prompts, starts),) = self._interrupt.reading(map(pair_scores, [sequences], [start], [temperature]))
         scores = self._read(prompts, starts, float(temperature))
-        return [score.logprobs[first:] for score, first in zip(scores, starts, strict=True)]
+        found = [score.logprobs[first:] for score, first in zip(scores, starts, strict=True)]
+        if found and not any(found):
+            raise ValueError(f"start is {start}, the end of each sequence, which leaves nothing to score; lower it")
+        return found
 
     @on_all_ranks
     def classify(self, prompts: Prompt | Iterable[Prompt], choices: SequenceOf[str]) -> list[dict[str, float]]:
@@ -104,8 +108,6 @@ class PromptTasks:
                 id = self._loop.begin(Request(prompt, params), queue, (first, temperature))
                 score = self._loop.active[id].samples[0].sequence.score
                 assert score is not None
-                if first == len(score.logprobs) and not embedding:
-                    raise ValueError(f"start is {first}, the length of a sequence, so that nothing is left to score")
                 score.embedding = [] if embedding else None
                 scores.append(score)
             while queue.running:

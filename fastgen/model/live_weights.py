@@ -53,8 +53,12 @@ class LiveWeights:
         into the bases, and write sparse deltas into the weights."""
         self._model.parameters.changes += 1
         with self._unpacked() as shards:
-            own = {HEAD: OwnHead(self._model.parameters), HEAD + DELTA: OwnHead(self._model.parameters, DeltaTarget)}
-            targets: dict[str, Target] = {**own, **shards, **delta_targets(shards)}
+            parameters = self._model.parameters
+            heads = {
+                HEAD: OwnHead(parameters),
+                HEAD + DELTA: OwnHead(parameters, DeltaTarget),
+            }  # unless there is a shard
+            targets: dict[str, Target] = {**heads, **shards, **delta_targets(shards)}
             write({**targets, **self._model.parameters.bases.targets(shards)}, tensors)
         self._synchronize()
 

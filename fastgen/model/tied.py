@@ -41,18 +41,18 @@ def fingerprint(tensor: Tensor) -> Tensor:
 class Tie:
     """What a Generator knows of the embedding and the head of a model that config.json ties.
 
-    own: the head has its own memory. can_untie: it can get its own memory; on a GPU, CUDA graphs hold its address.
+    own_head: the head has its own memory. can_untie: it can get its own memory; on a GPU, CUDA graphs hold its address.
     """
 
-    def __init__(self, own: bool, can_untie: bool) -> None:
-        self.own, self._can_untie = own, can_untie
+    def __init__(self, own_head: bool, can_untie: bool) -> None:
+        self.own_head, self._can_untie = own_head, can_untie
         self._refused = False  # the update has a head that would need its own memory
         self._last: Tensor | None = None  # fingerprint of the tensor, or delta, that was given last for the embedding
 
     def follow(self, tensors: Iterator[tuple[str, Tensor]], partial: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of an update as they are to be written. partial: see Update. After the last one, raise
         ValueError for a head that would need its own memory and cannot get it."""
-        return self._follow_two(tensors, partial) if self.own else self._follow_one(tensors, partial)
+        return self._follow_two(tensors, partial) if self.own_head else self._follow_one(tensors, partial)
 
     def _follow_one(self, tensors: Iterator[tuple[str, Tensor]], partial: bool) -> Iterator[tuple[str, Tensor]]:
         """Follow an update of a model that has one tensor for both."""
@@ -86,7 +86,7 @@ class Tie:
         if self._last is not None and torch.equal(fingerprint(head), self._last):
             return
         if self._can_untie:
-            self.own = True
+            self.own_head = True
             yield name, head
         else:
             self._refused = True

@@ -195,8 +195,8 @@ class TensorMatcher:
         if shard is None:
             if name.endswith(self._skipped) or name.startswith(UNUSED):
                 return None
-            if known := known_name(name, self._targets):
-                self._renamed[name] = known
+            if meant := known_name(name, self._targets):
+                self._renamed[name] = meant
                 return None
             raise ValueError(f"unexpected tensor {name!r}; {self._unexpected}")
         if name in self._seen:
@@ -215,9 +215,9 @@ class TensorMatcher:
     def check_names(self) -> None:
         """Raise ValueError if tensors have been given by other names than the model's."""
         if self._renamed:
-            name, known = next(iter(self._renamed.items()))
+            name, meant = next(iter(self._renamed.items()))
             count = f"{len(self._renamed)} names are" if len(self._renamed) > 1 else "a name is"
-            raise ValueError(f"{count} not the model's; give {known!r} instead of {name!r}, for example")
+            raise ValueError(f"{count} not the model's; give {meant!r} instead of {name!r}, for example")
 
     def check_complete(self, listed: int = 5) -> None:
         """Raise ValueError with the names of up to `listed` missing tensors, if any are missing."""

@@ -23,7 +23,7 @@ class Model:
     def __init__(self, can_untie: bool = True) -> None:
         self.embedding = OLD.clone()
         self.head = self.embedding
-        self.tie = Tie(own=False, can_untie=can_untie)
+        self.tie = Tie(own_head=False, can_untie=can_untie)
 
     def update(self, given: Given | Iterable[tuple[str, Tensor]], partial: bool = False) -> None:
         update = Update(given, {EMBEDDING: Shard.whole(OLD.to("meta"))}, partial, tie=self.tie)
@@ -40,7 +40,7 @@ class Model:
     def check(self, embedding: Tensor, head: Tensor, is_one: bool) -> None:
         assert torch.equal(self.embedding, embedding)
         assert torch.equal(self.head, head)
-        assert (self.head is self.embedding) == is_one == (not self.tie.own)
+        assert (self.head is self.embedding) == is_one == (not self.tie.own_head)
 
 
 @pytest.mark.parametrize("given", [[(EMBEDDING, A)], [(HEAD, A)], [(EMBEDDING, A), (HEAD, A.double())]])
