@@ -38,11 +38,15 @@ class PromptTasks:
 
         sequences: prompts, mostly lists of ids. start: the first position to score, for all sequences or a list with
         one for each. The result has len - start floats for each sequence; position 0 has no logprob, and is NaN, as is
-        a position whose logits are not finite. Raises ValueError for a sequence that cannot be scored.
+        a position whose logits are not finite. Raises ValueError for a sequence that cannot be scored, and if start
+        leaves nothing to score in any.
         """
         ((prompts, starts),) = self._interrupt.reading(map(pair_scores, [sequences], [start], [temperature]))
         scores = self._read(prompts, starts, float(temperature))
-        return [score.logprobs[first:] for score, first in zip(scores, starts, strict=True)]
+        found = [score.logprobs[first:] for score, first in zip(scores, starts, strict=True)]
+        if found and not any(found):
+            raise ValueError(f"start is {start}, the end of each sequence, which leaves nothing to score; lower it")
+        return found
 
     @on_all_ranks
     def classify(self, prompts: Prompt | Iterable[Prompt], choices: SequenceOf[str]) -> list[dict[str, float]]:

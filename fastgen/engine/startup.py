@@ -53,7 +53,7 @@ from fastgen.model.kv_pool import KVPool
 from fastgen.model.loader import fill_random, scale_dtype
 from fastgen.model.loader import load as load_checkpoint
 from fastgen.model.parameters import Parameters, checkpoint_shards
-from fastgen.model.quantization import Int4
+from fastgen.model.quantization import Int4, explaining_sizes
 from fastgen.model.quantized import check_fp8
 from fastgen.model.transformer import Transformer
 from fastgen.parallel.group import Group
@@ -76,7 +76,8 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
             raise ValueError("deterministic=True needs all ranks on one host; leave it out, or use fewer ranks")
         config = replace(config, deterministic=False)
     if model_config.quantization and torch.device(device).type == "cuda":
-        check_quantized(model_config.split(group.size), config.dtype)
+        with explaining_sizes(group.size):
+            check_quantized(model_config.split(group.size), config.dtype)
     if config.kv_cache_dtype == "fp8" and kernels != "torch" and Chip.of(torch.device(device)).capability < (8, 9):
         raise ValueError("kv_cache_dtype='fp8' needs an Ada or Hopper GPU or a newer one; leave it out")
     if slower := slower_than_possible(torch.device(device)):
@@ -143,7 +144,8 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
     if isinstance(form, Int4) and load == "auto":
         form = replace(form, scale_dtype=scale_dtype(folder, LAYOUTS[form.stored].scales.suffix))
         model_config = replace(model_config, quantization=form)
-    parameters = Parameters(model_config, dtype, device, group, config.deterministic)
+    with explaining_sizes(group.size):
+        parameters = Parameters(model_config, dtype, device, group, config.deterministic)
     if load == "dummy":
         if update is not None:
             raise ValueError("adapter needs the weights of the checkpoint; leave load='dummy' out")
@@ -265,14 +267,16 @@ def _explain_out_of_memory(config: EngineConfig, free: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not is_out_of_memory(error):
+        # torch's allocator of host memory raises no MemoryError.
+        of_host = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+        if not of_host and not is_out_of_memory(error):
             raise
-        where = f"the memory of {config.device}, of which {free / 1e9:.1f} GB were free,"
-        if isinstance(error, MemoryError):
-            where = "the host's memory"
+        memory = f"the memory of {config.device}, of which {free / 1e9:.1f} GB were free,"
+        lower, instead = "num_pages, kv_cache_gb or memory_fraction", "a smaller model or device='cpu'"
+        if of_host:
+            memory, lower, instead = "the host's memory", "num_pages, kv_cache_gb or host_cache_gb", "a smaller model"
         raise ValueError(
-            f"{where} does not suffice for the weights, the KV pool and a step of max_step_tokens="
-            f"{config.max_step_tokens} over max_seqs={config.max_seqs}: lower these, num_pages, kv_cache_gb or "
-            f"memory_fraction, end other programs that hold the memory, or use a smaller model or device='cpu' "
-            f"({first_line(error)})"
+            f"{memory} does not suffice for the weights, the KV pool and a step of max_step_tokens="
+            f"{config.max_step_tokens} over max_seqs={config.max_seqs}: lower these, {lower}, end other programs that "
+            f"hold the memory, or use {instead} ({first_line(error)})"
         ) from error

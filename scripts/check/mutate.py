@@ -179,14 +179,30 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("model.config", "tests/model/test_model_config.py"): [
         ("_windows", "size if layer >= first else 0", "size if layer > first else 0"),
         ("_eos_ids", 'ids = generation.get("eos_token_id")', "ids = None"),
+        ("sampling_defaults", 'if samples else ("repetition_penalty",)', "if samples else ()"),
         ("_rope", "low=1e-6, high=1e6", "high=1e6"),
         ("_text_config", 'inner.get("tie_word_embeddings") and', ""),
         ("_ropes", "if not window)", "if window)"),
         ("_refuse_foreign", 'config.get("hidden_act", "silu") != activation',
          'config.get("hidden_act") not in (None, "silu", activation)'),
     ],
+    ("model.config", "tests/model/test_transformer.py"): [
+        ("_ropes", 'config.get("sliding_window") is not None:', "any(windows):"),
+        ("_ropes", 'family.absent["rope_theta"])', 'config["rope_theta"])'),
+        ("_windows", 'size and "max_window_layers" in family.absent', "size"),
+    ],
+    ("model.tied", "tests/model/test_tied.py tests/test_updating.py"): [
+        ("fingerprint", "part.detach() * factors", "part.detach()"),
+        ("Tie._follow_one", "if has_embedding else tensor.detach().clone()", ""),
+        ("Tie._follow_one", "if head is not None and partial:", "if head is not None:"),
+        ("Tie._follow_two", "and not given and not partial", "and not given"),
+    ],
     ("model.transformer", "tests/model/test_transformer.py"): [
         ("Transformer.add_mlp", "hidden.relu_().square_()", "hidden.square_()"),
+    ],
+    ("model.int4_layouts", "tests/model/test_int4.py"): [
+        ("_gptq_zeros", "nibbles(words + GPTQ_ONES)", "(nibbles(words) + 1 & 15)"),
+        ("check_skipped", "tensor.shape != (inputs,) or", ""),
     ],
     ("model.quantization", "tests/model/test_int4.py"): [
         ("_check_modules", 'if gated or each != "gate_proj"', 'if each != "gate_proj"'),
@@ -252,6 +268,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("HostTier.load", "order, pages[start : start + len(part)])", "order, pages[: len(part)])"),
     ],
     ("request", "tests/test_request.py tests/test_generator.py tests/test_updating.py"): [
+        ("Sequence.start", "self.kv_version not in (None, version)", "self.kv_version is not None"),
+        ("Sequence.start", "self.kv_version = version", "pass"),
         ("SamplingParams.validate", "self.min_tokens > self.max_tokens:", "self.min_tokens >= self.max_tokens:"),
         ("Sequence.begin_version", "self.versions[-1][0] != version:", "self.versions[-1][0] == version:"),
     ],

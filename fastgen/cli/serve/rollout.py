@@ -28,6 +28,7 @@ from fastgen.rl.bodies import completion_of
 Tags = Some[Literal["weights", "kv_cache"]]
 Treatment = Literal["error", "keep", "recompute", "abort"]
 _Span = Annotated[tuple[int, int, int], Field(strict=False)]
+_Pair = Annotated[tuple[int, int], Field(strict=False)]
 _Tensor = Annotated[tuple[str, str, list[Annotated[int, Field(ge=0)]]], Field(strict=False)]  # since JSON has no tuples
 
 
@@ -47,6 +48,7 @@ class Resumed(Strict):
     stop_reason: int | str | None = None
     error: str | None = None
     weight_versions: list[_Span] = Field(default_factory=list)
+    recomputed: list[_Pair] = Field(default_factory=list)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     logprobs: Items[float]
     untruncated_logprobs: Items[float]
