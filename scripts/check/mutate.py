@@ -113,6 +113,16 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("Detokenizer.push", "if text.endswith(BROKEN) and not last:", "if text.endswith(BROKEN):"),
         ("StopFinder.push", "at, stop = min(found, key=lambda pair: pair[0])", "at, stop = found[0]"),
     ],
+    ("text.rendering", "tests/text/test_rendering.py"): [
+        ("TEMPLATE_BYTES", "2**30", "2**32"),
+        ("_Attempt.is_to_blame", "return self._grown - used_memory() > TEMPLATE_BYTES // 2", "return True"),
+        ("_Attempt.check_time", "self.polls > MOST_POLLS", "False"),
+    ],
+    ("processes.stopping", "tests/processes/test_stopping.py"): [
+        ("Stoppable.__exit__", "if self.interrupted and kind is not StoppedError else None", ""),
+        ("Stoppable.stop", "self._thread = True, 0", "self._outer = True, None"),
+        ("Stoppable.__enter__", "raise StoppedError", "pass"),
+    ],
     ("text.reasoning", "tests/text/test_reasoning.py"): [
         ("AnswerParser._read_reasoning", " - overlap(reasoning, self._syntax.closes)]", "]"),
         ("_state_after", "tokenizer.special_ids | ({opens, closes} - {None})", "{opens, closes}"),
