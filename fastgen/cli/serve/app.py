@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import re
 import time
@@ -52,7 +51,7 @@ PROBES = ("/health", "/ping", "/ready")
 OPEN = ("/", "/docs", "/openapi.json", "/metrics", *PROBES)  # routes that need no API key
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # ids of another form are replaced
 TWICE = re.compile("/{2,}")
-LARGE = 65536  # size in bytes above which bodies are parsed in a thread
+LARGE = 65536  # size in bytes of a body above which its work is large
 # A body above the size limit is read up to this multiple of the limit, so that its client receives the error.
 DISCARDED = 8
 
@@ -282,16 +281,19 @@ class _Routes:
     async def _translate(
         self, reply: Callable[..., BlockReply], wanted: ResponseRequest | MessageRequest, request: Request
     ) -> Response:
-        return GenerationResponse(self._service, await asyncio.to_thread(wanted.chat), partial(reply, wanted))
+        async with limited(self._service, request.scope, request.receive):
+            chat = await self._service.work.run(request.scope["large"], wanted.chat)
+        return GenerationResponse(self._service, chat, partial(reply, wanted))
 
     async def _embed(self, wanted: EmbeddingRequest, request: Request) -> Response:
-        async with limited(self._service, request.receive):
-            return json_response(await embed(self._service, wanted))
+        async with limited(self._service, request.scope, request.receive):
+            return json_response(await embed(self._service, wanted, request.scope["large"]))
 
     async def _compute(self, function: Callable[..., Any], wanted: Any, request: Request) -> Response:
-        facts = self._service.choose(wanted.model).facts
-        async with limited(self._service, request.receive):
-            return json_response(await self._service.compute(function, wanted, facts))
+        service, large = self._service, request.scope["large"]
+        facts = service.choose(wanted.model).facts
+        async with limited(service, request.scope, request.receive):
+            return json_response(await service.compute(large, function, wanted, facts))
 
     async def tokenizer_info(self, request: Request) -> Response:
         model = self._service.choose(request.query_params.get("model"))
@@ -372,11 +374,19 @@ class _Routes:
         return json_response(described)
 
     async def _read(self, post: Post, request: Request) -> tuple[Strict, Answerer]:
-        """Read and check the body of a request. Raises ApiError."""
-        options = self._service.options
-        limit = int(options.max_body_mb * 1e6)
+        """Read and check the body of a request, and note in its scope whether it is large. Raises ApiError."""
+        service, body = self._service, await self._receive(request)
+        large = request.scope["large"] = len(body) > LARGE
+        if not large:
+            return post.read(body, self._policy, service.limits)
+        async with limited(service, request.scope, request.receive):
+            return await service.work.run(large, post.read, body, self._policy, service.limits)
+
+    async def _receive(self, request: Request) -> bytearray:
+        """Return the body of a request. Raises ApiError if it is too large or comes too late."""
+        limit = int(self._service.options.max_body_mb * 1e6)
         body, size = bytearray(), 0
-        async with limited(self._service):
+        async with limited(self._service, request.scope):
             async for piece in request.stream():
                 size += len(piece)
                 if size <= limit:
@@ -385,6 +395,4 @@ class _Routes:
                     break
         if size > limit:
             raise ApiError(413, f"the body is larger than {limit} bytes; send less", code="request_too_large")
-        if size > LARGE:
-            return await asyncio.to_thread(post.read, bytes(body), self._policy)
-        return post.read(bytes(body), self._policy)
+        return body

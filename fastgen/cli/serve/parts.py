@@ -12,6 +12,8 @@ from fastgen.request import SamplingParams
 from fastgen.text.grammar import lark_grammar
 
 TEXT_ONLY = "the model reads text only"
+MAX_GRAMMAR = 2_000_000  # maximum number of characters of a grammar; llguidance takes few that are longer
+GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR)]
 
 
 class StreamOptions(Strict):
@@ -204,10 +206,10 @@ class ResponseFormat(Strict):
 class StructuredOutputs(Strict):
     """The structure of an answer, with vLLM's fields, of which exactly one is given."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: Some[str] | None = None
-    grammar: str | None = None
+    json_: dict[str, Any] | GrammarText | None = Field(None, alias="json")
+    regex: GrammarText | None = None
+    choice: Some[GrammarText] | None = None
+    grammar: GrammarText | None = None
     json_object: Literal[True] | None = None
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.parts import ResponseFormat
+from fastgen.cli.serve.parts import MAX_GRAMMAR, ResponseFormat
 from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, refused
 from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
 from fastgen.cli.serve.tools import Calling
@@ -58,6 +58,9 @@ def prepare(
         rule = structure_rule(request)
         grammar = None if rule is None else f"start: {rule}"
     _check_size(request, reply)
+    if grammar is not None and len(grammar) > MAX_GRAMMAR:
+        message = f"it makes a grammar of {len(grammar)} characters, above the maximum of {MAX_GRAMMAR}; simplify it"
+        raise refused(ValueError(f"grammar: {message}"), grammar_field(request))
     params = replace(request.sampling_params(model.defaults), grammar=grammar)
     try:
         params.validate(model.vocab_size)

@@ -207,7 +207,7 @@ class Rollout:
         ended."""
         engine = self.service.choose(wanted.model).engine
         try:
-            async with limited(self.service, request.receive, timed=timed):
+            async with limited(self.service, request.scope, request.receive, timed=timed):
                 result = await call(engine, wanted, request.query_params)
         except (ValueError, TypeError, RuntimeError, OSError) as error:
             raise call_error(error) from None
@@ -282,7 +282,7 @@ class EventResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
         try:
-            async with limited(self._service, receive):
+            async with limited(self._service, scope, receive):
                 with self._open() as stream:
                     async for events in stream:
                         if not begun:
