@@ -152,7 +152,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("text.tools.values", "tests/text/tools/test_values.py tests/text/test_tool_calls.py"): [
         ("typed_json", '(types - {"string"})', "types"),
-        ("_types_of", 'frozenset.intersection(*allowed) if word == "allOf" else', ""),
+        ("Schemas.alternatives", "self._steps += 1", "pass"),
+        ("Schemas.types", 'frozenset.intersection(*allowed) if word == "allOf" else', ""),
         ("json_text", "return json.dumps(value, allow_nan=False)", "return None"),
     ],
     ("text.tools.history", "tests/text/tools/test_history.py"): [
@@ -161,8 +162,9 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("cli.serve.tool_grammars", "tests/cli/serve/test_serve_tools.py"): [
         ("_python_rules", "(not required and not others)", "False"),
-        ("_takes_others", "return bool(adding) or not listed", "return bool(adding)"),
-        ("_is_free", "each.keys() <= _FREE and", ""),
+        ("_Arguments.takes_others", "return bool(adding) or not listed", "return bool(adding)"),
+        ("_Arguments.is_free", "each.keys() <= _FREE and", ""),
+        ("_Arguments.rule", "return known, known == name", "return name, True"),
     ],
     ("model.sampler", "tests/model/test_sampler.py"): [
         ("_likeliest", "held < held[:, -1:] * rows.top_p", "held <= held[:, -1:] * rows.top_p"),

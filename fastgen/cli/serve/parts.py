@@ -9,10 +9,9 @@ from typing_extensions import TypedDict
 
 from fastgen.cli.serve.fields import History, Items, Some, Strict, wrong
 from fastgen.request import SamplingParams
-from fastgen.text.grammar import lark_grammar
+from fastgen.text.grammar import MAX_GRAMMAR, lark_grammar
 
 TEXT_ONLY = "the model reads text only"
-MAX_GRAMMAR = 2_000_000  # maximum number of characters of a grammar; llguidance takes few that are longer
 GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR)]
 
 

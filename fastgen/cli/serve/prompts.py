@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.parts import MAX_GRAMMAR, ResponseFormat
+from fastgen.cli.serve.parts import ResponseFormat
 from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, refused
 from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
 from fastgen.cli.serve.tools import Calling
 from fastgen.request import SamplingParams
-from fastgen.text.grammar import json_rule, params_rule
+from fastgen.text.grammar import MAX_GRAMMAR, json_rule, params_rule
 from fastgen.text.reasoning import AnswerParser, ReasoningCounter, find_reasoning, starts_open
 from fastgen.text.tokenizer import CLEARLY_MORE, Tokenizer
 

@@ -7,9 +7,12 @@ import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import regex
+
+from fastgen.text.tools.values import Schemas
 
 Pattern = Any  # a compiled pattern of `regex`, which has no types
 Found = Any  # a match of `regex`, or another object with `partial`
@@ -27,6 +30,12 @@ class Function:
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
+
+    @cached_property
+    def argument_types(self) -> Mapping[str, frozenset[str]]:
+        """The types of JSON that each argument may have."""
+        schemas = Schemas(self.parameters)
+        return {name: schemas.types(schema) for name, schema in schemas.arguments().items()}
 
 
 @dataclass(frozen=True)
