@@ -130,8 +130,9 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("after_reasoning", "tokenizer.special_ids, (*eos_ids, closes)", "frozenset(), (closes,)"),
         ("ReasoningCounter.push", "elif id == self._closes:", "elif id == -1:"),
     ],
-    ("text.tools.parser", "tests/text/test_tool_calls.py"): [
-        ("ToolParser._match", "(last or len(self._text) >= at + HELD)", "last"),
+    ("text.tools.parser", "tests/text/test_tool_calls.py tests/text/tools/test_parser.py"): [
+        ("ToolParser._match", "self._due = min(at + HELD, len(self._text) + held // 8)", "pass"),
+        ("ToolParser._match", "(last or held >= HELD)", "last"),
         ("ToolParser._is_first", "not self.calls and", ""),
         ("Scan.run", "end += 1", "end += 0"),
         ("Scan.run", "if self.depth == 1 else []", "if True else []"),
