@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
+from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, MAX_TIMEOUT
 from fastgen.cli.command import note
 from fastgen.cli.options import API_KEY, MODEL, Parser, Value, add_flag, read_yaml
 from fastgen.model.config import BUNDLED_NAME
@@ -54,6 +54,7 @@ class ServerOptions:
         GRAMMAR_TIMEOUT,
         "maximum time to compile a schema, in seconds; a slower one is answered with a 400",
         low=0,
+        high=MAX_TIMEOUT,
         above=True,
     )
     shutdown_timeout: float = option(30.0, "time for running requests to finish after a SIGTERM, in seconds", low=0)
@@ -97,6 +98,8 @@ class ServerOptions:
             )
         if self.rollout and self.max_replicas not in (None, self.replicas):
             raise ValueError("rollout updates the weights of a fixed number of replicas; leave out max_replicas")
+        if self.api_key is not None and not re.fullmatch(r"(?!\s)[^\x00-\x1f\x7f]+(?<!\s)", self.api_key):
+            raise ValueError("api_key is empty, or has white space at an end or control characters; give another one")
         if self.rollout and self.api_key is None and self.host not in LOCAL:
             raise ValueError(f"rollout lets clients replace the weights; at {self.host} it needs api_key")
         for origin in self.origins:
