@@ -118,6 +118,18 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("_Attempt.is_to_blame", "return self._grown - used_memory() > TEMPLATE_BYTES // 2", "return True"),
         ("_Attempt.check_time", "self.polls > MOST_POLLS", "False"),
     ],
+    ("text.special_tokens", "tests/text/test_special_tokens.py"): [
+        ("TextGuard._spells", "or (self._normalize and self._parts.search(self._normalize(text)))", ""),
+        ("CUT", '|\\Z', ""),
+    ],
+    ("cli.serve.work", "tests/cli/serve/test_serve_work.py"): [
+        ("WorkThreads.run", "block.stop()", "pass"),
+        ("WorkThreads.run", "self._large if large else self._small", "self._large"),
+    ],
+    ("cli.serve.checking", "tests/cli/serve/test_serve_checking.py"): [
+        ("check_counts", "limits.context, INNER)) > limits.context:", "limits.context, INNER)) > limits.context + 1:"),
+        ("parse", "if len(found[0]) == 1", "if True"),
+    ],
     ("processes.stopping", "tests/processes/test_stopping.py"): [
         ("Stoppable.__exit__", "if self.interrupted and kind is not StoppedError else None", ""),
         ("Stoppable.stop", "self._thread = True, 0", "self._outer = True, None"),
