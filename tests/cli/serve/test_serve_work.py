@@ -26,7 +26,7 @@ LARGE = "a" * (app.LARGE + 1)
 
 
 class Loop:
-    """Work that ends only if it is stopped."""
+    """Work that ends only if it is stopped, or after half a minute, so that a failed test ends."""
 
     def __init__(self) -> None:
         self.begun, self.ended = threading.Event(), threading.Event()
@@ -34,8 +34,8 @@ class Loop:
     def __call__(self, *_: Any) -> Any:
         self.begun.set()
         try:
-            while True:
-                time.sleep(0.001)
+            for _ in range(3000):
+                time.sleep(0.01)
         finally:
             self.ended.set()
 
@@ -44,7 +44,9 @@ def test_small_work_does_not_wait_for_large_work() -> None:
     async def main() -> None:
         work, loops = WorkThreads(), [Loop() for _ in range(LARGE_THREADS + 2)]
         running = [asyncio.create_task(work.run(True, loop)) for loop in loops]
+        await asyncio.to_thread(loops[LARGE_THREADS - 1].begun.wait)
         assert await work.run(False, max, 3, 5) == 5
+        assert not any(loop.ended.is_set() for loop in loops)
         for task in running:
             task.cancel()
         await asyncio.wait(running)
@@ -100,5 +102,5 @@ def test_work_ends_with_its_request(
     flags = ["--request-timeout=0.1"] if late else []
     sent = asyncio.run(ask(path, body, lambda: not late and loop.begun.is_set(), *flags))
     assert loop.begun.is_set()
-    assert loop.ended.wait(30)
+    assert loop.ended.wait(10)
     assert sent[0]["status"] == (504 if late else 400)
