@@ -6,7 +6,8 @@
     block.stop()  # in another thread: StoppedError is raised in the block
 
 The exception takes effect at the next Python instruction of the thread. This ends loops and recursion. It cannot
-interrupt a single operation such as "a" * 10**10.
+interrupt a single operation such as "a" * 10**10. Code in a block may only take locks that are written in C, by `with`:
+others might never be released.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ class _Watcher:
         with self._lock:
             self._attempts.append(attempt)
             if not self._runs:
-                self._runs = True
                 threading.Thread(target=self._run, name="fastgen-templates", daemon=True).start()
+                self._runs = True
 
     def _run(self) -> None:
         idle = 0  # number of polls without a rendering

@@ -54,11 +54,13 @@ def parse(body: bytes | bytearray) -> Any:
 class Limits:
     """The limits of a model's requests.
 
-    context: maximum number of tokens of a prompt and its answer together. prompts: maximum number of prompts.
+    context: maximum number of tokens of a prompt and its answer together. prompts: maximum number of prompts. ids:
+    number of ids of the vocabulary.
     """
 
     context: int
     prompts: int
+    ids: int
 
 
 def check_counts(kind: type[Strict], data: Mapping[str, Any], limits: Limits) -> None:
@@ -73,10 +75,10 @@ def check_counts(kind: type[Strict], data: Mapping[str, Any], limits: Limits) ->
             message = f"This model's maximum context length is {limits.context} tokens. However, {name} has at least "
             message += f"{count} messages, parts, calls and tools, each of which needs a token. Shorten it."
             raise ApiError(400, message, name, "context_length_exceeded")
-    others = data.keys() - ({kind.batch, *kind.spoken} - {"tools"}) if kind.spoken or kind.batch else set()
-    for name in others:
-        if _count(data[name], MAX_VALUES) > MAX_VALUES:
-            raise ApiError(400, f"{name[:100]} has more than {MAX_VALUES} values", name[:100], "invalid_value")
+    for name in data.keys() - ({kind.batch, *kind.spoken} - {"tools"}) if kind.spoken or kind.batch else ():
+        most = max(MAX_VALUES, limits.ids) if name == "allowed_token_ids" else MAX_VALUES
+        if _count(data[name], most) > most:
+            raise ApiError(400, f"{name[:100]} has more than {most} values", name[:100], "invalid_value")
 
 
 def _count(value: Any, most: int, names: Set[str] | None = None) -> int:

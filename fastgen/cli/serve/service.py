@@ -219,10 +219,12 @@ class Service:
 
     def limits(self, wanted: Any) -> Limits:
         """Return the limits of the model that a body names, which has not been checked. If no model has this name, they
-        are those of the model with the longest context. A model that is not loaded yet has no context."""
+        are the largest ones of all models. A model that is not loaded yet has none."""
         named = [model for name, model in self.models.items() if name == wanted] or list(self.models.values())
-        contexts = [model.facts.max_model_len for model in named if hasattr(model, "facts")]
-        return Limits(max(contexts, default=sys.maxsize), self.options.max_queued_requests)
+        loaded = [model.facts for model in named if hasattr(model, "facts")]
+        context = max((facts.max_model_len for facts in loaded), default=sys.maxsize)
+        ids = max((facts.vocab_size for facts in loaded), default=sys.maxsize)
+        return Limits(context, self.options.max_queued_requests, ids)
 
     def choose(self, wanted: str | None) -> ServedModel:
         """Return the model that a request names; a single model answers to any name. Raises ApiError if there is no

@@ -27,7 +27,7 @@ CALLED = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}
 def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
     """A client of a server whose model has a small context; a body that is checked is a 500."""
     monkeypatch.setattr(posts, "check_request", None)
-    monkeypatch.setattr(ServedModel, "facts", SimpleNamespace(max_model_len=CONTEXT), raising=False)
+    monkeypatch.setattr(ServedModel, "facts", SimpleNamespace(max_model_len=CONTEXT, vocab_size=100), raising=False)
     monkeypatch.setattr(checking, "MAX_VALUES", 50)
     application = make_app(Service(read_options(["--max-queued-requests=30"], {})))
     return TestClient(application, "http://localhost", raise_server_exceptions=False)
@@ -65,6 +65,12 @@ def test_too_many_items_are_refused_at_once(client: TestClient, path: str, most:
     assert told.status_code == 400
     assert field in error["message"]
     assert client.post(path, json=body(most)).status_code == 500, "it is checked"
+
+
+def test_ids_may_be_as_many_as_the_vocabulary_has(client: TestClient) -> None:
+    for count, status in ((100, 500), (101, 400)):  # 500: it is checked
+        asked = {"messages": ASKED, "allowed_token_ids": [5] * count}
+        assert client.post("/chat/completions", json=asked).status_code == status
 
 
 def test_too_many_lists_and_objects_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from starlette.types import Message
 
 from fastgen.cli.serve import answers, app, posts
 from fastgen.cli.serve.app import make_app
+from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.options import read_options
 from fastgen.cli.serve.posts import Post
 from fastgen.cli.serve.service import ServedModel, Service
@@ -98,9 +99,25 @@ def test_work_ends_with_its_request(
     loop = Loop()
     monkeypatch.setattr(module, name, loop)
     monkeypatch.setattr(ServedModel, "check_ready", lambda _: None)
-    monkeypatch.setattr(ServedModel, "facts", SimpleNamespace(max_model_len=100), raising=False)
+    monkeypatch.setattr(ServedModel, "facts", SimpleNamespace(max_model_len=100, vocab_size=100), raising=False)
     flags = ["--request-timeout=0.1"] if late else []
     sent = asyncio.run(ask(path, body, lambda: not late and loop.begun.is_set(), *flags))
     assert loop.begun.is_set()
     assert loop.ended.wait(10)
     assert sent[0]["status"] == (504 if late else 400)
+
+
+def test_all_parts_of_a_request_have_one_time_limit() -> None:
+    async def main() -> None:
+        service, scope = Service(read_options(["--request-timeout=0.1"], {})), dict[str, Any]()
+        async with answers.limited(service, scope):
+            await asyncio.sleep(0.01)
+        ends = scope["ends"]
+        with pytest.raises(ApiError, match=r"took more than 0\.1 seconds"):
+            async with answers.limited(service, scope):
+                await asyncio.Event().wait()
+        assert scope["ends"] == ends
+        async with answers.limited(service, scope, timed=False):
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())
