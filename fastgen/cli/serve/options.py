@@ -42,7 +42,7 @@ class ServerOptions:
         16384, "maximum number of samples (n per prompt) per model that wait for their first token", low=1
     )
     max_queued_tokens: int = option(8_000_000, "maximum number of prompt tokens of waiting samples", low=1)
-    max_body_mb: float = option(8.0, "maximum size of a request, in 10^6 bytes", low=0, above=True)
+    max_body_mb: float = option(8.0, "maximum size of a request, in 10^6 bytes", low=0, high=1e6, above=True)
     request_timeout: float | None = option(
         None, "maximum time of a request, in seconds", unset="no limit", low=0, above=True
     )
