@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
+from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, MAX_TIMEOUT
 from fastgen.async_engine.loop import Abort, Answer, Call, EngineInfo, StepEnded, Submit
 from fastgen.engine.options import OPTIONS, GeneratorOptions
 from fastgen.engine.stats import Stats
@@ -134,7 +134,7 @@ class AsyncGeneratorOptions(GeneratorOptions):
     max_prefill_tokens: int | None = option(0, OPTIONS["max_prefill_tokens"].help, low=0)
     grammar_timeout: float = option(
         GRAMMAR_TIMEOUT, "seconds that structured output may take to compile; a request whose schema needs longer is a "
-        "ValueError", low=0,
+        "ValueError", low=0, high=MAX_TIMEOUT,
     )  # fmt: skip
     name: str | None = option(None, "name of the model in messages", unset="the value of `model`")
 

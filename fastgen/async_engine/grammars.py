@@ -22,6 +22,7 @@ from fastgen.processes import spawning as processes
 from fastgen.text.grammar import CACHED_GRAMMARS, Compiler, GrammarMask, MarkVocabulary, compile_grammar
 
 GRAMMAR_TIMEOUT = 10.0  # default time limit in seconds
+MAX_TIMEOUT = 1e6  # the system's poll takes no limit of more than 24 days
 WORKERS = 4  # number of grammars that are compiled at a time
 NICENESS = 10  # the processes give way to the engine
 MAX_BYTES = 4 * 2**30  # limit of a process's address space, since it must not take the engine's memory

@@ -20,14 +20,15 @@ class LogPipe(io.TextIOBase):
 
     def __init__(self, fd: int = 2) -> None:
         self._fd = fd
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # written in C: a thread that is stopped while it takes it does not keep it
+        self._changed = threading.Condition(self._lock)
         self._lines: deque[str] = deque()
         self._line = ""  # incomplete
         self._held = self._dropped = 0
         threading.Thread(target=self._run, name="fastgen-log", daemon=True).start()
 
     def write(self, text: str) -> int:
-        with self._changed:
+        with self._lock:
             whole, newline, self._line = (self._line + text).rpartition("\n")
             if newline and self._held + len(whole) < MAX_HELD:
                 self._lines.append(whole + newline)

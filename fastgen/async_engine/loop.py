@@ -6,7 +6,6 @@ The loop runs in a process of its own (`main`). Importing this module imports ne
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -31,6 +30,7 @@ from fastgen.async_engine.log_pipe import LOG_SECONDS, LogPipe
 from fastgen.engine.stats import Stats
 from fastgen.processes.channel import Channel, Failed, Start
 from fastgen.processes.errors import DepartedError, portable
+from fastgen.processes.memory import trim_heap
 from fastgen.processes.spawning import end_with_parent
 from fastgen.request import Completion, Event, Prompt, SamplingParams
 from fastgen.text.grammar import Compiler, GrammarMask, named_error
@@ -384,12 +384,6 @@ class EngineLoop:
 def _make_compiler(gen: Generator) -> Compiler:
     model = gen.model_config
     return Compiler(gen.tokenizer, model.vocab_size, model.eos_ids)
-
-
-def trim_heap() -> None:
-    """Return free memory of the process's heap to the system. By itself, glibc keeps holes between used blocks."""
-    with suppress(AttributeError):  # the C library is not glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def main() -> None:

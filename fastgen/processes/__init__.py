@@ -1,1 +1,1 @@
-"""Child processes: spawning, channels between processes, and errors that travel."""
+"""Child processes: spawning, channels between processes, and errors that travel; and blocks that threads can stop."""

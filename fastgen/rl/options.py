@@ -7,6 +7,8 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from fastgen.option import Options, option
 
+MOST_SECONDS = 1e9  # of a timeout; torch.distributed cannot represent very long ones
+
 
 @dataclass(frozen=True)
 class RemoteGeneratorOptions(Options):
@@ -22,7 +24,9 @@ class RemoteGeneratorOptions(Options):
         None, "transport of weights: a process group of NCCL or gloo", choices=("nccl", "gloo"),
         unset="memory of the GPU (CUDA IPC) if the tensors are on the server's GPU, NCCL between two GPUs, else gloo",
     )  # fmt: skip
-    timeout: float = option(60.0, "seconds without progress after which an update fails, on both sides", low=0)
+    timeout: float = option(
+        60.0, "seconds without progress after which an update fails, on both sides", low=0, high=MOST_SECONDS
+    )
     bucket_bytes: int = option(
         128 << 20, "bytes of tensors that are sent together, which both sides hold in device memory", low=1
     )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # fgserve's HTTP process, which writes grammars, does not loa
     import numpy as np
 
 CACHED_GRAMMARS = 64
+MAX_GRAMMAR = 2_000_000  # characters of a grammar for fgserve; llguidance compiles few that are longer
 MAX_GBNF = 20_000  # maximum number of characters of a grammar that is translated, which may take their square
 # One space, or a newline with indentation. JSON allows any amount, in which small models get lost.
 WHITESPACE = r" |\n[ \t]{0,20}"

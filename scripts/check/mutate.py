@@ -125,6 +125,28 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("Detokenizer.push", "if text.endswith(BROKEN) and not last:", "if text.endswith(BROKEN):"),
         ("StopFinder.push", "at, stop = min(found, key=lambda pair: pair[0])", "at, stop = found[0]"),
     ],
+    ("text.rendering", "tests/text/test_rendering.py"): [
+        ("TEMPLATE_BYTES", "2**30", "2**32"),
+        ("_Attempt.is_to_blame", "return self._grown - used_memory() > TEMPLATE_BYTES // 2", "return True"),
+        ("_Attempt.check_time", "self.polls > MOST_POLLS", "False"),
+    ],
+    ("text.special_tokens", "tests/text/test_special_tokens.py"): [
+        ("TextGuard._spells", "or (self._normalize and self._parts.search(self._normalize(text)))", ""),
+        ("CUT", '|\\Z', ""),
+    ],
+    ("cli.serve.work", "tests/cli/serve/test_serve_work.py"): [
+        ("WorkThreads.run", "block.stop()", "pass"),
+        ("WorkThreads.run", "self._large if large else self._small", "self._large"),
+    ],
+    ("cli.serve.checking", "tests/cli/serve/test_serve_checking.py"): [
+        ("check_counts", "limits.context, INNER)) > limits.context:", "limits.context, INNER)) > limits.context + 1:"),
+        ("parse", "if len(found[0]) == 1", "if True"),
+    ],
+    ("processes.stopping", "tests/processes/test_stopping.py"): [
+        ("Stoppable.__exit__", "if self.interrupted and kind is not StoppedError else None", ""),
+        ("Stoppable.stop", "self._thread = True, 0", "self._outer = True, None"),
+        ("Stoppable.__enter__", "raise StoppedError", "pass"),
+    ],
     ("text.reasoning", "tests/text/test_reasoning.py"): [
         ("AnswerParser._read_reasoning", " - overlap(reasoning, self._syntax.closes)]", "]"),
         ("_state_after", "tokenizer.special_ids | ({opens, closes} - {None})", "{opens, closes}"),
@@ -132,8 +154,9 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("after_reasoning", "tokenizer.special_ids, (*eos_ids, closes)", "frozenset(), (closes,)"),
         ("ReasoningCounter.push", "elif id == self._closes:", "elif id == -1:"),
     ],
-    ("text.tools.parser", "tests/text/test_tool_calls.py"): [
-        ("ToolParser._match", "(last or len(self._text) >= at + HELD)", "last"),
+    ("text.tools.parser", "tests/text/test_tool_calls.py tests/text/tools/test_parser.py"): [
+        ("ToolParser._match", "self._due = min(at + HELD, len(self._text) + held // 8)", "pass"),
+        ("ToolParser._match", "(last or held >= HELD)", "last"),
         ("ToolParser._is_first", "not self.calls and", ""),
         ("Scan.run", "end += 1", "end += 0"),
         ("Scan.run", "if self.depth == 1 else []", "if True else []"),
@@ -154,7 +177,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("text.tools.values", "tests/text/tools/test_values.py tests/text/test_tool_calls.py"): [
         ("typed_json", '(types - {"string"})', "types"),
-        ("_types_of", 'frozenset.intersection(*allowed) if word == "allOf" else', ""),
+        ("Schemas.alternatives", "self._steps += 1", "pass"),
+        ("Schemas.types", 'frozenset.intersection(*allowed) if word == "allOf" else', ""),
         ("json_text", "return json.dumps(value, allow_nan=False)", "return None"),
     ],
     ("text.tools.history", "tests/text/tools/test_history.py"): [
@@ -163,8 +187,9 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("cli.serve.tool_grammars", "tests/cli/serve/test_serve_tools.py"): [
         ("_python_rules", "(not required and not others)", "False"),
-        ("_takes_others", "return bool(adding) or not listed", "return bool(adding)"),
-        ("_is_free", "each.keys() <= _FREE and", ""),
+        ("_Arguments.takes_others", "return bool(adding) or not listed", "return bool(adding)"),
+        ("_Arguments.is_free", "each.keys() <= _FREE and", ""),
+        ("_Arguments.rule", "return known, known == name", "return name, True"),
     ],
     ("model.sampler", "tests/model/test_sampler.py"): [
         ("_likeliest", "held < held[:, -1:] * rows.top_p", "held <= held[:, -1:] * rows.top_p"),

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import platform
-import resource
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import pytest
-
-from fastgen.async_engine import loop as loop_module
 from fastgen.async_engine.loop import INTAKE_SECONDS, Abort, EngineLoop, Submit
 from fastgen.engine.stats import Stats
 from fastgen.request import Event, SamplingParams
@@ -72,17 +66,3 @@ def test_arrivals_delay_a_step_for_a_limited_time_and_aborts_do_not() -> None:
     most = int(INTAKE_SECONDS / 0.004) + 1
     assert all(then - at - 1 <= most for at, then in pairwise(steps))
     assert steps[0] <= most + 1
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-def test_holes_in_the_heap_are_given_back() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-    blocks = [bytearray(b"x" * 100_000) for _ in range(500)]  # below the size of a mapping of its own
-    last = blocks.pop()
-    before = resident()
-    blocks.clear()
-    loop_module.trim_heap()
-    assert before - resident() > 40_000_000
-    assert last[0] == ord("x")

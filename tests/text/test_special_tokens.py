@@ -13,7 +13,7 @@ from grammars import byte_level
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
-from tokenizers.normalizers import Sequence
+from tokenizers.normalizers import NFD, NFKC, Lowercase, Normalizer, Prepend, Replace, Sequence, StripAccents
 from tokenizers.pre_tokenizers import Metaspace, WhitespaceSplit
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -201,6 +201,46 @@ def test_text_of_a_user_never_becomes_a_special_token(tokenizer: Tokenizer) -> N
         assert tokenizer.encode_chat(with_json(messages), variables=variables) == ids
     tokenizer.allow_special_tokens = True
     assert tokenizer.encode_chat(messages, variables=variables) == hf_ids(tokenizer, messages, variables)
+
+
+NORMALIZERS: dict[str, tuple[Normalizer, str]] = {
+    "compatibility": (NFKC(), f"\uff1c|user|> <{BAR}user{BAR}>"),
+    "case": (Lowercase(), "<|USER|> <|User|>"),
+    "accents": (Sequence([NFD(), StripAccents()]), "<|us\u00e9r|>"),
+    "removal": (Replace("\u200b", ""), "<|us\u200ber|>"),
+    "spaces": (Sequence([Prepend("\u2581"), Replace(" ", "\u2581")]), "a <|user|>"),
+    "none": (Sequence([]), "<|user|>"),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.parametrize("normalized", [True, False])
+def test_text_that_is_normalized_or_joined_never_becomes_a_special_token(
+    name: str, normalized: bool, tmp_path: Path
+) -> None:
+    normalizer, hostile = NORMALIZERS[name]
+    template = "{% for m in messages %}<|user|>{{ m.name }}{{ m.content }}<|end|>{% endfor %}"
+    tokenizer = byte_level(tmp_path / "made", ("<|other|>",), template)
+    tokenizer.hf.backend_tokenizer.normalizer = normalizer
+    tokenizer.hf.add_tokens([AddedToken("<|user|>", special=True, normalized=normalized)], special_tokens=False)
+    special = tokenizer.hf.convert_tokens_to_ids("<|user|>")
+
+    def ids_of(before: str, after: str) -> list[int]:
+        return tokenizer.encode_chat([{"role": "user", "name": before, "content": after}])
+
+    plain = ids_of("Ann", "says 5 < 6, [x] and more <")
+    messages = [{"role": "user", "name": "Ann", "content": "says 5 < 6, [x] and more <"}]
+    assert plain == hf_ids(tokenizer, messages, {})
+    texts = [("a", hostile), (hostile, ""), *((hostile[:cut], hostile[cut:]) for cut in range(1, len(hostile)))]
+    assert {ids_of(*text).count(special) for text in texts} == {plain.count(special)}
+
+
+def test_a_token_that_is_a_word_changes_no_text_that_ends_like_it(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content | trim }}{{ '!' if m.content.endswith('up') }}<|end|>{% endfor %}"
+    tokenizer = byte_level(tmp_path / "made", ("padding", "\n[SEP]"), template)
+    for text in ("up", "wake up", "no\n", "pad", "up <"):
+        messages = [{"role": "user", "content": text}]
+        assert tokenizer.encode_chat(messages) == hf_ids(tokenizer, messages, {})
 
 
 def test_only_a_beginning_of_a_long_text_is_encoded_in_chats(talker: Path) -> None:

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1  # Retry-After header of a 503
 FAREWELL_SECONDS = 2.0  # time for a client to receive the error that ends its stream
-MANY = 1024  # number of tokens from which chunks are made in a thread, so that other requests do not wait
+MANY = 1024  # number of tokens above which making chunks is large work
+MANY_PROMPTS = 64  # number of prompts above which tokenizing them is large work
 CHARS = 4  # estimated number of characters per token, before tokenization
 
 
@@ -63,13 +64,18 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 @asynccontextmanager
-async def limited(service: Service, receive: Receive | None = None, timed: bool = True) -> AsyncIterator[None]:
+async def limited(
+    service: Service, scope: Scope, receive: Receive | None = None, timed: bool = True
+) -> AsyncIterator[None]:
     """Cancel the block when the request takes too long (if it is `timed`), when the service expires or, if `receive` is
-    given, when the client disconnects. Raises ApiError or ClientDisconnect then."""
+    given, when the client disconnects. Raises ApiError or ClientDisconnect then. The time of a request begins with its
+    first block."""
     watch = None
-    seconds = service.options.request_timeout if timed else None
+    seconds = service.options.request_timeout
+    if seconds is not None:
+        scope.setdefault("ends", asyncio.get_running_loop().time() + seconds)
     try:
-        async with asyncio.timeout(seconds) as deadline:
+        async with asyncio.timeout_at(scope.get("ends") if timed else None) as deadline:
             service.deadlines.add(deadline)
             if service.expired:
                 expire(deadline)
@@ -108,7 +114,7 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with limited(self._service, receive):
+            async with limited(self._service, scope, receive):
                 await self._answer(scope, send)
         except Exception as error:
             if not self._begun:
@@ -126,8 +132,10 @@ class GenerationResponse(Response):
         service, request = self._service, self._request
         model = service.choose(request.model)
         scope["meter"] = meter = Meter(service.metrics, model.name)
-        with model.queue.enter(_sizes(request), request.choices) as leave:
-            self._reply, params = await asyncio.to_thread(prepare, model.facts, request, self._make_reply)
+        sizes = [min(size, model.facts.max_model_len) for size in _sizes(request)]  # a longer one is refused
+        with model.queue.enter(sizes, request.choices) as leave:
+            large = scope["large"] or len(sizes) > MANY_PROMPTS
+            self._reply, params = await service.work.run(large, prepare, model.facts, request, self._make_reply)
             model.check_ready()  # it may have died in the meantime
             field = None if params.grammar is None else grammar_field(request)
             prompts = [prompt.ids for prompt in self._reply.prompts]
@@ -140,8 +148,7 @@ class GenerationResponse(Response):
     async def _send_stream(self, turns: AsyncIterator[list[Event]], send: Send) -> None:
         reply = self._reply
         async for events in _at_once(turns) if reply.scored else turns:
-            many = sum(len(event.token_ids) + len(event.prompt_logprobs or ()) for event in events) > MANY
-            chunks = await asyncio.to_thread(reply.push, events) if many else reply.push(events)
+            chunks = await self._service.work.run(True, reply.push, events) if _many(events) else reply.push(events)
             if not self._begun:  # not before the engine has accepted the request
                 await self._begin(send, "text/event-stream; charset=utf-8", (b"cache-control", b"no-cache"))
             if chunks:
@@ -150,7 +157,7 @@ class GenerationResponse(Response):
 
     async def _send_whole(self, turns: AsyncIterator[list[Event]], send: Send) -> None:
         events = [event async for new in turns for event in new]
-        body = await asyncio.to_thread(lambda: to_json(self._reply.whole(events)))
+        body = await self._service.work.run(_many(events), lambda: to_json(self._reply.whole(events)))
         await self._begin(send, "application/json", (b"content-length", b"%d" % len(body)))
         await _send_body(send, body)
 
@@ -158,6 +165,11 @@ class GenerationResponse(Response):
         headers = [(b"content-type", kind.encode()), header]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._begun = True
+
+
+def _many(events: list[Event]) -> bool:
+    """Return whether a response to events takes long to make."""
+    return sum(len(event.token_ids) + len(event.prompt_logprobs or ()) for event in events) > MANY
 
 
 async def _send_body(send: Send, body: bytes, more: bool = False) -> None:

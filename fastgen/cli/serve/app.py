@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import re
 import time
@@ -11,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from ipaddress import ip_address
 from typing import Any
-from urllib.parse import SplitResult, quote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -52,7 +51,9 @@ PROBES = ("/health", "/ping", "/ready")
 OPEN = ("/", "/docs", "/openapi.json", "/metrics", *PROBES)  # routes that need no API key
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # ids of another form are replaced
 TWICE = re.compile("/{2,}")
-LARGE = 65536  # size in bytes above which bodies are parsed in a thread
+HOST = re.compile(r"[\w.~!$&'()*+,;=%:\[\]-]*", re.ASCII)  # the characters of a host and a port
+ABSOLUTE = re.compile(rb"https?://([^/]+)(/.*)?", re.IGNORECASE | re.DOTALL)
+LARGE = 65536  # size in bytes of a body above which its work is large
 # A body above the size limit is read up to this multiple of the limit, so that its client receives the error.
 DISCARDED = 8
 
@@ -138,8 +139,30 @@ def plain_path(path: str) -> str:
     return plain + models + name if models else plain or "/"
 
 
+def read_head(scope: Scope) -> None:
+    """Check what h11 leaves open in the head of a request, and bring a target in absolute form into the usual form, in
+    which its host replaces the header's (RFC 9112, 3.2.2). Raises ApiError, after which the connection must close."""
+    headers, target = Headers(scope=scope), scope.get("raw_path") or b"/"
+    wrong = ""
+    if "transfer-encoding" in headers and ("content-length" in headers or scope.get("http_version") == "1.0"):
+        wrong = "Transfer-Encoding goes without Content-Length, and needs HTTP/1.1"  # RFC 9112, 6.1
+    elif not HOST.fullmatch(headers.get("host", "")):
+        wrong = "the header Host is not a host"
+    elif not target.startswith(b"/") and target != b"*":
+        found = ABSOLUTE.fullmatch(target)
+        if found is None or not HOST.fullmatch(found[1].decode("latin-1")):
+            wrong = "the target of the request is neither a path nor a URL of this server"
+        else:
+            others = [(name, value) for name, value in scope["headers"] if name != b"host"]
+            scope["headers"], scope["raw_path"] = [*others, (b"host", found[1])], found[2] or b"/"
+            scope["path"] = plain_path(unquote(scope["raw_path"].decode("latin-1")))
+    if wrong:
+        raise ApiError(400, wrong, code="malformed_request")
+
+
 class _Guard:
-    """Middleware that refuses requests without the API key, if there is one, and posts from other servers' web pages.
+    """Middleware that refuses requests with a malformed head, requests without the API key, if there is one, and posts
+    from other servers' web pages.
 
     A browser sends a page's post to any server, even a local one. It asks the server first (CORS) only for content
     types such as JSON, and not at all if the page's own host name resolves to this server, which the owner of the name
@@ -158,6 +181,10 @@ class _Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        try:
+            read_head(scope)
+        except ApiError as wrong:
+            return await error_response(wrong, scope, {"Connection": "close"})(scope, receive, send)
         headers, app = Headers(scope=scope), self._app
         path, host = scope["path"].removeprefix("/v1"), headers.get("host", "localhost")
         if self._key is not None and path not in OPEN and not self._knows_key(headers):
@@ -282,16 +309,19 @@ class _Routes:
     async def _translate(
         self, reply: Callable[..., BlockReply], wanted: ResponseRequest | MessageRequest, request: Request
     ) -> Response:
-        return GenerationResponse(self._service, await asyncio.to_thread(wanted.chat), partial(reply, wanted))
+        async with limited(self._service, request.scope, request.receive):
+            chat = await self._service.work.run(request.scope["large"], wanted.chat)
+        return GenerationResponse(self._service, chat, partial(reply, wanted))
 
     async def _embed(self, wanted: EmbeddingRequest, request: Request) -> Response:
-        async with limited(self._service, request.receive):
-            return json_response(await embed(self._service, wanted))
+        async with limited(self._service, request.scope, request.receive):
+            return json_response(await embed(self._service, wanted, request.scope["large"]))
 
     async def _compute(self, function: Callable[..., Any], wanted: Any, request: Request) -> Response:
-        facts = self._service.choose(wanted.model).facts
-        async with limited(self._service, request.receive):
-            return json_response(await self._service.compute(function, wanted, facts))
+        service, large = self._service, request.scope["large"]
+        facts = service.choose(wanted.model).facts
+        async with limited(service, request.scope, request.receive):
+            return json_response(await service.compute(large, function, wanted, facts))
 
     async def tokenizer_info(self, request: Request) -> Response:
         model = self._service.choose(request.query_params.get("model"))
@@ -375,11 +405,19 @@ class _Routes:
         return json_response(described)
 
     async def _read(self, post: Post, request: Request) -> tuple[Strict, Answerer]:
-        """Read and check the body of a request. Raises ApiError."""
-        options = self._service.options
-        limit = int(options.max_body_mb * 1e6)
+        """Read and check the body of a request, and note in its scope whether it is large. Raises ApiError."""
+        service, body = self._service, await self._receive(request)
+        large = request.scope["large"] = len(body) > LARGE
+        if not large:
+            return post.read(body, self._policy, service.limits)
+        async with limited(service, request.scope, request.receive):
+            return await service.work.run(large, post.read, body, self._policy, service.limits)
+
+    async def _receive(self, request: Request) -> bytearray:
+        """Return the body of a request. Raises ApiError if it is too large or comes too late."""
+        limit = int(self._service.options.max_body_mb * 1e6)
         body, size = bytearray(), 0
-        async with limited(self._service):
+        async with limited(self._service, request.scope):
             async for piece in request.stream():
                 size += len(piece)
                 if size <= limit:
@@ -388,6 +426,4 @@ class _Routes:
                     break
         if size > limit:
             raise ApiError(413, f"the body is larger than {limit} bytes; send less", code="request_too_large")
-        if size > LARGE:
-            return await asyncio.to_thread(post.read, bytes(body), self._policy)
-        return post.read(bytes(body), self._policy)
+        return body

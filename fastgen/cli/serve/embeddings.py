@@ -17,6 +17,7 @@ class EmbeddingRequest(Strict):
     """A request to /embeddings. encoding_format: "base64" means the bytes of little-endian float32 numbers."""
 
     without_effect = frozenset({"user"})
+    batch = "input"
 
     model: str | None = None
     input: str | Some[str] | Some[int] | Some[Some[int]]
@@ -36,16 +37,18 @@ def encode_inputs(request: EmbeddingRequest, model: ModelFacts) -> list[list[int
     return found
 
 
-async def embed(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
-    """Answer /embeddings. Raises ApiError."""
+async def embed(service: Service, request: EmbeddingRequest, large: bool) -> dict[str, Any]:
+    """Answer /embeddings. large: its work is large. Raises ApiError."""
     model, states = service.choose(request.model), list[list[float]]()
-    inputs = await service.compute(encode_inputs, request, model.facts)
-    with model.queue.enter(list(map(len, inputs)), 1):
-        try:
+    try:
+        if many := len(request.prompts) > PROMPTS:
+            await model.engine.call("embed", [])  # raises for a model without embeddings
+        inputs = await service.compute(large or many, encode_inputs, request, model.facts)
+        with model.queue.enter(list(map(len, inputs)), 1):
             for at in range(0, len(inputs), PROMPTS):
                 states += await model.engine.call("embed", inputs[at : at + PROMPTS])
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise engine_error(error) from None
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise engine_error(error) from None
     packed: list[Any] = list(states)
     if request.encoding_format == "base64":
         packed = [base64.b64encode(struct.pack(f"<{len(state)}f", *state)).decode() for state in states]

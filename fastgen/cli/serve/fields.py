@@ -143,6 +143,7 @@ class Strict(BaseModel):
 
     without_effect: names of fields that are accepted and dropped; those that the class also declares are checked.
     neutral: as NEUTRAL of fields.py, of fields that are accepted with one value.
+    spoken: names of fields whose items become tokens of one prompt. batch: name of a field with a list of prompts.
     """
 
     model_config = ConfigDict(
@@ -150,6 +151,8 @@ class Strict(BaseModel):
     )
     without_effect: ClassVar[frozenset[str]] = frozenset()
     neutral: ClassVar[Mapping[str, tuple[Any, str]]] = {}
+    spoken: ClassVar[tuple[str, ...]] = ()
+    batch: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT
+from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, MAX_TIMEOUT
 from fastgen.cli.command import note
 from fastgen.cli.options import API_KEY, MODEL, Parser, Value, add_flag, read_yaml
 from fastgen.model.config import BUNDLED_NAME
@@ -42,7 +42,7 @@ class ServerOptions:
         16384, "maximum number of samples (n per prompt) per model that wait for their first token", low=1
     )
     max_queued_tokens: int = option(8_000_000, "maximum number of prompt tokens of waiting samples", low=1)
-    max_body_mb: float = option(8.0, "maximum size of a request, in 10^6 bytes", low=0, above=True)
+    max_body_mb: float = option(8.0, "maximum size of a request, in 10^6 bytes", low=0, high=1e6, above=True)
     request_timeout: float | None = option(
         None, "maximum time of a request, in seconds", unset="no limit", low=0, above=True
     )
@@ -54,6 +54,7 @@ class ServerOptions:
         GRAMMAR_TIMEOUT,
         "maximum time to compile a schema, in seconds; a slower one is answered with a 400",
         low=0,
+        high=MAX_TIMEOUT,
         above=True,
     )
     shutdown_timeout: float = option(30.0, "time for running requests to finish after a SIGTERM, in seconds", low=0)
@@ -97,6 +98,8 @@ class ServerOptions:
             )
         if self.rollout and self.max_replicas not in (None, self.replicas):
             raise ValueError("rollout needs a fixed number of replicas, which it updates; leave out max_replicas")
+        if self.api_key is not None and not re.fullmatch(r"(?!\s)[^\x00-\x1f\x7f]+(?<!\s)", self.api_key):
+            raise ValueError("api_key is empty, or has white space at an end or control characters; give another one")
         if self.rollout and self.api_key is None and self.host not in LOCAL:
             raise ValueError(f"rollout is on, and lets clients replace the weights; at {self.host} it needs api_key")
         for origin in self.origins:

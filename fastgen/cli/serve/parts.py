@@ -9,9 +9,10 @@ from typing_extensions import TypedDict
 
 from fastgen.cli.serve.fields import History, Items, Some, Strict, wrong
 from fastgen.request import SamplingParams
-from fastgen.text.grammar import lark_grammar
+from fastgen.text.grammar import MAX_GRAMMAR, lark_grammar
 
 TEXT_ONLY = "the model reads text only"
+GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR)]
 
 
 class StreamOptions(Strict):
@@ -204,10 +205,10 @@ class ResponseFormat(Strict):
 class StructuredOutputs(Strict):
     """The structure of an answer, with vLLM's fields, of which exactly one is given."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: Some[str] | None = None
-    grammar: str | None = None
+    json_: dict[str, Any] | GrammarText | None = Field(None, alias="json")
+    regex: GrammarText | None = None
+    choice: Some[GrammarText] | None = None
+    grammar: GrammarText | None = None
     json_object: Literal[True] | None = None
 
     @model_validator(mode="after")

@@ -9,9 +9,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fastgen.cli.serve.checking import check_request, parse
+from fastgen.cli.serve.checking import Limits, check_counts, check_request, parse
 from fastgen.cli.serve.fields import FieldPolicy, Strict
 
+LimitsOf = Callable[[Any], Limits]
 Answerer = Callable[[Any, Request], Awaitable[Response]]  # answers a post, given its checked body
 
 
@@ -29,11 +30,13 @@ class Post:
     dialects: Mapping[str, Post] = field(default_factory=dict)
     bodiless: bool = False
 
-    def read(self, body: bytes, policy: FieldPolicy) -> tuple[Strict, Answerer]:
-        """Return the checked body, and the function that answers it. Raises ApiError, which names the wrong field."""
+    def read(self, body: bytes | bytearray, policy: FieldPolicy, limits: LimitsOf) -> tuple[Strict, Answerer]:
+        """Return the checked body, and the function that answers it. limits: function that returns the limits of the
+        model that a body names. Raises ApiError, which names the wrong field."""
         data = {} if self.bodiless and not body.strip() else parse(body)
         given = data if isinstance(data, dict) else {}
         post = next((other for name, other in self.dialects.items() if name in given), self)
+        check_counts(post.kind, given, limits(given.get("model")))
         return check_request(post.kind, data, policy), post.answer
 
     @property

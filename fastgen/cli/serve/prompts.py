@@ -16,7 +16,7 @@ from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, Detokeniz
 from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
 from fastgen.cli.serve.tools import Calling
 from fastgen.request import SamplingParams
-from fastgen.text.grammar import json_rule, params_rule
+from fastgen.text.grammar import MAX_GRAMMAR, json_rule, params_rule
 from fastgen.text.reasoning import AnswerParser, ReasoningCounter, find_reasoning, starts_open
 from fastgen.text.tokenizer import CLEARLY_MORE, Tokenizer
 
@@ -58,6 +58,9 @@ def prepare(
         rule = structure_rule(request)
         grammar = None if rule is None else f"start: {rule}"
     _check_size(request, reply)
+    if grammar is not None and len(grammar) > MAX_GRAMMAR:
+        message = f"it makes a grammar of {len(grammar)} characters, above the maximum of {MAX_GRAMMAR}; simplify it"
+        raise refused(ValueError(f"grammar: {message}"), grammar_field(request))
     params = replace(request.sampling_params(model.defaults), grammar=grammar)
     try:
         params.validate(model.vocab_size)

@@ -18,6 +18,7 @@ from fastgen.cli.serve.parts import (
     STRUCTURES,
     ChatMessage,
     ChosenTools,
+    GrammarText,
     NamedTool,
     ResponseFormat,
     StreamOptions,
@@ -79,13 +80,13 @@ class GenerationFields(Body):
     return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens as token_id:5")
     logprobs_mode: LogprobsMode | None = None
     structured_outputs: StructuredOutputs | None = None
-    regex: str | None = None
-    json_schema: dict[str, Any] | str | None = None
-    ebnf: str | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Some[str] | None = None
-    guided_grammar: str | None = None
+    regex: GrammarText | None = None
+    json_schema: dict[str, Any] | GrammarText | None = None
+    ebnf: GrammarText | None = None
+    guided_json: dict[str, Any] | GrammarText | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Some[GrammarText] | None = None
+    guided_grammar: GrammarText | None = None
     user: str | None = None
 
     @field_validator("logit_bias", mode="before")
@@ -196,6 +197,7 @@ class ChatRequest(GenerationFields):
     """
 
     without_effect = GenerationFields.without_effect - {"reasoning_effort"}
+    spoken = ("messages", "tools")
     neutral = Body.neutral | {
         "add_special_tokens": (False, "a chat template has its own special tokens"),
         "echo": (False, "use continue_final_message, and join the texts"),
@@ -295,6 +297,7 @@ class CompletionRequest(GenerationFields):
     """A request to /completions. logprobs: number of alternatives per token. echo: answers begin with the prompt."""
 
     without_effect = GenerationFields.without_effect | {"include_reasoning", "separate_reasoning"}
+    batch = "prompt"
     neutral = Body.neutral | {"add_special_tokens": (True, "give the prompt as ids"), "suffix": ("", FILL_GAP)}
 
     prompt: _Prompts
@@ -342,6 +345,8 @@ class CompletionRequest(GenerationFields):
 
 class TokenizeRequest(Strict):
     """A request to /tokenize: a prompt, or messages for the chat template. return_token_strs: also return names."""
+
+    spoken = ("messages",)
 
     model: str | None = None
     prompt: str | None = None

@@ -24,6 +24,7 @@ from fastgen.cli.serve.service import Service
 from fastgen.processes.errors import DepartedError
 from fastgen.request import Completion, Event
 from fastgen.rl.bodies import completion_of
+from fastgen.rl.options import MOST_SECONDS
 
 Tags = Some[Literal["weights", "kv_cache"]]
 Treatment = Literal["error", "keep", "recompute", "abort"]
@@ -99,7 +100,7 @@ class GroupRequest(ModelRequest):
 
     backend: Literal["gloo", "nccl"] | None = None
     gpu: str | None = None
-    timeout: FiniteFloat = Field(gt=0)
+    timeout: FiniteFloat = Field(gt=0, le=MOST_SECONDS)
     bucket_bytes: int = Field(gt=0)
     replace: bool = False
 
@@ -210,9 +211,9 @@ class Rollout:
         ended."""
         engine = self.service.choose(wanted.model).engine
         try:
-            async with limited(self.service, request.receive, timed=timed):
+            async with limited(self.service, request.scope, request.receive, timed=timed):
                 result = await call(engine, wanted, request.query_params)
-        except (ValueError, TypeError, RuntimeError, OSError) as error:
+        except (ValueError, TypeError, OverflowError, RuntimeError, OSError) as error:
             raise call_error(error) from None
         if isinstance(result, Response):
             return result
@@ -288,7 +289,7 @@ class EventResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
         try:
-            async with limited(self._service, receive):
+            async with limited(self._service, scope, receive):
                 with self._open() as stream:
                     async for events in stream:
                         if not begun:
@@ -297,7 +298,7 @@ class EventResponse(Response):
                         begun = True
                         await send({"type": "http.response.body", "body": self.lines(events), "more_body": True})
                 await send({"type": "http.response.body", "body": self.end})
-        except (ApiError, ValueError, TypeError, RuntimeError) as error:
+        except (ApiError, ValueError, TypeError, OverflowError, RuntimeError) as error:
             failure = error if isinstance(error, ApiError) else call_error(error)
             if not begun:
                 raise failure from None
@@ -313,7 +314,7 @@ def call_error(error: Exception) -> ApiError:
     message = "\n".join([str(error), *getattr(error, "__notes__", ())])
     if isinstance(error, EngineError):
         return ApiError(500, message, code="engine_error")
-    if isinstance(error, ValueError | TypeError):
+    if isinstance(error, ValueError | TypeError | OverflowError):
         return ApiError(400, message, code="invalid_value")
     if isinstance(error, DepartedError):
         return ApiError(504, message, code="departed")

@@ -9,19 +9,19 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from fastgen.async_engine.client import AsyncGenerator, EngineError
 from fastgen.cli.command import note
-from fastgen.cli.serve.checking import ApiError
+from fastgen.cli.serve.checking import ApiError, Limits
 from fastgen.cli.serve.metrics import Metrics, Throughput
 from fastgen.cli.serve.options import ModelOptions, Options
 from fastgen.cli.serve.prompts import ModelFacts
 from fastgen.cli.serve.protocol import refused
 from fastgen.cli.serve.replies import Vocabulary
+from fastgen.cli.serve.work import WorkThreads
 from fastgen.engine.seeds import replica_seed, seed_of
 from fastgen.engine.stats import Stats
 from fastgen.text.reasoning import template_parser
@@ -29,8 +29,8 @@ from fastgen.text.tokenizer import TOKENIZER_OPTIONS, Tokenizer, importing
 
 log = logging.getLogger(__name__)
 
-COMPUTING_THREADS = 2  # threads for the routes about tokens, separate from those that generation needs
-MAX_COMPUTED = 64  # maximum number of concurrent requests to these routes, whose bodies may have megabytes
+GARBAGE = 50_000  # new objects after which the garbage is collected; Python's 700 double the time to parse a large body
+MAX_COMPUTED = 64  # maximum number of concurrent requests to the routes about tokens, whose bodies may have megabytes
 
 
 class AdmissionQueue:
@@ -114,6 +114,8 @@ class ServedModel:
             if self._options.chat_template is not None:
                 tokenizer.hf.chat_template = self._options.chat_template
             tokenizer.encode("")  # changes the tokenizer's state, the first time, which several threads must not do
+            with suppress(ValueError):  # there is no chat template, or it takes no such message
+                tokenizer.render_chat([{"role": "user", "content": "a"}])  # imports jinja2, which takes a while
             vocabulary = Vocabulary(tokenizer)
         return ModelFacts(self.name, tokenizer, vocabulary, info.default_params, info.vocab_size, info.max_model_len)
 
@@ -150,7 +152,7 @@ class Service:
     """All models of a server. rank: its number among replicas, whose engines draw different samples.
 
     loaded: set when every model has started. expired: True once `expire` was called. deadlines: the timeouts of the
-    running requests.
+    running requests. work: the threads that work for requests.
     """
 
     def __init__(self, options: Options, rank: int = 0) -> None:
@@ -164,7 +166,7 @@ class Service:
         self.loaded = asyncio.Event()
         self.expired = False
         self.deadlines: set[asyncio.Timeout] = set()
-        self._threads = ThreadPoolExecutor(COMPUTING_THREADS, "fastgen-tokens")
+        self.work = WorkThreads()
         self._computed = 0  # number of requests to routes about tokens that wait or run
 
     async def run(self) -> None:
@@ -178,6 +180,7 @@ class Service:
                     note("fgserve", f"{model.name}: {model.engine.info.summary}")
                     group.create_task(model.keep(self.options.restart and not self.options.rollout))
                 gc.collect()
+                gc.set_threshold(GARBAGE)
                 gc.freeze()  # otherwise, collecting everything that was imported would delay some tokens by 30 ms
                 self.loaded.set()
                 note("fgserve", f"ready: {', '.join(self.models)}")
@@ -200,16 +203,16 @@ class Service:
         """End the engines."""
         await asyncio.gather(*(model.engine.close() for model in self.models.values()))
 
-    async def compute(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the threads for routes about tokens and return its result. Raises ApiError if too many
-        requests wait for these threads. A cancelled call does not begin, or its result is dropped."""
+    async def compute(self, large: bool, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function for a route about tokens and return its result; see `WorkThreads.run`. Raises ApiError if too
+        many requests to these routes wait."""
         if self._computed >= MAX_COMPUTED:
             raise ApiError(
                 503, f"{self._computed} requests about tokens are waiting; try again later", code="overloaded"
             )
         self._computed += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+            return await self.work.run(large, function, *args)
         finally:
             self._computed -= 1
 
@@ -228,6 +231,15 @@ class Service:
             if model.engine.stalled > self.options.stall_timeout:
                 return f"the engine of {model.name} has finished no step for {model.engine.stalled:.0f} seconds"
         return None
+
+    def limits(self, wanted: Any) -> Limits:
+        """Return the limits of the model that a body names, which has not been checked. If no model has this name, they
+        are the largest ones of all models. A model that is not loaded yet has none."""
+        named = [model for name, model in self.models.items() if name == wanted] or list(self.models.values())
+        loaded = [model.facts for model in named if hasattr(model, "facts")]
+        context = max((facts.max_model_len for facts in loaded), default=sys.maxsize)
+        ids = max((facts.vocab_size for facts in loaded), default=sys.maxsize)
+        return Limits(context, self.options.max_queued_requests, ids)
 
     def choose(self, wanted: str | None) -> ServedModel:
         """Return the model that a request names; a single model answers to any name. Raises ApiError if there is no

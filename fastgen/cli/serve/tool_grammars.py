@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from fastgen.text.grammar import FREE_FORMATS, choice_rule, json_rule, quoted
+from fastgen.text.grammar import FREE_FORMATS, MAX_GRAMMAR, choice_rule, json_rule, quoted
 from fastgen.text.tools.json_calls import DeepSeek, Mistral, MistralHeads, ObjectSyntax
 from fastgen.text.tools.parser import Function, Syntax
 from fastgen.text.tools.python_calls import Pythonic
-from fastgen.text.tools.values import alternatives, listed, python_text, resolved, types_of
+from fastgen.text.tools.values import Schemas, listed, python_text
 from fastgen.text.tools.xml_calls import QwenCoder
 
 Mark = Callable[[str], str]  # returns the rule of a mark
@@ -51,18 +51,28 @@ def calls_rule(syntax: Syntax, first: str, mark: Mark, parallel: bool) -> str:
 
 def call_rules(syntax: Syntax, functions: Sequence[Function], mark: Mark) -> list[str]:
     """Return the rule `call`: the name and arguments of one function, as the templates write them; and rules for it.
-    Raises ValueError for a function whose calls cannot be enforced in the format."""
-    rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
+    Raises ValueError for a function whose calls cannot be enforced in the format, and if the rules are too long."""
+    found, size = list[str](), 0
+    for rule in _call_rules(syntax, functions, mark):
+        found.append(rule)
+        size += len(rule)
+        if size > MAX_GRAMMAR:
+            raise ValueError(f"the schemas of the tools make a grammar of more than {MAX_GRAMMAR} characters")
+    return found
+
+
+def _call_rules(syntax: Syntax, functions: Sequence[Function], mark: Mark) -> Iterator[str]:
+    yield "call: " + " | ".join(f"call_{i}" for i in range(len(functions)))
     for i, function in enumerate(functions):
         if isinstance(syntax, QwenCoder):
-            rules += _tag_rules(f"call_{i}", function)
+            yield from _tag_rules(f"call_{i}", function)
         elif isinstance(syntax, Pythonic):
-            rules += _python_rules(f"call_{i}", function)
+            yield from _python_rules(f"call_{i}", function)
         else:
-            rules.append(f"call_{i}: {_json_call(syntax, function, mark)}")
+            yield f"call_{i}: {_json_call(syntax, function, mark)}"
     if isinstance(syntax, QwenCoder):  # a lazy rule ends at the first occurrence of its end
-        rules += [f"tag_text[lazy]: TAG_TEXT {quoted(_TAG_ENDS)}", r"TAG_TEXT: /(.|\n)*/"]
-    return rules
+        yield f"tag_text[lazy]: TAG_TEXT {quoted(_TAG_ENDS)}"
+        yield r"TAG_TEXT: /(.|\n)*/"
 
 
 def _json_call(syntax: Syntax, function: Function, mark: Mark) -> str:
@@ -84,103 +94,120 @@ def _json_call(syntax: Syntax, function: Function, mark: Mark) -> str:
 # ------------------------------------------------------------------------------------------------- arguments one by one
 
 
-def _parameters(function: Function) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
-    """Yield the name and schema of each argument, and whether it is required."""
-    schema = resolved(function.parameters, function.parameters)
-    properties = schema.get("properties")
-    required = {name for name in listed(schema, "required") if isinstance(name, str)}
-    for name, inner in properties.items() if isinstance(properties, Mapping) else ():
-        yield name, resolved(inner, function.parameters), name in required
+class _Arguments:
+    """The arguments of a function. Each schema has one rule, which all its arguments share."""
 
+    def __init__(self, function: Function) -> None:
+        self.function, self.schemas = function, Schemas(function.parameters)
+        self._root = self.schemas.resolved(function.parameters)
+        self._rules: dict[int, str] = {}  # the names of the rules of schemas, by the `id` of the schema
 
-def _takes_others(function: Function) -> bool:
-    """Return whether a function may have arguments that its schema does not list. Raises ValueError if it is strict and
-    its schema is more than a list."""
-    schema = resolved(function.parameters, function.parameters)
-    adding = [word for word in _ANY if schema.get(word) not in (None, False)]
-    if adding and function.strict:
-        raise ValueError(
-            f"in this model's format of tools, the arguments of a strict function are listed in properties; those of "
-            f"{function.name} also come from {adding[0]}: remove it, or leave strict out"
+    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+        """Yield the name and schema of each argument, and whether it is required."""
+        required = {name for name in listed(self._root, "required") if isinstance(name, str)}
+        for name, schema in self.schemas.arguments().items():
+            yield name, schema, name in required
+
+    def rule(self, schema: Mapping[str, Any], name: str) -> tuple[str, bool]:
+        """Return the name of the rule of a schema, and whether it is new. name: the one that a new rule gets."""
+        known = self._rules.setdefault(id(schema), name)
+        return known, known == name
+
+    @property
+    def takes_others(self) -> bool:
+        """True if there may be arguments that the schema does not list. Raises ValueError if the function is strict and
+        its schema is more than a list."""
+        schema, function = self._root, self.function
+        adding = [word for word in _ANY if schema.get(word) not in (None, False)]
+        if adding and function.strict:
+            raise ValueError(
+                f"in this model's format of tools, the arguments of a strict function are listed in properties; those "
+                f"of {function.name} also come from {adding[0]}: remove it, or leave strict out"
+            )
+        listed = function.strict or schema.get("properties") or schema.get("additionalProperties") is False
+        return bool(adding) or not listed
+
+    def literal(self, schema: Mapping[str, Any]) -> str:
+        """Return the rule of an argument in JSON, or with the words of Python that templates write."""
+        parameters, strict = self.function.parameters, self.function.strict
+        types = self.schemas.types(schema) if schema.keys().isdisjoint({"enum", "const"}) else frozenset()
+        words = [*(("True", "False") if "boolean" in types else ()), *(("None",) if "null" in types else ())]
+        if "$ref" in str(schema):
+            schema = {**{word: parameters[word] for word in ("$defs", "definitions") if word in parameters}, **schema}
+        return f"({' | '.join([json_rule(schema, strict=strict), *map(quoted, words)])})"
+
+    def values(self, schema: Any) -> list[Any] | None:
+        """Return all values that a schema allows, as for Literal["a", "b"] | None; None if it does not list them."""
+        found: list[Any] = []
+        for each in self.schemas.alternatives(schema):
+            if "const" in each or listed(each, "enum"):
+                found += listed(each, "enum") or [each["const"]]
+            elif each.get("type") == "null":
+                found.append(None)
+            elif not (listed(each, "anyOf") or listed(each, "oneOf")):
+                return None
+        return found
+
+    def is_free(self, schema: Any) -> bool:
+        """Return whether a schema that allows strings allows all of them."""
+        return all(
+            each.keys() <= _FREE and each.get("format") in (None, *FREE_FORMATS)
+            for each in self.schemas.alternatives(schema)
         )
-    listed = function.strict or schema.get("properties") or schema.get("additionalProperties") is False
-    return bool(adding) or not listed
 
 
-def _literal_rule(schema: Mapping[str, Any], function: Function) -> str:
-    """Return the rule of an argument in JSON, or with the words of Python that templates write."""
-    named = {word: function.parameters[word] for word in ("$defs", "definitions") if word in function.parameters}
-    types = types_of(schema, function.parameters) if schema.keys().isdisjoint({"enum", "const"}) else frozenset()
-    words = [*(("True", "False") if "boolean" in types else ()), *(("None",) if "null" in types else ())]
-    return f"({' | '.join([json_rule({**named, **schema}, strict=function.strict), *map(quoted, words)])})"
-
-
-def _tag_rules(rule: str, function: Function) -> list[str]:
-    """Return the rules of a call in tags."""
-    items, rules = [], []
-    for place, (name, schema, required) in enumerate(_parameters(function)):
+def _tag_rules(rule: str, function: Function) -> Iterator[str]:
+    """Yield the rules of a call in tags."""
+    items, arguments = [], _Arguments(function)
+    for place, (name, schema, required) in enumerate(arguments):
         if not re.fullmatch(r"[^<>\r\n]+", name):
             raise ValueError(f"the argument {name!r} of {function.name} cannot be in a tag; rename it")
-        begins, value = quoted(f"<parameter={name}>\n"), _tag_value(name, schema, function)
-        rules.append(f"{rule}_{place}: {begins} {value}")
+        value, new = arguments.rule(schema, f"{rule}_value{place}")
+        if new:
+            yield f"{value}: {_tag_value(name, schema, arguments)}"
+        yield f"{rule}_{place}: {quoted(f'<parameter={name}>{chr(10)}')} {value}"
         items.append(f"{rule}_{place}" + "?" * (not required))
-    if _takes_others(function):
-        rules.append(f'{rule}_other: "<parameter=" {_ANY_NAME} ">\\n" tag_text')
+    if arguments.takes_others:
+        yield f'{rule}_other: "<parameter=" {_ANY_NAME} ">\\n" tag_text'
         items.append(f"{rule}_other*")
     begins, ends = quoted(f"<function={function.name}>\n"), quoted("</function>")
-    return [f"{rule}: {begins} {' '.join(items)} {ends}", *rules]
+    yield f"{rule}: {begins} {' '.join(items)} {ends}"
 
 
-def _tag_value(name: str, schema: Mapping[str, Any], function: Function) -> str:
+def _tag_value(name: str, schema: Mapping[str, Any], arguments: _Arguments) -> str:
     """Return the rule of an argument in a tag, and of the end of the tag: text, or the JSON of another type."""
-    if values := _values(schema, function.parameters):
+    if values := arguments.values(schema):
         texts = ([value] if isinstance(value, str) else [json.dumps(value), python_text(value)] for value in values)
         return f"{choice_rule(dict.fromkeys(chain(*texts)))} {quoted(_TAG_ENDS)}"
-    if "string" not in types_of(schema, function.parameters):
-        return f"{_literal_rule(schema, function)} {quoted(_TAG_ENDS)}"
-    if function.strict and not _is_free(schema, function.parameters):
+    if "string" not in arguments.schemas.types(schema):
+        return f"{arguments.literal(schema)} {quoted(_TAG_ENDS)}"
+    if arguments.function.strict and not arguments.is_free(schema):
         raise ValueError(
-            f"the text {name!r} of the strict function {function.name} has limits that cannot be enforced in this "
-            "model's format of tools: keep only its type and description, or leave strict out"
+            f"the text {name!r} of the strict function {arguments.function.name} has limits that cannot be enforced in "
+            "this model's format of tools: keep only its type and description, or leave strict out"
         )
     return "tag_text"
 
 
-def _values(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
-    """Return all values that a schema allows, as for Literal["a", "b"] | None; None if it does not list them."""
-    found: list[Any] = []
-    for each in alternatives(schema, root):
-        if "const" in each or listed(each, "enum"):
-            found += listed(each, "enum") or [each["const"]]
-        elif each.get("type") == "null":
-            found.append(None)
-        elif not (listed(each, "anyOf") or listed(each, "oneOf")):
-            return None
-    return found
-
-
-def _is_free(schema: Any, root: Mapping[str, Any]) -> bool:
-    """Return whether a schema that allows strings allows all of them."""
-    return all(
-        each.keys() <= _FREE and each.get("format") in (None, *FREE_FORMATS) for each in alternatives(schema, root)
-    )
-
-
-def _python_rules(rule: str, function: Function) -> list[str]:
-    """Return the rules of a call in Python, with values in JSON, or True, False and None."""
-    rules, items = [], []
-    for place, (name, schema, required) in enumerate(_parameters(function)):
+def _python_rules(rule: str, function: Function) -> Iterator[str]:
+    """Yield the rules of a call in Python, with values in JSON, or True, False and None."""
+    items, arguments = [], _Arguments(function)
+    for place, (name, schema, required) in enumerate(arguments):
         if not re.fullmatch(r"[^\W\d][\w-]*", name):
             raise ValueError(f"the argument {name!r} of {function.name} is no name in Python; rename it")
-        rules.append(f"{rule}_{place}: {quoted(name + '=')} {_literal_rule(schema, function)}")
+        value, new = arguments.rule(schema, f"{rule}_value{place}")
+        if new:
+            yield f"{value}: {arguments.literal(schema)}"
+        yield f"{rule}_{place}: {quoted(name + '=')} {value}"
         items.append((f"{rule}_{place}", required))
     first = later = ""  # the rest of the arguments, if none comes before it and if some do
-    if _takes_others(function):
-        rules.append(f'{rule}_other: {_ANY_NAME} "=" {json_rule({}, strict=False)}')
+    if arguments.takes_others:
+        yield f'{rule}_other: {_ANY_NAME} "=" {json_rule({}, strict=False)}'
         later = f'(", " {rule}_other)*'
         first = f"({rule}_other {later})?"
-    for item, required in reversed(items):
+    for place, (item, required) in reversed(list(enumerate(items))):
         others = "" if required else f" | {first}" if first else ""
-        first = f"({item} {later}{others}){'?' * (not required and not others)}"
-        later = f'(", " {item}){"?" * (not required)} {later}'
-    return [f'{rule}: {quoted(function.name + "(")} {first} ")"', *rules]
+        yield f"{rule}_first{place}: ({item} {later}{others}){'?' * (not required and not others)}"
+        yield f'{rule}_later{place}: (", " {item}){"?" * (not required)} {later}'
+        first, later = f"{rule}_first{place}", f"{rule}_later{place}"
+    yield f'{rule}: {quoted(function.name + "(")} {first} ")"'

@@ -7,9 +7,12 @@ import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import regex
+
+from fastgen.text.tools.values import Schemas
 
 Pattern = Any  # a compiled pattern of `regex`, which has no types
 Found = Any  # a match of `regex`, or another object with `partial`
@@ -18,6 +21,7 @@ BLANK = " \t\r\n"
 WS = r"[ \t\r\n]*+"
 SAMPLE = ("sample_function", {"key": "a b"})  # name and arguments of a call that shows how a template takes calls
 HELD = 8192  # maximum number of characters that wait for later text: of a call around its arguments, or of white space
+FEW = 256  # of these characters, number above which they are matched again only when they have grown by an eighth
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,12 @@ class Function:
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
+
+    @cached_property
+    def argument_types(self) -> Mapping[str, frozenset[str]]:
+        """The types of JSON that each argument may have."""
+        schemas = Schemas(self.parameters)
+        return {name: schemas.types(schema) for name, schema in schemas.arguments().items()}
 
 
 @dataclass(frozen=True)
@@ -84,12 +94,16 @@ class ToolParser(ABC):
         self._deltas: list[dict[str, Any]] = []
         self._said = False  # some content was reported
         self._after_call = False  # no content since the last call
+        self._due = 0  # length of the text from which it is matched again
         self._starts = regex.compile("|".join(map(regex.escape, sorted(starts))))
         self._state: Callable[[bool], bool] = self._read_content
 
     def push(self, text: str, last: bool = False) -> list[dict[str, Any]]:
         """Return the deltas that a piece of text adds. last: this is the last piece."""
         self._text += text
+        if len(self._text) < self._due and not last:
+            return []
+        self._due = 0
         while self._text and self._state(last):
             pass
         deltas, self._deltas = self._deltas, []
@@ -107,8 +121,12 @@ class ToolParser(ABC):
         """Match a pattern at an index. The match is `partial` if it depends on later text, and None if later text
         cannot make it match."""
         found = pattern.match(self._text, at, at + HELD, partial=True)
-        undecided = found is not None and found.partial
-        return None if undecided and (last or len(self._text) >= at + HELD) else found
+        undecided, held = found is not None and found.partial, len(self._text) - at
+        if undecided and (last or held >= HELD):
+            return None
+        if undecided and held > FEW:  # so that the work for all pieces is proportional to the text
+            self._due = min(at + HELD, len(self._text) + held // 8)
+        return found
 
     def _is_first(self, at: int) -> bool:
         """Return whether there is nothing but white space in the answer before an index of the text."""

@@ -6,13 +6,15 @@ import ast
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 UNREADABLE = object()  # the result for a text that is no literal; None is a value
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 MOST_NESTED = 100  # signs and brackets in a row, above which Python's own parser may run out of stack
 MOST_REFS = 20  # references in a schema that lead to each other
+MOST_ALTERNATIVES = 100_000  # in the schema of a function's arguments
 
 _ANYTHING: Mapping[str, Any] = {}  # the schema that allows everything
 _NAMES = {"true": True, "false": False, "null": None}  # of JSON, which models write in Python as well
@@ -86,63 +88,79 @@ def _literal(node: ast.AST) -> Any:
 # ------------------------------------------------------------------------------------------------- schemas
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema, or the one that its reference names; {}, which allows everything, if there is none. root: the
-    schema that contains it."""
-    for _ in range(MOST_REFS):
-        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
-            return schema if isinstance(schema, Mapping) else _ANYTHING
-        names = schema["$ref"].removeprefix("#").split("/")[1:]
-        schema = root
-        for name in names:
-            schema = schema.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
-    return _ANYTHING
+class Schemas:
+    """The JSON schemas inside one schema, which may refer to each other. References may lead to a schema in very many
+    ways, so what was found out about it is kept.
 
+    root: the schema that contains the others, whose lifetime this object extends.
+    """
 
-def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a schema and, if it has anyOf or oneOf, the schemas there, those in them, and so on, each once. root: the
-    schema that contains it."""
-    found = {id(schema := resolved(schema, root)): schema}
-    left = [schema]
-    while left:
-        each = left.pop()
-        parts = [resolved(part, root) for word in ("anyOf", "oneOf") for part in listed(each, word)]
-        left += [part for part in parts if id(part) not in found]
-        found |= {id(part): part for part in parts}
-    return list(found.values())
+    def __init__(self, root: Any) -> None:
+        self.root: Mapping[str, Any] = root if isinstance(root, Mapping) else _ANYTHING
+        self._types: dict[int, frozenset[str]] = {}  # by the `id` of the schema
+        self._steps = 0  # number of alternatives so far
+
+    def resolved(self, schema: Any) -> Mapping[str, Any]:
+        """Return a schema, or the one that its reference names; {}, which allows everything, if there is none."""
+        for _ in range(MOST_REFS):
+            if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+                return schema if isinstance(schema, Mapping) else _ANYTHING
+            names = schema["$ref"].removeprefix("#").split("/")[1:]
+            schema = self.root
+            for name in names:
+                name = name.replace("~1", "/").replace("~0", "~")
+                schema = schema.get(name) if isinstance(schema, Mapping) else None
+        return _ANYTHING
+
+    def arguments(self) -> dict[str, Mapping[str, Any]]:
+        """Return the schema of each property of the root, by its name."""
+        properties = self.resolved(self.root).get("properties")
+        named = properties.items() if isinstance(properties, Mapping) else ()
+        return {name: self.resolved(inner) for name, inner in named}
+
+    def alternatives(self, schema: Any) -> Iterator[Mapping[str, Any]]:
+        """Yield a schema and, if it has anyOf or oneOf, the schemas there, those in them, and so on, each once. Raises
+        ValueError after MOST_ALTERNATIVES of all calls together."""
+        known, left = set[int](), list[Iterator[Any]]([iter([schema])])
+        while left:
+            for part in left[-1]:
+                self._steps += 1
+                if self._steps > MOST_ALTERNATIVES:
+                    raise ValueError(f"a schema leads to more than {MOST_ALTERNATIVES} others; simplify it")
+                each = self.resolved(part)
+                if id(each) not in known:
+                    known.add(id(each))
+                    yield each
+                    left.append(chain(listed(each, "anyOf"), listed(each, "oneOf")))
+                    break
+            else:
+                left.pop()
+
+    def types(self, schema: Any, deep: int = 0) -> frozenset[str]:
+        """Return the types of JSON that a schema allows; all if it does not say. deep: number of schemas that contain
+        this one."""
+        schema = self.resolved(schema) if deep < MOST_REFS else _ANYTHING
+        if id(schema) in self._types:
+            return self._types[id(schema)]
+        found = self._types[id(schema)] = TYPES
+        if "type" in schema:
+            named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+            found = frozenset(map(str, named)) & TYPES or TYPES
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list):
+            found &= frozenset().union(*map(kinds_of, values)) or TYPES
+        for word in ("anyOf", "oneOf", "allOf"):
+            if parts := listed(schema, word):
+                allowed = [self.types(part, deep + 1) for part in parts]
+                found &= frozenset.intersection(*allowed) if word == "allOf" else frozenset.union(*allowed)
+        self._types[id(schema)] = found or TYPES
+        return self._types[id(schema)]
 
 
 def listed(schema: Mapping[str, Any], word: str) -> list[Any]:
     """Return the list that a schema has under a word; an empty one if it has none."""
     value = schema.get(word)
     return value if isinstance(value, list) else []
-
-
-def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types of JSON that a schema allows; all if it does not say. root: the schema that contains it."""
-    return _types_of(schema, root, {}, 0)
-
-
-def _types_of(schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str]], deep: int) -> frozenset[str]:
-    """Do the work of types_of. known: the types of schemas by their `id`, since references may lead to a schema in very
-    many ways. deep: number of schemas that contain this one."""
-    schema = resolved(schema, root) if deep < MOST_REFS else _ANYTHING
-    if id(schema) in known:
-        return known[id(schema)]
-    found = known[id(schema)] = TYPES
-    if "type" in schema:
-        named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        found = frozenset(map(str, named)) & TYPES or TYPES
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        found &= frozenset().union(*map(kinds_of, values)) or TYPES
-    for word in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(word)
-        if isinstance(parts, list) and parts:
-            allowed = [_types_of(part, root, known, deep + 1) for part in parts]
-            found &= frozenset.intersection(*allowed) if word == "allOf" else frozenset.union(*allowed)
-    known[id(schema)] = found or TYPES
-    return known[id(schema)]
 
 
 def kinds_of(value: Any) -> frozenset[str]:

@@ -21,7 +21,7 @@ from typing import Any
 import regex
 
 from fastgen.text.tools.parser import HELD, WS, Found, Function, Syntax, ToolParser, either
-from fastgen.text.tools.values import TYPES, typed_json, types_of
+from fastgen.text.tools.values import TYPES, typed_json
 
 _NAME = r"[^<>\r\n]++"
 _PARAMETER = regex.compile(rf"{WS}(?:<parameter=(?P<key>{_NAME})>(?:\n|(?=[^\n]))|</function>|(?=</tool_call>))")
@@ -51,10 +51,10 @@ class XmlParser(ToolParser):
 
     def __init__(self, mark: str, functions: Collection[Function]) -> None:
         super().__init__("<")
-        self._schemas = {function.name: function.parameters for function in functions}
+        self._functions = {function.name: function.argument_types for function in functions}
         self._marked = regex.compile(rf"{regex.escape(mark)}{WS}<function=(?P<name>{_NAME})>")
-        self._bare = regex.compile(rf"<function=(?P<name>{either(self._schemas)})>")
-        self._schema: Mapping[str, Any] = {}  # of the current call
+        self._bare = regex.compile(rf"<function=(?P<name>{either(self._functions)})>")
+        self._arguments: Mapping[str, frozenset[str]] = {}  # types of each argument of the current call
         self._types = TYPES  # of the current argument
         self._value = ""  # text of the current argument, unless it is reported at once
         self._more = ""  # what comes before the next argument
@@ -66,7 +66,7 @@ class XmlParser(ToolParser):
     def _begin(self, found: Found) -> None:
         self._call(found["name"])
         self._argue("{")
-        self._schema, self._more = self._schemas.get(found["name"], {}), ""
+        self._arguments, self._more = self._functions.get(found["name"], {}), ""
         self._text, self._state = self._text[found.end() :], self._read_parameter
 
     def _read_parameter(self, last: bool) -> bool:
@@ -79,9 +79,7 @@ class XmlParser(ToolParser):
             self._argue("}")
             self._state = self._read_end
             return True
-        properties = self._schema.get("properties")
-        schema = properties.get(found["key"]) if isinstance(properties, Mapping) else None
-        self._types = types_of(schema, self._schema)
+        self._types = self._arguments.get(found["key"], TYPES)
         self._argue(f"{self._more}{json.dumps(found['key'], ensure_ascii=False)}: ")
         self._more, self._value, self._state = ", ", "", self._read_value
         if self._types == _STRING:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -129,7 +130,7 @@ def memory(server: Server) -> int:
 def test_requests_about_tokens_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "tokenize", lambda *_: time.sleep(0.5))
     monkeypatch.setattr(ServedModel, "check_ready", lambda _: None)
-    monkeypatch.setattr(ServedModel, "facts", None, raising=False)
+    monkeypatch.setattr(ServedModel, "facts", SimpleNamespace(max_model_len=100, vocab_size=100), raising=False)
     client = TestClient(app.make_app(Service(read_options(["--request-timeout=0.1"], {}))), "http://localhost")
     late = client.post("/tokenize", json={"prompt": "a"})
     assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
@@ -138,7 +139,7 @@ def test_requests_about_tokens_have_an_end(monkeypatch: pytest.MonkeyPatch) -> N
 def test_unknown_fields_can_be_ignored(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(app, "tokenize", lambda wanted, _: {"count": len(wanted.prompt)})
     monkeypatch.setattr(ServedModel, "check_ready", lambda _: None)
-    monkeypatch.setattr(ServedModel, "facts", None, raising=False)
+    monkeypatch.setattr(ServedModel, "facts", SimpleNamespace(max_model_len=100, vocab_size=100), raising=False)
     for flag, status in ((), 400), (("--ignore-unknown",), 200):
         client = TestClient(app.make_app(Service(read_options(flag, {}))), "http://localhost")
         told = [client.post("/tokenize", json={"prompt": "abc", "colour": "red"}) for _ in range(2)]

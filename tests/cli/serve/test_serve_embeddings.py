@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -13,6 +15,7 @@ from serving import FGSERVE, Server
 
 from fastgen import Generator
 from fastgen.cli.serve import embeddings
+from fastgen.cli.serve.checking import ApiError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -71,3 +74,14 @@ def test_another_model_says_that_it_has_no_embeddings() -> None:
         assert reply.status_code == 400
         assert "this model has no embeddings" in (message := reply.json()["error"]["message"])
         assert message.endswith("(there is no modules.json)")
+
+
+def test_a_model_without_embeddings_tokenizes_nothing() -> None:
+    async def call(*_: Any) -> None:
+        raise ValueError("it has no embeddings")
+
+    model = SimpleNamespace(engine=SimpleNamespace(call=call), facts=None)
+    service: Any = SimpleNamespace(choose=lambda _: model)  # without threads
+    many = embeddings.EmbeddingRequest(input=["a"] * (embeddings.PROMPTS + 1))
+    with pytest.raises(ApiError, match="it has no embeddings"):
+        asyncio.run(embeddings.embed(service, many, False))

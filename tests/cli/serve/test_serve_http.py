@@ -16,6 +16,8 @@ import pytest
 from serve_stub import STEP_SECONDS
 from serving import HTTP, STUB, Server, request_bytes, until
 
+from fastgen.cli.serve.app import read_head
+
 pytestmark = pytest.mark.timeout(60)
 
 ASKED: dict[str, Any] = {"model": "x", "prompt": [5, 6], "max_tokens": 3}
@@ -203,6 +205,72 @@ def test_a_path_leads_to_no_file_and_cannot_forge_a_line(server: Server) -> None
             assert connection.recv(65536).startswith(b"HTTP/1.1 404 ")
     assert server.get("/a%0Afgserve:%20b", headers=KEY).status_code == 404
     server.await_said("GET /a%0Afgserve%3A%20b 404", 5)
+
+
+# ------------------------------------------------------------------------------------------------ heads
+
+JSON = b'{"prompt": [5], "max_tokens": 1}'
+CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(JSON), JSON)
+LENGTH = b"Content-Length: %d\r\n" % len(CHUNKED)
+CODING = b"Transfer-Encoding: chunked\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: bearer secret\r\n%s\r\n%s"
+GET = b"GET %s HTTP/1.1\r\nHost: x\r\nAuthorization: bearer secret\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        POST % (LENGTH + CODING, CHUNKED),
+        POST % (CODING + LENGTH, CHUNKED),
+        POST % (b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n", CHUNKED),
+        (POST % (CODING, CHUNKED)).replace(b"HTTP/1.1", b"HTTP/1.0"),
+        *(
+            GET % target
+            for target in (b"v1/models", b"http:///v1/models", b"http://a@b/v1/models", b"ftp://x/v1/models")
+        ),
+        (GET % b"/v1/models").replace(b"Host: x", b"Host: x y"),
+    ],
+)
+def test_a_malformed_head_ends_the_connection(server: Server, wrong: bytes) -> None:
+    """Another server on the way may see other requests in what follows (RFC 9112, 3.2 and 6.1)."""
+    with server.send(wrong + GET % b"/v1/models") as connection:
+        told = b""
+        while part := connection.recv(65536):
+            told += part
+    assert told.startswith(b"HTTP/1.1 400 ")
+    assert told.count(b"HTTP/1.1 ") == 1
+    assert b'"code":"malformed_request"' in told
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        (b"http://x/v1/models", "/v1/models"),
+        (b"HTTP://x:99/v1/models?a=b", "/v1/models"),
+        (b"https://[::1]:5678//v1/models/", "/v1/models"),
+        (b"http://x/v1/models/a%2Fb%20c", "/v1/models/a/b c"),
+        (b"http://x/health", "/health"),
+    ],
+)
+def test_a_target_may_be_a_url(server: Server, target: bytes, path: str) -> None:
+    expected = server.get(path, headers=KEY).content
+    with server.send(GET % target) as connection:
+        told = b""
+        while not told.endswith(expected):
+            told += connection.recv(65536)
+    assert told.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("target", "host"), [("http://evil.example/", "localhost"), ("http://localhost/", "evil.example")]
+)
+def test_the_host_of_a_url_replaces_the_header(target: str, host: str) -> None:
+    """RFC 9112, 3.2.2; so a page's own name does not open a local server (DNS rebinding)."""
+    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": target, "raw_path": target.encode()}
+    scope |= {"headers": [(b"host", host.encode()), (b"a", b"b")], "http_version": "1.1"}
+    read_head(scope)
+    assert scope["headers"] == [(b"a", b"b"), (b"host", target.split("/")[2].encode())]
+    assert (scope["path"], scope["raw_path"]) == ("/", b"/")
 
 
 # ------------------------------------------------------------------------------------------------ HTTPS

@@ -399,7 +399,7 @@ def test_a_signal_ends_a_server_whose_worker_threads_are_all_busy() -> None:
 # ------------------------------------------------------------------------------------------------ routes about tokens
 
 
-def test_routes_about_tokens_have_a_bound_and_threads_of_their_own() -> None:
+def test_routes_about_tokens_have_a_bound() -> None:
     async def main() -> None:
         service, release, begun = Service(read_options(["one"], {})), threading.Event(), list[int]()
 
@@ -408,18 +408,17 @@ def test_routes_about_tokens_have_a_bound_and_threads_of_their_own() -> None:
             release.wait(30)
             return number
 
-        calls = [asyncio.create_task(service.compute(work, number)) for number in range(MAX_COMPUTED)]
+        calls = [asyncio.create_task(service.compute(True, work, number)) for number in range(MAX_COMPUTED)]
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match="try again later") as refused:
-            await service.compute(work, -1)
+            await service.compute(False, work, -1)
         assert refused.value.status == 503
-        assert await asyncio.to_thread(lambda: 5) == 5
         calls[-1].cancel()
         await asyncio.wait(calls[-1:])
         release.set()
         assert await asyncio.gather(*calls[:-1]) == list(range(MAX_COMPUTED - 1))
         assert MAX_COMPUTED - 1 not in begun, "the client had gone before"
-        assert await service.compute(work, 7) == 7
+        assert await service.compute(True, work, 7) == 7
 
     asyncio.run(main())
 

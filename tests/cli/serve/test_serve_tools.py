@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from grammars import accepts, add, byte_level, walk
 from serving import read_request
 
 from fastgen import SamplingParams
+from fastgen.cli.serve import tool_grammars
 from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.compat.messages import MessageRequest
 from fastgen.cli.serve.compat.responses import ResponseRequest
@@ -21,11 +23,15 @@ from fastgen.cli.serve.parts import ChatMessage, ChosenTools, Tool
 from fastgen.cli.serve.prompts import ModelFacts, prepare
 from fastgen.cli.serve.prompts import calling_of as read_calling
 from fastgen.cli.serve.protocol import ChatRequest
+from fastgen.cli.serve.tool_grammars import call_rules
 from fastgen.cli.serve.tools import Calling
 from fastgen.text.grammar import Compiler, json_rule
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tool_calls import parse_message
+from fastgen.text.tools import values
 from fastgen.text.tools.formats import FORMATS, LLAMA, MISTRAL
+from fastgen.text.tools.parser import Function
+from fastgen.text.tools.values import Schemas
 
 SYNTAXES = {name: FORMATS[name] or MISTRAL if name != "llama" else LLAMA for name in CALLS}
 BARE = ("llama", "pythonic")  # calls without a mark
@@ -307,3 +313,46 @@ def test_a_model_without_tools_refuses_them(talker: Path) -> None:
             prepare(model, request)
         assert refused.value.param == param
     assert Calling(Tokenizer(talker), []).template_messages(read(CONVERSATION[:1])) == CONVERSATION[:1]
+
+
+# ------------------------------------------------------------------------------------------------- large schemas
+
+
+def union(count: int, part: dict[str, Any], wrapped: bool) -> dict[str, Any]:
+    """Return a schema of many arguments, each of which may be one of many parts. wrapped: each has a schema of its own
+    that leads there."""
+    to_parts = {"$ref": "#/$defs/parts"}
+    parts = {"anyOf": [{**part, "title": str(number)} for number in range(count)]}
+    arguments = {f"a{number}": {"anyOf": [to_parts]} if wrapped else to_parts for number in range(count)}
+    return {"type": "object", "properties": arguments, "$defs": {"parts": parts}}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("part", [{"type": "string"}, {"type": "integer"}, {"enum": ["a", 5]}], ids=str)
+def test_work_for_a_schema_is_linear_or_has_a_limit(
+    name: str, strict: bool, part: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work is the number of schemas that are looked at, and of characters of the grammar."""
+    syntax = SYNTAXES[name]
+    work, resolved = 0, Schemas.resolved
+
+    def counted(self: Schemas, schema: Any) -> Any:
+        nonlocal work
+        work += 1
+        return resolved(self, schema)
+
+    def work_for(schema: dict[str, Any]) -> int:
+        nonlocal work
+        work = 0
+        function = Function("f", schema, strict)
+        syntax.parser([function])
+        return work + sum(map(len, call_rules(syntax, [function], lambda mark: mark)))
+
+    monkeypatch.setattr(Schemas, "resolved", counted)
+    assert work_for(union(400, part, False)) < 4.5 * work_for(union(100, part, False))
+    monkeypatch.setattr(tool_grammars, "MAX_GRAMMAR", 100_000)
+    monkeypatch.setattr(values, "MOST_ALTERNATIVES", 10_000)
+    with suppress(ValueError):  # of one of the limits
+        work_for(union(400, part, True))
+    assert work < 20_000

@@ -20,6 +20,7 @@ from serving import FGSERVE, Server, until
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.compat.sglang import SglangRequest, SglangStream
+from fastgen.cli.serve.rollout import call_error
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -369,6 +370,12 @@ def test_a_step_of_slime(server: Server, step: Path, talker: Path) -> None:
         post(server, "/continue_generation", {})
         assert sampled(server)["meta_info"]["weight_version"] == version
         assert server.get("/get_weight_version").json()["weight_version"] == int(version)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(sampled, server, sampling_params={"max_new_tokens": 400})
+        until(lambda: server.stats()["running"])
+        post(server, "/update_weights_from_disk", {"model_path": str(step), "abort_all_request": True})  # AReaL's name
+        assert running.result(10)["meta_info"]["finish_reason"]["type"] == "abort"
+    post(server, "/update_weights_from_disk", {"model_path": str(talker)})
     assert "there is no folder" in refused(server, "/update_weights_from_disk", {"model_path": "/nope"})
     delta = {"model_path": str(step), "load_format": "delta"}
     assert "--update-weight-mode full" in refused(server, "/update_weights_from_disk", delta)
@@ -381,3 +388,14 @@ def test_the_schema_has_all_dialects(server: Server) -> None:
     assert [each["$ref"].rpartition("/")[2] for each in bodies] == ["GenerateRequest", "SglangRequest"]
     assert not schema["paths"]["/v1/pause"]["post"]["requestBody"]["required"]
     assert "TransferRequest" in schema["components"]["schemas"]
+
+
+@pytest.mark.parametrize("timeout", ["1e308", "-1e308", "0", "1e18", str(2**63), "NaN", "true", "[1]", "1e999"])
+def test_a_timeout_that_is_no_time_is_refused(server: Server, timeout: str) -> None:
+    body = json.dumps({"backend": "gloo", "bucket_bytes": 1000, "replace": True, "timeout": "@"}).replace(
+        '"@"', timeout
+    )
+    told = server.post_bytes("/init_weight_group", body.encode())
+    assert told.status_code == 400
+    assert "timeout" in told.text or timeout == "NaN"
+    assert call_error(OverflowError("too large")).status == 400, "of whatever number"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fastgen.text.tools.values import TYPES, UNREADABLE, alternatives, python_text, read_literal, typed_json, types_of
+from fastgen.text.tools import values
+from fastgen.text.tools.values import TYPES, UNREADABLE, Schemas, python_text, read_literal, typed_json
 
 SELF = {"$ref": "#/$defs/self"}
 ROOT = {
@@ -40,14 +41,25 @@ ROOT = {
     ],
 )
 def test_types_of_schemas(schema: Any, types: set[str]) -> None:
-    assert types_of(schema, ROOT) == types
+    assert Schemas(ROOT).types(schema) == types
 
 
 def test_references_of_which_each_leads_to_the_next_in_two_ways() -> None:
     links = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}, {"$ref": f"#/$defs/a{i + 1}"}]} for i in range(40)}
     root = {"$defs": {**links, "a40": {"$ref": "#/$defs/a0"}}}
-    assert types_of({"$ref": "#/$defs/a0"}, root) == TYPES
-    assert len(alternatives({"$ref": "#/$defs/a0"}, root)) == 40
+    assert Schemas(root).types({"$ref": "#/$defs/a0"}) == TYPES
+    assert len(list(Schemas(root).alternatives({"$ref": "#/$defs/a0"}))) == 40
+
+
+def test_alternatives_are_read_as_far_as_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "MOST_ALTERNATIVES", 100)
+    leaves = [{"const": number} for number in range(90)]
+    schemas = Schemas({"$defs": {"u": {"anyOf": [*leaves[:40], {"oneOf": leaves[40:]}, SELF]}}})
+    for _ in range(20):
+        assert next(iter(schemas.alternatives({"$ref": "#/$defs/u"})))["anyOf"][0] == leaves[0]
+    with pytest.raises(ValueError, match="leads to more than 100 others; simplify it"):
+        list(schemas.alternatives({"anyOf": [{"$ref": "#/$defs/u"}]}))
+    assert [each for each in Schemas({}).alternatives({"anyOf": leaves[:3]}) if "const" in each] == leaves[:3]
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,7 @@ class CountRequest(Body):
     without_effect = frozenset({
         "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
     }) | Body.without_effect  # fmt: skip
+    spoken = ("messages", "system", "tools")
 
     model: str | None = None
     messages: Some[dict[str, Any]] = Field(examples=[[{"role": "user", "content": "a"}]])

@@ -97,6 +97,7 @@ class ResponseRequest(Body):
         "client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "safety_identifier", "service_tier", "store", "stream_options", "user",
     }) | Body.without_effect  # fmt: skip
+    spoken = ("input", "tools")
 
     model: str | None = None
     input: str | Items[dict[str, Any]]

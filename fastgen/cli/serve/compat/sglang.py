@@ -118,13 +118,15 @@ class SglangRequest(ModelRequest):
 
 
 class DiskRequest(ModelRequest):
-    """A request to /update_weights_from_disk. weight_version: if it is a number, the version of the new weights."""
+    """A request to /update_weights_from_disk. weight_version: if it is a number, the version of the new weights.
+    abort_all_request: the same as abort_all_requests, as AReaL spells it."""
 
     without_effect = frozenset({"flush_cache", "is_async", "torch_empty_cache", "keep_pause"})
     neutral: ClassVar[Any] = {"load_format": ("auto", "give whole weights: slime's --update-weight-mode full")}
 
     model_path: str
     abort_all_requests: bool = False
+    abort_all_request: bool = False
     weight_version: str | int | None = None
 
 
@@ -192,7 +194,7 @@ class SglangEngine:
 
     async def _update(self, engine: AsyncGenerator, wanted: DiskRequest, _: QueryParams) -> Any:
         named = str(wanted.weight_version)
-        in_flight = "abort" if wanted.abort_all_requests else "keep"
+        in_flight = "abort" if wanted.abort_all_requests or wanted.abort_all_request else "keep"
         options = {"version": int(named) if named.isdecimal() else None, "partial": False, "in_flight": in_flight}
         with self._rollout.updating(engine):
             version = await engine.call("read_weights", wanted.model_path, options)
