@@ -160,14 +160,15 @@ class Generator(PromptTasks):
         return self.generate(prompts, params, progress=progress)
 
     def parse_message(
-        self, text: str, tools: Iterable[Any] = (), *, prompt: str | SequenceOf[int] | None = None
+        self, text: str | Completion, tools: Iterable[Any] = (), *, prompt: str | SequenceOf[int] | None = None
     ) -> dict[str, Any]:
         """Return the message of an answer: {"role": "assistant", "content": ..., "reasoning_content": ...,
         "tool_calls": [...]}, the last two if the text has any. It fits into the messages of the next `chat`.
 
-        tools: the tools that were given to `chat`. The "arguments" of a call are a dict; of a call that was cut off, a
-            string. prompt: the answer's prompt, which tells whether an answer that was cut off while thinking began
-            inside the reasoning; without it, an answer with only a closing mark did.
+        text: the answer, or its completion, whose finish_reason tells whether an incomplete call was cut off or is as
+            the model ended it. tools: the tools that were given to `chat`. The "arguments" of a call are a dict; of a
+            call that was cut off, a string. prompt: the answer's prompt, which tells whether an answer that was cut off
+            while thinking began inside the reasoning; without it, an answer with only a closing mark did.
 
         Raises ValueError if the model's chat template has no known form of calls, and there are tools or no reasoning.
         """

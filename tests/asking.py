@@ -81,6 +81,27 @@ CALLS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "{{ value if value is string or value is not iterable else value | tojson }}"
         "\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}",
     ),
+    "seed_oss": (
+        ("<seed:tool_call>", "</seed:tool_call>"),
+        TOLD,
+        EACH + "{{ '\n' if not loop.first }}<seed:tool_call>\n<function={{ f.name }}>\n"
+        "{% for key, value in f.arguments | items %}<parameter={{ key }}>"
+        "{{ value if value is string or value is not iterable else value | tojson }}"
+        "</parameter>\n{% endfor %}</function>\n</seed:tool_call>{% endfor %}",
+    ),
+    "granite": (
+        ("<|tool_call|>",),
+        TOLD,
+        EACH + "{{ '<|tool_call|>[' if loop.first else ', ' }}"
+        "{{ {'name': f.name, 'arguments': f.arguments} | tojson }}{{ ']' if loop.last }}{% endfor %}",
+    ),
+    "olmo3": (
+        ("<function_calls>", "</function_calls>"),
+        TOLD,
+        EACH + "{{ '<function_calls>' if loop.first }}\n{{ f.name }}({% for key in f.arguments %}"
+        "{{ key + '=' + '%s' | format(f.arguments[key]) }}{{ ', ' if not loop.last }}{% endfor %})"
+        "{{ '\n</function_calls>' if loop.last }}{% endfor %}",
+    ),
     "pythonic": (
         ("<|python_tag|>",),
         "{% if tools %}<|system|>Environment: ipython [func_name1(a=b)] {{ tools | tojson }}<|end|>{% endif %}",
@@ -111,7 +132,8 @@ TEMPLATE = (
 def template(syntax: str) -> str:
     """Return a chat template that writes tools and calls in this syntax."""
     _, tools, calls = CALLS[syntax]
-    calls = re.sub(r"<\|(tool.*?)\|>", f"<{BAR}\\1{BAR}>", calls)
+    if syntax.startswith("deepseek"):
+        calls = re.sub(r"<\|(tool.*?)\|>", f"<{BAR}\\1{BAR}>", calls)
     return TEMPLATE.replace("%s", tools, 1).replace("%s", calls)
 
 

@@ -16,7 +16,7 @@ from fastgen.option import Option
 from fastgen.request import Prompt
 from fastgen.text.rendering import rendered
 from fastgen.text.special_tokens import TextGuard
-from fastgen.text.tools.formats import find_format
+from fastgen.text.tools.formats import CALL_MARKS, find_format
 from fastgen.text.tools.history import template_calls
 from fastgen.text.tools.parser import Syntax
 
@@ -30,7 +30,7 @@ BROKEN = "\ufffd"
 # Options of a Generator that its Tokenizer gets.
 TOKENIZER_OPTIONS = ("allow_special_tokens", "reasoning_parser", "tool_call_parser")
 # Marks of reasoning and of tool calls, which texts show although some models have them as special tokens.
-MARKS = ("<think>", "</think>", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+MARKS = {"<think>", "</think>", "[THINK]", "[/THINK]", *CALL_MARKS}
 
 # The class that AutoTokenizer chooses for (model_type, tokenizer_class). Importing AutoTokenizer takes seconds longer:
 # it imports all model families, and in some versions of transformers the compiler of torch.

@@ -205,7 +205,8 @@ class ChatReply(_BaseReply[ChatRequest]):
             yield self._chunk(self._choice(index, None, self._reason(event), (), event.weight_versions, delta={}))
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
-        deltas = self._parsers[event.index].push(event.text, event.finish_reason is not None)
+        reason = event.finish_reason
+        deltas = self._parsers[event.index].push(event.text, last=reason is not None, cut=reason == "length")
         if any("tool_calls" in delta for delta in deltas):
             self._called.add(event.index)
         shown = self.request.shows_reasoning

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from fastgen.text.grammar import FREE_FORMATS, choice_rule, json_rule, quoted
-from fastgen.text.tools.json_calls import DeepSeek, Mistral, MistralHeads, ObjectSyntax
+from fastgen.text.tools.json_calls import DeepSeek, MistralHeads, ObjectList, ObjectSyntax
 from fastgen.text.tools.parser import Function, Syntax
 from fastgen.text.tools.python_calls import Pythonic
 from fastgen.text.tools.values import alternatives, listed, python_text, resolved, types_of
@@ -20,7 +20,6 @@ Mark = Callable[[str], str]  # returns the rule of a mark
 _ANY = ("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "if")  # may add other arguments
 _FREE = {"type", "title", "description", "default", "examples", "deprecated", "format", "anyOf", "oneOf"}
 _ANY_NAME = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
-_TAG_ENDS = "\n</parameter>\n"
 
 
 def calls_rule(syntax: Syntax, first: str, mark: Mark, parallel: bool) -> str:
@@ -33,7 +32,7 @@ def calls_rule(syntax: Syntax, first: str, mark: Mark, parallel: bool) -> str:
         return f"({separator} {each})*" if parallel else ""
 
     match syntax:
-        case Mistral():
+        case ObjectList():
             return f'{first} " "? "[" call {repeated(quoted(", "), "call")} "]"'
         case MistralHeads():
             return f"{first} call {repeated(mark(syntax.opens), 'call')}"
@@ -41,8 +40,10 @@ def calls_rule(syntax: Syntax, first: str, mark: Mark, parallel: bool) -> str:
             begins, _, ends = syntax.each
             each = f"{mark(begins)} call {mark(ends)}"
             return f"{first} {each} {repeated(quoted(chr(10)) if syntax.fenced else '', each)} {mark(syntax.closes)}"
-        case Pythonic():
+        case Pythonic(closes=""):
             return f'{first} "[" call {repeated(quoted(", "), "call")} "]"'
+        case Pythonic():
+            return f'{first} "\\n" call {repeated(quoted(chr(10)), "call")} "\\n" {mark(syntax.closes)}'
         case _ if syntax.closes:  # Hermes and Qwen3-Coder
             rest = f'"\\n" call "\\n" {mark(syntax.closes)}'
             return f"{first} {rest} {repeated(quoted(chr(10)), f'{mark(syntax.opens)} {rest}')}"
@@ -55,13 +56,14 @@ def call_rules(syntax: Syntax, functions: Sequence[Function], mark: Mark) -> lis
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
     for i, function in enumerate(functions):
         if isinstance(syntax, QwenCoder):
-            rules += _tag_rules(f"call_{i}", function)
+            rules += _tag_rules(f"call_{i}", function, "\n" * syntax.lines)
         elif isinstance(syntax, Pythonic):
             rules += _python_rules(f"call_{i}", function)
         else:
             rules.append(f"call_{i}: {_json_call(syntax, function, mark)}")
     if isinstance(syntax, QwenCoder):  # a lazy rule ends at the first occurrence of its end
-        rules += [f"tag_text[lazy]: TAG_TEXT {quoted(_TAG_ENDS)}", r"TAG_TEXT: /(.|\n)*/"]
+        ends = quoted("\n" * syntax.lines + "</parameter>\n")
+        rules += [f"tag_ends: {ends}", f"tag_text[lazy]: TAG_TEXT {ends}", r"TAG_TEXT: /(.|\n)*/"]
     return rules
 
 
@@ -115,17 +117,17 @@ def _literal_rule(schema: Mapping[str, Any], function: Function) -> str:
     return f"({' | '.join([json_rule({**named, **schema}, strict=function.strict), *map(quoted, words)])})"
 
 
-def _tag_rules(rule: str, function: Function) -> list[str]:
-    """Return the rules of a call in tags."""
+def _tag_rules(rule: str, function: Function, line: str) -> list[str]:
+    """Return the rules of a call in tags. line: the line break before values, or ""."""
     items, rules = [], []
     for place, (name, schema, required) in enumerate(_parameters(function)):
         if not re.fullmatch(r"[^<>\r\n]+", name):
             raise ValueError(f"the argument {name!r} of {function.name} cannot be in a tag; rename it")
-        begins, value = quoted(f"<parameter={name}>\n"), _tag_value(name, schema, function)
+        begins, value = quoted(f"<parameter={name}>{line}"), _tag_value(name, schema, function)
         rules.append(f"{rule}_{place}: {begins} {value}")
         items.append(f"{rule}_{place}" + "?" * (not required))
     if _takes_others(function):
-        rules.append(f'{rule}_other: "<parameter=" {_ANY_NAME} ">\\n" tag_text')
+        rules.append(f'{rule}_other: "<parameter=" {_ANY_NAME} {quoted(">" + line)} tag_text')
         items.append(f"{rule}_other*")
     begins, ends = quoted(f"<function={function.name}>\n"), quoted("</function>")
     return [f"{rule}: {begins} {' '.join(items)} {ends}", *rules]
@@ -135,9 +137,9 @@ def _tag_value(name: str, schema: Mapping[str, Any], function: Function) -> str:
     """Return the rule of an argument in a tag, and of the end of the tag: text, or the JSON of another type."""
     if values := _values(schema, function.parameters):
         texts = ([value] if isinstance(value, str) else [json.dumps(value), python_text(value)] for value in values)
-        return f"{choice_rule(dict.fromkeys(chain(*texts)))} {quoted(_TAG_ENDS)}"
+        return f"{choice_rule(dict.fromkeys(chain(*texts)))} tag_ends"
     if "string" not in types_of(schema, function.parameters):
-        return f"{_literal_rule(schema, function)} {quoted(_TAG_ENDS)}"
+        return f"{_literal_rule(schema, function)} tag_ends"
     if function.strict and not _is_free(schema, function.parameters):
         raise ValueError(
             f"the text {name!r} of the strict function {function.name} has limits that cannot be enforced in this "

@@ -1,5 +1,7 @@
 """Calls in Python, as Llama 3.2 writes them if a template asks for it: [f(a=1, b="x"), g()].
 
+OLMo 3 writes them on lines between two marks.
+
 Values are literals of Python or JSON. A call is reported when it is complete, and only if all of it can be read.
 """
 
@@ -21,14 +23,15 @@ _PLACES = regex.compile(r"""["'\\(){}\[\],]""")
 
 @dataclass(frozen=True)
 class Pythonic(Syntax):
-    """A list of calls, perhaps after a mark. Without the mark it must begin the answer."""
+    """A list of calls, perhaps after a mark; without the mark it must begin the answer. With a closing mark: calls on
+    lines."""
 
     @property
     def first(self) -> str:
         return "["
 
     def parser(self, functions: Collection[Function]) -> ToolParser:
-        return PythonParser(self.opens, [function.name for function in functions])
+        return PythonParser(self, [function.name for function in functions])
 
     def forms(self, arguments: Mapping[str, Any] | str) -> list[tuple[str | None, Any]]:
         """Templates go through the arguments, so a text becomes an argument. Some write values without quotes; those
@@ -53,20 +56,23 @@ class _Call:
 class PythonParser(ToolParser):
     """A parser of a list of calls in Python. known: names of the functions that may be called."""
 
-    def __init__(self, mark: str, known: Collection[str]) -> None:
-        super().__init__((mark[0], "["))
-        name = rf"(?P<name>{either(known)}){WS}\("
+    def __init__(self, syntax: Pythonic, known: Collection[str]) -> None:
+        super().__init__((syntax.opens[0], "[") if syntax.bare else syntax.opens[0])
+        name, closes = rf"(?P<name>{either(known)}){WS}\(", regex.escape(syntax.closes)
+        bracket, comma = (rf"(?:\[{WS})?+", rf"(?:,{WS})?+") if closes else (rf"\[{WS}", rf",{WS}")
+        self._bare = bool(syntax.bare)
         self._opens = {
-            True: regex.compile(rf"{regex.escape(mark)}{WS}\[{WS}{name}"),
+            True: regex.compile(rf"{regex.escape(syntax.opens)}{WS}{bracket}{name}"),
             False: regex.compile(rf"\[{WS}{name}"),
         }
-        self._more = regex.compile(rf"{WS},{WS}{name}")
-        self._follows = regex.compile(rf"{WS}(?:,{WS})?+\]|{WS},{WS}{name}")
+        self._more = regex.compile(rf"{WS}{comma}{name}")
+        self._ends = regex.compile(rf"{WS}(?:,{WS})?+" + (rf"(?:\]{WS})?+{closes}" if closes else r"\]"))
+        self._follows = regex.compile(f"{self._ends.pattern}|{self._more.pattern}")
         self._scan = Scan(_PLACES)
 
     def _match_call(self, at: int, last: bool) -> Found:
         found = self._match(self._opens[True], at, last)
-        if found is None and self._is_first(at):
+        if found is None and self._bare and self._is_first(at):
             found = self._match(self._opens[False], at, last)
         return found if found is None or found.partial else self._match_rest(found, last)
 
@@ -103,11 +109,15 @@ class PythonParser(ToolParser):
         self._argue(found.arguments)
         self._text, self._state = self._text[found.end :], self._read_next
 
+    def _close(self) -> None:
+        """A call is reported when it is complete."""
+
     def _read_next(self, last: bool) -> bool:
         """Read the next call, or the end of the list or of the answer; one of them is there."""
         head = self._more.match(self._text)
         if head is None:
-            self._text, self._state = self._text.partition("]")[2], self._read_content
+            end = self._ends.match(self._text)
+            self._text, self._state = self._text[end.end() if end else len(self._text) :], self._read_content
             return True
         found = self._match_rest(head, last)
         if found is None:

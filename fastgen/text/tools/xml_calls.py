@@ -1,4 +1,4 @@
-"""Calls in tags, as Qwen3-Coder writes them.
+"""Calls in tags, as Qwen3-Coder writes them, and Seed-OSS with other marks.
 
     <tool_call>
     <function=f>
@@ -8,37 +8,38 @@
     </function>
     </tool_call>
 
-A value is text, or the JSON of another type; the schema of the function tells which.
+A value is text, or the JSON of another type; the schema of the function tells which. Models leave out tags or misspell
+them (</parameter/>, </parameterfunction>), so a value also ends before the tag of another known argument, and where the
+call clearly does.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import regex
 
-from fastgen.text.tools.parser import HELD, WS, Found, Function, Syntax, ToolParser, either
+from fastgen.text.tools.parser import HELD, WS, Found, Function, Pattern, Syntax, ToolParser, either
 from fastgen.text.tools.values import TYPES, typed_json, types_of
 
-_NAME = r"[^<>\r\n]++"
-_PARAMETER = regex.compile(rf"{WS}(?:<parameter=(?P<key>{_NAME})>(?:\n|(?=[^\n]))|</function>|(?=</tool_call>))")
-# The end of a value. A value may contain the closing tag, as text about XML does, if no other tag follows there.
-_END = regex.compile(r"\n?+</parameter>(?=[ \t\r\n]*+(?:<parameter=|</function>|</tool_call>))")
+_FUNCTION = r"<function=[\"']?(?P<name>{})[\"']?(?:>|(?=[\r\n]))"
+_LINE = r"(?:\r?\n|(?=[^\r\n]))"  # the line break after a tag, if there is one
 _STRING = {"string"}
-_CLOSES = regex.compile(rf"{WS}</tool_call>")
 
 
 @dataclass(frozen=True)
 class QwenCoder(Syntax):
-    """Tags around each call and each of its arguments."""
+    """Tags around each call and each of its arguments. lines: line breaks around values, which are not part of them."""
 
+    lines: bool = True
     separate, typed = True, True
 
     def parser(self, functions: Collection[Function]) -> ToolParser:
-        return XmlParser(self.opens, functions)
+        return XmlParser(self, functions)
 
     def forms(self, arguments: Mapping[str, Any] | str) -> list[tuple[str | None, Any]]:
         """Templates write a tag for each argument, so a text becomes one."""
@@ -49,12 +50,16 @@ class XmlParser(ToolParser):
     """A parser of calls in tags. Arguments that are strings are reported as they are written, others when they are
     complete."""
 
-    def __init__(self, mark: str, functions: Collection[Function]) -> None:
+    def __init__(self, syntax: QwenCoder, functions: Collection[Function]) -> None:
         super().__init__("<")
         self._schemas = {function.name: function.parameters for function in functions}
-        self._marked = regex.compile(rf"{regex.escape(mark)}{WS}<function=(?P<name>{_NAME})>")
-        self._bare = regex.compile(rf"<function=(?P<name>{either(self._schemas)})>")
+        self._opens, self._closes = re.escape(syntax.opens), re.escape(syntax.closes)
+        self._marked = regex.compile(self._opens + WS + _FUNCTION.format(r"[^<>\"'\s]++"))
+        self._bare = regex.compile(_FUNCTION.format(either(self._schemas)))
+        self._after = regex.compile(rf"{WS}(?:</func[^<>\r\n]*+>|{self._closes})")
         self._schema: Mapping[str, Any] = {}  # of the current call
+        self._parameter = self._end = self._after  # patterns for the tags of its arguments, and for the ends of values
+        self._key: str | None = None  # of the current argument; None: its tag cannot be read
         self._types = TYPES  # of the current argument
         self._value = ""  # text of the current argument, unless it is reported at once
         self._more = ""  # what comes before the next argument
@@ -67,29 +72,54 @@ class XmlParser(ToolParser):
         self._call(found["name"])
         self._argue("{")
         self._schema, self._more = self._schemas.get(found["name"], {}), ""
+        properties = self._schema.get("properties")
+        known = sorted(properties, key=len, reverse=True) if isinstance(properties, Mapping) else []
+        self._parameter, self._end = self._patterns(known)
         self._text, self._state = self._text[found.end() :], self._read_parameter
+
+    def _patterns(self, known: Collection[str]) -> tuple[Pattern, Pattern]:
+        """Return the patterns of what follows a value, and of the end of a value. known: the names of arguments."""
+        named = rf"<parameter(?:=|[ \t]++name=)[\"']?(?P<key>{either(known)})[\"']?[ \t]*+(?:[>:=]|(?=[\r\n]))"
+        begins = rf"(?:{named}|<parameter=(?P<key>[^<>\r\n]++)>|<parameter[^<>\r\n]*+(?:>|(?=[\r\n<]))){_LINE}"
+        ends = rf"</func[^<>\r\n]*+>|(?={self._closes})"
+        # A value may have a closing tag in it, as text about XML does, if no other tag follows there.
+        call = rf"{self._opens}{WS}<function="
+        closed = rf"</param[^<>\r\n]*+>?+(?={WS}(?:<parameter[= \t]|</func|{self._closes}|{call}))"
+        unclosed = (
+            named if known else r"(?<=\n)<parameter=[^<>\r\n]++>",
+            rf"</func[^<>\r\n]*+>{WS}(?:{self._closes}|{call}|<function=)",
+            rf"{self._closes}{WS}{call}",
+            self._opens + WS + _FUNCTION.format(either(self._schemas)),
+        )
+        return regex.compile(f"{WS}(?:{begins}|{ends})"), regex.compile(
+            rf"(?:\r?\n)?+(?:{closed}|(?={'|'.join(unclosed)}))"
+        )
 
     def _read_parameter(self, last: bool) -> bool:
         """Read the tag of an argument, or the end of the call. Other text ends the call."""
-        found = self._match(_PARAMETER, 0, last=False)
+        found = self._match(self._parameter, 0, last=False)
         if found is not None and found.partial:
             return False  # if the answer ends here, the rest is a part of a tag
         self._text = self._text if found is None else self._text[found.end() :]
-        if found is None or found["key"] is None:
+        if found is None or not found[0].lstrip().startswith("<parameter"):
             self._argue("}")
             self._state = self._read_end
             return True
+        self._key, self._value, self._state = found["key"], "", self._read_value
+        if self._key is None:
+            self._types = TYPES
+            return True
         properties = self._schema.get("properties")
-        schema = properties.get(found["key"]) if isinstance(properties, Mapping) else None
+        schema = properties.get(self._key) if isinstance(properties, Mapping) else None
         self._types = types_of(schema, self._schema)
-        self._argue(f"{self._more}{json.dumps(found['key'], ensure_ascii=False)}: ")
-        self._more, self._value, self._state = ", ", "", self._read_value
+        self._argue(f"{self._more}{json.dumps(self._key, ensure_ascii=False)}: ")
+        self._more = ", "
         if self._types == _STRING:
             self._argue('"')
         return True
 
     def _read_value(self, last: bool) -> bool:
-        found = _END.search(self._text, partial=True)
+        found = self._end.search(self._text, partial=True)
         if found is not None and found.partial and not last and len(self._text) - found.start() > HELD:
             found = None  # very much white space after a tag, which is a part of the value
         value = self._text if found is None else self._text[: found.start()]
@@ -99,19 +129,33 @@ class XmlParser(ToolParser):
             self._value += value
         ended = found is not None and (not found.partial or (last and "</parameter>" in found[0]))
         if ended:
-            self._argue('"' if self._types == _STRING else typed_json(self._value, self._types))
-            self._state = self._read_parameter
+            self._end_value()
         if found is None:
             self._text = ""
         else:  # if the answer ends in a part of a tag, that is left
             self._text = self._text[found.end() if ended else found.start() :]
         return ended
 
+    def _end_value(self) -> None:
+        if self._types == _STRING:
+            self._argue('"')
+        elif self._key is not None:
+            self._argue(typed_json(self._value, self._types))
+        self._state = self._read_parameter
+
     def _read_end(self, last: bool) -> bool:
-        """Read the mark after a call, if it is there."""
-        found = self._match(_CLOSES, 0, last=False)
+        """Read the tags and marks after a call."""
+        found = self._match(self._after, 0, last=False)
         if found is not None and found.partial:
             return False
-        self._text = self._text if found is None else self._text[found.end() :]
-        self._state = self._read_content
+        if found is None:
+            self._state = self._read_content
+        else:
+            self._text = self._text[found.end() :]
         return True
+
+    def _close(self) -> None:
+        if self._state == self._read_value:
+            self._end_value()
+        if self._state == self._read_parameter:
+            self._argue("}")
