@@ -27,7 +27,7 @@ from fastgen.engine.stats import Stats, with_progress
 from fastgen.engine.weight_changes import WeightChanges
 from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.config import read_config, sampling_defaults
-from fastgen.model.loader import find_tokenizer, resolve
+from fastgen.model.loader import find_tokenizer, resolve, with_eos_of
 from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.quantization import check_requantize
 from fastgen.model.weights import TAGS, Tensors, Update, WeightState
@@ -77,6 +77,7 @@ class Generator(PromptTasks):
             try:
                 with agreeing(options.tp_group):
                     self.tokenizer = tokenizer.result()
+                    self.model_config = with_eos_of(self.tokenizer, self.model_config)
             except BaseException:
                 runner.close()
                 raise

@@ -68,8 +68,8 @@ class SamplingParams(Options):
     logit_bias: token id -> number added to its logit; at most 4096, with the stop ids that min_tokens holds back. An
         id may be text, as JSON has it.
     seed: equal seeds and prompts give equal outputs; None derives a seed from the Generator's.
-    stop: strings that end the output; the text is cut before them, the ids are kept.
-    stop_token_ids: ids that end the output, in addition to the model's eos ids; they stay in token_ids.
+    stop: strings that end the output, perhaps in special tokens; the text is cut before them, the ids are kept.
+    stop_token_ids: ids that end the output, as do the model's eos ids and its tokenizer's; they stay in token_ids.
     include_stop_str_in_output: the text ends with the stop string, or with the text of the stop id.
     ignore_eos: True: the model's eos ids do not end the output.
     logprobs: number of raw alternatives to return with each token (0 to 128); the logprob of the token itself is

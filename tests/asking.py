@@ -22,6 +22,7 @@ from fastgen.model.config import sampling_defaults
 from fastgen.request import RequestOutput
 
 TINY = Path(fastgen.__file__).parent / "tiny"
+ENDS = (2, 6)  # ids that end the bundled model's answers
 OURS = (
     "top_k",
     "min_p",
@@ -159,6 +160,7 @@ def save_caller(syntax: str, folder: Path, *more: str) -> Path:
 class Choice:
     text: str = ""
     reason: str | None = None
+    stopped: int | str | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
     calls: list[list[str]] = field(default_factory=list)  # name and arguments
@@ -189,6 +191,8 @@ def add_up(replies: Sequence[BaseModel]) -> Answer:
             own.text += said.get("content") or ""
             own.ids += choice.get("token_ids") or []
             own.reason = choice["finish_reason"]
+            assert ("stop_reason" in choice) == (own.reason is not None)
+            own.stopped = choice.get("stop_reason")
             for name, values in (choice["logprobs"] or {}).items():
                 own.logprobs.setdefault(name, []).extend(values or [])
             for place, piece in enumerate(said.get("tool_calls") or ()):
@@ -301,8 +305,10 @@ def params_of(**given: Any) -> SamplingParams:
 def check(answer: Answer, outputs: Sequence[RequestOutput]) -> None:
     """Check that texts, ids, reasons and counts equal the Generator's."""
     completions = [completion for output in outputs for completion in output.completions]
-    said = [(completion.text, completion.token_ids, completion.finish_reason) for completion in completions]
+    said = [(each.text, each.token_ids, each.finish_reason) for each in completions]
     assert [(choice.text, choice.ids, choice.reason) for choice in answer.choices] == said
+    stopped = [None if each.stop_reason in ENDS else each.stop_reason for each in completions]
+    assert [choice.stopped for choice in answer.choices] == stopped
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     generated = sum(len(completion.token_ids) for completion in completions)
     assert answer.usage == (prompt_tokens, generated, prompt_tokens + generated)

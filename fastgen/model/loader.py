@@ -11,6 +11,7 @@ copies its piece to pinned memory, which the driver would do in a single thread.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -29,10 +30,12 @@ from fastgen.device.pinned import on_stream
 from fastgen.device.threads import at_most
 from fastgen.disk import naming_full_disk
 from fastgen.model import int4_layouts
-from fastgen.model.config import BUNDLED_NAME
+from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.model.quantization import SKIPPED
 from fastgen.model.weights import FLOATS, Shard, TensorMatcher, text_name
 from fastgen.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 BUNDLED = Path(__file__).parent.parent / "tiny"
 
@@ -80,6 +83,20 @@ def find_tokenizer(name: str | Path | None, folder: Path, **options: Any) -> Tok
     if name is not None and found is None:
         raise ValueError(f"tokenizer is {str(name)!r}, which has no tokenizer files")
     return found
+
+
+def with_eos_of(tokenizer: Tokenizer | None, config: ModelConfig) -> ModelConfig:
+    """Return the configuration of a model whose answers also end with the end token of its tokenizer."""
+    eos = None if tokenizer is None else tokenizer.eos
+    if eos is None or eos[0] in config.eos_ids or not 0 <= eos[0] < config.vocab_size:
+        return config
+    log.warning(
+        "the tokenizer's end token %s (%d) is not among the model's eos_token_id %s; all of them end answers",
+        eos[1],
+        eos[0],
+        list(config.eos_ids),
+    )
+    return replace(config, eos_ids=(*config.eos_ids, eos[0]))
 
 
 def fill_random(targets: Mapping[str, Shard]) -> None:

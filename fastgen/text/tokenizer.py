@@ -115,6 +115,17 @@ class Tokenizer:
         marks = special & {self.added_ids.get(mark) for mark in MARKS}
         return marks, special - marks
 
+    @cached_property
+    def hidden_texts(self) -> dict[int, str]:
+        """The texts of the special tokens that texts do not show, by their ids."""
+        return {id: self.hf.added_tokens_decoder[id].content for id in self._marks_and_hidden[1]}
+
+    @property
+    def eos(self) -> tuple[int, str] | None:
+        """The id and the text of the token that ends a sequence, if the tokenizer has one."""
+        id = self.hf.eos_token_id
+        return None if id is None else (int(id), str(self.hf.eos_token))
+
     def encode(self, text: str, special: bool = True, most: int | None = None) -> list[int]:
         """Return the ids of a text. special: add the special tokens of this tokenizer, such as BOS.
 

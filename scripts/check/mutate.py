@@ -109,7 +109,9 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("text.detokenizer", "tests/text/test_tokenizer.py"): [
         ("overlap", "range(min(len(text), len(stop) - 1), 0, -1)", "range(1, min(len(text), len(stop) - 1) + 1)"),
-        ("StopFinder.push", "text[: at + len(stop) * self._shown], stop", "text[:at], stop"),
+        ("StopFinder.push", "+ stop * self._shown", ""),
+        ("StopFinder._take", "{at - end for", "{at for"),
+        ("StopFinder._views", "if self._hidden:", "if False:"),
         ("Detokenizer.push", "if text.endswith(BROKEN) and not last:", "if text.endswith(BROKEN):"),
         ("StopFinder.push", "at, stop = min(found, key=lambda pair: pair[0])", "at, stop = found[0]"),
     ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
@@ -18,9 +20,10 @@ from conftest import VOCAB
 from hypothesis import strategies as some
 from properties import EXAMPLES, holds_for
 from transformers import AutoTokenizer
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from fastgen.model.loader import BUNDLED
-from fastgen.text.detokenizer import Detokenizer, StopFinder
+from fastgen.text.detokenizer import Detokenizer, OutputText, StopFinder
 from fastgen.text.tokenizer import BROKEN, CLEARLY_MORE, Tokenizer, encode_prompt
 
 
@@ -131,6 +134,50 @@ def test_stop_strings_are_found_wherever_the_text_is_cut() -> None:
             assert text.startswith(shown)
         else:
             assert shown + finder.flush() == text
+
+
+def test_stop_strings_are_found_at_the_token_where_transformers_finds_them(either: Tokenizer) -> None:
+    """Also those that have special tokens, or parts of them."""
+    rng = random.Random(0)
+    special = [id for id in either.hidden_texts if id != either.hf.unk_token_id]
+    usual = [either.encode(text, special=False)[-1] for text in ("hello", " world", "\n", "<", "|", ">", "s")]
+    for _ in range(15):
+        ids = [rng.choice(special if rng.random() < 0.3 else usual) for _ in range(8)]
+        text = either.hf.decode(ids, skip_special_tokens=False)
+        stop = text[(at := rng.randrange(len(text))) : at + rng.randrange(1, 14)]
+        theirs, ours = StopStringCriteria(either.hf, [stop]), OutputText(either, usual, [stop])
+        for count, id in enumerate(ids, 1):
+            ended = bool(theirs(torch.tensor([ids[:count]]), None)[0])
+            assert ours.push([id]) == (stop if ended else None), (stop, ids)
+            if ended:
+                break
+        else:
+            raise AssertionError("the stop string is in the text")
+        special_texts = re.compile("|".join(map(re.escape, either.hidden_texts.values())))
+        assert special_texts.sub("", text).lstrip().startswith(ours.text.lstrip())
+
+
+def test_a_special_token_is_searched_and_not_shown() -> None:
+    def push(finder: StopFinder, *texts: str) -> list[tuple[str, str | None]]:
+        return [finder.push(text, hidden=text.startswith("<")) for text in texts]
+
+    assert push(StopFinder(["<end>"]), "a", "<begin>", "b", "<end>") == [
+        ("a", None),
+        ("", None),
+        ("b", None),
+        ("", "<end>"),
+    ]
+    assert push(StopFinder(["b<end>\n"]), "ab", "<end>", "\nc") == [("a", None), ("", None), ("", "b<end>\n")]
+    assert push(StopFinder(["b<end>\n"]), "ab", "<end>", "c") == [("a", None), ("", None), ("bc", None)]
+    assert push(StopFinder(["b<end>", "x"], shown=True), "ab", "<end>") == [("a", None), ("b<end>", "b<end>")]
+    assert push(StopFinder(["abc"]), "ab", "<end>", "cd") == [("", None), ("", None), ("", "abc")], (
+        "what is shown has it"
+    )
+    finder = StopFinder(["<end>x", "d>y"])
+    assert push(finder, "a", "<end>", "y") == [("a", None), ("", None), ("", "d>y")]
+    finder = StopFinder(["b<end>x"])
+    assert push(finder, "ab", "<end>") == [("a", None), ("", None)]
+    assert finder.flush() == "b"
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
