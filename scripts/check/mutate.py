@@ -115,6 +115,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("Detokenizer.push", "if text.endswith(BROKEN) and not last:", "if text.endswith(BROKEN):"),
         ("StopFinder.push", "at, stop = min(found, key=lambda pair: pair[0])", "at, stop = found[0]"),
     ],
+    ("text.tokenizer", "tests/text/test_tokenizer.py"): [
+        ("Tokenizer._reads_parts", "not shows(PROBE) and", ""),
+        ("Tokenizer._reads_parts", "or as_user", ""),
+        ("_probing", "[_text_part(\"a\")] if parts else \"a\"", "\"a\""),
+    ],
     ("text.reasoning", "tests/text/test_reasoning.py"): [
         ("AnswerParser._read_reasoning", " - overlap(reasoning, self._syntax.closes)]", "]"),
         ("_state_after", "tokenizer.special_ids | ({opens, closes} - {None})", "{opens, closes}"),

@@ -268,6 +268,72 @@ def test_files_that_cannot_be_read_are_an_error_with_their_folder(broken: str, t
         Tokenizer(tmp_path)
 
 
+EACH = "{% for m in messages %}[{{ m.role }}]"
+LOOP = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+STRING = "{{ m.content if m.content is string else raise_exception('a text is needed') }}"
+LISTED = "{{ raise_exception('parts are needed') if m.content is string }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "in_parts"),
+    [
+        (LOOP, ("system", "user", "assistant")),
+        (
+            "{% for p in m['content'] if p['type'] == 'text' %}{{ p['text'] | trim }}{% endfor %}",
+            ("system", "user", "assistant"),
+        ),
+        ("{{ m.content[0].text }}", ("system", "user", "assistant")),
+        ("{{ m.content | map(attribute='text') | join('|') }}", ("system", "user", "assistant")),
+        (LISTED + LOOP, ("system", "user", "assistant")),
+        ("{% if m.role == 'user' %}" + LOOP + "{% else %}" + STRING + "{% endif %}", ("user",)),
+        ("{% if m.role == 'user' %}" + LISTED + LOOP + "{% else %}" + STRING + "{% endif %}", ("user",)),
+        ("{% if m.role == 'user' %}" + STRING + "{% else %}" + LISTED + LOOP + "{% endif %}", ("system", "assistant")),
+        ("{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}", ()),
+        ("{{ m.content }}", ()),
+        ("{{ m.content | upper }}", ()),
+        (STRING, ()),
+    ],
+)
+def test_a_template_that_reads_only_parts_gets_parts(talker: Path, template: str, in_parts: tuple[str, ...]) -> None:
+    """As it gets them from transformers, which passes content on as it is."""
+    tokenizer = Tokenizer(talker)
+    tokenizer.hf.chat_template = EACH + template + "{% endfor %}"
+    said = [("system", "be brief"), ("user", "hello"), ("assistant", "the </s>"), ("user", "fox")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said]
+    mixed = [part if part["role"] in in_parts else message for message, part in zip(messages, parts, strict=True)]
+    expected = tokenizer.hf.apply_chat_template(mixed, tokenize=False)
+    assert all(text.lower() in expected.lower() for _, text in said)
+    assert tokenizer.render_chat(messages) == tokenizer.render_chat(parts) == expected
+    assert tokenizer.read_chat(messages)[1] == expected
+    assert 2 not in tokenizer.encode_chat(messages), "</s> in a message stays text"
+
+
+def test_several_parts_come_as_they_are(talker: Path) -> None:
+    tokenizer = Tokenizer(talker)
+    message = {"role": "user", "content": [{"type": "text", "text": text} for text in ("a", "b")]}
+    for template, expected in ((LOOP, "[user]ab"), ("{{ m.content }}", "[user]a\nb")):
+        tokenizer.hf.chat_template = EACH + template + "{% endfor %}"
+        assert tokenizer.render_chat([message]) == expected
+
+
+def test_results_of_tools_come_in_the_form_that_the_template_reads(talker: Path) -> None:
+    tokenizer = Tokenizer(talker, tool_call_parser="hermes")
+    call = {"id": "a", "type": "function", "function": {"name": "get", "arguments": "{}"}}
+    asked = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    result = {"role": "tool", "content": "the fox", "tool_call_id": "a"}
+    calls = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    picky = "{{ raise_exception('no other tool') if m.role == 'tool' and m.name != 'get' }}" + LOOP
+    for form in (
+        LOOP,
+        picky,
+        "{% if m.role == 'tool' %}" + STRING + "{% else %}" + LOOP + "{% endif %}",
+        "{{ m.content }}",
+    ):
+        tokenizer.hf.chat_template = EACH + form + calls + "{% endfor %}"
+        assert tokenizer.render_chat([*asked, result]) == "[user]hello[assistant]get[tool]the fox"
+
+
 def test_a_chat_template_gets_only_variables_of_its_own(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hello"}]
     ids = tokenizer.encode_chat(messages)
