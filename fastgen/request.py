@@ -57,7 +57,8 @@ class SamplingParams(Options):
     n: number of samples.
     max_tokens: maximum number of tokens to generate; None: up to the end of the context (vLLM's default is 16); 0: none
         (with prompt_logprobs).
-    min_tokens: number of tokens before which nothing stops the output: no eos id, stop_token_ids or stop.
+    min_tokens: number of tokens before which no eos id, stop_token_ids or stop ends the output, but a mask that allows
+        nothing else, such as that of a complete structure.
     temperature: 0 is greedy.
     top_p, top_k, min_p: keep the smallest set of tokens with probability top_p, the k likeliest (0 or -1: all), and the
         tokens of at least min_p times the largest probability; applied in the order top_k, top_p, min_p, after the

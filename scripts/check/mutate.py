@@ -60,7 +60,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("ActiveSample.update_text", "end -= 1", "end -= 0"),
         ("ActiveSample.update_text", "upto = min(self.ids_read + 1, end) if params.stop_strings else end",
          "upto = end"),
-        ("ActiveSample.update_text", "may_stop=upto > params.min_tokens", "may_stop=upto >= params.min_tokens"),
+        ("ActiveSample.update_text", "may_stop=upto > self.min_tokens", "may_stop=upto >= self.min_tokens"),
         ("ActiveSample.emit", "self.emitted = (sequence.output_len, len(text))",
          "self.emitted = (sequence.output_len, 0)"),
     ],
@@ -119,6 +119,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("Tokenizer._reads_parts", "not shows(PROBE) and", ""),
         ("Tokenizer._reads_parts", "or as_user", ""),
         ("_probing", "[_text_part(\"a\")] if parts else \"a\"", "\"a\""),
+    ],
+    ("text.grammar", "tests/text/test_grammar.py"): [
+        ("LaterEnd.fill", "self._left > 0 and (row & self._others).any()", "self._left > 0"),
+        ("LaterEnd.fill", "self._left > 0 and", ""),
+        ("_check_required", "not _ADDING.isdisjoint(part) or", ""),
     ],
     ("text.reasoning", "tests/text/test_reasoning.py"): [
         ("AnswerParser._read_reasoning", " - overlap(reasoning, self._syntax.closes)]", "]"),

@@ -200,7 +200,7 @@ def test_a_stop_string_counts_only_after_min_tokens(gen: Generator, at_once: boo
         sequence = Sequence(
             request_id=0, index=0, params=params, token_ids=[1], prompt_len=1, max_len=60, seed=0, stop_ids=frozenset()
         )
-        sample, stop = ActiveSample(sequence), None
+        sample, stop = ActiveSample(sequence, min_tokens), None
         for token in ids:
             sequence.token_ids.append(token)
             if not at_once and stop is None:
