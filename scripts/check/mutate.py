@@ -150,7 +150,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("CallReader._read_field", "(self.name or self.has_arguments)", "False"),
         ("CallReader._read_field", "(found, stop)", "(found,)"),
         ("CallReader._read_field", "not self.begun and self._names is not None", "self._names is not None"),
-        ("CallReader._end", "(seen and self._names is None)", "self._names is None"),
+        ("CallReader._end", "(seen and not self._odd and self._names is None)", "(seen and self._names is None)"),
         ("CallReader._end_value", "and not self.begun:", ":"),
     ],
     ("text.tools.loose_json", "tests/text/tools/test_loose_json.py"): [

@@ -213,6 +213,8 @@ def test_broken_answers_are_parsed_the_same_from_any_pieces(name: str) -> None:
         (HERMES, '<tool_call>{"name": "get", "arguments": "x"}</tool_call>'),
         (HERMES, '<tool_call>{"name": "get", "arguments": [1]}</tool_call>'),
         (HERMES, '<tool_call>{"name": "get" and so on}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "get", "input": {"a": 1}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "get", "a": 1}</tool_call>'),
         (HERMES, '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
         (HERMES, '<tool_call>{"arguments": {"a": "cut'),
         (HERMES, '{"name": "get", "arguments": {}}'),
@@ -319,6 +321,7 @@ def test_text_without_a_call_is_content(syntax: Syntax, text: str) -> None:
             [("get", "{}")],
         ),
         (HERMES, '<tool_call>{"name": "get", "arguments": {}\n{"name": "add", "arguments": {}}</tool_call>', "", BOTH),
+        (HERMES, '<tool_call>{"name": "get", "id": 5\n</tool_call>', "", [("get", "{}")]),
         # A list, a head, and the other version's head.
         (
             HERMES,
@@ -393,6 +396,7 @@ DEVIANT = [
     '{"function": "get", "parameters": {"a": "x\\ny" "b": 1}}',
     '{"name": "get", "arguments": {"a": "x\\ny", "b": 1}}}',
     '{name: "get", arguments: {a: "x\\ny", b: 1}}',
+    '{"name": "get", "arguments": {"a": "x\\ny", "b": 1}, "index": 0,}',
 ]
 WITHOUT = ["null", '"{}"', '""', "{}", "None", '"null"', "[]"]
 
@@ -402,6 +406,7 @@ WITHOUT = ["null", '"{}"', '""', "{}", "None", '"null"', "[]"]
     [
         (HERMES, "<tool_call>\n%s\n</tool_call>"),
         (HERMES, "<tool_call>%s\n%s</tool_call>"),
+        (HERMES, "<tool_call>\n```json\n%s\n```\n</tool_call>"),
         (HERMES, "<tool_call>[%s, %s]"),
         (MISTRAL, "[TOOL_CALLS] [%s, %s]"),
         (MISTRAL, "[%s,\n%s]"),
@@ -437,6 +442,9 @@ OPENED, CLOSED = "<tool_call>\n<function=get>\n<parameter=a>\n", "\n</function>\
         "x<parameter=b>5</parameter>",
         "x\n</parameter/>\n<parameter=b>\n5\n</parameter1>",
         "x\n</parameters>\n<parameter=b>\n5\n</param>",
+        "x\n</Parameter>\n<parameter=b>\n5\n< /parameter>",
+        "x\n</a>\n<parameter=b>\n5\n</b>",
+        "x\n<parameter>\n<parameter=b>\n5\n<parameter>",
         "x\n</parameter\n<parameter=b>\n5\n</parameter",
         "x\n</parameter_function>\n<parameter=b>\n5</parameterfunction>",
         'x\n</parameter>\n<parameter="b">\n5\n</parameter>',
@@ -455,6 +463,15 @@ def test_tags_that_models_forget_or_misspell(middle: str) -> None:
     for between in (CLOSED + "\n", "\n</function>\n", "\n</tool_call>\n", "\n"):
         twice = OPENED + middle + between + OPENED + middle + CLOSED
         assert parsed(QWEN_CODER, twice, rng) == ("", [meant, meant]), between
+
+
+def test_arguments_may_be_json_in_a_function_tag() -> None:
+    rng = random.Random(0)
+    text = '<tool_call>\n<function=get>\n{"a": "x",\n "b": [5, {}]}'
+    for after in ("\n</function>\n</tool_call>", "</function>", "\n</tool_call>", ""):
+        assert parsed(QWEN_CODER, text + after, rng) == ("", [("get", '{"a": "x",\n "b": [5, {}]}')])
+    assert parsed(QWEN_CODER, text[:-3], rng, cut=True) == ("", [("get", '{"a": "x",\n "b": [5, {')])
+    assert parsed(QWEN_CODER, text[:-3], rng) == ("", [("get", '{"a": "x",\n "b": [5, {}]}')])
 
 
 @pytest.mark.parametrize(

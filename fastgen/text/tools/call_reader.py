@@ -17,7 +17,7 @@ _USUAL = {*_ARGUMENTS, *_NAMES, "type", "id"}
 # The beginning of a field, up to its value; an opening bracket, perhaps as the value of "function"; a closing bracket.
 _FIELD = regex.compile(
     rf"""{WS}(?:
-    (?P<opens>\{{|(?:,{WS})?+["']function["']{WS}:{WS}\{{) | (?P<closes>\}}) |
+    (?P<opens>\{{|(?:,{WS})?+["']function["']{WS}:{WS}\{{) | (?P<closes>(?:,{WS})?+\}}) |
     (?:,{WS})?+(?:"(?P<a>[^"\\]*+)"|'(?P<b>[^'\\]*+)'|(?P<c>\w++)){WS}:{WS}(?=[^\ \t\r\n])
     )""",
     regex.VERBOSE,
@@ -37,7 +37,8 @@ class CallReader:
     """The reader of one call: of an object with its name and arguments or, if the name is given, of the arguments.
 
     The fields of the object may have any order, and there may be others. Arguments are an object, the text of an
-    object, or null; they may be absent if `names` is None. The object may be in another: {"function": {...}}, {{...}}.
+    object, or null; they may be absent if `names` is None and no other field may stand for them. The object may be in
+    another one: {"function": {...}}, {{...}}.
 
     stops: pattern of the marks that end a call. names: names that the call may have; None: any. at: index up to which
     the text was read. begun: it is a call, whose name is known. failed: it is not a call. done: it was read completely.
@@ -55,6 +56,7 @@ class CallReader:
         self._text = ""  # of the value as JSON, unless it is the object of the arguments
         self._arguments = ""  # as JSON, as far as they were not taken
         self._complete = False  # the object of the arguments was read
+        self._odd = False  # there was a field that calls do not have
         self._unescaped = False  # the next quotation mark belongs to the arguments
 
     @property
@@ -110,7 +112,8 @@ class CallReader:
             self._field = found["a"] or found["b"] or found["c"] or ""
             self._value, self._text = LooseJson(self._stops), ""
             self.has_arguments |= self._field in _ARGUMENTS
-            self.failed = not self.begun and self._names is not None and self._field not in _USUAL
+            self._odd |= self._field not in _USUAL
+            self.failed = self._odd and not self.begun and self._names is not None
         return True
 
     def _read_value(self, text: str, last: bool) -> bool:
@@ -162,6 +165,6 @@ class CallReader:
         self.done = True
         if self.begun or self.failed:
             return
-        self.begun = bool(self.name) and (self.has_arguments or (seen and self._names is None))
+        self.begun = bool(self.name) and (self.has_arguments or (seen and not self._odd and self._names is None))
         self.failed = not self.begun
         self._arguments = "{}"

@@ -28,6 +28,7 @@ import regex
 from fastgen.text.tools.call_reader import CallReader
 from fastgen.text.tools.parser import HELD, SAMPLE, WS, Found, Function, Syntax, ToolParser
 
+_FENCE = rf"(?:```(?:json)?+{WS})?+"  # the beginning of a block of code in Markdown
 _OBJECT = r"(?=\{)"
 _LIST = rf"\[{WS}{_OBJECT}"
 _MISTRAL_HEAD = rf"(?P<name>[\w.-]++){WS}(?:\[CALL_ID\]{WS}\w++{WS})?+(?:\[ARGS\]|(?=\{{{WS}[\"'}}]))"
@@ -70,7 +71,8 @@ class ObjectSyntax(JsonSyntax):
         return "{"
 
     def begins(self, marked: bool) -> str:
-        return (re.escape(self.opens) + WS if marked else "") + f"(?:{_LIST}|{_OBJECT})"
+        mark = re.escape(self.opens) + WS + _FENCE if marked else ""
+        return f"{mark}(?:{_LIST}|{_OBJECT})"
 
 
 class Hermes(ObjectSyntax):
@@ -80,7 +82,11 @@ class Hermes(ObjectSyntax):
 
     @property
     def stops(self) -> str:
-        return f"{re.escape(self.opens)}|{re.escape(self.closes)}"
+        return f"```|{re.escape(self.opens)}|{re.escape(self.closes)}"
+
+    @property
+    def ends(self) -> str:
+        return rf"(?:```{WS})?+{re.escape(self.closes)}"
 
 
 class ObjectList(ObjectSyntax):
@@ -143,7 +149,7 @@ class DeepSeek(JsonSyntax):
 
     def begins(self, marked: bool) -> str:
         begins, middle, ends = self.each
-        name = rf"(?:function{WS}{middle}{WS})?(?P<name>[\w.-]++){WS}(?:{middle}{WS})?+(?:```(?:json)?+{WS})?+"
+        name = rf"(?:function{WS}{middle}{WS})?(?P<name>[\w.-]++){WS}(?:{middle}{WS})?+{_FENCE}"
         return rf"(?:{self.opens}{WS})?+{begins}{WS}{name}(?=[{{\"]|null|{ends})"
 
     def forms(self, arguments: Mapping[str, Any] | str) -> list[tuple[str | None, Any]]:
@@ -183,17 +189,23 @@ class JsonParser(ToolParser):
             if found is None or found.partial:
                 return found
             self._new_reader(at, found)
-        reader = self._read_call(at, last)
-        if last and reader is not None and reader.partial:
-            self._reader = reader = None
-        return reader
+        self._read_call(at, last)
+        if last and self._reader is not None and self._reader.partial:
+            self._drop_reader()
+        return self._reader
 
     def _new_reader(self, at: int, found: Found) -> None:
         names, name = None if self._marked else self._known, found.groupdict().get("name") or ""
         self._reader, self._start = CallReader(self._stops, names, name, found.end()), at
 
-    def _read_call(self, at: int, last: bool) -> CallReader | None:
-        """Read on in what may be a call; None if it is none."""
+    def _drop_reader(self) -> None:
+        """Give up what may have been a call. No other is looked for in its arguments."""
+        assert self._reader is not None
+        self._passed = self._reader.at if self._reader.has_arguments else 0
+        self._reader = None
+
+    def _read_call(self, at: int, last: bool) -> None:
+        """Read on in what may be a call, and give it up if it is none."""
         reader, last = self._reader, last and not self._cut
         assert reader is not None
         reader.at, self._start = reader.at + at - self._start, at
@@ -204,9 +216,7 @@ class JsonParser(ToolParser):
             reader.read(self._text, last)
         held = not reader.has_arguments and len(self._text) >= at + HELD
         if reader.failed or (reader.partial and held):
-            self._passed = reader.at if reader.has_arguments else 0
-            self._reader = None
-        return self._reader
+            self._drop_reader()
 
     def _begin(self, found: CallReader) -> None:
         self._call(found.name)
@@ -236,11 +246,12 @@ class JsonParser(ToolParser):
         if again is not None:
             if self._reader is None:
                 self._new_reader(0, again)
-            reader = self._read_call(0, last)
-            if reader is not None and (not reader.partial or not last or self._cut):
-                if not reader.partial:
-                    self._begin(reader)
-                return not reader.partial
+            self._read_call(0, last)
+            if self._reader is not None and not self._reader.partial:
+                self._begin(self._reader)
+                return True
+            if self._reader is not None and (not last or self._cut):
+                return False
         ends = self._ends.match(self._text, partial=True)
         if ends is not None and ends.partial:
             return False  # if the answer ends here, the rest is a part of the closing mark

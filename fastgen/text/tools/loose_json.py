@@ -125,11 +125,21 @@ class LooseJson:
         return at + 1
 
     def _read_word(self, text: str, at: int, last: bool) -> int | None:
-        end = _end_of_word(self._ends.word, text, at, last)
+        end = self._end_of_word(self._ends.word, text, at, last)
         if end is not None:
             word = text[at:end].rstrip()
             self._emit(word if _SCALAR.fullmatch(word) else typed_json(word, TYPES))
             self._end_element()
+        return end
+
+    def _end_of_word(self, ends: Pattern, text: str, at: int, last: bool) -> int | None:
+        """Return the index after a word, which has at least one character; None if it depends on later text."""
+        found = ends.search(text, at + 1, partial=True)
+        end = len(text) if found is None or found.partial else int(found.start())
+        stop = self._ends.value.search(text, at + 1, partial=True)
+        begun = stop is not None and stop.partial and stop.start() < end  # a mark, which may hold what ends a word
+        if (end == len(text) or begun) and not last and len(text) - at <= HELD:
+            return None
         return end
 
     def _read_key(self, text: str, at: int, last: bool) -> int | None:
@@ -144,7 +154,7 @@ class LooseJson:
             self._state = self._read_colon
             return at
         elif char != ",":
-            end = _end_of_word(self._ends.key, text, at, last)
+            end = self._end_of_word(self._ends.key, text, at, last)
             if end is not None:
                 self._emit(json.dumps(text[at:end].rstrip(), ensure_ascii=False))
                 self._state = self._read_colon
@@ -219,11 +229,3 @@ class LooseJson:
             return at + 1 + quoted
         self._made.append(found[0])
         return int(found.end())
-
-
-def _end_of_word(ends: Pattern, text: str, at: int, last: bool) -> int | None:
-    """Return the index after a word, which has at least one character; None if it depends on later text."""
-    found = ends.search(text, at + 1, partial=True)
-    if found is not None and not found.partial:
-        return int(found.start())
-    return len(text) if last or len(text) - at > HELD else None

@@ -23,7 +23,8 @@ from typing import Any
 
 import regex
 
-from fastgen.text.tools.parser import HELD, WS, Found, Function, Pattern, Syntax, ToolParser, either
+from fastgen.text.tools.loose_json import LooseJson
+from fastgen.text.tools.parser import BLANK, HELD, WS, Found, Function, Pattern, Syntax, ToolParser, either
 from fastgen.text.tools.values import TYPES, typed_json, types_of
 
 _FUNCTION = r"<function=[\"']?(?P<name>{})[\"']?(?:>|(?=[\r\n]))"
@@ -63,6 +64,7 @@ class XmlParser(ToolParser):
         self._types = TYPES  # of the current argument
         self._value = ""  # text of the current argument, unless it is reported at once
         self._more = ""  # what comes before the next argument
+        self._object = LooseJson("")  # arguments that are not in tags
 
     def _match_call(self, at: int, last: bool) -> Found:
         found = self._match(self._marked, at, last)
@@ -84,7 +86,8 @@ class XmlParser(ToolParser):
         ends = rf"</func[^<>\r\n]*+>|(?={self._closes})"
         # A value may have a closing tag in it, as text about XML does, if no other tag follows there.
         call = rf"{self._opens}{WS}<function="
-        closed = rf"</param[^<>\r\n]*+>?+(?={WS}(?:<parameter[= \t]|</func|{self._closes}|{call}))"
+        closing = rf"<[ \t]*+/[ \t]*+(?i:param)[^<>\r\n]*+>?+|</(?:{either(known)})>|<parameter>"
+        closed = rf"(?:{closing})(?={WS}(?:<parameter[= \t]|</func|{self._closes}|{call}))"
         unclosed = (
             named if known else r"(?<=\n)<parameter=[^<>\r\n]++>",
             rf"</func[^<>\r\n]*+>{WS}(?:{self._closes}|{call}|<function=)",
@@ -100,6 +103,12 @@ class XmlParser(ToolParser):
         found = self._match(self._parameter, 0, last=False)
         if found is not None and found.partial:
             return False  # if the answer ends here, the rest is a part of a tag
+        if found is None and not self._more and (begun := self._text.lstrip(BLANK)).startswith("{"):
+            self._object = LooseJson(f"</func|{self._closes}|{self._opens}")
+            self._object.read("{", 0, last=False)
+            self._object.take()  # which was reported
+            self._text, self._state = begun[1:], self._read_object
+            return True
         self._text = self._text if found is None else self._text[found.end() :]
         if found is None or not found[0].lstrip().startswith("<parameter"):
             self._argue("}")
@@ -143,6 +152,15 @@ class XmlParser(ToolParser):
             self._argue(typed_json(self._value, self._types))
         self._state = self._read_parameter
 
+    def _read_object(self, last: bool) -> bool:
+        """Read all arguments, written as an object in JSON."""
+        at = self._object.read(self._text, 0, last and not self._cut)
+        self._text = self._text[at:]
+        self._argue(self._object.take())
+        if self._object.done:
+            self._state = self._read_end
+        return self._object.done
+
     def _read_end(self, last: bool) -> bool:
         """Read the tags and marks after a call."""
         found = self._match(self._after, 0, last=False)
@@ -159,3 +177,6 @@ class XmlParser(ToolParser):
             self._end_value()
         if self._state == self._read_parameter:
             self._argue("}")
+        elif self._state == self._read_object:
+            self._object.close()
+            self._argue(self._object.take())

@@ -11,7 +11,7 @@ import pytest
 
 from fastgen.text.tools.loose_json import LooseJson
 
-STOP = "</call>"
+STOP = "</x:call>"
 
 
 def read(pieces: list[str]) -> tuple[str, str]:
@@ -77,9 +77,9 @@ def test_any_text_becomes_json_that_does_not_depend_on_the_pieces() -> None:
         ('{"a": , "b": [], "c"}', {"a": None, "b": [], "c": None}),
         ('{"a": [{"b": 1}', {"a": [{"b": 1}]}),
         ('{"a": [1, {"b": [2}', {"a": [1, {"b": [2]}]}),
-        ('{"a": {"b": "x"</call>', {"a": {"b": "x"}}),
-        ('{"a": {"b": tru</call>', {"a": {"b": "tru"}}),
-        ('{"a": {"b": "</call>', {"a": {"b": "</call>"}}),
+        ('{"a": {"b": "x"</x:call>', {"a": {"b": "x"}}),
+        ('{"a": {"b": tru</x:call>', {"a": {"b": "tru"}}),
+        ('{"a": {"b": "</x:call>', {"a": {"b": "</x:call>"}}),
         ('{"a": {"b"', {"a": {"b": None}}),
         ('{"a": 1]', {"a": 1}),
         ("", None),
