@@ -162,7 +162,9 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("text.tools.xml_calls", "tests/text/test_tool_calls.py"): [
         ("XmlParser._end_value", "self._types == _STRING", "False"),
-        ("XmlParser._patterns", "|{call}))", "))"),
+        ("XmlParser.__init__", "|</func|{closes}|{call}))", "|</func|{closes}))"),
+        ("XmlParser._ends_value", 'return found["tag"] in self._known', "return True"),
+        ("XmlParser._ends_value", "key in self._known if self._known else", "True or"),
         ("XmlParser._close", "if self._state == self._read_value:", "if False:"),
         ("XmlParser._read_value", '(last and "</parameter>" in found[0])', "False"),
         ("XmlParser._read_end", "if found is not None and found.partial:", "if False:"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import regex
 from grammars import add
 from tokenizers import AddedToken
 
@@ -463,6 +464,26 @@ def test_tags_that_models_forget_or_misspell(middle: str) -> None:
     for between in (CLOSED + "\n", "\n</function>\n", "\n</tool_call>\n", "\n"):
         twice = OPENED + middle + between + OPENED + middle + CLOSED
         assert parsed(QWEN_CODER, twice, rng) == ("", [meant, meant]), between
+
+
+@pytest.mark.parametrize("name", SYNTAXES)
+def test_patterns_do_not_grow_with_the_names_of_functions_and_arguments(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To compile a pattern of thousands of names takes seconds, in which a server does nothing else."""
+    sizes: list[int] = []
+    compiled = regex.compile
+    monkeypatch.setattr(
+        regex, "compile", lambda pattern, flags=0: (sizes.append(len(pattern)), compiled(pattern, flags))[1]
+    )
+    names = {f"property_{number}": {"type": "string"} for number in range(1000)}
+    functions = [Function(function, {"type": "object", "properties": names}) for function in ("get", *names)]
+    text = written("get", {"property_7": "x"}, SYNTAXES[name], random.Random(0))
+    opens = SYNTAXES[name].opens if SYNTAXES[name].separate else ""
+    parser = SYNTAXES[name].parser(functions)
+    parser.push(f"{opens}{text}", last=True)
+    assert parser.calls == (name not in ("mistral", "granite", "olmo3", "pythonic"))
+    assert max(sizes, default=0) < 2000
 
 
 def test_arguments_may_be_json_in_a_function_tag() -> None:

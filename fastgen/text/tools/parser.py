@@ -216,8 +216,3 @@ def without_blank(text: str) -> str:
 def new_call_id() -> str:
     """Return nine letters and digits, the only form of id that Mistral's templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-
-
-def either(names: Iterable[str]) -> str:
-    """Return a pattern that matches any of these texts."""
-    return "|".join(map(regex.escape, names)) or "(?!)"

@@ -14,7 +14,7 @@ from typing import Any
 
 import regex
 
-from fastgen.text.tools.parser import SAMPLE, WS, Found, Function, Scan, Syntax, ToolParser, either
+from fastgen.text.tools.parser import SAMPLE, WS, Found, Function, Scan, Syntax, ToolParser
 from fastgen.text.tools.values import UNREADABLE, json_text, python_text, read_literal
 
 _ARGUMENT = re.compile(r"\s*([^\W\d][\w-]*)\s*=(.*)", re.DOTALL)
@@ -58,9 +58,9 @@ class PythonParser(ToolParser):
 
     def __init__(self, syntax: Pythonic, known: Collection[str]) -> None:
         super().__init__((syntax.opens[0], "[") if syntax.bare else syntax.opens[0])
-        name, closes = rf"(?P<name>{either(known)}){WS}\(", regex.escape(syntax.closes)
+        name, closes = rf"(?P<name>[\w.-]++){WS}\(", regex.escape(syntax.closes)
         bracket, comma = (rf"(?:\[{WS})?+", rf"(?:,{WS})?+") if closes else (rf"\[{WS}", rf",{WS}")
-        self._bare = bool(syntax.bare)
+        self._bare, self._known = bool(syntax.bare), frozenset(known)
         self._opens = {
             True: regex.compile(rf"{regex.escape(syntax.opens)}{WS}{bracket}{name}"),
             False: regex.compile(rf"\[{WS}{name}"),
@@ -76,15 +76,21 @@ class PythonParser(ToolParser):
             found = self._match(self._opens[False], at, last)
         return found if found is None or found.partial else self._match_rest(found, last)
 
+    def _is_known(self, found: Found) -> bool:
+        """Return whether the function in a match, if there is one, may be called."""
+        return found["name"] is None or found["name"] in self._known
+
     def _match_rest(self, head: Found, last: bool) -> _Call | None:
         """Match a call after its opening bracket. Another call or the end of the list or of the answer must follow."""
+        if not self._is_known(head):
+            return None
         start = head.end() - 1
         self._scan.run(self._text, start)
         follows = self._match(self._follows, start + self._scan.at, last=False) if self._scan.done else None
         if not last and (not self._scan.done or (follows is not None and follows.partial)):
             return _Call(partial=True)
         scan, self._scan = self._scan, Scan(_PLACES)
-        if follows is None:
+        if follows is None or not self._is_known(follows):
             return None
         arguments = self._read_call(start, scan)
         return None if arguments is None else _Call(head["name"], arguments, start + scan.at)

@@ -24,10 +24,17 @@ from typing import Any
 import regex
 
 from fastgen.text.tools.loose_json import LooseJson
-from fastgen.text.tools.parser import BLANK, HELD, WS, Found, Function, Pattern, Syntax, ToolParser, either
+from fastgen.text.tools.parser import BLANK, HELD, WS, Found, Function, Syntax, ToolParser
 from fastgen.text.tools.values import TYPES, typed_json, types_of
 
-_FUNCTION = r"<function=[\"']?(?P<name>{})[\"']?(?:>|(?=[\r\n]))"
+_FUNCTION = r"<function=[\"']?(?P<name>[^<>\"'\s]++)[\"']?(?:>|(?=[\r\n]))"
+# The tag of an argument: as it should be, or with quotation marks, or with another sign at its end.
+_TAG = (
+    r"<parameter(?:=(?P<key>[^<>\"'\r\n]++)>|(?:=|[ \t]++name=)[\"']?(?P<loose>[^<>\"'\r\n:=]++)[\"']?[ \t]*+"
+    r"(?:>|(?=[\r\n])|[:=](?=[^<>\r\n]*+[\r\n<])))"
+)
+_OTHER_TAG = r"<parameter[^<>\r\n]*+(?:>|(?=[\r\n<]))"
+_CLOSING = r"<[ \t]*+/[ \t]*+(?i:param)[^<>\r\n]*+>?+|<parameter>"
 _LINE = r"(?:\r?\n|(?=[^\r\n]))"  # the line break after a tag, if there is one
 _STRING = {"string"}
 
@@ -55,11 +62,18 @@ class XmlParser(ToolParser):
         super().__init__("<")
         self._schemas = {function.name: function.parameters for function in functions}
         self._opens, self._closes = re.escape(syntax.opens), re.escape(syntax.closes)
-        self._marked = regex.compile(self._opens + WS + _FUNCTION.format(r"[^<>\"'\s]++"))
-        self._bare = regex.compile(_FUNCTION.format(either(self._schemas)))
-        self._after = regex.compile(rf"{WS}(?:</func[^<>\r\n]*+>|{self._closes})")
+        opens, closes, function_end = self._opens, self._closes, r"</func[^<>\r\n]*+>"
+        self._marked, self._bare = regex.compile(opens + WS + _FUNCTION), regex.compile(_FUNCTION)
+        self._after = regex.compile(rf"{WS}(?:{function_end}|{closes})")
+        self._parameter = regex.compile(rf"{WS}(?:(?:{_TAG}|{_OTHER_TAG}){_LINE}|{function_end}|(?={closes}))")
+        # A value may have a closing tag in it, as text about XML does, if no other tag follows there.
+        call = rf"{opens}{WS}<function="
+        closing = rf"{_CLOSING}|(?!{closes}|</func)</(?P<tag>[^<>/\s]++)>"
+        closed = rf"(?:{closing})(?={WS}(?:<parameter[= \t]|</func|{closes}|{call}))"
+        others = rf"{_TAG}|{function_end}{WS}(?:{closes}|{call}|<function=)|{closes}{WS}{call}|{opens}{WS}{_FUNCTION}"
+        self._end = regex.compile(rf"(?:\r?\n)?+(?:{closed}|(?={others}))")  # the end of a value; see `_ends_value`
         self._schema: Mapping[str, Any] = {}  # of the current call
-        self._parameter = self._end = self._after  # patterns for the tags of its arguments, and for the ends of values
+        self._known: Collection[str] = ()  # names of its arguments
         self._key: str | None = None  # of the current argument; None: its tag cannot be read
         self._types = TYPES  # of the current argument
         self._value = ""  # text of the current argument, unless it is reported at once
@@ -68,35 +82,29 @@ class XmlParser(ToolParser):
 
     def _match_call(self, at: int, last: bool) -> Found:
         found = self._match(self._marked, at, last)
-        return self._match(self._bare, at, last) if found is None else found
+        if found is None:
+            found = self._match(self._bare, at, last)
+            if found is not None and not found.partial and found["name"] not in self._schemas:
+                found = None
+        return found
 
     def _begin(self, found: Found) -> None:
         self._call(found["name"])
         self._argue("{")
         self._schema, self._more = self._schemas.get(found["name"], {}), ""
         properties = self._schema.get("properties")
-        known = sorted(properties, key=len, reverse=True) if isinstance(properties, Mapping) else []
-        self._parameter, self._end = self._patterns(known)
+        self._known = properties if isinstance(properties, Mapping) else ()
         self._text, self._state = self._text[found.end() :], self._read_parameter
 
-    def _patterns(self, known: Collection[str]) -> tuple[Pattern, Pattern]:
-        """Return the patterns of what follows a value, and of the end of a value. known: the names of arguments."""
-        named = rf"<parameter(?:=|[ \t]++name=)[\"']?(?P<key>{either(known)})[\"']?[ \t]*+(?:[>:=]|(?=[\r\n]))"
-        begins = rf"(?:{named}|<parameter=(?P<key>[^<>\r\n]++)>|<parameter[^<>\r\n]*+(?:>|(?=[\r\n<]))){_LINE}"
-        ends = rf"</func[^<>\r\n]*+>|(?={self._closes})"
-        # A value may have a closing tag in it, as text about XML does, if no other tag follows there.
-        call = rf"{self._opens}{WS}<function="
-        closing = rf"<[ \t]*+/[ \t]*+(?i:param)[^<>\r\n]*+>?+|</(?:{either(known)})>|<parameter>"
-        closed = rf"(?:{closing})(?={WS}(?:<parameter[= \t]|</func|{self._closes}|{call}))"
-        unclosed = (
-            named if known else r"(?<=\n)<parameter=[^<>\r\n]++>",
-            rf"</func[^<>\r\n]*+>{WS}(?:{self._closes}|{call}|<function=)",
-            rf"{self._closes}{WS}{call}",
-            self._opens + WS + _FUNCTION.format(either(self._schemas)),
-        )
-        return regex.compile(f"{WS}(?:{begins}|{ends})"), regex.compile(
-            rf"(?:\r?\n)?+(?:{closed}|(?={'|'.join(unclosed)}))"
-        )
+    def _ends_value(self, found: Found) -> bool:
+        """Return whether a match of `_end` ends the value. Without its closing tag, a value ends only before what the
+        call may have."""
+        if found["tag"]:
+            return found["tag"] in self._known
+        if found["name"]:
+            return found["name"] in self._schemas
+        key = _key_of(found)
+        return key is None or (key in self._known if self._known else found[0].endswith("\n"))
 
     def _read_parameter(self, last: bool) -> bool:
         """Read the tag of an argument, or the end of the call. Other text ends the call."""
@@ -114,7 +122,7 @@ class XmlParser(ToolParser):
             self._argue("}")
             self._state = self._read_end
             return True
-        self._key, self._value, self._state = found["key"], "", self._read_value
+        self._key, self._value, self._state = _key_of(found), "", self._read_value
         if self._key is None:
             self._types = TYPES
             return True
@@ -129,6 +137,8 @@ class XmlParser(ToolParser):
 
     def _read_value(self, last: bool) -> bool:
         found = self._end.search(self._text, partial=True)
+        while found is not None and not found.partial and not self._ends_value(found):
+            found = self._end.search(self._text, found.end() + 1, partial=True)
         if found is not None and found.partial and not last and len(self._text) - found.start() > HELD:
             found = None  # very much white space after a tag, which is a part of the value
         value = self._text if found is None else self._text[: found.start()]
@@ -180,3 +190,9 @@ class XmlParser(ToolParser):
         elif self._state == self._read_object:
             self._object.close()
             self._argue(self._object.take())
+
+
+def _key_of(found: Found) -> str | None:
+    """Return the name of the argument in a tag that was found, or None if there is none."""
+    key = found["key"] or found["loose"]
+    return key.strip() if key else None
