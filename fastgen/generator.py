@@ -27,9 +27,10 @@ from fastgen.engine.stats import Stats, with_progress
 from fastgen.engine.weight_changes import WeightChanges
 from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.config import read_config, sampling_defaults
-from fastgen.model.loader import find_tokenizer, resolve, with_eos_of
+from fastgen.model.loader import find_tokenizer, follow_head, resolve, with_eos_of
 from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.quantization import check_requantize
+from fastgen.model.tied import Tie
 from fastgen.model.weights import TAGS, Tensors, Update, WeightState
 from fastgen.names import explains_names
 from fastgen.option import takes_fields_of
@@ -46,7 +47,7 @@ AHEAD = 4096  # minimum number of requests of a generate() call in the engine, w
 READ_STEPS = 4  # new prompts of at most so many steps' token budgets are read before each step
 
 
-@explains_names("generate", "chat", "stream")
+@explains_names("generate", "chat", "stream", "score", "classify", "embed")
 class Generator(PromptTasks):
     """A model that generates text, for many requests at a time.
 
@@ -72,6 +73,7 @@ class Generator(PromptTasks):
                 start = time.perf_counter()
                 if options.load == "auto":
                     self.folder = resolve(options.model, options.revision)
+                    self.model_config = follow_head(self.model_config, self.folder)
             me = weakref.proxy(self)  # a strong reference would keep this Generator, and so the ranks, alive
             runner = start_runner((self.model_config, resolved, self.folder), options.tp_group, lambda: me.stats)
             try:
@@ -94,6 +96,8 @@ class Generator(PromptTasks):
         self._interrupt = OneCaller()
         self._loop = Loop(self._runner, self._inputs, WeightState(options.adapter is not None), self._interrupt)
         self._changes = WeightChanges(self._loop, options.adapter_base)
+        can_untie = self.config.device == "cpu"
+        self._tie = Tie(self.model_config.own_head, can_untie) if self.model_config.tied else None
         self.history = self._loop.scheduler.history
 
     # --------------------------------------------------------------------------------------- whole answers
@@ -324,8 +328,8 @@ class Generator(PromptTasks):
         """Replace the weights, in place, and return their version, by default the one before plus 1 (the first is 0).
 
         named: whole tensors by their Hugging Face names, such as `model.state_dict()`, in any float dtype, on the CPU
-            or a GPU. They are copied one at a time. The `lm_head.weight` of a tied model may be left out. In a tp_group
-            each rank gives the same tensors, from an iterable of its own.
+            or a GPU. They are copied one at a time. The `lm_head.weight` of a tied model may be left out; another one
+            unties it, on the CPU. In a tp_group each rank gives the same tensors, from an iterable of its own.
         version: a number of your own, other than the current one. partial: tensors that are not given stay as they are.
         in_flight: the treatment of requests in the engine: "error" refuses the update; "keep" continues them with the
             KV of the old weights, but a prompt in the middle of its prefill begins again, and so do requests after it;
@@ -339,7 +343,7 @@ class Generator(PromptTasks):
         reading one fails midway, generating raises RuntimeError until an update that is not partial is complete.
         """
         check_requantize(self.model_config.quantization, requantize)
-        update = Update(named, checkpoint_shards(self.model_config), partial, self._interrupt.reading)
+        update = Update(named, checkpoint_shards(self.model_config), partial, self._interrupt.reading, self._tie)
         return self._update_on_all("update_weights", update, version, in_flight)
 
     def update_adapter(

@@ -126,7 +126,7 @@ def explains_names(*methods: str) -> Callable[[Class], Class]:
 
     def decorate(cls: Class) -> Class:
         for name in methods:
-            setattr(cls, name, _explaining(getattr(cls, name)))
+            setattr(cls, name, _explaining(getattr(cls, name), f"{cls.__name__}.{name}"))
         setattr(cls, "__getattr__", _explain)  # noqa: B010  # a method would let type checkers accept any attribute
         return cls
 
@@ -142,8 +142,10 @@ def _explain(self: object, name: str) -> Any:
     return object.__getattribute__(self, name)  # raises the usual error, also one from within a property
 
 
-def _explaining(method: Callable[..., Any]) -> Callable[..., Any]:
-    known = list(inspect.signature(method).parameters)[1:]
+def _explaining(method: Callable[..., Any], shown: str) -> Callable[..., Any]:
+    """Return a method whose TypeErrors for wrong arguments say what to use. shown: its name in errors."""
+    signature = inspect.signature(method)
+    known = list(signature.parameters)[1:]
 
     @wraps(method)
     def call(*args: Any, **given: Any) -> Any:
@@ -154,7 +156,11 @@ def _explaining(method: Callable[..., Any]) -> Callable[..., Any]:
             advice, inner = FOREIGN.get(name) or ADVICE.get(name, usual), ""
             if name not in FOREIGN and not near and "params" in known:
                 inner = "; parameters of sampling go into params, as SamplingParams or as a dict"
-            raise TypeError(f"{method.__qualname__} has no argument {name!r}; {advice}{inner}")
+            raise TypeError(f"{shown} has no argument {name!r}; {advice}{inner}")
+        try:
+            signature.bind(*args, **given)
+        except TypeError as error:
+            raise TypeError(f"{shown}: {error}") from None
         return method(*args, **given)
 
     return call

@@ -7,6 +7,7 @@ runner answers a Batch with a StepResult, and finished Sequences become Completi
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -328,6 +329,8 @@ class Sequence:
     stop_reason: int | str | None = None
     error: str | None = None
     versions: list[tuple[int, int]] = field(default_factory=list)  # (weight version, output_len where it began)
+    kv_version: int | None = None  # of the weights when it took a lane
+    recomputed: list[tuple[int, int]] = field(default_factory=list)  # see Completion
 
     def __post_init__(self) -> None:
         self.drawn = Drawn.empty(self.params)
@@ -336,6 +339,15 @@ class Sequence:
         """Record that the tokens from now on are drawn with weights of this version."""
         if not self.versions or self.versions[-1][0] != version:
             self.versions.append((version, self.output_len))
+
+    def start(self) -> None:
+        """Begin to run. The current weights will compute the KV of all tokens that are known."""
+        self.status, self.prefill_len = Status.RUNNING, len(self.token_ids)
+        self.started = time.monotonic() if self.started is None else self.started
+        version = self.versions[-1][0] if self.versions else None
+        if self.output_len and version is not None and self.kv_version not in (None, version):
+            self.recomputed.append((version, self.output_len))
+        self.kv_version = version
 
     @property
     def weight_versions(self) -> list[tuple[int, int, int]]:
@@ -482,6 +494,7 @@ class Event(Drawn):
     cached_tokens: int = 0  # see RequestOutput
     started: float | None = None  # with the sample's first event: time.monotonic() when it began to run
     weight_versions: list[tuple[int, int, int]] | None = None  # with the sample's last event: of all its tokens
+    recomputed: list[tuple[int, int]] | None = None  # with the sample's last event; see Completion
     prompt_token_ids: list[int] | None = None  # with the last event of the first sample
     prompt: str | None = None  # its text, with the last event of the first sample too
     seed: int | None = field(default=None, compare=False)  # with the sample's last event; see Completion
@@ -498,6 +511,8 @@ class Completion(Drawn):
     finish_reason: "stop", "length", "abort" or "error". stop_reason: the stop id or string that ended it.
     weight_versions: (version, start, end) in order: the version of the weights, as `Generator.update_weights` numbers
         them, that token_ids[start:end] were drawn with.
+    recomputed: (version, end) in order: the KV of the prompt and of token_ids[:end] was computed again by weights of
+        another version: after a preemption, for in_flight="recompute", or because the completion was resumed.
     seed: the seed of its draws, together with its index; see `Request.resume`.
     """
 
@@ -508,6 +523,7 @@ class Completion(Drawn):
     stop_reason: int | str | None = None
     error: str | None = None
     weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
+    recomputed: list[tuple[int, int]] = field(default_factory=list, compare=False)  # it depends on the schedule
     seed: int | None = field(default=None, compare=False)  # other seeds may give the same tokens
 
     @property

@@ -38,11 +38,15 @@ class PromptTasks:
 
         sequences: prompts, mostly lists of ids. start: the first position to score, for all sequences or a list with
         one for each. The result has len - start floats for each sequence; position 0 has no logprob, and is NaN, as is
-        a position whose logits are not finite. Raises ValueError for a sequence that cannot be scored.
+        a position whose logits are not finite. Raises ValueError for a sequence that cannot be scored, and if start
+        leaves nothing to score in any.
         """
         ((prompts, starts),) = self._interrupt.reading(map(pair_scores, [sequences], [start], [temperature]))
         scores = self._read(prompts, starts, float(temperature))
-        return [score.logprobs[first:] for score, first in zip(scores, starts, strict=True)]
+        found = [score.logprobs[first:] for score, first in zip(scores, starts, strict=True)]
+        if found and not any(found):
+            raise ValueError(f"start is {start}, the end of each sequence, which leaves nothing to score; lower it")
+        return found
 
     @on_all_ranks
     def classify(self, prompts: Prompt | Iterable[Prompt], choices: SequenceOf[str]) -> list[dict[str, float]]:
@@ -153,12 +157,12 @@ def _reads_last_token(folder: Path) -> bool:
         needed = "modules.json and the config.json of its pooling, as models for sentence-transformers have them"
         missing = isinstance(error, FileNotFoundError) and Path(error.filename).relative_to(folder)
         reason = f"there is no {missing}" if missing else repr(error)
-        raise ValueError(f"{folder.name} has no embeddings: embed needs {needed} ({reason})") from None
+        raise ValueError(f"this model has no embeddings: embed needs {needed} ({reason})") from None
     flags = [name.removeprefix("pooling_mode_") for name, value in pooling.items() if value is True]
     modes = (
         [pooling["pooling_mode"]] if "pooling_mode" in pooling else [each for each in flags if "include" not in each]
     )
     if modes != ["lasttoken"] or kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         what = f"{' and '.join(map(str, modes))} of {', '.join(kinds)}"
-        raise ValueError(f"embed reads the last token's state, normalized or not; {folder.name} asks for {what}")
+        raise ValueError(f"embed reads the last token's state, normalized or not; this model asks for {what}")
     return "Normalize" in kinds

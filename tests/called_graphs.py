@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+from torch import Tensor
 
 from fastgen.engine.cuda_graphs import Graphs
 from fastgen.model.attention.cpu import CpuAttention
+from fastgen.model.attention.interface import StepLayout
+
+ATTEND = CpuAttention.attend
 
 
 class Called(Graphs[Any]):
@@ -26,8 +32,41 @@ class Called(Graphs[Any]):
         self._step(key)
 
 
+class CapturableOnCpu(CpuAttention):
+    """CpuAttention that plans steps with prefills from tensors, which it can read where graphs are only called."""
+
+    capturable = True
+
+    def lists(self, layout: StepLayout) -> list[NDArray[np.int32]]:
+        chunks = [x[layout.decodes :] for x in (layout.query_lens, layout.kv_lens, layout.lanes)]
+        return [np.concatenate([[len(chunks[0])], *chunks]).astype(np.int32)]
+
+    def list_sizes(self, tokens: int) -> list[int]:
+        return [1 + 3 * tokens]
+
+    def plan_lists(
+        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, lists: Sequence[Tensor], shared: bool = False
+    ) -> Any:
+        (listed,) = (each.numpy().astype(np.int64) for each in lists)
+        chunks = listed[1 : 1 + 3 * listed[0]].reshape(3, -1)
+        decodes = int((kv_lens > 0).sum())
+        assert not kv_lens[decodes:].any(), "lanes that decode come first"
+        query_lens = np.concatenate([np.ones(decodes, dtype=np.int64), chunks[0]])
+        ends = np.concatenate([kv_lens[:decodes].numpy(), chunks[1]])
+        if not len(ends):  # a step of padding
+            return []
+        own = np.concatenate([lanes[:decodes].numpy(), chunks[2]])
+        return self.plan(StepLayout(query_lens, ends, decodes, own, page_table))
+
+    def attend(self, plan: Any, layer: int, q: Tensor, window: int) -> Tensor:
+        """Attend for all rows but padding, whose keys and values go to the spare page, and must therefore be finite."""
+        real = sum(len(tiles.targets) for tiles, _ in plan)
+        return ATTEND(self, plan, layer, q[:real], window) if real else q[:0]
+
+
 def capturable(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a Runner captures from now on is `Called`."""
-    monkeypatch.setattr("fastgen.engine.warm_up.Graphs", Called)
-    monkeypatch.setattr("fastgen.engine.cuda_graphs.Graphs", Called)
-    monkeypatch.setattr(CpuAttention, "capturable", True)
+    for module in ("warm_up", "prefill_graphs"):
+        monkeypatch.setattr(f"fastgen.engine.{module}.Graphs", Called)
+    for name in ("capturable", "lists", "list_sizes", "plan_lists", "attend"):
+        monkeypatch.setattr(CpuAttention, name, getattr(CapturableOnCpu, name), raising=False)

@@ -156,9 +156,7 @@ class Reference:
         return torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ layer["self_attn.o_proj.weight"].T
 
 
-def save_medusa(
-    folder: Path, target: Path, heads: int = 3, blocks: int = 1, own: bool = True, suffix: str = "safetensors"
-) -> Path:
+def save_medusa(folder: Path, target: Path, heads: int = 3, blocks: int = 1, own: bool = True) -> Path:
     """Write random Medusa heads for a target, and return their folder. own: with matrices to the vocabulary."""
     config = json.loads((target / "config.json").read_text())
     hidden, draw = config["hidden_size"], torch.Generator().manual_seed(0)
@@ -172,11 +170,7 @@ def save_medusa(
     folder.mkdir(parents=True, exist_ok=True)
     fields = {"medusa_num_heads": 2, "medusa_num_layers": blocks, "base_model_name_or_path": str(target)}
     (folder / "config.json").write_text(json.dumps(fields))
-    path = folder / f"medusa_lm_head.{suffix}"
-    if suffix == "pt":
-        torch.save(tensors, path)
-    else:
-        save_file(tensors, path)
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
     return folder
 
 

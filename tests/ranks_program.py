@@ -343,7 +343,7 @@ class Program:
             gen = self.make()
             gen.generate([1, 2, 3], SHORT)
             if self.rank == failing:
-                gen._runner._runner.model.forward = broken  # type: ignore[attr-defined]
+                gen._runner._runner.model.run_layers = broken  # type: ignore[attr-defined]
             with self.raises(LookupError, f"rank {failing} cannot"):
                 gen.generate([1, 2, 3], SHORT)
             with self.raises(RuntimeError, "no longer agree"):

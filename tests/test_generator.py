@@ -367,6 +367,13 @@ def test_names_of_other_libraries_are_errors_that_say_ours(gen: Generator) -> No
         ):
             with pytest.raises(TypeError, match=f"^Generator.{call.__name__} has no argument '{name}'; {ours}"):
                 call("hello", **{name: 1})  # type: ignore[operator]
+    for method in (gen.score, gen.classify, gen.embed):
+        with pytest.raises(
+            TypeError, match=f"^Generator.{method.__name__} has no argument 'normalize'; the arguments ar"
+        ):
+            method("hello", normalize=True)  # type: ignore[operator]
+        with pytest.raises(TypeError, match=f"^Generator.{method.__name__}: missing a required argument: "):
+            method()  # type: ignore[operator]
     assert not names.ADVICE.keys() & (OPTIONS.keys() | SamplingParams.__dataclass_fields__.keys())
 
 

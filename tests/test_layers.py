@@ -84,7 +84,7 @@ CORE = (
     *(f"engine.{name}" for name in ("loop", "scheduler", "pages", "admission", "runner", "step", "cuda_graphs")),
     *("engine.inputs", "engine.outputs", "model.transformer", "model.linear", "model.sampler", "model.attention.paged"),
 )
-CORE_LINES = 4000
+CORE_LINES = 4014
 LARGE_CLASSES = {"Generator"}  # the facade
 
 FEATURE_LINES = 30  # of code in core files, not counting signatures, imports, and fields of requests

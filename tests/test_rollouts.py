@@ -68,6 +68,14 @@ def test_a_trainer_finds_the_same_logprobs_with_and_without_the_mask(gen: Genera
     assert completion.untruncated_logprobs == score, "to the bit"
 
 
+def test_a_score_of_nothing_is_an_error(gen: Generator) -> None:
+    for sequences, start in (([[5, 6]], 2), ([[5, 6], [7]], [2, 1])):
+        with pytest.raises(ValueError, match=r"start is .*, the end of each sequence, which leaves nothing to score"):
+            gen.score(sequences, start)
+    assert [len(found) for found in gen.score([[5, 6], [7]], 1)] == [1, 0]
+    assert gen.score([]) == []
+
+
 def test_untruncated_logprobs_are_the_logprobs_where_nothing_is_truncated(gen: Generator) -> None:
     penalized = replace(PLAIN, temperature=0.8, repetition_penalty=1.3, logit_bias={7: 3.0}, mask=Turns())
     greedy = replace(PLAIN, temperature=0, top_k=5, top_p=0.5)

@@ -95,7 +95,7 @@ def test_an_embedding_is_not_normalized_unless_the_files_say_so(embedder: Path, 
         for name, text, reason in (
             ("1_Pooling/config.json", '{"pooling_mode_mean_tokens": true}', "asks for mean_tokens of Transformer"),
             ("modules.json", json.dumps([*modules, {"type": "a.Dense", "path": ""}]), "of .*, Dense"),
-            ("modules.json", "[", "m has no embeddings: embed needs modules.json"),
+            ("modules.json", "[", "this model has no embeddings: embed needs modules.json"),
         ):
             (folder / name).write_text(text)
             with pytest.raises(ValueError, match=reason):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES, Checkpoint, Turns, check_idle, new_weights, random_ids
+from handmade import let_pages_run_out
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -112,6 +113,27 @@ def test_the_head_of_a_tied_model_may_be_given_or_not(checkpoint: Checkpoint, sa
         with Generator(folder, **OPTIONS) as gen:
             gen.update_weights(weights | head)
             assert answers(gen) == new
+
+
+def test_another_head_unties_a_tied_model(checkpoint: Checkpoint, saved: Saved) -> None:
+    """Also of a model that drafts with a copy, whose head is the model's."""
+    folder = checkpoint(*FAMILIES["qwen2"][:1], **FAMILIES["qwen2"][1])
+    weights = new_weights(folder)
+    other = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].flip(1)}
+    with Generator(saved(folder, weights), **OPTIONS) as gen:
+        one = answers(gen)
+    with Generator(saved(folder, other), **OPTIONS) as gen:  # its config.json says that it is tied
+        two = answers(gen)
+        gen.update_weights(weights)
+        assert answers(gen) == one
+    for speculate in (False, "int4"):
+        with Generator(folder, speculate=speculate, **OPTIONS) as gen:
+            gen.update_weights(sorted(other.items()))
+            assert answers(gen) == two != one
+            gen.update_weights(weights.items())
+            assert answers(gen) == one
+            gen.update_weights({"lm_head.weight": other["lm_head.weight"]}, partial=True)
+            assert answers(gen) == two
 
 
 def test_a_trainers_model_as_it_is(llama: Path) -> None:
@@ -230,9 +252,31 @@ def test_keep_goes_on_without_a_prefill_and_is_never_reused(llama: Path) -> None
         assert known >= 6
         assert [done[index].weight_versions for index in range(2)] == [[(0, 0, known), (5, known, 24)]] * 2
         assert done[0].id == first
+        assert done[0].recomputed == []
         assert gen.generate(SYSTEM, SHORT)[0].cached_tokens == 0
         whole = SYSTEM + alone.token_ids
         assert gen.generate(whole, SHORT)[0].cached_tokens == 40, "what the new weights have computed, and no more"
+
+
+def test_kept_sequences_that_are_preempted_later_are_marked(llama: Path) -> None:
+    params = replace(LONG, max_tokens=40, speculate=False)
+    with Generator(llama, **OPTIONS | {"num_pages": 16, "max_model_len": 100}) as gen:
+        let_pages_run_out(gen)
+        for number in range(4):
+            gen.add(random_ids(8, seed=number), params, number)
+        while gen.stats.generated_tokens < 12:
+            gen.step()
+        assert gen.stats.preemptions == 0
+        gen.update_weights(new_weights(llama), in_flight="keep")
+        done = {event.id: event for event in drain(gen) if event.finish_reason}
+        preemptions = gen.stats.preemptions
+        again = gen.generate([random_ids(8, seed=number) for number in range(4)], params)
+        assert gen.stats.preemptions > preemptions
+    assert not any(completion.recomputed for output in again for completion in output.completions)
+    assert done[0].recomputed == []
+    marked = [spans for event in done.values() if (spans := event.recomputed)]
+    assert 0 < len(marked) <= preemptions
+    assert all(version == 1 and 0 < end < 40 for ((version, end),) in marked)
 
 
 def told_by(events: Iterable[Event]) -> dict[Any, dict[int, Completion]]:

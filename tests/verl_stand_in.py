@@ -147,7 +147,7 @@ def use_rollout(device: str, backend: str) -> None:
         engine = {"fastgen": {"device": device, "num_pages": 100, "page_size": 16}}
         config: Any = Config("float32", tensor_model_parallel_size=1, engine_kwargs=engine)
         model: Any = SimpleNamespace(local_path=str(BUNDLED))
-        actor = Actor(EngineServer(config, model, RolloutMode.HYBRID, ""))
+        actor = Actor(EngineServer(config, model, RolloutMode.HYBRID, "", 0))
         try:
             vars(sys.modules["ray"])["get_actor"] = {"fastgen_server_0": actor}.__getitem__
             rollout = Rollout(config, model, None, replica_rank=0)

@@ -164,8 +164,8 @@ class WeightUpdates:
         return torch.device(self._gen.config.device).type == "cuda"
 
     def transfer_state(self) -> dict[str, Any]:
-        """Return what a trainer asks: whether weights can come over NCCL, and their version."""
-        return {"nccl": self.has_nccl, "weight_version": self._gen.weight_version}
+        """Return what a trainer asks: whether weights can come over NCCL, their version, and their dtype."""
+        return {"nccl": self.has_nccl, "weight_version": self._gen.weight_version, "dtype": self._gen.config.dtype}
 
     def read_weights(self, folder: str, options: dict[str, Any]) -> int:
         """Update the weights from the safetensors files of a folder. Return the version of the weights."""

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a stray byte or a locale without Unicode must not end a chat
-    return run_tool("fgchat", args.verbose, lambda: _chat(args, conversation))
+    return run_tool("fgchat", args.verbose, lambda: _chat(args, conversation), parser.in_flags)
 
 
 def _conversation(args: argparse.Namespace) -> Conversation:

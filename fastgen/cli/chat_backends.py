@@ -41,6 +41,10 @@ SETTINGS |= {"seed": SAMPLING_OPTIONS["seed"], "stop": Option("stop", str), "thi
 """The settings of a chat: sampling parameters, and whether the model thinks."""
 
 
+# The errors of reading values from a server's JSON that have other types than in OpenAI's API.
+WRONG = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+
+
 class RefusedError(ValueError):
     """An error that is due to the messages; other messages may be answered."""
 
@@ -166,7 +170,7 @@ class ServerBackend(_Backend):
             raise ValueError(_error_of(response))
         try:
             served = [str(entry["id"]) for entry in response.json()["data"]]
-        except (ValueError, KeyError, TypeError):
+        except WRONG:
             raise ValueError(f"{self._url} is no OpenAI-style API: {response.text[:EXCERPT]!r}") from None
         if self._model is None:
             if not served:
@@ -176,26 +180,22 @@ class ServerBackend(_Backend):
             (self._model,) = served
 
     def stream(self, messages: Sequence[Message], reply: Reply) -> Pieces:
-        for chunk in self._chunks(messages):
-            if chunk.get("error"):
-                raise ServerError(error_message(chunk))
-            text = thought = ""
-            for choice in chunk.get("choices") or ():
-                delta = choice.get("delta") or {}
-                text += delta.get("content") or ""
-                thought += delta.get("reasoning_content") or delta.get("reasoning") or ""
-                reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
-            if usage := chunk.get("usage"):
-                reply.num_tokens = usage["completion_tokens"]
-            elif text or thought:
-                reply.num_tokens += 1  # an estimate until the server reports the number
+        for data in self._chunks(messages):
+            try:
+                chunk = json.loads(data)
+                failure = error_message(chunk) if chunk.get("error") else None
+                thought, text = _take(chunk, reply)
+            except WRONG:
+                raise ServerError(f"the server has sent what is no answer: {data[:EXCERPT]!r}") from None
+            if failure is not None:
+                raise ServerError(failure)
             yield thought, True
             yield text, False
         if reply.finish_reason is None:
             raise ServerError("the server has ended the answer early")
 
-    def _chunks(self, messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of an answer. Raises RefusedError or ServerError."""
+    def _chunks(self, messages: Sequence[Message]) -> Iterator[bytes]:
+        """Yield the chunks of an answer, which are JSON. Raises RefusedError or ServerError."""
         # Earlier thinking is not sent: templates drop it before a new message, and some servers refuse it.
         plain = [{"role": message["role"], "content": message["content"]} for message in messages]
         body = {"model": self._model, "messages": plain, **_sampling(self.settings)}
@@ -213,11 +213,7 @@ class ServerBackend(_Backend):
             for data in _events(response.iter_bytes()):
                 if data == b"[DONE]":
                     return
-                try:
-                    chunk = dict(json.loads(data))
-                except (ValueError, TypeError):
-                    raise ServerError(f"the server has sent what is no answer: {data[:EXCERPT]!r}") from None
-                yield chunk
+                yield data
 
     @contextmanager
     def _client(self) -> Iterator[httpx.Client]:
@@ -234,6 +230,22 @@ class ServerBackend(_Backend):
 
 
 Backend = LocalBackend | ServerBackend
+
+
+def _take(chunk: Mapping[str, Any], reply: Reply) -> tuple[str, str]:
+    """Return the thought and the text of a chunk, and note in the reply what else it says. Raises an error for a chunk
+    with values of other types."""
+    text = thought = ""
+    for choice in chunk.get("choices") or ():
+        delta = choice.get("delta") or {}
+        text += delta.get("content") or ""
+        thought += delta.get("reasoning_content") or delta.get("reasoning") or ""
+        reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+    if usage := chunk.get("usage"):
+        reply.num_tokens = int(usage["completion_tokens"])
+    elif text or thought:
+        reply.num_tokens += 1  # an estimate until the server reports the number
+    return thought, text
 
 
 def _events(pieces: Iterator[bytes]) -> Iterator[bytes]:
@@ -253,5 +265,5 @@ def _error_of(response: httpx.Response) -> str:
         return "the server wants another key; give it by --api-key"
     try:
         return error_message(response.json())
-    except ValueError:
+    except (ValueError, RecursionError):
         return f"the server says {response.status_code}: {response.text[:EXCERPT]!r}"

@@ -43,8 +43,8 @@ class UsageError(ValueError):
     """An error of the command line itself."""
 
 
-def run_tool(name: str, verbose: bool, run: Callable[[], int]) -> int:
-    """Run a tool and return its exit status.
+def run_tool(name: str, verbose: bool, run: Callable[[], int], in_flags: Callable[[str], str]) -> int:
+    """Run a tool and return its exit status. in_flags: `Parser.in_flags` of its command line.
 
     An exception prints one line on stderr and returns 1 (2 for a UsageError). Ctrl-C returns 130. If the reader of
     stdout has gone, as in `| head`, the status is 141, as after a SIGPIPE.
@@ -65,7 +65,7 @@ def run_tool(name: str, verbose: bool, run: Callable[[], int]) -> int:
         if verbose:
             logging.getLogger(__name__).exception("traceback:")
         kind = "" if isinstance(error, ValueError | OSError | RuntimeError) else f"{type(error).__name__}: "
-        note(name, f"error: {kind}{one_line(error)}")
+        note(name, f"error: {kind}{in_flags(one_line(error))}")
         return 2 if isinstance(error, UsageError) else 1
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -20,6 +22,8 @@ from fastgen.request import SAMPLING_OPTIONS
 
 API_KEY = "FASTGEN_API_KEY"  # environment variable with the key of a server
 EXCERPT = 300  # maximum number of characters of an unexpected response in an error message
+
+SUBCOMMANDS = ("serve", "chat", "run", "start", "launch", "generate", "complete", "batch")  # of other programs
 
 Value = str | int | float | bool
 SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
@@ -62,13 +66,42 @@ class Parser(argparse.ArgumentParser):
         help = "print a script that completes options with TAB in this shell, and exit"
         self.add_argument("--print-completion", action=_PrintCompletion, choices=("bash", "zsh", "tcsh"), help=help)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        word = next(iter(sys.argv[1:] if args is None else args), "")
+        if word in SUBCOMMANDS and not Path(word).exists():
+            self.error(f"{self.prog} has no subcommands; leave {word!r} out")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         if unknown := re.search(r"unrecognized arguments:.*? (--[\w-]+)", message):
             message = self._unknown(unknown[1])
-        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists the options\n")
+        self.exit(2, f"{self.prog}: error: {self.in_flags(message)}; {self.prog} --help lists the options\n")
+
+    def in_flags(self, message: str) -> str:
+        """Return an error that names options as in Python with the flags of this command instead. What it says of the
+        keys of a file or of the columns of a row stays."""
+        flags = {text[2:].replace("-", "_") for text in self._option_string_actions if text.startswith("--")}
+        every, long = ("|".join(sorted(names)) for names in (flags, {name for name in flags if "_" in name}))
+        pattern = (
+            rf"(?<![\w./'\"-])(?<!the file: )(?<![\]\d]: )(?:(?P<set>{every})=(?P<value>'[^']*'|\w[\w.]*\w|\w)"
+            rf"|(?P<long>{long})(?![\w/=])"
+            # Words that are no options elsewhere: where the name begins the sentence, or its advice.
+            rf"|(?:(?<!.)|(?<=; )|(?<=and ))(?P<first>{every})(?= (?:is|are|has|must|needs|and)\b)"
+            rf"|(?:(?<=leave )|(?<=or ))(?P<out>{every})(?= out\b))"
+        )
+
+        def flagged(found: re.Match[str]) -> str:
+            name, value = found["set"] or found["long"] or found["first"] or found["out"], found["value"]
+            if value == "False":
+                return flag(f"no_{name}")
+            return flag(name) + ("" if value in (None, "True") else f" {value.strip(chr(39))}")
+
+        return re.sub(pattern, flagged, re.sub(r" \(in Python[^)]*\)", "", message))
 
     def _unknown(self, given: str) -> str:
         name = given[2:]  # without the dashes, which would make all flags alike
+        if place := next((action.metavar for action in self._get_positional_actions() if action.dest == name), None):
+            return f"there is no {given}; give {place} without it"
         near = nearest(name, (known[2:] for known in self._option_string_actions))
         ours = ADVICE.get(name.replace("-", "_"), f"use --{near}" if near else "")
         ours = re.sub(r"[a-z]+(_[a-z]+)+", lambda name: flag(name[0]), ours)

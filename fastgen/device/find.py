@@ -37,9 +37,9 @@ def find_device(name: str | None, ranks: int = 1) -> str:
                 f"tensor_parallel is {ranks}, and torch finds {found} GPUs here; lower it, or use device='cpu'"
             )
         name = "cuda:0"
+    device = _parsed(name)
     try:
-        torch.empty(0, device=name)
-        device = torch.device(name)
+        torch.empty(0, device=device)
         device_memory(str(device))  # creates the context, which takes hundreds of MB
     except (RuntimeError, AssertionError) as error:
         remedy = "device='cpu' needs no GPU"
@@ -51,18 +51,28 @@ def find_device(name: str | None, ranks: int = 1) -> str:
         raise ValueError(
             f"device is {str(name)!r}, which torch cannot use here: {first_line(error)}; {remedy}"
         ) from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {str(name)!r}; fastgen runs on 'cpu' and on 'cuda'")
-    if device.type == "cuda" and device.index is None:  # the current GPU may change later
+    if device.type == "cpu":
+        return "cpu"
+    if device.index is None:  # the current GPU may change later
         device = torch.device("cuda", torch.cuda.current_device())
-    if device.type == "cuda":
-        chip = torch.cuda.get_device_properties(device)
-        if chip.major < LEAST_CAPABILITY:
-            raise ValueError(
-                f"{device} is a {chip.name} of compute capability {chip.major}.{chip.minor}, and fastgen needs "
-                f"{LEAST_CAPABILITY}.0 or higher; select another GPU, or use device='cpu'"
-            )
+    chip = torch.cuda.get_device_properties(device)
+    if chip.major < LEAST_CAPABILITY:
+        raise ValueError(
+            f"{device} is a {chip.name} of compute capability {chip.major}.{chip.minor}, and fastgen needs "
+            f"{LEAST_CAPABILITY}.0 or higher; select another GPU, or use device='cpu'"
+        )
     return str(device)
+
+
+def _parsed(name: str) -> torch.device:
+    """Return the device with this name. Raises ValueError for one that fastgen does not run on."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:  # it lists all kinds of devices that torch has ever run on
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {str(name)!r}; fastgen runs on 'cpu' and on 'cuda', or 'cuda:1' and so on")
+    return device
 
 
 def _default_device() -> str:

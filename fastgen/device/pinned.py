@@ -7,6 +7,8 @@ import re
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 4096  # bytes; a page of host memory is pinned as a whole
+ALIGNED = 16  # bytes; see `upload_together`
 
 
 class Pinned:
@@ -90,14 +93,48 @@ def to_host(tensor: Sent) -> Sent:
 
 
 def upload_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy one-dimensional arrays of the same dtype to a device in one transfer, as `upload` does.
+    """Copy one-dimensional arrays to a device in one transfer, as `upload` does.
 
     Each tensor begins at a multiple of 16 bytes, because Triton would compile kernels again for other alignments.
     """
-    multiple = max(16 // arrays[0].itemsize, 1)
-    sizes = [-(-len(array) // multiple) * multiple for array in arrays]
-    whole = np.zeros(sum(sizes), arrays[0].dtype)
-    for start, array in zip(np.cumsum(sizes) - sizes, arrays, strict=True):
-        whole[start : start + len(array)] = array
-    parts = torch.split(upload(whole, device), sizes)
-    return [part[: len(array)] for part, array in zip(parts, arrays, strict=True)]
+    parts = Parts.of([len(array) for array in arrays], [array.dtype for array in arrays])
+    return parts.tensors(parts.pack(arrays, device).to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One-dimensional arrays that follow each other in memory, at multiples of ALIGNED bytes.
+
+    lengths: their maximum numbers of elements. dtypes: their dtypes. starts: their first bytes. size: all bytes.
+    """
+
+    lengths: list[int]
+    dtypes: list[np.dtype[Any]]
+    starts: list[int]
+    size: int
+
+    @classmethod
+    def of(cls, lengths: list[int], dtypes: list[np.dtype[Any]]) -> Parts:
+        """Lay out arrays of these lengths and dtypes."""
+        sizes = [length * dtype.itemsize for length, dtype in zip(lengths, dtypes, strict=True)]
+        ends = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
+        return cls(lengths, dtypes, ends[:-1], ends[-1])
+
+    def pack(self, arrays: Sequence[np.ndarray], device: torch.device, fills: Sequence[int] = ()) -> Tensor:
+        """Return new memory of the host with these arrays, pinned for a GPU: uint8 [size]. fills: what follows the ends
+        of the first arrays; it is undefined after the others."""
+        host = torch.empty(self.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        memory = host.numpy()
+        for start, length, array, fill in zip_longest(self.starts, self.lengths, arrays, fills):
+            part = memory[start : start + length * array.itemsize].view(array.dtype)
+            part[: len(array)] = array
+            if fill is not None:
+                part[len(array) :] = fill
+        return host
+
+    def tensors(self, memory: Tensor) -> list[Tensor]:
+        """Return the arrays as views of memory, uint8 [size]."""
+        return [
+            memory[start : start + length * dtype.itemsize].view(getattr(torch, dtype.name))
+            for start, length, dtype in zip(self.starts, self.lengths, self.dtypes, strict=True)
+        ]

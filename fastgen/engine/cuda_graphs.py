@@ -1,7 +1,7 @@
 """CUDA graphs of steps, and the sizes of the steps that are captured.
 
-Each size of decode steps has a graph; some have a second one for rows that share keys. A step with prefills of few
-tokens has a graph for each layer.
+Each size of decode steps has a graph; some have a second one for rows that share keys. So have steps with prefills, up
+to a number of tokens (`prefill_graphs.py`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 
-from fastgen.device.profiling import span
-from fastgen.model.attention.interface import Attention
-from fastgen.model.kv_pool import KVPool
-from fastgen.model.transformer import StepPart, Transformer
-from fastgen.parallel.residual import ReplicatedResidual
 from fastgen.processes.errors import DepartedError
 
 Key = TypeVar("Key")
 
-PREFILL_SIZES = (16, 32, 64, 96, 128, 192, 256)
-"""Step sizes, in tokens, that are captured; few, since each takes a graph for each layer. Multiples of ROW_TILE."""
+PREFILL_SIZES = (16, 32, 64, 96, 128, 192, *range(256, 2305, 128))
+"""Numbers of tokens of the steps with prefills that are captured, multiples of ROW_TILE.
+
+Above 256 tokens they are whole tiles of the kernels for many tokens, so that padding takes no more products. A larger
+step is launched kernel by kernel, for which the GPU takes longer than the host with most models."""
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -65,7 +62,7 @@ _spare: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 class Graphs(Generic[Key]):
-    """CUDA graphs by key: of decode steps by the number of lanes, of pieces of prefill steps by (tokens, layer).
+    """CUDA graphs by key: of decode steps by the number of lanes, of steps with prefills by the number of tokens.
 
     keys: ascending. The graphs share one memory pool and one stream, also with the graphs of `partner`. A replay
     overwrites the temporary tensors of the last one, so a step must keep its results in tensors of its own."""
@@ -125,68 +122,3 @@ class Graphs(Generic[Key]):
             if not self._graphs:
                 raise DepartedError("the ranks have left their group")
             self._graphs[key].replay()
-
-
-class PrefillGraphs:
-    """CUDA graphs of steps with prefills of few tokens: everything but the attention of a forward pass.
-
-    Launched kernel by kernel, such a step takes as long as the host needs for its launches, which is longer than the
-    GPU needs. A CUDA graph cannot hold the attention of prefill chunks, whose grids and work lists differ from step to
-    step. So each graph goes from one layer's attention to the next one's: the o projection and MLP of a layer, then the
-    queries, keys and values of the next. The last layer's attention and MLP are launched kernel by kernel too, since
-    they are computed only for the wanted rows.
-
-    sizes: numbers of tokens of the steps, ascending. partner: graphs to share a memory pool with. The key of a graph is
-    its size, and the layer whose queries it ends with.
-    """
-
-    def __init__(self, model: Transformer, pool: KVPool, sizes: list[int], partner: Graphs[int]) -> None:
-        self.sizes = sizes
-        self._model, self._pool = model, pool
-        self._layers = len(model.layers)
-        heads, head_size, like = model.config.num_heads, model.config.head_size, model.parameters.embedding
-        most = sizes[-1]
-        # The inputs of the graphs, and what they hand to each other and to attention, at fixed addresses.
-        self._ids, self._positions, self._slots = torch.zeros(3, most, dtype=torch.int64, device=like.device)
-        self._slots.fill_(-1)
-        self._x = like.new_zeros(most, model.config.hidden_size)
-        self._q = like.new_zeros(most, heads, head_size)
-        self._attended = like.new_zeros(most, heads * head_size)
-        keys = [(size, layer) for size in sizes for layer in range(self._layers)]
-        self.graphs = Graphs(keys, like.device, partner)
-        self.graphs.capture(self._launch)
-
-    def forward(self, part: StepPart, attention: Attention) -> Tensor:
-        """Do what `Transformer.forward` does for a step that is padded to one of `sizes`. The next call may overwrite
-        the result."""
-        size, model = len(part.token_ids), self._model
-        self._ids[:size] = part.token_ids
-        self._positions[:size] = part.mapping.positions
-        self._slots[:size] = part.mapping.slots
-        part.residual, q = ReplicatedResidual(model.group, self._x[:size]), self._q[:size]
-        for number in range(self._layers):
-            if number:
-                attended = model.attend(part, number - 1, q, attention)
-                self._attended[: len(attended)] = attended
-            part.wait(number)
-            with span("graph"):
-                self.graphs.run((size, number))
-        last = self._layers - 1
-        model.add_attended(part, last, model.attend(part, last, q, attention))
-        model.add_mlp(part, last)
-        return part.residual.whole()[: part.num_results]
-
-    def _launch(self, key: tuple[int, int]) -> None:
-        """Launch the kernels of a graph."""
-        size, layer = key
-        model, x, ids = self._model, self._x[:size], self._ids[:size]
-        mapping = model.slot_mapping(self._pool, self._positions[:size], self._slots[:size], size)
-        part = StepPart(ids, mapping, plan=None)
-        if layer == 0:
-            model.embed([part])
-            x.copy_(part.residual.whole())
-        part.residual = ReplicatedResidual(model.group, x)
-        if layer > 0:
-            model.add_attended(part, layer - 1, self._attended[:size])
-            model.add_mlp(part, layer - 1)
-        self._q[:size] = model.project_qkv(part, layer, self._pool)

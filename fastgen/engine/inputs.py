@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import os
@@ -12,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from fastgen.engine.masks import MaskMaker, copy_mask
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue
 from fastgen.engine.prompts import params_list, prompt_list
+from fastgen.engine.seeds import seed_of
 from fastgen.model.config import ModelConfig
 from fastgen.request import (
     MAX_BIASES,
@@ -44,7 +44,7 @@ class InputProcessor:
         defaults: SamplingParams,
     ) -> None:
         self.model, self.tokenizer, self.context, self.defaults = model, tokenizer, context, defaults
-        self._seed = os.urandom(8) if seed is None else str(seed).encode()
+        self._seed = os.urandom(8) if seed is None else seed
         self._seeds = itertools.count()
         self._masks = MaskMaker(model, tokenizer)
 
@@ -133,8 +133,7 @@ class InputProcessor:
         if params.seed is not None:
             return int(params.seed)
         if resume is None:
-            digest = hashlib.blake2b(self._seed + b":%d" % next(self._seeds), digest_size=8).digest()
-            return int.from_bytes(digest, "little")
+            return seed_of(self._seed, next(self._seeds))
         if resume.seed is None:
             raise ValueError("the completion has no seed to continue its draws with; give params one")
         return resume.seed

@@ -62,6 +62,8 @@ class ActiveSample:
         sequence.token_ids += completion.token_ids
         sequence.drawn.extend(completion)
         sequence.versions = [(version, start) for version, start, _ in completion.weight_versions]
+        sequence.kv_version = sequence.versions[-1][0] if sequence.versions else None
+        sequence.recomputed = completion.recomputed.copy()
         stop = None if self.text is None else self.update_text(tokenizer)
         self.resumed_chars = 0 if self.text is None else len(self.text.text)
         self.emitted = (sequence.output_len, self.resumed_chars)
@@ -90,6 +92,7 @@ class ActiveSample:
             cached_tokens=active.cached_tokens,
             started=None if any(self.emitted) else sequence.started,
             weight_versions=sequence.weight_versions if last else None,
+            recomputed=sequence.recomputed if last else None,
             prompt_token_ids=active.prompt_ids if with_prompt else None,
             prompt=active.prompt if with_prompt else None,
             seed=sequence.seed if last else None,
@@ -110,6 +113,7 @@ class ActiveSample:
             stop_reason=sequence.stop_reason,
             error=sequence.error,
             weight_versions=sequence.weight_versions,
+            recomputed=sequence.recomputed,
             seed=sequence.seed,
         )
 

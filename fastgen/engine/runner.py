@@ -15,11 +15,13 @@ from fastgen.device.chip import current
 from fastgen.device.pinned import to_host, upload, upload_together
 from fastgen.device.threads import FreeCores
 from fastgen.engine import halves
-from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs, smallest_size
+from fastgen.engine.cuda_graphs import Graphs, smallest_size
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.step import Lanes, Launched, RowSource, StepFeature, StepInput, StepSequences
-from fastgen.kernels.state import DecodeInput
-from fastgen.model.attention.interface import Attention
+from fastgen.engine.prefill_graphs import PrefillGraphs
+from fastgen.engine.step import Lanes, Launched, RowSource, StepFeature, StepSequences
+from fastgen.engine.uploads import StepArrays, StepTensors
+from fastgen.kernels.state import DecodeInput, begin_step
+from fastgen.model.attention.interface import Attention, StepLayout
 from fastgen.model.chosen import alternatives_of
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.live_weights import LiveWeights
@@ -32,15 +34,15 @@ from fastgen.request import Batch, StepResult
 class Runner:
     """The model with its KV pool, and the lanes.
 
-    A step is a StepInput, which is made in one of two ways and run in one way (`_run`). A step of decodes takes its
-    tokens, positions and pages from the lanes on the device, so that the host sends only what changed; a CUDA graph
-    holds all of it (`decode_body`), and is replayed. Any other step is uploaded as a whole and launched kernel by
-    kernel; if it has few tokens, all but its attention runs in CUDA graphs too (PrefillGraphs). The CPU has no graphs,
-    and uploads decodes of one row as well.
+    A step of decodes takes its tokens, positions and pages from the lanes on the device, so that the host sends only
+    what changed; a CUDA graph holds all of it (`decode_body`), and is replayed. Any other step is uploaded as a whole,
+    and replayed by PrefillGraphs, or launched kernel by kernel if it has too many tokens for them. The CPU has no
+    graphs, and uploads decodes of one row as well.
 
     The start fills `features` (startup.make_runner), and `graphs` and `prefill_graphs` (warm_up.capture).
 
-    features: the features that act in steps, by the type of their payloads in a Batch.
+    features: the features that act in steps, by the type of their payloads in a Batch. logits: float32 [most rows of a
+    step of decodes, V], at a fixed address; no rows on ranks above 0.
     """
 
     def __init__(self, model: Transformer, pool: KVPool, attention: Attention, config: EngineConfig) -> None:
@@ -54,7 +56,7 @@ class Runner:
         self.features: dict[type, StepFeature[Any]] = {}
         self.graphs: dict[bool, Graphs[int]] = {}  # decode steps, by whether shared keys are read once
         self.prefill_graphs: PrefillGraphs | None = None
-        self._logits = torch.empty(config.most_rows if samples else 0, vocab, device=self.device)  # for decode steps
+        self.logits = torch.empty(config.most_rows if samples else 0, vocab, device=self.device)  # for decode steps
         self._free_cores = FreeCores()
 
     def clear_lanes(self) -> None:
@@ -87,7 +89,7 @@ class Runner:
         with self._step_context():
             for payload in batch.features:
                 self.features[type(payload)].before(step, payload)
-            self.lanes.apply(batch)
+            self.lanes.update_tables(batch)
             shared = self.prefixes is not None and self.prefixes.update(
                 batch.decodes, self.lanes.host_kv_lens, self.lanes.host_table
             )
@@ -99,6 +101,7 @@ class Runner:
                 self._launch_decodes(step, self.lanes, self.graphs[shared])
             else:
                 self._launch_uploaded(step, shared)
+            self.lanes.start(batch)  # not earlier: the device works already, and only draws need it
             if batch.copies:  # of pages that this step has filled
                 sources, targets = zip(*batch.copies, strict=True)
                 self.pool.copy(*upload_together([np.array(sources), np.array(targets)], self.device))
@@ -143,10 +146,13 @@ class Runner:
         """Compute the logits of a step of the first `size` lanes that decode, with all tensors at fixed addresses, as
         the body of a graph. shared: read keys that rows share once. layers: see Transformer.forward."""
         source = self.lanes if source is None else source
-        self._run(self._decoding(source.fill(size), shared, source.alone), layers)
+        self._run_decodes(source.fill(size), shared, source.alone, layers)
 
-    def _decoding(self, rows: DecodeInput, shared: bool = False, alone: bool = False) -> StepInput:
-        """Return the StepInput of rows that attend as decodes. shared, alone: see Attention.plan_decode."""
+    def _run_decodes(
+        self, rows: DecodeInput, shared: bool = False, alone: bool = False, layers: Sequence[int] | None = None
+    ) -> None:
+        """Launch the layers for rows that attend as decodes, and write their logits. shared, alone: see
+        Attention.plan_decode. layers: see Transformer.forward."""
         count, padding = len(rows.lanes), -len(rows.lanes) % self.model.row_tile
         plan = self.attention.plan_decode(rows.lanes, rows.kv_lens, self.lanes.page_table, shared, alone)
         ids, positions, slots = rows.token_ids, rows.positions, rows.slots
@@ -154,18 +160,8 @@ class Runner:
             ids, positions = F.pad(ids, (0, padding)), F.pad(positions, (0, padding))
             slots = F.pad(slots, (0, padding), value=-1)
         mapping = self.model.slot_mapping(self.pool, positions, slots, count)
-        return StepInput([StepPart(ids, mapping, plan)], rows.lanes, rows.kv_lens, out=self._logits[:count])
-
-    def _run(self, step: StepInput, layers: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
-        """Launch the layers and the logits of a step. Returns the residual stream, [T, hidden size], and the logits, on
-        rank 0 and if tokens are drawn."""
-        if step.graphs is not None:
-            x = step.graphs.forward(step.parts[0], self.attention)
-        else:
-            x = self.model.forward(step.parts, self.pool, self.attention, layers)
-        if not len(step.lanes):
-            return x, None
-        return x, self.model.logits(x[: len(step.lanes)] if step.rows is None else x[step.rows], step.out)
+        x = self.model.forward([StepPart(ids, mapping, plan)], self.pool, self.attention, layers)
+        self.model.logits(x[:count], self.logits[:count])
 
     def _launch_decodes(self, step: Launched, source: RowSource, graphs: Graphs[int] | None) -> None:
         """Launch a step of decodes that is made on the device, as a CUDA graph if there is one."""
@@ -176,62 +172,75 @@ class Runner:
             rows = source.filled(size, count)
         else:
             rows = source.fill(count, exact=True)
-            self._run(self._decoding(rows))
+            self._run_decodes(rows)
         step.lanes, step.positions = rows.lanes, rows.kv_lens  # with n keys, the token at position n is drawn
-        step.logits = self._logits[: len(rows.lanes)] if self.group.rank == 0 else None
+        step.logits = self.logits[: len(rows.lanes)] if self.group.rank == 0 else None
 
     def _launch_uploaded(self, step: Launched, shared: bool) -> None:
-        """Launch any step kernel by kernel, or through the PrefillGraphs."""
-        uploaded = self._upload(step, shared)
-        x, step.logits = self._run(uploaded)
-        step.lanes, step.positions = uploaded.lanes, uploaded.positions
-        for payload in step.batch.features:
-            self.features[type(payload)].after(step, payload, x)
+        """Launch any step, as CUDA graphs if there are some for its number of tokens."""
+        sequences = StepSequences.of(step.batch, self.lanes.host_kv_lens)
+        layout = sequences.layout(self.lanes.page_table, len(step.batch.decodes), shared)
+        graphs = self.prefill_graphs
+        if graphs is not None and sequences.tokens <= graphs.sizes[-1]:
+            x = self._replay(graphs, step, sequences, layout)
+        else:
+            x = self._launch_kernels(step, sequences, layout)
+        if x is not None:
+            for payload in step.batch.features:
+                self.features[type(payload)].after(step, payload, x)
 
-    def _upload(self, launched: Launched, shared: bool) -> StepInput:
-        """Build the StepInput of a step from arrays on the host, and send it to the device."""
-        batch, known, table = launched.batch, self.lanes.host_kv_lens, self.lanes.page_table
-        step, decodes = StepSequences.of(batch, known), len(batch.decodes)
-        parts = [step] if self.group.exchange is None else halves.cut(step, decodes)
-        total, graphs = int(step.query_lens.sum()), self.prefill_graphs
-        if graphs and (total > graphs.sizes[-1] or len(parts) > 1):
-            graphs = None
-        padding = smallest_size(graphs.sizes, total) - total if graphs else -total % self.model.row_tile
+    def _replay(
+        self, graphs: PrefillGraphs, step: Launched, sequences: StepSequences, layout: StepLayout
+    ) -> Tensor | None:
+        """Run a step as CUDA graphs. Return the residual stream [T, hidden size] if `step.all_rows` is set."""
+        padding = smallest_size(graphs.sizes, sequences.tokens) - sequences.tokens
+        arrays = StepArrays.of(step.batch, sequences, self.lanes, padding)
+        for event in step.arrivals.values():
+            event.wait()
+        sent, draws = graphs.run(arrays, layout), len(step.sampling)
+        step.lanes, step.positions, x = sent.drawing[:draws], sent.ends[:draws], None
+        if step.all_rows:
+            x = graphs.finish(len(sent.ids), layout)
+            step.logits = self.model.logits(x[sent.rows[:draws]]) if draws else None
+        elif draws:
+            graphs.draw(draws)
+            step.logits = self.logits[:draws] if self.group.rank == 0 else None
+        return x
+
+    def _launch_kernels(self, step: Launched, sequences: StepSequences, layout: StepLayout) -> Tensor | None:
+        """Launch a step kernel by kernel. Return the residual stream [T, hidden size] if `step.all_rows` is set."""
+        model, total, draws = self.model, sequences.tokens, len(step.sampling)
+        sent = StepArrays.of(step.batch, sequences, self.lanes, -total % model.row_tile).send(self.device)
+        step.lanes, step.positions = sent.drawing, sent.ends
+        state = self.lanes.state
+        begin_step(sent.lanes, sent.kv_lens, sent.decode_lens, sent.ids, state.last_token, self.lanes.kv_lens)
+        parts = self._parts(step, sequences, sent, layout)
+        model.embed(parts)
+        last = len(model.layers) - 1
+        queries = model.run_layers(parts, self.pool, self.attention, range(last + 1))
         # Only the rows that tokens are drawn from go through all of the last layer.
-        ends_only = len(step.rows) < total and not launched.all_rows
-        changed = np.concatenate([step.lanes, step.forks])  # lanes with new KV lengths
-        host_positions = step.positions()
-        host_slots = self.lanes.slots(np.repeat(step.lanes, step.query_lens), host_positions)
-        ids, positions, slots, lanes, kv_lens, rows, drawn_from, drawing, drawn_at = upload_together([
-            step.token_ids(batch, padding),
-            np.pad(host_positions, (0, padding)),
-            np.pad(host_slots, (0, padding), constant_values=-1),
-            changed,
-            known[changed],
-            step.rows,
-            np.repeat(np.arange(len(step.rows)) if ends_only else step.rows, step.num_draws[step.num_draws > 0]),
-            np.array(launched.sampling, dtype=np.int64),
-            np.repeat(step.kv_lens, step.num_draws),
-        ], self.device)  # fmt: skip
-        ids[:decodes] = self.lanes.state.last_token[lanes[:decodes]]
-        self.lanes.kv_lens.index_put_((lanes,), kv_lens.int())
-        step_parts, start, row = [], 0, 0
-        for part in parts:
-            count = int(part.query_lens.sum())
-            here = slice(start, total + padding if start + count == total else start + count)
-            own_decodes, own_shared = (0, False) if start else (decodes, shared)  # all decodes are in the first part
-            plan = self.attention.plan(part.layout(table, own_decodes, own_shared))
-            ends = None
-            if ends_only:
-                layout = part.ends.layout(table, len(part.rows), own_shared)
-                ends = rows[row : row + len(part.rows)] - start, layout
-            mapping = self.model.slot_mapping(self.pool, positions[here], slots[here], count)
-            step_parts.append(StepPart(ids[here], mapping, plan, ends, launched.arrivals))
-            start, row = start + count, row + len(part.rows)
-        # A fork needs a row of logits of its own, so its row is repeated before the head. To repeat logits would take
-        # more memory than the largest step.
-        repeated = None if ends_only and not len(step.forks) else drawn_from
-        return StepInput(step_parts, drawing, drawn_at.int(), repeated, graphs=graphs)
+        if step.all_rows or (draws == total and not len(sequences.forks)):
+            x = model.finish(parts, queries, self.attention, last)
+            step.logits = model.logits(x[sent.rows]) if draws else None
+            return x if step.all_rows else None
+        if draws:
+            x, q = _select(parts, queries, sent.rows, sequences)
+            plan = self.attention.plan_decode(sent.sources, sent.ends, self.lanes.page_table)
+            step.logits = model.logits(model.finish_rows(x, q, sent.rows, plan, self.attention))
+        return None
+
+    def _parts(self, step: Launched, sequences: StepSequences, sent: StepTensors, layout: StepLayout) -> list[StepPart]:
+        """Return the step as one part, or under tensor parallelism as two halves if it is long."""
+        table, found = self.lanes.page_table, list[StepPart]()
+        for part in [sequences] if self.group.exchange is None else halves.cut(sequences, layout.decodes):
+            start, count = sum(part.mapping.real for part in found), part.tokens
+            end = len(sent.ids) if start + count == sequences.tokens else start + count  # with the step's padding
+            # All decodes, which may share keys, are in the first part.
+            own = part.layout(table, 0, False) if found else part.layout(table, layout.decodes, layout.shared)
+            plan = self.attention.plan(own)
+            mapping = self.model.slot_mapping(self.pool, sent.positions[start:end], sent.slots[start:end], count)
+            found.append(StepPart(sent.ids[start:end], mapping, plan, step.arrivals))
+        return found
 
     def _sample(self, step: Launched, masks: np.ndarray | None) -> None:
         """Draw tokens, and start copying the step's results to the host."""
@@ -265,3 +274,18 @@ class Runner:
     def _step_context(self) -> AbstractContextManager[object]:
         """Return the context of a step: on the CPU as many threads as cores are free."""
         return self._free_cores.step() if self.device.type == "cpu" else current(self.device)
+
+
+def _select(
+    parts: list[StepPart], queries: list[Tensor], rows: Tensor, sequences: StepSequences
+) -> tuple[Tensor, Tensor]:
+    """Return the residual stream [R, hidden size] and the queries [R, H, D] of the rows that are drawn from, int64 [R],
+    ascending."""
+    if len(parts) == 1:
+        return parts[0].residual.select(rows), queries[0][rows]
+    at = parts[0].mapping.real
+    ends = np.repeat(sequences.query_lens.cumsum(), sequences.num_draws)
+    first = int((ends <= at).sum())
+    halves_of_rows = rows[:first], rows[first:] - at
+    xs = [part.residual.select(own) for part, own in zip(parts, halves_of_rows, strict=True)]
+    return torch.cat(xs), torch.cat([q[own] for q, own in zip(queries, halves_of_rows, strict=True)])

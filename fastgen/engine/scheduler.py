@@ -27,7 +27,6 @@ each decode has.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -284,10 +283,7 @@ class Scheduler:
         self.reservations.dequeue(sequence)
         self.reservations.reserve(sequence, expected)
         self.running.append(sequence)
-        sequence.prefill_len = len(sequence.token_ids)
-        sequence.status = Status.RUNNING
-        if sequence.started is None:
-            sequence.started = time.monotonic()
+        sequence.start()
         self.lanes.take(sequence)
         self.lanes.send_pages(sequence, 0)
         self._pause = 0

@@ -22,7 +22,6 @@ from fastgen.device.chip import Chip, current
 from fastgen.device.find import first_line, is_out_of_memory
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.disk import naming_full_disk
-from fastgen.engine.cuda_graphs import prefill_sizes
 from fastgen.engine.halves import largest_half
 from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.page_moves import PageMover
@@ -33,7 +32,14 @@ from fastgen.engine.runner import Runner
 from fastgen.engine.speculation.drafting import Drafting, weights_of
 from fastgen.engine.speculation.head import HeadWeights
 from fastgen.engine.speculation.planning import DraftPlan
-from fastgen.engine.warm_up import capture, compile_kernels, count_graphs, measure_prefill_tokens, run_largest_steps
+from fastgen.engine.warm_up import (
+    capture,
+    captured_prefills,
+    compile_kernels,
+    count_graphs,
+    measure_prefill_tokens,
+    run_largest_steps,
+)
 from fastgen.kernels.launch import kernels_of, slower_than_possible, triton
 from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.attention.cpu import CpuAttention
@@ -47,7 +53,7 @@ from fastgen.model.kv_pool import KVPool
 from fastgen.model.loader import fill_random, scale_dtype
 from fastgen.model.loader import load as load_checkpoint
 from fastgen.model.parameters import Parameters, checkpoint_shards
-from fastgen.model.quantization import Int4
+from fastgen.model.quantization import Int4, explaining_sizes
 from fastgen.model.quantized import check_fp8
 from fastgen.model.transformer import Transformer
 from fastgen.parallel.group import Group
@@ -70,7 +76,8 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
             raise ValueError("deterministic=True needs all ranks on one host; leave it out, or use fewer ranks")
         config = replace(config, deterministic=False)
     if model_config.quantization and torch.device(device).type == "cuda":
-        check_quantized(model_config.split(group.size), config.dtype)
+        with explaining_sizes(group.size):
+            check_quantized(model_config.split(group.size), config.dtype)
     if config.kv_cache_dtype == "fp8" and kernels != "torch" and Chip.of(torch.device(device)).capability < (8, 9):
         raise ValueError("kv_cache_dtype='fp8' needs an Ada or Hopper GPU or a newer one; leave it out")
     if slower := slower_than_possible(torch.device(device)):
@@ -137,7 +144,8 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
     if isinstance(form, Int4) and load == "auto":
         form = replace(form, scale_dtype=scale_dtype(folder, LAYOUTS[form.stored].scales.suffix))
         model_config = replace(model_config, quantization=form)
-    parameters = Parameters(model_config, dtype, device, group, config.deterministic)
+    with explaining_sizes(group.size):
+        parameters = Parameters(model_config, dtype, device, group, config.deterministic)
     if load == "dummy":
         if update is not None:
             raise ValueError("adapter needs the weights of the checkpoint; leave load='dummy' out")
@@ -228,7 +236,7 @@ def measure_pages(model: Transformer, config: EngineConfig, free: int, head: Hea
     compile_kernels(probe)
     run_largest_steps(probe)
     if probe.attention.capturable:
-        capture(probe, [config.max_seqs], prefill_sizes(config.max_step_tokens)[-1:])
+        capture(probe, [config.max_seqs], captured_prefills(probe)[-1:])
         run_largest_steps(probe)  # again, since the graphs may have taken its memory
     left = device_memory(config.device)  # torch keeps the memory of the largest step
     graphs = count_graphs(probe)
@@ -259,14 +267,16 @@ def _explain_out_of_memory(config: EngineConfig, free: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not is_out_of_memory(error):
+        # torch's allocator of host memory raises no MemoryError.
+        of_host = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+        if not of_host and not is_out_of_memory(error):
             raise
-        where = f"the memory of {config.device}, of which {free / 1e9:.1f} GB were free,"
-        if isinstance(error, MemoryError):
-            where = "the host's memory"
+        memory = f"the memory of {config.device}, of which {free / 1e9:.1f} GB were free,"
+        lower, instead = "num_pages, kv_cache_gb or memory_fraction", "a smaller model or device='cpu'"
+        if of_host:
+            memory, lower, instead = "the host's memory", "num_pages, kv_cache_gb or host_cache_gb", "a smaller model"
         raise ValueError(
-            f"{where} does not suffice for the weights, the KV pool and a step of max_step_tokens="
-            f"{config.max_step_tokens} over max_seqs={config.max_seqs}: lower these, num_pages, kv_cache_gb or "
-            f"memory_fraction, end other programs that hold the memory, or use a smaller model or device='cpu' "
-            f"({first_line(error)})"
+            f"{memory} does not suffice for the weights, the KV pool and a step of max_step_tokens="
+            f"{config.max_step_tokens} over max_seqs={config.max_seqs}: lower these, {lower}, end other programs that "
+            f"hold the memory, or use {instead} ({first_line(error)})"
         ) from error

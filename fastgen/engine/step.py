@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.device.pinned import upload
-from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs
+from fastgen.device.pinned import upload, upload_together
+from fastgen.engine.cuda_graphs import Graphs
 from fastgen.engine.options import EngineConfig
 from fastgen.kernels.state import DecodeInput, advance
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.sampler import LaneState, SampleOutput, SamplePlan
-from fastgen.model.transformer import StepPart
 from fastgen.request import Batch, SamplingParams, StepResult
 
 
@@ -46,22 +45,12 @@ class StepSequences:
         return cls(lanes, query_lens, kv_lens, draws, forks)
 
     @property
-    def ends(self) -> StepSequences:
-        """The sequences that draw, each with only its last query token."""
-        drawing = self.num_draws > 0
-        ones = np.ones_like(self.lanes[drawing])
-        return StepSequences(self.lanes[drawing], ones, self.kv_lens[drawing], ones, self.forks[:0])
+    def tokens(self) -> int:
+        return int(self.query_lens.sum())
 
     def layout(self, page_table: Tensor, decodes: int, shared: bool) -> StepLayout:
         """Return the layout for attention. The arguments are its fields."""
         return StepLayout(self.query_lens, self.kv_lens, decodes, self.lanes, page_table, shared)
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The last rows of the sequences that draw: int64 [R]."""
-        last: np.ndarray = self.query_lens.cumsum() - 1
-        drawing: np.ndarray = last[self.num_draws > 0]
-        return drawing
 
     def positions(self) -> np.ndarray:
         """Return the positions of the query tokens in their sequences: int64 [T]."""
@@ -103,19 +92,23 @@ class Lanes:
         self._decode_lanes = np.zeros(0, dtype=np.int64)
         self._page_size, self._spare, self._device, self._samples = page_size, spare, device, samples
 
-    def apply(self, batch: Batch) -> None:
-        """Start new lanes and update page tables."""
+    def update_tables(self, batch: Batch) -> None:
+        """Write the batch's page updates into the page tables."""
+        if batch.page_updates:
+            columns = self.host_table.shape[1]
+            cells = [np.arange(len(new)) + (lane * columns + first) for lane, first, new in batch.page_updates]
+            pages = [np.array(new, dtype=np.int32) for _, _, new in batch.page_updates]
+            cell, page = np.concatenate(cells), np.concatenate(pages)
+            self.host_table.reshape(-1)[cell] = page
+            self.page_table.view(-1).index_copy_(0, *upload_together([cell, page], self._device))
+
+    def start(self, batch: Batch) -> None:
+        """Take over the parameters of the lanes that a batch starts."""
         if batch.starts and self._samples:
             self.state.start(batch.starts)
             for start in batch.starts:
                 self.params[start.lane] = start.params
                 self._plans[:, start.lane] = SamplePlan.of(start.params)
-        if batch.page_updates:
-            rows = [(lane, at, page) for lane, first, new in batch.page_updates for at, page in enumerate(new, first)]
-            updates = np.array(rows, dtype=np.int64).T.copy()
-            self.host_table[updates[0], updates[1]] = updates[2]
-            lanes, columns, pages = upload(updates, self._device)
-            self.page_table.index_put_((lanes, columns), pages.int())
 
     def set_decodes(self, decodes: tuple[int, ...]) -> None:
         """Send the lanes that decode, if they changed."""
@@ -178,30 +171,13 @@ class RowSource(Protocol):
         """Return the rows to draw from, after a graph of `size` lanes has run for the `count` lanes of a step."""
 
 
-@dataclass(frozen=True)
-class StepInput:
-    """The tensors of a step: token ids, positions, slots and attention plan of its parts, and what is drawn.
-
-    parts: the whole step, or its two halves. rows: int64 [R], the rows of the layers' result whose logits are wanted;
-    None: the first R. lanes: int64 [R], the lanes that draw. positions: int32 [R], the positions of the tokens to draw.
-    out: float32 [R, V], memory for the logits if they go to fixed addresses. graphs: the graphs that the layers run in,
-    if any.
-    """
-
-    parts: list[StepPart]
-    lanes: Tensor
-    positions: Tensor
-    rows: Tensor | None = None
-    out: Tensor | None = None
-    graphs: PrefillGraphs | None = None
-
-
 @dataclass(eq=False)
 class Launched:
     """A step in flight. Its results are on the host when the event `arrived` has passed (None: now). Keep it until
     then, since a kernel writes to `sampled.packed`.
 
-    sampling: the lane of each result. lanes, positions: see StepInput. logits: float32 [R, V], until tokens are drawn.
+    sampling: the lane of each result. lanes: int64 [R], the lanes that draw. positions: int32 [R], the positions of the
+    tokens to draw. logits: float32 [R, V] on rank 0, until tokens are drawn.
 
     For features: source: makes the rows of a step of decodes, instead of the Runner's Lanes. graphs: the CUDA graphs of
     such steps, by number of lanes. all_rows: the layers compute the results of all tokens, not only of
@@ -239,12 +215,11 @@ class StepFeature(Generic[Payload]):
         """Forget what the lanes hold, when all lanes are emptied after the warm-up."""
 
     def before(self, step: Launched, payload: Payload) -> None:
-        """Act before the step is built, and before its starts and page updates are applied to the lanes."""
+        """Act before the step is built, and before the lanes get its page updates and parameters."""
 
     def after(self, step: Launched, payload: Payload, x: Tensor) -> None:
-        """Act when the layers of an uploaded step have been launched; not called for decodes made on the device. x: the
-        residual stream [T, hidden size], perhaps with padding, if `before` has set `step.all_rows`; else perhaps only
-        the rows that are drawn from."""
+        """Act when the layers of a step with prefills have been launched, if `before` has set `step.all_rows`. x: the
+        residual stream after the last layer, [T, hidden size], perhaps with padding."""
 
     def drawn(self, step: Launched, payload: Payload, tokens: Tensor) -> None:
         """Act when the draws, int32 [R], have been launched; not called if no lane draws."""

@@ -9,14 +9,17 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
 
 from fastgen.device.chip import Chip, current
-from fastgen.engine.cuda_graphs import Graphs, PrefillGraphs, batch_sizes, prefill_sizes, shared_sizes
+from fastgen.engine import halves
+from fastgen.engine.cuda_graphs import Graphs, batch_sizes, prefill_sizes, shared_sizes
 from fastgen.engine.options import MIN_PREFILL_TOKENS, EngineConfig
 from fastgen.engine.pages import PageMoves
+from fastgen.engine.prefill_graphs import PrefillGraphs
 from fastgen.engine.prompt_scorer import SCORE_ROWS
 from fastgen.engine.prompt_scores import ScorePlan, ScoreRequest
 from fastgen.engine.runner import Runner
@@ -27,6 +30,7 @@ from fastgen.kernels import batch_invariant, scoring
 from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.rope import SlotMapping
+from fastgen.model.attention.interface import CapturableAttention
 from fastgen.model.int4_linear import Int4Linear
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.linear import Linear
@@ -36,6 +40,7 @@ from fastgen.request import Batch, LaneStart, Prefill, SamplingParams
 
 STEP_SECONDS = 0.06  # limit of a step of decodes and prefills at the measured rate; rounding makes it 50 ms on average
 MULTIPLE = 1024  # tokens; for Mistral 7B on an H200, a step of 2176 takes 21 % longer than one of 2048
+FLASH_TOKENS = 256  # up to which steps are captured, with our own kernels, if flash-attn computes prefills
 CPU_RATE_TOKENS = 64  # tokens of the step that measures the speed of prefills on the CPU
 
 
@@ -51,7 +56,10 @@ def _launch_all(runner: Runner) -> None:
     config, model = runner.config, runner.model
     run_largest_steps(runner)
     if runner.attention.capturable:
-        rehearse_decodes(runner, batch_sizes(config.max_seqs))
+        sizes = batch_sizes(config.max_seqs)
+        rehearse_decodes(runner, sizes)
+        if prefills := captured_prefills(runner):
+            make_prefill_graphs(runner, prefills, sizes).rehearse(kinds_of_layers(runner.model))
     deterministic = model.parameters.lm_head.batch_invariant
     head = drafting.head if (drafting := drafting_of(runner)) else None
     sizes = [*batch_invariant.SIZES, config.max_step_tokens] if deterministic else []
@@ -159,16 +167,16 @@ def largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[Ba
 
 @torch.inference_mode()
 def capture(runner: Runner, sizes: list[int] | None = None, prefills: list[int] | None = None) -> None:
-    """Capture the CUDA graphs of decode steps, speculative steps and prefills.
+    """Capture the CUDA graphs of decode steps, speculative steps and steps with prefills.
 
     sizes: numbers of lanes for which decode steps are captured; None: all. If given, only the largest speculative step
         is captured.
-    prefills: numbers of tokens for which PrefillGraphs are captured; None: all.
+    prefills: numbers of tokens for which steps with prefills are captured; None: all.
     """
     config, device, group = runner.config, runner.device, runner.group
     speculative = speculative_sizes(config)[-1 if sizes else 0 :]
     sizes = sizes or batch_sizes(config.max_seqs)
-    prefills = prefill_sizes(config.max_step_tokens) if prefills is None else prefills
+    prefills = captured_prefills(runner) if prefills is None else prefills
     with current(device):
         rehearse_decodes(runner, sizes)  # compiles all kernels; those that do not compile disable attention.prefixes
         if not runner.attention.capturable:
@@ -190,15 +198,43 @@ def capture(runner: Runner, sizes: list[int] | None = None, prefills: list[int] 
                 drafting.head.graphs.capture(drafting.head.body)
                 group.register_graphs(drafting.head.graphs)
         if prefills:
-            runner.prefill_graphs = PrefillGraphs(runner.model, runner.pool, prefills, partner=plain)
-            group.register_graphs(runner.prefill_graphs.graphs)
+            runner.prefill_graphs = made = make_prefill_graphs(runner, prefills, sizes, plain)
+            made.rehearse(kinds_of_layers(runner.model))
+            made.capture()
+            for part in (*made.layers.values(), made.ends):
+                group.register_graphs(part)
+
+
+def captured_prefills(runner: Runner) -> list[int]:
+    """Return the numbers of tokens for which steps with prefills are captured."""
+    most = runner.config.max_step_tokens
+    if runner.config.attention == "flash":
+        most = min(most, FLASH_TOKENS)
+    if runner.group.exchange is not None:
+        most = min(most, halves.CUT_TOKENS - 1)
+    return prefill_sizes(most)
+
+
+def make_prefill_graphs(
+    runner: Runner, prefills: list[int], draws: list[int], partner: Graphs[int] | None = None
+) -> PrefillGraphs:
+    """Return PrefillGraphs that are not yet captured."""
+    attention = cast(CapturableAttention, runner.attention)
+    return PrefillGraphs(
+        runner.model, runner.pool, attention, runner.lanes, runner.logits, prefills, draws,
+        shares_prefixes(runner), partner,
+    )  # fmt: skip
+
+
+def kinds_of_layers(model: Transformer) -> list[int]:
+    """Return the numbers of layers that have all kernels of the model: one of each kind, and those that are read."""
+    return sorted({*model.parameters.distinct, *(model.observer.layers if model.observer else ())})
 
 
 @torch.inference_mode()
 def rehearse_decodes(runner: Runner, sizes: list[int]) -> None:
     """Run decode steps of these numbers of lanes on padding, as they will be captured, through one layer per kind."""
-    model, lanes = runner.model, runner.lanes
-    layers = sorted({*model.parameters.distinct, *(model.observer.layers if model.observer else ())})
+    lanes, layers = runner.lanes, kinds_of_layers(runner.model)
     lanes.input.lanes.fill_(lanes.padding)
     for size in sizes:
         runner.decode_body(size, layers=layers)
@@ -215,7 +251,9 @@ def count_graphs(runner: Runner) -> int:
     sizes = batch_sizes(config.max_seqs)
     shared = shared_sizes(sizes) if shares_prefixes(runner) else []
     speculative = speculative_sizes(config) * (2 if config.speculate and config.speculate.head else 1)
-    return sum(map(len, (sizes, shared, speculative, prefill_sizes(config.max_step_tokens))))
+    prefills = captured_prefills(runner)
+    draws = sizes if prefills else []
+    return sum(map(len, (sizes, shared, speculative, prefills * (2 if shared else 1), draws)))
 
 
 def shares_prefixes(runner: Runner) -> bool:

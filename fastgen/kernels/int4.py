@@ -44,14 +44,13 @@ def check(outputs: int, inputs: int, group: int) -> None:
     """Raise ValueError if the kernels cannot take a weight [outputs, inputs] with `group` columns per group."""
     if outputs % ROWS or inputs % COLUMNS:
         raise ValueError(
-            f"weights of 4 bits need outputs in multiples of {ROWS} and inputs in multiples of {COLUMNS} on each rank; "
-            f"here is one of {outputs} x {inputs}: run the model on fewer ranks, or use a checkpoint that is not "
-            "quantized"
+            f"weights of 4 bits need outputs in multiples of {ROWS} and inputs in multiples of {COLUMNS}, and one is "
+            f"{outputs} x {inputs}"
         )
     if inputs % group or not (group in GROUPS or group % 128 == 0 or group == inputs):
         raise ValueError(
             f"weights of 4 bits need groups of {', '.join(map(str, GROUPS))}, a multiple of 128 or all columns, which "
-            f"divide the number of columns; here are groups of {group} in {inputs} columns on each rank"
+            f"divide the number of columns, and one has groups of {group} in {inputs} columns"
         )
 
 

@@ -1,4 +1,5 @@
-"""Kernels on the state of sequences: the input of a decode step, made from its lanes, and copies of KV pages."""
+"""Kernels on the state of sequences: the input of a decode step, made from its lanes; the start of a step that the host
+sends; and copies of KV pages."""
 
 from __future__ import annotations
 
@@ -92,6 +93,49 @@ def _advance_twin(last_token: Tensor, kv_lens: Tensor, page_table: Tensor, step:
 
 
 advance = Kernel(_advance_launch, _advance_twin)
+
+
+@jit("count", "rows")
+def _begin_kernel(
+    lanes_ptr, lens_ptr, decode_lens_ptr, ids_ptr, last_token_ptr, kv_lens_ptr, count, rows, BLOCK: tl.constexpr
+):  # fmt: skip
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = number < count
+    lane = tl.load(lanes_ptr + number, mask=here, other=0)
+    tl.store(kv_lens_ptr + lane, tl.load(lens_ptr + number, mask=here, other=0), mask=here)
+    decodes = tl.load(decode_lens_ptr + number, mask=number < rows, other=0) > 0
+    tl.store(ids_ptr + number, tl.load(last_token_ptr + lane, mask=decodes, other=0), mask=decodes)
+
+
+def _begin_launch(
+    lanes: Tensor, lens: Tensor, decode_lens: Tensor, ids: Tensor, last_token: Tensor, kv_lens: Tensor
+) -> None:
+    count, rows = len(lanes), len(decode_lens)
+    assert lanes.dtype == ids.dtype == last_token.dtype == torch.int64
+    assert lens.dtype == decode_lens.dtype == kv_lens.dtype == torch.int32
+    assert len(lens) == count
+    assert rows <= min(count, len(ids))
+    assert len(last_token) == len(kv_lens)
+    _begin_kernel[(-(-count // BLOCK),)](
+        lanes, lens, decode_lens, ids, last_token, kv_lens, count, rows, BLOCK, num_warps=4
+    )
+
+
+def _begin_twin(
+    lanes: Tensor, lens: Tensor, decode_lens: Tensor, ids: Tensor, last_token: Tensor, kv_lens: Tensor
+) -> None:
+    """Write the new KV lengths of lanes to kv_lens, and the last tokens of those that decode to `ids`.
+
+    lanes: int64 [C], distinct except for padding, whose length stays 0. lens: int32 [C], their KV lengths after the
+    step. decode_lens: int32 [D], the same of each of the first lanes if it decodes in the step, else 0. ids: int64 [T],
+    of which the first D are written. last_token: int64 [all lanes]. kv_lens: int32 [all lanes]. D <= C and D <= T.
+    """
+    kv_lens[lanes] = lens
+    own, first = ids[: len(decode_lens)], lanes[: len(decode_lens)]
+    own.copy_(torch.where(decode_lens > 0, last_token[first], own))
+
+
+begin_step = Kernel(_begin_launch, _begin_twin)
 
 
 @jit("sources_ptr", "targets_ptr")

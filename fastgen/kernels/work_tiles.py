@@ -63,15 +63,16 @@ class SharedRows:
     bases: Tensor
 
 
-@jit("sequences", "split", "unsplit", "list_size", "bases_size")
+@jit("sequences", "split", "most_split", "unsplit", "list_size", "bases_size")
 def _plan_kernel(
     lanes_ptr, lens_ptr, windows_ptr, lists_ptr, shared_ptr, ends_ptr, bases_ptr,
-    sequences, split, unsplit, list_size, bases_size,
+    sequences, split, most_split, unsplit, list_size, bases_size,
     BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, HEADER: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr,
-    ALIGN: tl.constexpr, CLASSES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    WHOLE: tl.constexpr, ALIGN: tl.constexpr, CLASSES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """List the work tiles of a decode step, with one program per window. Each sequence has count - 1 work tiles of
-    `split` keys, and one with the remaining keys, or only one work tile if no sequence has more than `unsplit` keys."""
+    `split` keys, and one with the remaining keys, or only one work tile if no sequence has more than `unsplit` keys, or
+    if more than `most_split` sequences have keys."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -80,6 +81,7 @@ def _plan_kernel(
     s = tl.arange(0, BLOCK_S)
     lane = tl.load(lanes_ptr + s, mask=s < sequences, other=0).to(tl.int32)
     length = tl.load(lens_ptr + s, mask=s < sequences, other=0)
+    split = tl.where(tl.sum((length > 0).to(tl.int32), 0) > most_split, WHOLE, split)
     begin = tl.where(window > 0, tl.maximum(length - window, 0) // ALIGN * ALIGN, 0)
     partials = tl.zeros([BLOCK_S], tl.int32)
     if SHARED:
@@ -129,7 +131,7 @@ def _plan_kernel(
 
 def _launch(
     lanes: Tensor, kv_lens: Tensor, windows: Tensor, lists: Tensor, split: int, shared: SharedRows | None,
-    unsplit: int = 0,
+    unsplit: int = 0, most_split: int = BLOCKS[-1],
 ) -> None:  # fmt: skip
     count, capacity = len(lanes), (lists.shape[1] - HEADER) // FIELDS
     assert lanes.dtype == torch.int64
@@ -150,24 +152,27 @@ def _launch(
         assert shared.list.dtype == shared.ends.dtype == shared.bases.dtype == torch.int32
         assert min(len(shared.ends), shared.bases.shape[1]) >= count
     _plan_kernel[(len(windows),)](
-        lanes, kv_lens, windows, lists, *tables, count, split, unsplit, lists.shape[1], bases_size,
-        block, max(1024 // block, 1), HEADER, FIELDS, SPLITS, ALIGN, CLASSES, shared is not None, pdl,
+        lanes, kv_lens, windows, lists, *tables, count, split, most_split, unsplit, lists.shape[1], bases_size,
+        block, max(1024 // block, 1), HEADER, FIELDS, SPLITS, WHOLE, ALIGN, CLASSES, shared is not None, pdl,
         num_warps=4 if block == BLOCKS[0] else 16 if block < 4096 else 32, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def _twin(
     lanes: Tensor, kv_lens: Tensor, windows: Tensor, lists: Tensor, split: int, shared: SharedRows | None,
-    unsplit: int = 0,
+    unsplit: int = 0, most_split: int = BLOCKS[-1],
 ) -> None:  # fmt: skip
     """Write the lists of a step with one token per sequence to `lists`, int32 [W, HEADER + capacity * FIELDS].
 
     lanes: int64 [S], the row of the page table of each sequence. kv_lens: int32 [S], number of keys of each sequence,
-    including the new token. windows: int32 [W], 0 for no window. split: number of keys, a multiple or a divisor of
-    ALIGN; keys are split at its multiples. shared: the ranges that the sequences share; its `bases` are written, and
-    the counters of its list are reset. unsplit: number of keys up to which sequences are not split, if none has more.
+    including the new token, or 0 for a sequence that has no token in the step. windows: int32 [W], 0 for no window.
+    split: number of keys, a multiple or a divisor of ALIGN; keys are split at its multiples. shared: the ranges that
+    the sequences share; its `bases` are written, and the counters of its list are reset. unsplit: number of keys up to
+    which sequences are not split, if none has more. most_split: number of sequences with keys above which none is
+    split.
     """
     lanes_of, lens = (_host(x) for x in (lanes, kv_lens))
+    split = split if np.count_nonzero(lens) <= most_split else WHOLE
     ends = _host(shared.ends)[: len(lens)] if shared else np.zeros_like(lens)
     if shared:
         shared.list[1:HEADER] = 0

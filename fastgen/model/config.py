@@ -8,13 +8,17 @@ imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fastgen.model.quantization import Int4, Quantization, method_of, parse_quantization
+from fastgen.names import ADVICE
 from fastgen.option import Option
 from fastgen.request import SAMPLING_OPTIONS
+
+log = logging.getLogger(__name__)
 
 BUNDLED_NAME = "fastgen-tiny"
 
@@ -27,13 +31,14 @@ class _Family:
     v always have biases. attention_bias: the field attention_bias adds biases to q, k, v and o; for o there may be
     another field, out_bias. mlp_bias: the field mlp_bias adds biases to gate, up and down. qk_norm: see ModelConfig.
     window: name of the field that switches sliding windows on, which may be the size itself ("sliding_window"); "" for
-    families without windows. no_rope: the field no_rope_layers names layers without rope, by default every
-    no_rope_layer_interval-th. multipliers: the fields of Granite scale embeddings, attention, branches and logits.
-    tensors: values of ModelConfig's qkv_tensor, gate_up_tensor and down_tensor. inner: the field of the size of the
-    MLP. only: the supported values of fields, or of their items. post_norm, wide_norm: see ModelConfig. pattern:
-    without layer_types, every sliding_window_pattern-th layer has no window. full_rope: what layers without windows
-    have where others have windows: "" (the same rope), "none" (no rope), or "stretched" (the config's stretching, which
-    the others lack). gated: see ModelConfig.
+    families without windows. layer_types: that field says which layers have a window; otherwise all have one. no_rope:
+    the field no_rope_layers names layers without rope, by default every no_rope_layer_interval-th. multipliers: the
+    fields of Granite scale embeddings, attention, branches and logits. tensors: values of ModelConfig's qkv_tensor,
+    gate_up_tensor and down_tensor. inner: the field of the size of the MLP. only: the supported values of fields, or of
+    their items. post_norm, wide_norm: see ModelConfig. pattern: without layer_types, every pattern-th layer has no
+    window; a number, or the field that has it. full_rope: the rope of layers without a window: "" (the same as the
+    others'), "none" (no rope, unless sliding_window is null), or "stretched" (the config's stretching, which the others
+    lack). rope: rope_parameters of a config that has none. gated: see ModelConfig.
     """
 
     model_type: str
@@ -44,6 +49,7 @@ class _Family:
     mlp_bias: bool = False
     qk_norm: bool = False
     window: str = ""
+    layer_types: bool = True
     no_rope: bool = False
     multipliers: bool = False
     tensors: dict[str, str] | None = None
@@ -51,8 +57,9 @@ class _Family:
     only: dict[str, tuple[str, ...]] | None = None
     post_norm: bool = False
     wide_norm: bool = False
-    pattern: bool = False
+    pattern: int | str = ""
     full_rope: Literal["", "none", "stretched"] = ""
+    rope: dict[str, Any] | None = None
     gated: bool = True
 
 
@@ -61,14 +68,17 @@ _WRAPPERS = ("Mistral3ForConditionalGeneration", "mistral3")
 
 _OLMO = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
-_PATTERN = {"sliding_window": 4096, "sliding_window_pattern": 4}
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True),
     "MistralForCausalLM": _Family(
         "mistral", {"eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096}, window="sliding_window"),
     "Ministral3ForCausalLM": _Family(
         "ministral3", {"eos_token_id": 2, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
-        window="sliding_window"),
+        window="sliding_window", layer_types=False, rope=_MINISTRAL3_ROPE),
     "Qwen2ForCausalLM": _Family("qwen2", _QWEN, qkv_bias=True, window="use_sliding_window"),
     "Qwen3ForCausalLM": _Family(
         "qwen3", {**_QWEN, "head_dim": 128}, attention_bias=True, qk_norm=True, window="use_sliding_window"),
@@ -78,7 +88,7 @@ _FAMILIES = {
         attention_bias=True, mlp_bias=True, window="use_sliding_window", no_rope=True),
     "GraniteForCausalLM": _Family("granite", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True, multipliers=True),
     "Phi3ForCausalLM": _Family(
-        "phi3", {"eos_token_id": 32000, "rms_norm_eps": 1e-5}, window="sliding_window",
+        "phi3", {"eos_token_id": 32000, "rms_norm_eps": 1e-5}, window="sliding_window", layer_types=False,
         tensors={"qkv_tensor": "self_attn.qkv_proj", "gate_up_tensor": "mlp.gate_up_proj"}),
     "GraniteMoeHybridForCausalLM": _Family(  # those without experts and without Mamba
         "granitemoehybrid", {"num_local_experts": 8, "eos_token_id": 2}, attention_bias=True, multipliers=True,
@@ -90,11 +100,13 @@ _FAMILIES = {
         attention_bias=True, out_bias="attention_out_bias", mlp_bias=True),
     "Olmo2ForCausalLM": _Family("olmo2", _OLMO, attention_bias=True, post_norm=True, wide_norm=True),
     "Olmo3ForCausalLM": _Family(
-        "olmo3", {**_OLMO, **_PATTERN, "rope_theta": 500000.0}, attention_bias=True, post_norm=True, wide_norm=True,
-        window="sliding_window", pattern=True, full_rope="stretched"),
+        "olmo3", {**_OLMO, "sliding_window": 4096, "rope_theta": 500000.0}, attention_bias=True, post_norm=True,
+        wide_norm=True, window="sliding_window", pattern=4, full_rope="stretched"),
     "Exaone4ForCausalLM": _Family(
-        "exaone4", {**_PATTERN, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "eos_token_id": 2}, qk_norm=True,
-        post_norm=True, window="sliding_window", pattern=True, full_rope="none"),
+        "exaone4",
+        {"sliding_window": 4096, "sliding_window_pattern": 4, "num_key_value_heads": 32, "rms_norm_eps": 1e-5,
+         "eos_token_id": 2},
+        qk_norm=True, post_norm=True, window="sliding_window", pattern="sliding_window_pattern", full_rope="none"),
     "InternLM3ForCausalLM": _Family(
         "internlm3", {"eos_token_id": 2, "head_dim": 128, "rms_norm_eps": 1e-5}, attention_bias=True, mlp_bias=True),
     "MiMoForCausalLM": _Family("mimo", _QWEN, qkv_bias=True, window="use_sliding_window"),
@@ -118,12 +130,23 @@ _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 _DTYPES = ("bfloat16", "float16", "float32")
 _LARGEST = 3e38  # float32 holds no larger number
-_MOST = 2**24  # maximum of sizes in config.json: reading a config of more layers would already fill the memory
+_MOST = 2**24  # maximum of sizes in config.json
+_MOST_LAYERS = 2**12
 _QUANTIZATION_FILES = {
     "hf_quant_config.json": "modelopt", "quant_config.json": "awq", "quantize_config.json": "gptq"
 }  # fmt: skip
 """{file that holds the quantization_config if config.json has none: its quant_method}."""
 GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Other fields of generation_config.json that change what transformers generates: the values that change nothing, and
+# null.
+_NOT_USED: dict[str, tuple[Any, ...]] = {
+    "max_length": (20,), "max_new_tokens": (), "min_length": (0,), "min_new_tokens": (0,), "stop_strings": ([],),
+    "bad_words_ids": ([],), "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "sequence_bias": ([], {}),
+    "forced_bos_token_id": (), "forced_eos_token_id": (), "no_repeat_ngram_size": (0,), "typical_p": (1,),
+    "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": (), "encoder_repetition_penalty": (1,),
+    "exponential_decay_length_penalty": (), "guidance_scale": (1,), "num_beams": (1,), "num_return_sequences": (1,),
+    "penalty_alpha": (0,), "dola_layers": (), "watermarking_config": (), "token_healing": (False,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,6 +167,7 @@ class RopeConfig:
     attention_factor: float | None = None  # yarn: factor of cos and sin; None: from `factor`
     mscale: float = 0.0  # yarn: with `mscale_all_dim`, how the factor of cos and sin grows with `factor`; 0: not given
     mscale_all_dim: float = 0.0  # yarn
+    truncate: bool = True  # yarn: the ends of the ramp are whole numbers of pairs
     query_growth: float = 0.0  # the growth of queries beyond the original context (Ministral 3: llama_4_scaling_beta)
 
 
@@ -165,11 +189,12 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool  # an RMSNorm over each head of q and k before rope (Qwen3)
-    tied: bool  # the head's weight is the embedding; the checkpoint need not hold lm_head.weight
+    tied: bool  # the head's weight is the embedding unless the checkpoint has another one (`own_head`)
     windows: tuple[int, ...]  # one per layer: a query at p sees the keys in (p - window, p]; 0: all keys up to p
     eos_ids: tuple[int, ...]
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
     quantization: Quantization | None = None  # of the linear layers
+    own_head: bool = False  # the head of a tied model has its own memory, since it differs from the embedding
     other_rope: RopeConfig = RopeConfig()  # the rope of the layers `other_layers`
     other_layers: tuple[int, ...] = ()
     embedding_scale: float = 1.0  # factor of the embeddings
@@ -196,7 +221,12 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Number of weights, without the few numbers of norms and biases."""
-        return self._layer_parameters + self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return self._layer_parameters + self.vocab_size * self.hidden_size * (1 if self.shares_head else 2)
+
+    @property
+    def shares_head(self) -> bool:
+        """Return whether embedding and head are one tensor in memory."""
+        return self.tied and not self.own_head
 
     @property
     def _layer_parameters(self) -> int:
@@ -295,7 +325,8 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     family = _family(config)
     config = {**family.absent, **config}
     _refuse_foreign(config, family)
-    num_layers, num_heads = _integer(config, "num_hidden_layers"), _integer(config, "num_attention_heads")
+    num_layers = _integer(config, "num_hidden_layers", high=_MOST_LAYERS)
+    num_heads = _integer(config, "num_attention_heads")
     config["layer_types"] = _layer_types(config, family, num_layers)
     windows = _windows(config, family, num_layers)
     rope, other_rope, other_layers = _ropes(config, family, windows)
@@ -339,22 +370,24 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
 def sampling_defaults(folder: Path) -> dict[str, Any]:
     """Return the sampling parameters that `generation_config.json` sets: a subset of GENERATION_CONFIG, without nulls.
 
-    If `do_sample` is false, the result is a temperature of 0. It is empty if there is no file, or if the file has
-    neither `do_sample` nor a temperature. Raises ValueError for values that no request could have.
+    If `do_sample` is false, the result is a temperature of 0 and the penalty. If the file has neither `do_sample` nor a
+    temperature, it is the penalty. A WARNING names other fields that transformers follows. Raises ValueError for values
+    that no request could have.
     """
     path = folder / "generation_config.json"
     generation = _read_json(path) or {}
-    if generation.get("do_sample") is False:
-        return {"temperature": 0}
-    if not generation.get("do_sample", generation.get("temperature") is not None):
-        return {}
+    if unused := [name for name, plain in _NOT_USED.items() if generation.get(name) not in (None, *plain)]:
+        advice = (f"{name} ({ADVICE[name]})" if name in ADVICE else name for name in unused)
+        log.warning("%s has fields that are not used: %s", path, ", ".join(advice))
+    samples = generation.get("do_sample", generation.get("temperature") is not None)
+    fields = GENERATION_CONFIG if samples else ("repetition_penalty",)
     try:
-        found = {field: _number(generation, field) for field in GENERATION_CONFIG if generation.get(field) is not None}
+        found = {field: _number(generation, field) for field in fields if generation.get(field) is not None}
         for field, value in found.items():
             SAMPLING_OPTIONS[field].check(value)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}; correct it, or ignore the file with generation_config=False") from None
-    return found
+    return {"temperature": 0, **found} if generation.get("do_sample") is False else found
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -407,14 +440,14 @@ def _windows(config: dict[str, Any], family: _Family, num_layers: int) -> tuple[
     """Return the sliding window of each layer, as transformers 5 applies it.
 
     Qwen2 and Qwen3 have windows from layer `max_window_layers` on, Mistral in every layer. `layer_types` overrides
-    both: AutoModel loads such a Mistral config as Ministral, which follows that field.
+    both: AutoModel loads such a Mistral config as Ministral, which follows that field. Phi 3 and Ministral 3 do not.
     """
     switch = config.get(family.window)
     on = switch is not None and switch is not False and config.get("sliding_window") is not None
     size = _integer(config, "sliding_window") if on else 0
-    types = config.get("layer_types")
+    types = config.get("layer_types") if family.layer_types else None
     if types is None or not family.window:
-        first = _integer(config, "max_window_layers", 0, low=0) if size else 0
+        first = _integer(config, "max_window_layers", low=0) if size and "max_window_layers" in family.absent else 0
         return tuple(size if layer >= first else 0 for layer in range(num_layers))
     if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise unsupported("layer_types", types, f"{num_layers} of full_attention or sliding_attention are")
@@ -435,7 +468,7 @@ def _layer_types(config: dict[str, Any], family: _Family, num_layers: int) -> li
         types: list[str] = config["layer_types"]
         return types
     if family.pattern and config.get("sliding_window") is not None:
-        period = _integer(config, "sliding_window_pattern")
+        period = family.pattern if isinstance(family.pattern, int) else _integer(config, family.pattern)
         full = [layer for layer in range(num_layers) if (layer + 1) % period == 0]
     elif family.no_rope and config.get("use_sliding_window"):
         full = [layer for layer in range(num_layers) if layer not in _layers_without_rope(config, num_layers)]
@@ -448,23 +481,25 @@ def _ropes(
     config: dict[str, Any], family: _Family, windows: tuple[int, ...]
 ) -> tuple[RopeConfig, RopeConfig, tuple[int, ...]]:
     """Return the rope, and the other rope of some layers, with these layers."""
-    with_window = tuple(layer for layer, window in enumerate(windows) if window)
     if family.full_rope == "stretched":
-        given = config.get("rope_parameters") or {}
-        if "full_attention" not in given:  # as transformers 4 writes them
-            rope = _rope(config)
-            return rope, RopeConfig(theta=rope.theta), with_window
-        full, sliding = (
-            _rope({**config, "rope_scaling": None, "rope_parameters": given.get(f"{kind}_attention")})
-            for kind in ("full", "sliding")
-        )
-        return full, sliding, with_window
-    plain: tuple[int, ...] = ()
+        of_kinds = config.get("rope_parameters") or {}
+        plain = {"rope_type": "default"}
+        full, sliding = (dict(of_kinds.get(f"{kind}_attention") or plain) for kind in ("full", "sliding"))
+        full.update(config.get("rope_scaling") or {})
+        full.setdefault("rope_theta", config["rope_theta"])  # which is not for the others, in transformers 5
+        sliding.setdefault("rope_theta", family.absent["rope_theta"])
+        for each in full, sliding:
+            each.pop("truncate", None)  # it is read only from a rope that all layers have
+        with_window = tuple(layer for layer, window in enumerate(windows) if window)
+        return _rope({"rope_parameters": full}), _rope({"rope_parameters": sliding}), with_window
+    if config.get("rope_parameters") is None:
+        config = {**config, "rope_parameters": family.rope}
+    without: tuple[int, ...] = ()
     if family.no_rope:
-        plain = _layers_without_rope(config, len(windows))
-    elif family.full_rope == "none" and with_window:
-        plain = tuple(layer for layer, window in enumerate(windows) if not window)
-    return _rope(config), RopeConfig("none" if plain else "default"), plain
+        without = _layers_without_rope(config, len(windows))
+    elif family.full_rope == "none" and config.get("sliding_window") is not None:
+        without = tuple(layer for layer, window in enumerate(windows) if not window)
+    return _rope(config), RopeConfig("none" if without else "default"), without
 
 
 def _layers_without_rope(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -483,17 +518,18 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     kind = given.get("rope_type", given.get("type", "default"))
     if any(isinstance(value, dict) for value in given.values()) or kind not in _ROPE_KINDS:
         raise unsupported(field, given, f"a rope_type of {', '.join(_ROPE_KINDS)}, the same for all layers, is")
-    # No checkpoint of a supported family sets these fields to anything but transformers' default.
-    for name, plain in (("partial_rotary_factor", 1), ("truncate", True)):
-        value = given.get(name, config.get(name))
-        if value not in (None, plain):
-            raise unsupported(name, value)
+    part = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if part not in (None, 1):
+        raise unsupported("partial_rotary_factor", part)
     theta = _number(given, "rope_theta", _number(config, "rope_theta", 10000.0, low=2), low=2)
     needed, optional = _ROPE_KINDS[kind]
     names = *needed, *(name for name in optional if given.get(name))
     numbers: dict[str, Any] = {name: _number(given, name, low=1e-6, high=1e6) for name in names}
     growth = _number(given, "llama_4_scaling_beta", 0.0, low=0, high=1e6)
-    rope = RopeConfig("default" if kind == "dynamic" else kind, theta, **numbers, query_growth=growth)
+    truncate = bool(given.get("truncate", True))  # transformers takes null as false
+    rope = RopeConfig(
+        "default" if kind == "dynamic" else kind, theta, **numbers, query_growth=growth, truncate=truncate
+    )
     if kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         low, high = rope.low_freq_factor, rope.high_freq_factor
         raise ValueError(f"low_freq_factor={low} has to lie between 0 and high_freq_factor={high}")
@@ -524,11 +560,11 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def _integer(config: dict[str, Any], field: str, default: int | None = None, low: int = 1) -> int:
+def _integer(config: dict[str, Any], field: str, default: int | None = None, low: int = 1, high: int = _MOST) -> int:
     """Return an integer field, or the default if it is absent or null. Raises ValueError for other values."""
     value = default if config.get(field) is None else config[field]
-    if type(value) is not int or not low <= value <= _MOST:
-        raise ValueError(f"{field}={value!r} is missing or not an integer from {low} to {_MOST}")
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{field}={value!r} is missing or not an integer from {low} to {high}")
     return value
 
 

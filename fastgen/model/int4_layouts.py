@@ -264,14 +264,20 @@ def check_skipped(name: str, tensor: Tensor, targets: Mapping[str, Shard]) -> No
     layer without a bias are 0. GPTQ says that zeros of symmetric weights are not to be read.
     """
     module, _, last = name.rpartition(".")
-    if last == "g_idx":
-        groups = int(tensor.max()) + 1
-        order = torch.arange(len(tensor)) // max(-(-len(tensor) // groups), 1)
-        if not torch.equal(tensor.long(), order):
+    words, scales = targets.get(f"{module}.qweight"), targets.get(f"{module}.scales")
+    if last == "g_idx" and words is not None and scales is not None:
+        inputs, groups = words.shape[0] * NIBBLES, scales.shape[0]
+        if tensor.shape != (inputs,) or tensor.is_floating_point() or tensor.is_complex():
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; the model needs integers [{inputs}]")
+        if not torch.equal(tensor.long(), torch.arange(inputs) // (inputs // groups)):
             raise ValueError(f"{name} has inputs out of order (desc_act), which is not supported")
-    held = targets.get(f"{module}.qweight")
-    is_awq = isinstance(held, StoredShard) and held.stored is LAYOUTS["awq"].words
-    if last == "qzeros" and is_awq and bool((nibbles(tensor) != MIDDLE).any()):
-        raise ValueError(f"{name} has zeros other than 8, and the configuration says that there are none (zero_point)")
-    if last == "bias" and bool(tensor.any()):
+    is_awq = isinstance(words, StoredShard) and words.stored is LAYOUTS["awq"].words
+    if last == "qzeros" and is_awq:
+        if tensor.dtype != torch.int32 or tensor.dim() != 2:
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; the model needs words of int32 in rows")
+        if bool((nibbles(tensor) != MIDDLE).any()):
+            raise ValueError(
+                f"{name} has zeros other than 8, and the configuration says that there are none (zero_point)"
+            )
+    if last == "bias" and (tensor.dtype not in FLOATS.values() or bool(tensor.any())):
         raise ValueError(f"unexpected tensor {name!r}; the model of this config.json has no such bias")

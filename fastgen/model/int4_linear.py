@@ -16,7 +16,7 @@ from fastgen.kernels.batch_invariant import Fused
 from fastgen.model.config import ModelConfig
 from fastgen.model.int4_layouts import LAYOUTS, NIBBLES, Part, RoundedShard, StoredShard, dequantize
 from fastgen.model.linear import Linear
-from fastgen.model.quantization import Int4
+from fastgen.model.quantization import Int4, SizeError
 from fastgen.model.weights import Shard
 
 
@@ -46,15 +46,14 @@ class Int4Linear(Linear):
         """Make a layer of zeros. rows: (name of a Hugging Face module that is fused into it, its outputs on this rank).
         new: makes a tensor of zeros from a shape and a dtype.
 
-        Raises ValueError if sizes are not multiples of the number of weights per word or per scale.
+        Raises SizeError if sizes are not multiples of the number of weights per word or per scale.
         """
         names, sizes = ", ".join(dict(rows)), [size for _, size in rows]
         group = form.group_size or size_in
         if size_in % group or any(size % NIBBLES for size in (size_in, *sizes)):
-            raise ValueError(
-                f"{names} of {size_in} inputs and {', '.join(map(str, sizes))} outputs, on each "
-                f"rank, are not whole groups of {group} inputs and {NIBBLES} outputs; take fewer ranks, or another "
-                "checkpoint"
+            raise SizeError(
+                f"{names} of {size_in} inputs and {', '.join(map(str, sizes))} outputs are not whole groups of {group} "
+                f"inputs and {NIBBLES} outputs"
             )
         size_out, groups = sum(sizes), size_in // group
         return cls(
@@ -148,9 +147,12 @@ def restored(linear: Linear) -> Linear:
 
 
 def check_int4(model: ModelConfig, form: Int4) -> None:
-    """Raise ValueError if the kernels of a GPU cannot run a model in int4. model: config of one rank."""
+    """Raise SizeError if the kernels of a GPU cannot run a model in int4. model: config of one rank."""
     heads, kv_heads = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
     shapes = (heads + 2 * kv_heads, model.hidden_size), (model.hidden_size, heads)
     mlp = (model.gate_up_size, model.hidden_size), (model.hidden_size, model.intermediate_size)
-    for outputs, inputs in (*shapes, *mlp):
-        int4.check(outputs, inputs, form.group_size or inputs)
+    try:
+        for outputs, inputs in (*shapes, *mlp):
+            int4.check(outputs, inputs, form.group_size or inputs)
+    except ValueError as error:
+        raise SizeError(str(error)) from None

@@ -10,10 +10,23 @@ from torch import Tensor
 
 from fastgen.device.chip import current
 from fastgen.device.memory import device_memory, release_memory
-from fastgen.model.deltas import delta_targets
+from fastgen.model.deltas import DELTA, DeltaTarget, delta_targets
 from fastgen.model.kv_pool import KVPool
+from fastgen.model.parameters import Parameters
+from fastgen.model.tied import HEAD
 from fastgen.model.transformer import Transformer
 from fastgen.model.weights import Shard, Target, Tensors, Update, write
+
+
+class OwnHead:
+    """Writes the head of a tied model, or with `kind` a delta of it, to memory that the head gets of its own."""
+
+    def __init__(self, parameters: Parameters, kind: Callable[[Shard], Target] = lambda shard: shard) -> None:
+        self._parameters, self._kind = parameters, kind
+
+    def write(self, tensor: Tensor) -> None:
+        self._parameters.untie()
+        self._kind(self._parameters.targets()[HEAD]).write(tensor)
 
 
 class LiveWeights:
@@ -40,7 +53,12 @@ class LiveWeights:
         into the bases, and write sparse deltas into the weights."""
         self._model.parameters.changes += 1
         with self._unpacked() as shards:
-            targets: dict[str, Target] = {**shards, **delta_targets(shards)}
+            parameters = self._model.parameters
+            heads = {
+                HEAD: OwnHead(parameters),
+                HEAD + DELTA: OwnHead(parameters, DeltaTarget),
+            }  # unless there is a shard
+            targets: dict[str, Target] = {**heads, **shards, **delta_targets(shards)}
             write({**targets, **self._model.parameters.bases.targets(shards)}, tensors)
         self._synchronize()
 

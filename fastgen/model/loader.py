@@ -32,7 +32,9 @@ from fastgen.disk import naming_full_disk
 from fastgen.model import int4_layouts
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.model.quantization import SKIPPED
+from fastgen.model.tied import EMBEDDING, HEAD, are_equal
 from fastgen.model.weights import FLOATS, Shard, TensorMatcher, text_name
+from fastgen.names import nearest
 from fastgen.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -46,12 +48,19 @@ SCALE = ".weight_scale"
 _DTYPES = {**FLOATS, "F8_E4M3": torch.float8_e4m3fn}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_MEDUSA = "medusa_lm_head.safetensors"  # of a repository of heads that draft, which may have nothing else
 # All files except weights. They are fetched first, because the index names the files of weights.
 _SMALL_FILES = [
     "config.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json", "generation_config.json",
     "tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "modules.json", "*_Pooling/config.json", _INDEX,
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "additional_chat_templates/*", "modules.json",
+    "*_Pooling/config.json", _INDEX,
 ]  # fmt: skip
+_GGUF = (
+    "convert it with transformers, if that can read it: AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, "
+    "dtype='auto').save_pretrained(other), and the tokenizer likewise"
+)
+_FOLDER = "give the folder of config.json and the weights"
 _CONVERSION = (
     "fastgen reads safetensors only, so convert other formats with transformers: "
     "AutoModelForCausalLM.from_pretrained(folder, dtype='auto').save_pretrained(folder)"
@@ -67,10 +76,17 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
     access to it needs a login.
     """
     folder = BUNDLED if model is None or model == BUNDLED_NAME else Path(model).expanduser()
+    if folder.exists() and not folder.is_dir():
+        remedy = _GGUF if folder.suffix == ".gguf" else _FOLDER
+        raise ValueError(f"{folder} is a file, and fastgen reads folders in Hugging Face's format; {remedy}")
     if not folder.is_dir():
         folder = _fetch_model(str(model), revision, weights)
     elif revision is not None:
         raise ValueError(f"revision={revision!r} goes with a hub id, and {folder} is a folder")
+    if weights and (folder / _SINGLE).is_file() and (folder / _INDEX).is_file():
+        log.warning(
+            "%s has %s and %s; the first is read, as in transformers; delete the other", folder, _SINGLE, _INDEX
+        )
     return folder
 
 
@@ -120,7 +136,7 @@ def fill_random(targets: Mapping[str, Shard]) -> None:
 def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False, whole: bool = True) -> None:
     """Copy the checkpoint in a folder into `targets`, which are all on one device, and convert dtypes.
 
-    Only the files that `model.safetensors.index.json` names are read, or else `model.safetensors`, and only the slice
+    Only `model.safetensors` is read, or else the files that `model.safetensors.index.json` names, and only the slice
     of each tensor that its shard holds. progress: show a progress bar in bytes. whole: the targets are all tensors of
     the model. Raises ValueError before anything is copied if a file is missing, truncated or corrupt or lacks a tensor,
     or if a tensor does not match.
@@ -157,11 +173,11 @@ def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True)
     is_fp8 = any(name.endswith(SCALE) for name in targets)
     skipped = (*SKIPPED, *int4_layouts.SKIPPED) if in_int4 else SKIPPED if is_fp8 else ()
     matcher, pieces = TensorMatcher(targets, skipped=skipped), list[tuple[Shard, Tensor]]()
-    for path, file, name in _entries(folder, None if whole else targets.keys()):
+    some = None if whole else targets.keys()
+    names = {_target_name(name, targets) for _, _, name in _entries(folder, some)}
+    for path, file, name in _entries(folder, some):
         entry = file.get_slice(name)
-        target = text_name(name)
-        target = target.removesuffix("_inv") if name.endswith(SCALE + "_inv") else target  # it multiplies, too
-        for place in _places(target, targets):
+        for place in _places(name, targets, names):
             with _about(path):
                 shard = matcher.find(place, entry.get_shape(), _DTYPES.get(entry.get_dtype(), entry.get_dtype()))
                 if shard is None and in_int4:
@@ -171,16 +187,44 @@ def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True)
                 for part in shard.separated():
                     pieces += part.pieces(part.slice(tensor), PIECE_BYTES)
     with _about(folder):
+        matcher.check_names()
         matcher.check_complete()
     return pieces
 
 
-def _places(name: str, targets: Mapping[str, Shard]) -> list[str]:
-    """Return the names of the targets of a tensor. In a checkpoint without a head, such as Qwen3-Embedding's, names
-    begin at the layers, and the embedding stands for a head that is not tied to it."""
-    if f"model.{name}" not in targets:
-        return [name]
-    return [f"model.{name}", "lm_head.weight"][: 1 + (name == "embed_tokens.weight" and "lm_head.weight" in targets)]
+def _target_name(name: str, targets: Mapping[str, Shard]) -> str:
+    """Return the name that a tensor has in the text model. In a checkpoint of a model without a head, such as
+    Qwen3-Embedding's, names begin at the layers."""
+    name = text_name(name)
+    name = name.removesuffix("_inv") if name.endswith(SCALE + "_inv") else name  # it multiplies, too
+    return f"model.{name}" if f"model.{name}" in targets else name
+
+
+def _places(name: str, targets: Mapping[str, Shard], names: Collection[str]) -> list[str]:
+    """Return the names of the targets of a tensor. names: the names that all tensors have in the text model."""
+    place = _target_name(name, targets)
+    if place == HEAD and EMBEDDING in names and HEAD not in targets:
+        return []  # of a tied model, where both are equal (see `follow_head`)
+    # Without a head, the embedding stands for one that is not tied to it.
+    stands_for_head = place == EMBEDDING != text_name(name) and HEAD in targets and HEAD not in names
+    return [EMBEDDING, HEAD] if stands_for_head else [place]
+
+
+def follow_head(config: ModelConfig, folder: Path) -> ModelConfig:
+    """Return the configuration of the model in a folder: a tied one has its own head if the files have one that differs
+    from the embedding, as in transformers."""
+    if not config.tied:
+        return config
+    names = {HEAD, EMBEDDING, EMBEDDING.removeprefix("model.")}
+    found = {text_name(name): file.get_tensor(name) for _, file, name in _entries(folder, names)}
+    if len(found) < 2 or HEAD not in found or are_equal(*found.values()):
+        return config
+    log.warning(
+        "%s: config.json has tie_word_embeddings=true, and the weights have a head that is not the embedding; it is "
+        "used, as in transformers; set tie_word_embeddings to false",
+        folder,
+    )
+    return replace(config, own_head=True)
 
 
 def scale_dtype(folder: Path, suffix: str) -> str:
@@ -238,9 +282,12 @@ def _about(path: Path) -> Iterator[None]:
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """Return {weight file to read: names of the tensors to take from it, or None for all}."""
+    """Return {weight file to read: names of the tensors to take from it, or None for all}.
+
+    Beside a single file, an index is left over from an earlier save in several files; transformers does not read it.
+    """
     index = folder / _INDEX
-    if not index.is_file():
+    if (folder / _SINGLE).is_file() or not index.is_file():
         return {folder / _SINGLE: None}
     files: dict[Path, set[str]] = {}
     try:
@@ -277,14 +324,19 @@ def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:
             files = [str(path.relative_to(folder)) for path in _weight_files(folder)] if weights else []
             if lacking := [name for name in files if not (folder / name).is_file()]:
                 # At the commit of the small files, even if the repository has changed since.
-                _fetch(model, folder.name, lacking, bars=True)
+                _fetch(model, folder.name, [*lacking, _MEDUSA], bars=True)
     except errors.GatedRepoError as error:
         raise ValueError(
             f"{model} is gated: accept its licence at https://huggingface.co/{model}, then {login}"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ValueError(f"{model} has no revision {revision!r} on the hub") from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+    except errors.HFValidationError as error:
+        path = Path(model).expanduser()
+        near = nearest(path.name, [each.name for each in path.parent.glob("*/")])
+        hint = f"; there is {path.parent / near}" if near else ""
+        raise ValueError(f"there is no folder {model}, and a hub id is not written like that{hint}") from error
+    except errors.RepositoryNotFoundError as error:
         raise ValueError(f"{model} is neither a folder nor a model on the hub; for a private one {login}") from error
     except errors.LocalEntryNotFoundError as error:
         raise ValueError(

@@ -26,6 +26,7 @@ from fastgen.model.linear import ROW_TILE, Linear
 from fastgen.model.packed import PACKED_ROW_TILE, pack, packing, unpack
 from fastgen.model.quantization import Int4, Quantization
 from fastgen.model.quantized import Fp8Linear
+from fastgen.model.tied import EMBEDDING, HEAD
 from fastgen.model.weights import Shard
 from fastgen.parallel.group import Group
 
@@ -78,11 +79,11 @@ def model_table(c: ModelConfig) -> list[Module]:
     """Return the modules outside of the layers. Their places are attributes of Parameters. c: config of the whole
     model."""
     vocab = c.vocab_size, c.hidden_size
-    head = Module("lm_head", "lm_head", vocab, ROWS)
+    head = Module(HEAD.removesuffix(".weight"), "lm_head", vocab, ROWS)
     return [
         Module("model.norm", "norm.weight", (c.hidden_size,)),
-        Module("model.embed_tokens", "embedding", vocab, ROWS),
-        *([] if c.tied else [head]),
+        Module(EMBEDDING.removesuffix(".weight"), "embedding", vocab, ROWS),
+        *([] if c.shares_head else [head]),
     ]
 
 
@@ -273,6 +274,14 @@ class Parameters:
                 found[f"{module.name}.bias"] = Shard(self.norm.weight.new_empty(0), whole[:1])
         return found
 
+    def untie(self) -> None:
+        """Give the head of a tied model its own memory, with a copy of the embedding. Weights must not be packed."""
+        if self.config.shares_head:
+            self._whole, self.config = replace(self._whole, own_head=True), replace(self.config, own_head=True)
+            _, _, head = model_table(self._whole)
+            self.lm_head = self._linear([head])
+            self.lm_head.weight.copy_(self.embedding)
+
     def pack(self) -> None:
         """Bring weights into the form that matrix products read, after `targets` are filled: int4, and weights that are
         packed on the CPU. Earlier shards become invalid.
@@ -288,7 +297,7 @@ class Parameters:
 
     def unpack(self) -> None:
         """Undo `pack` one weight at a time, even if it failed midway, so that `targets` can be called again."""
-        if self.config.tied:
+        if self.config.shares_head:
             self.lm_head = self._tied()
         self._replace(unpack)
         self._replace(restored)
@@ -307,5 +316,7 @@ class Parameters:
 
 
 def checkpoint_shards(config: ModelConfig) -> dict[str, Shard]:
-    """Return the whole tensors of a checkpoint by Hugging Face name, as shards without memory."""
+    """Return the whole tensors of a checkpoint by Hugging Face name, as shards without memory. A tied model's are
+    without a head."""
+    config = replace(config, own_head=False)
     return Parameters(config, torch.float32, torch.device("meta")).targets()

@@ -11,13 +11,14 @@ raise a ValueError that names the field and its value.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 BLOCK = [128, 128]
-SKIPPED = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
+SKIPPED = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 """Suffixes of the names of tensors in fp8 checkpoints that are not read."""
 
 
@@ -75,6 +76,20 @@ class Int4(Quantization):
     group_size: int = 128
     zeros: bool = False
     scale_dtype: str = "float16"
+
+
+class SizeError(ValueError):
+    """A weight has sizes that a quantized form cannot have. The message does not say what to change."""
+
+
+@contextmanager
+def explaining_sizes(ranks: int) -> Iterator[None]:
+    """Turn a SizeError into a ValueError that says what to change. ranks: number of ranks that split the weights."""
+    try:
+        yield
+    except SizeError as error:
+        parts, remedy = (" on each rank", "fewer ranks, or ") if ranks > 1 else ("", "")
+        raise ValueError(f"{error}{parts}; take {remedy}another checkpoint") from None
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -144,7 +159,7 @@ def _fp8(given: dict[str, Any]) -> Quantization:
     _need(given, "fmt", None, "e4m3")
     _need(given, "activation_scheme", "dynamic", "static")
     _need(given, "scale_fmt", None, "float")
-    _need(given, "kv_cache_scheme", None)
+    _need(given, "kv_cache_scheme", None, "static")
     block = _need(given, "weight_block_size", None, BLOCK)
     ignored = given.get("ignored_layers") or given.get("modules_to_not_convert") or ()
     return Quantization("block" if block else "tensor", tuple(ignored))

@@ -15,7 +15,7 @@ from fastgen.kernels.launch import kernels_of
 from fastgen.kernels.norm import RMSNorm, rms_norm_fp8
 from fastgen.model.config import ModelConfig
 from fastgen.model.linear import UNFUSED, Linear
-from fastgen.model.quantization import Quantization
+from fastgen.model.quantization import Quantization, SizeError
 from fastgen.model.weights import Shard
 
 
@@ -38,13 +38,13 @@ class Fp8Linear(Linear):
         """Make a layer of zeros. rows: (name of a Hugging Face module that is fused into it, its outputs on this rank).
         new: makes a tensor of zeros from a shape and a dtype. batch_invariant: see Linear; products in fp8 always are.
 
-        Raises ValueError if sizes are not multiples of the block size.
+        Raises SizeError if sizes are not multiples of the block size.
         """
         names, sizes = ", ".join(dict(rows)), [size for _, size in rows]
         if form.blocks and any(size % fp8.BLOCK for size in (size_in, *sizes)):
-            raise ValueError(
-                f"{names} of {size_in} inputs and {', '.join(map(str, sizes))} outputs, on each "
-                f"rank, are not whole blocks of {fp8.BLOCK} x {fp8.BLOCK}; run the model on fewer ranks"
+            raise SizeError(
+                f"{names} of {size_in} inputs and {', '.join(map(str, sizes))} outputs are not whole blocks of "
+                f"{fp8.BLOCK} x {fp8.BLOCK}"
             )
         size_out = sum(sizes)
         shape = (size_out // fp8.BLOCK, size_in // fp8.BLOCK) if form.blocks else (size_out,)
@@ -130,7 +130,7 @@ def check_fp8(model: ModelConfig, dtype: str) -> None:
         raise ValueError("linear layers in fp8 need bfloat16 or float16 on a GPU; pass dtype='bfloat16'")
     sizes = model.input_sizes
     if any(size % fp8.ALIGN for size in sizes):
-        raise ValueError(
-            f"linear layers in fp8 need inputs in multiples of {fp8.ALIGN} on a GPU; on each rank they have "
-            f"{', '.join(map(str, sizes))}: use another tensor_parallel, or weights that are not in fp8"
+        raise SizeError(
+            f"linear layers in fp8 need inputs in multiples of {fp8.ALIGN} on a GPU, and these have "
+            f"{', '.join(map(str, sizes))}"
         )

@@ -77,8 +77,10 @@ def _yarn(rope: RopeConfig, periods: Tensor, context: int) -> Tensor:
         """Return the unrounded index of the pair that makes `turns` turns over the original context."""
         return head_size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(pair_with(rope.beta_fast)), 0)
-    high: float = min(math.ceil(pair_with(rope.beta_slow)), head_size - 1)
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
     if low == high:
         high += 0.001  # a step instead of a ramp
     pairs = torch.arange(len(periods), dtype=torch.float32, device=CPU)

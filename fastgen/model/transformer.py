@@ -4,7 +4,7 @@ Under tensor parallelism each rank holds some of the heads, a slice of the MLP a
 outputs of o and of down are summed over the ranks (Megatron-LM, arXiv 1909.08053). Every rank holds the whole residual
 stream, except in a step that is cut in two, where each rank holds some of its tokens (`parallel/residual.py`).
 
-Shape letters: T tokens in the step, R rows whose logits are wanted, H query heads, K KV heads (both of this rank), D
+Shape letters: T tokens in the step, R tokens whose logits are wanted, H query heads, K KV heads (both of this rank), D
 head size, V vocabulary.
 """
 
@@ -22,7 +22,7 @@ from fastgen.device.profiling import span
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.embedding import embed
 from fastgen.kernels.rope import SlotMapping, rope_write
-from fastgen.model.attention.interface import Attention, StepLayout
+from fastgen.model.attention.interface import Attention
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.parameters import Parameters
 from fastgen.model.rope import query_scales, rope_tables
@@ -34,23 +34,15 @@ from fastgen.parallel.residual import ReplicatedResidual, Residual, begin
 class StepPart:
     """The tokens of a step, or of one half of a step that is cut in two, on their way through the layers.
 
-    token_ids: int64 [T]. mapping: the positions and slots of the tokens. plan: the result of Attention.plan. ends: the
-    rows of the tokens whose logits are wanted, int64 [R], one per sequence, and the layout of a step with only these
-    tokens; None if all rows are wanted. arrivals: the events of HostTier.load, by layer, which the layers wait for.
-    residual: the residual stream.
+    token_ids: int64 [T]. mapping: the positions and slots of the tokens. plan: the result of Attention.plan. arrivals:
+    the events of HostTier.load, by layer, which the layers wait for. residual: the residual stream.
     """
 
     token_ids: Tensor
     mapping: SlotMapping
     plan: object
-    ends: tuple[Tensor, StepLayout] | None = None
     arrivals: Mapping[int, torch.cuda.Event] = field(default_factory=dict)
     residual: Residual = field(init=False)
-
-    @property
-    def num_results(self) -> int:
-        """The number of rows after the last layer: R with `ends`, else T with its padding."""
-        return len(self.token_ids if self.ends is None else self.ends[0])
 
     def wait(self, number: int) -> None:
         """Make work launched from now on wait until the loaded pages of a layer are in the pool."""
@@ -64,10 +56,14 @@ class Observer(Protocol):
 
     @property
     def layers(self) -> Collection[int]:
-        """Numbers of the layers that it reads the stream after. After the last one only the rows in `ends` are left."""
+        """Numbers of the layers that it reads the stream after."""
 
     def observe(self, part: StepPart, number: int) -> None:
         """Read `part.residual` after layer `number`, one of `layers`."""
+
+    def observe_rows(self, x: Tensor, rows: Tensor) -> None:
+        """Read the stream after the last layer, if that is one of `layers`, in a step in which only some tokens go
+        through all of it: x [R, hidden], the stream of the step's rows `rows`, int64 [R]."""
 
     def update(self, named: Tensors) -> None:
         """Replace its weights; see `Generator.update_drafter`."""
@@ -97,25 +93,15 @@ class Transformer:
     def forward(
         self, parts: Sequence[StepPart], pool: KVPool, attention: Attention, layers: Sequence[int] | None = None
     ) -> Tensor:
-        """Return the residual stream after the last layer: [T, hidden], or with `ends` [R, hidden].
+        """Return the residual stream of all tokens after the last layer: [T, hidden].
 
-        Writes the step's keys and values into the pool. In the last layer, rows that are not in `ends` need only their
-        keys and values.
-
-        parts: one, or the two halves of a step, the later tokens last. Halves take turns in each layer, so that the
-        sums over the ranks of one half overlap with the computation of the other. Both have `ends`, or neither.
-        layers: the numbers of the layers to run (None: all).
+        parts: one, or the two halves of a step (see `run_layers`). layers: the numbers of the layers to run (None:
+        all).
         """
+        numbers = range(len(self.layers)) if layers is None else layers
         self.embed(parts)
-        for number in range(len(self.layers)) if layers is None else layers:
-            for part in parts:
-                part.wait(number)
-                q = self.project_qkv(part, number, pool)
-                self.add_attended(part, number, self.attend(part, number, q, attention))
-            for part in parts:
-                self.add_mlp(part, number)
-        found = [part.residual.whole()[: part.num_results] for part in parts]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        queries = self.run_layers(parts, pool, attention, numbers)
+        return self.finish(parts, queries, attention, numbers[-1])
 
     def embed(self, parts: Sequence[StepPart]) -> None:
         """Begin the residual streams with the embeddings of the tokens."""
@@ -141,42 +127,77 @@ class Transformer:
                 q = rope_write(qkv, mapping, keys, values, layer.head_norm)
             return q if mapping.query_scales is None else q.mul_(mapping.query_scales)
 
-    def attend(self, part: StepPart, number: int, q: Tensor, attention: Attention) -> Tensor:
-        """Return the attention of a layer's queries q [T, H, D], without padding: [real, H * D].
+    def run_layers(
+        self, parts: Sequence[StepPart], pool: KVPool, attention: Attention, numbers: Sequence[int]
+    ) -> list[Tensor]:
+        """Run layers after `embed`, the last of them only up to its attention, and return its queries for each part.
 
-        In the last layer it drops the rows whose logits are not wanted, from q and from `part.residual`: [R, H * D].
+        Writes the step's keys and values into the pool. parts: one, or the two halves of a step, the later tokens last.
+        Halves take turns in each layer, so that the sums over the ranks of one half overlap with the computation of the
+        other.
         """
-        plan = part.plan
-        if part.ends is not None and number == len(self.layers) - 1:
-            rows, layout = part.ends
-            part.residual = ReplicatedResidual(self.group, self._padded(part.residual.select(rows)))
-            q = q[rows]
-            if not len(q):
-                return q.flatten(1)
-            plan = attention.plan(layout)
-        with span("attention"):
-            return attention.attend(plan, number, q[: part.mapping.real], self.layers[number].window).flatten(1)
+        *before, last = numbers
+        for number in before:
+            for part in parts:
+                part.wait(number)
+                q = self.project_qkv(part, number, pool)
+                attended = self._attend(part.plan, number, q[: part.mapping.real], attention)
+                self.add_attended(part.residual, number, attended)
+            for part in parts:
+                self.add_mlp(part.residual, number)
+                self._observe(part, number)
+        for part in parts:
+            part.wait(last)
+        return [self.project_qkv(part, last, pool) for part in parts]
 
-    def add_attended(self, part: StepPart, number: int, attended: Tensor) -> None:
-        """Add o of the result of `attend`, with or without rows of padding, to the residual stream."""
-        if not len(part.residual):
-            return
+    def finish(self, parts: Sequence[StepPart], queries: Sequence[Tensor], attention: Attention, number: int) -> Tensor:
+        """Return the residual stream of all tokens after layer `number`, [T, hidden]. queries: from `run_layers`."""
+        for part, q in zip(parts, queries, strict=True):
+            attended = self._attend(part.plan, number, q[: part.mapping.real], attention)
+            self.add_attended(part.residual, number, attended)
+        for part in parts:
+            self.add_mlp(part.residual, number)
+            self._observe(part, number)
+        found = [part.residual.whole()[: len(part.token_ids)] for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def finish_rows(self, x: Tensor, q: Tensor, rows: Tensor, plan: object, attention: Attention) -> Tensor:
+        """Return the residual stream after the last layer of some tokens only, [R, hidden].
+
+        x: [R, hidden], their stream before the attention of the last layer, which may be overwritten. q: [R, H, D],
+        their queries. rows: int64 [R], their rows in the step. plan: of a step with only these tokens, as decodes.
+        """
+        last, residual = len(self.layers) - 1, ReplicatedResidual(self.group, self._padded(x))
+        self.add_attended(residual, last, self._attend(plan, last, q, attention))
+        self.add_mlp(residual, last)
+        found = residual.whole()[: len(q)]
+        if self.observer is not None and last in self.observer.layers:
+            self.observer.observe_rows(found, rows)
+        return found
+
+    def _attend(self, plan: object, number: int, q: Tensor, attention: Attention) -> Tensor:
+        """Return the attention of a layer's queries q [T, H, D]: [T, H * D]."""
+        with span("attention"):
+            return attention.attend(plan, number, q, self.layers[number].window).flatten(1)
+
+    def add_attended(self, residual: Residual, number: int, attended: Tensor) -> None:
+        """Add o of the result of attention, [T, H * D] with or without rows of padding, to the residual stream."""
         layer = self.layers[number]
         with span("o"):
-            if len(attended) < len(part.residual):
-                attended = F.pad(attended, (0, 0, 0, len(part.residual) - len(attended)))
-            part.residual.apply(layer.o, attended, layer.post_norm, layer.o_end)
+            if len(attended) < len(residual):
+                attended = F.pad(attended, (0, 0, 0, len(residual) - len(attended)))
+            residual.apply(layer.o, attended, layer.post_norm, layer.o_end)
 
-    def add_mlp(self, part: StepPart, number: int) -> None:
+    def add_mlp(self, residual: Residual, number: int) -> None:
         """Add the MLP of the normed residual stream to it."""
-        if not len(part.residual):
-            return
         layer, following = self.layers[number], self.layers[number + 1 : number + 2]
         with span("mlp"):
-            hidden = part.residual.project(layer.gate_up, layer.post_norm, Fused(swiglu=self.config.gated))
+            hidden = residual.project(layer.gate_up, layer.post_norm, Fused(swiglu=self.config.gated))
             if not self.config.gated:
                 hidden.relu_().square_()
-            part.residual.apply(layer.down, hidden, following[0].input_norm if following else None, layer.down_end)
+            residual.apply(layer.down, hidden, following[0].input_norm if following else None, layer.down_end)
+
+    def _observe(self, part: StepPart, number: int) -> None:
         if self.observer is not None and number in self.observer.layers:
             self.observer.observe(part, number)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any, ClassVar, Protocol
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from fastgen.kernels import fp8
 from fastgen.model.deltas import DELTA, Delta
+from fastgen.model.tied import EMBEDDING, HEAD, OTHER, Tie
 
 LISTED = 20  # maximum number of names or faults that an error lists
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -31,6 +34,9 @@ UNUSED = (
     "model.mtp_layers.",
 )
 """Beginnings of the names of tensors that text does not need: of images, and of MiMo's layers that draft tokens."""
+
+WRAPPING = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""Parts of names that torch adds to those of a model: data parallelism, torch.compile, FSDP, checkpoints."""
 
 QUANTIZED_BYTES = 16 << 20  # size of the pieces in which a weight is quantized
 
@@ -150,6 +156,20 @@ def text_name(name: str) -> str:
     return WRAPPERS.get(start, "") + name.removeprefix(start)
 
 
+def shard_of(name: str, targets: Mapping[str, Shard]) -> Shard | None:
+    """Return the shard of a tensor, or None if there is none. The head of a tied model is its embedding."""
+    return targets.get(EMBEDDING if name == HEAD and HEAD not in targets else name)
+
+
+def known_name(name: str, targets: Mapping[str, Shard]) -> str | None:
+    """Return the name of the tensor that is probably meant by an unexpected name: without what wraps a model, without
+    any other beginning, or with the beginning that it lacks. None if there is no such tensor."""
+    plain = ".".join(part for part in name.split(".") if part not in WRAPPING)
+    if shard_of(plain, targets) is not None:
+        return plain
+    return next((known for known in targets if f".{plain}".endswith(f".{known}") or known.endswith(f".{plain}")), None)
+
+
 class TensorMatcher:
     """A check of given tensors against the model's shards.
 
@@ -163,15 +183,20 @@ class TensorMatcher:
         self._targets, self._unexpected = targets, unexpected
         self._skipped = "rotary_emb.inv_freq", *skipped
         self._seen: set[str] = set()
+        self._renamed: dict[str, str] = {}  # names that are not expected: the names that are probably meant
 
     def find(self, name: str, shape: Sequence[int], dtype: torch.dtype | str) -> Shard | None:
-        """Return the shard of a tensor, or None if the tensor should be skipped.
+        """Return the shard of a tensor, or None if it is not to be written.
 
-        Raises ValueError for a tensor that is unexpected, given twice, of another shape or of an unsupported dtype.
+        Raises ValueError for a tensor that is unexpected, given twice, of another shape or of an unsupported dtype. One
+        with a name that resembles the model's is an error of `check_names`.
         """
-        shard = self._targets.get(name)
+        shard = shard_of(name, self._targets)
         if shard is None:
-            if name.endswith(self._skipped) or name.startswith(UNUSED) or name == "lm_head.weight":
+            if name.endswith(self._skipped) or name.startswith(UNUSED):
+                return None
+            if meant := known_name(name, self._targets):
+                self._renamed[name] = meant
                 return None
             raise ValueError(f"unexpected tensor {name!r}; {self._unexpected}")
         if name in self._seen:
@@ -187,12 +212,20 @@ class TensorMatcher:
             raise ValueError(f"tensor {name!r} is {dtype}; {supported}")
         return shard
 
+    def check_names(self) -> None:
+        """Raise ValueError if tensors have been given by other names than the model's."""
+        if self._renamed:
+            name, meant = next(iter(self._renamed.items()))
+            count = f"{len(self._renamed)} names are" if len(self._renamed) > 1 else "a name is"
+            raise ValueError(f"{count} not the model's; give {meant!r} instead of {name!r}, for example")
+
     def check_complete(self, listed: int = 5) -> None:
         """Raise ValueError with the names of up to `listed` missing tensors, if any are missing."""
-        missing = [name for name in self._targets if name not in self._seen]
+        seen = self._seen | (OTHER.keys() if HEAD in self._seen and HEAD not in self._targets else set())
+        missing = self._targets.keys() - seen - {*self._renamed.values()}
         if missing:
             more = f" and {len(missing) - listed} more" if len(missing) > listed else ""
-            names = ", ".join(missing[:listed])
+            names = ", ".join([name for name in self._targets if name in missing][:listed])
             raise ValueError(f"missing {len(missing)} of {len(self._targets)} tensors: {names}{more}")
 
 
@@ -201,7 +234,8 @@ class Update:
 
     shards: the whole tensors of the model by Hugging Face name; only their shapes are used. partial: tensors may be
     missing. reading: a function that wraps the iterable while it is read. names: names of the tensors that matched in
-    the last pass over `tensors`. merges: the update merges an adapter. adapted: see `AdapterUpdate`.
+    the last pass over `tensors`. merges: the update merges an adapter. adapted: see `AdapterUpdate`. tie: of a
+    tied model that is updated; None if only names and shapes are checked.
     """
 
     unexpected = UNEXPECTED
@@ -214,17 +248,18 @@ class Update:
         shards: Mapping[str, Shard],
         partial: bool = False,
         reading: Callable[[Iterable[Any]], Iterator[Any]] = iter,
+        tie: Tie | None = None,
     ) -> None:
         self.partial = partial
         self.names: list[str] = []
-        self._given, self._shards, self._reading = given, shards, reading
+        self._given, self._shards, self._reading, self._tie = given, shards, reading, tie
 
     def check(self) -> None:
         """Check all tensors against the model before any is written, if they can be read twice: a mapping, its items
         and a sequence can. Raises ValueError as `tensors` does, and TypeError for an object that is not iterable."""
         _check_iterable(self._given)
         if isinstance(self._given, Mapping | ItemsView | Sequence):
-            for _ in self._matched():
+            for _ in self._followed(copy(self._tie)):
                 pass
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -234,7 +269,10 @@ class Update:
         shapes and dtypes that do not match. It is not raised earlier, because the iterables of several ranks may make
         their tensors together.
         """
-        return self._matched()
+        return self._followed(self._tie)
+
+    def _followed(self, tie: Tie | None) -> Iterator[tuple[str, Tensor]]:
+        return self._matched() if tie is None else tie.follow(self._matched(), self.partial)
 
     def _matched(self) -> Iterator[tuple[str, Tensor]]:
         matcher, self.names = TensorMatcher(self._shards, self.unexpected), []
@@ -259,11 +297,12 @@ class Update:
                 self.names.append(name)
                 yield travels, tensor
             del tensor
-        try:
-            if not self.partial:
-                matcher.check_complete(LISTED)
-        except ValueError as error:
-            faults.insert(0, str(error))
+        complete: list[Callable[[], None]] = [] if self.partial else [partial(matcher.check_complete, LISTED)]
+        for check in (*complete, matcher.check_names):
+            try:
+                check()
+            except ValueError as error:
+                faults.insert(0, str(error))
         if self.partial and not self.names and not faults:
             faults.append("no tensors are given")
         if faults:
@@ -273,7 +312,7 @@ class Update:
     def _check_delta(self, name: str, packed: Tensor) -> tuple[Sequence[int], torch.dtype]:
         """Check a delta of the model's weight. Return the shape of the weight, and a dtype that it takes; those of the
         delta if there is no such weight."""
-        shard = self._shards.get(name)
+        shard = shard_of(name, self._shards)
         if shard is None:
             return packed.shape, packed.dtype
         Delta(packed).check(name, shard, self.partial)

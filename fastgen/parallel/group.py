@@ -247,7 +247,7 @@ class Group:
         that the order does not matter. x is overwritten."""
         if self.size == 1:
             return x
-        if self._device.type == "cuda" and (self._inbox is None or len(x) > FUSED_TOKENS):
+        if self._device.type == "cuda" and self._inbox is None:
             self._run(dist.all_reduce, x)
             return x
         self.add(total := torch.zeros_like(x), x)

@@ -73,6 +73,8 @@ def _restore(drawn: Completion | Event) -> None:
     """Give a completion or an event the tuples and the integer keys that JSON lacks."""
     if drawn.weight_versions is not None:
         drawn.weight_versions = [(version, start, end) for version, start, end in drawn.weight_versions]
+    if drawn.recomputed is not None:
+        drawn.recomputed = [(version, end) for version, end in drawn.recomputed]
     drawn.top_logprobs = with_ids(drawn.top_logprobs)
 
 

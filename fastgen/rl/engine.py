@@ -27,6 +27,10 @@ class Engines(Protocol):
     def begin(self) -> int:
         """Prepare for requests. Return the maximum number of requests that one stream may have in flight."""
 
+    def seeded(self, body: Json, number: int, connections: Connections) -> Json:
+        """Return the body of a request with a seed, if it has none and its engine is not to choose it. number: of the
+        request, in the order in which a RemoteGenerator begins them."""
+
     def generate(self, body: Json, connections: Connections, is_aborted: Callable[[], bool]) -> Json | None:
         """Return the output of a request; None if `is_aborted` returns True before it is sent, or before it is sent
         again because its engine has ended. connections: see `ServerClient.post`."""
@@ -57,6 +61,9 @@ class RemoteEngine:
     def begin(self) -> int:
         return self._max_requests
 
+    def seeded(self, body: Json, number: int, connections: Connections) -> Json:
+        return body
+
     def generate(self, body: Json, connections: Connections, is_aborted: Callable[[], bool]) -> Json | None:
         return None if is_aborted() else self._client.post("/generate", body, connections)
 
@@ -72,6 +79,10 @@ class RemoteEngine:
     def state(self) -> WeightState:
         found = self._client.get("/weight_version")
         return WeightState(weight_version=found["weight_version"], torn=found["torn"])
+
+    def fleet_seed(self) -> int:
+        """Return a number that the engine has given to no other client."""
+        return int(self._client.post("/fleet_seed", {})["seed"])
 
     def weight_version(self) -> int:
         return self.state()["weight_version"]

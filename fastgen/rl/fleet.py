@@ -5,6 +5,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from collections.abc import Generator as PyGenerator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from fastgen.engine.seeds import seed_of
 from fastgen.rl.bodies import samples_of
 from fastgen.rl.http import Connections, Json
-from fastgen.rl.members import Member, Members, Turn, of_each
+from fastgen.rl.members import LOST, Member, Members, Turn, of_each
 from fastgen.rl.options import RemoteGeneratorOptions
 from fastgen.rl.router import prefix_keys
 from fastgen.rl.weights import Update
@@ -30,6 +32,9 @@ class Fleet:
     (router.py). If an engine ends, its requests are sent to the others, from their beginning: each request has exactly
     one output.
 
+    A request without a seed gets one from the fleet, since engines with one seed would draw the same samples. It is
+    derived from the engines' seeds and the number of the request, so it does not matter which engine draws.
+
     Weights. An update goes to all engines at the same time, and no request is sent meanwhile. Only engines with the
     version of the last update serve requests. One that has ended is tried once per second. When it answers again, it
     gets the weights of the last update before it serves, if these came from a folder or `keep_copy` is set; otherwise
@@ -44,12 +49,33 @@ class Fleet:
             raise ValueError(f"url is {urls!r}; give one address or several different ones")
         self._options = options
         self.members = Members(urls, options)
+        self._seed, self._seeding = b"", threading.Lock()
 
     # ------------------------------------------------------------------------------------ requests
 
     def begin(self) -> int:
         self.members.begin()
         return self._options.max_requests * len(self.members)
+
+    def seeded(self, body: Json, number: int, connections: Connections) -> Json:
+        params = body["params"] or {}
+        if body["resume"] is not None or params.get("seed") is not None:
+            return body
+        self.members.begin()
+        with self._seeding:
+            self._seed = self._seed or self.members.ask_any(lambda _: self._draw_seed(), [], 0, connections)
+        return {**body, "params": {**params, "seed": seed_of(self._seed, number)}}
+
+    def _draw_seed(self) -> bytes:
+        """Return a seed that no other client of these engines has. Each engine adds a number, in the order of their
+        addresses, so that clients that begin at the same time, or do not reach all engines, differ."""
+        serving = sorted((member for member in self.members if member.serves), key=lambda member: member.url)
+        found = of_each(serving, lambda member: member.engine.fleet_seed()).values()
+        seeds = [seed for seed in found if isinstance(seed, int)]
+        for error in found:
+            if isinstance(error, Exception) and (not seeds or not isinstance(error, LOST)):
+                raise error
+        return repr(seeds).encode()
 
     def generate(self, body: Json, connections: Connections, is_aborted: Callable[[], bool]) -> Json | None:
         def generate(turn: Turn) -> Json | None:

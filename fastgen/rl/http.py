@@ -19,6 +19,7 @@ CONNECT_SECONDS = 10.0
 END_SECONDS = 0.02  # between two attempts to end connections or requests
 POLL_SECONDS = 0.2  # between two looks at a server whose model is being loaded
 KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # notices in 35 s that a machine is gone
+LOADING = "not_ready"  # code of the error while the model is loaded
 UNAVAILABLE = (500, 502, 503)  # statuses of a server whose engine has ended or is not ready, or that is ending
 REPORT_SECONDS = 10.0  # between two lines in the log about it
 
@@ -107,7 +108,7 @@ class ServerClient:
             healthy, trouble = self._exchange("GET", "/health")
         except ConnectionError as error:
             return error
-        if healthy != 200:
+        if healthy != 200 and _error(trouble).get("code") != LOADING:
             self._fail(healthy, trouble)
         return UnavailableError(_message(text))
 
@@ -181,9 +182,16 @@ def shut_down(connections: set[HTTPConnection]) -> None:
 
 def _message(text: str) -> str:
     """Return the message in the body of an error."""
-    with suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(text)["error"]["message"])
-    return text[:300]
+    return str(_error(text).get("message", text[:300]))
+
+
+def _error(text: str) -> Json:
+    """Return the error in the body of a response; {} if the body has no error of fgserve."""
+    with suppress(ValueError):
+        match json.loads(text):
+            case {"error": dict(error)}:
+                return error
+    return {}
 
 
 def _plain(value: Any) -> Any:

@@ -54,7 +54,7 @@ class RemoteGenerator:
         options.check()
         url = options.url
         self._engines: Engines = RemoteEngine(url, options) if isinstance(url, str) else Fleet(url, options)
-        self._name, self._count = uuid.uuid4().hex, itertools.count()  # of the ids of requests on the server
+        self._name, self._count = uuid.uuid4().hex, itertools.count()  # of requests
         self._sent: dict[str, _Sent] = {}  # the running requests of `generate` and `stream`, by key
         self._calls: set[_Call] = set()  # the calls of `generate` that run
 
@@ -115,7 +115,8 @@ class RemoteGenerator:
         self, pool: ThreadPoolExecutor, request: Request, call: _Call, connections: Connections
     ) -> Future[RequestOutput]:
         """Send a request in a thread of the pool. Return the future of its output."""
-        sent = _Sent(request, f"{self._name}-{next(self._count)}", call.aborted)
+        number = next(self._count)
+        sent = _Sent(request, f"{self._name}-{number}", number, call.aborted)
         sent.future = future = pool.submit(self._complete, sent, connections)
         self._sent[sent.key] = sent
         future.add_done_callback(lambda _: self._sent.pop(sent.key))
@@ -126,8 +127,7 @@ class RemoteGenerator:
         request = sent.request
         assert request.id is not None
         try:
-            body = body_of(request)
-            found = None
+            body, found = self._engines.seeded(body_of(request), sent.number, connections), None
             if not sent.aborted:  # which may change while an engine is waited for
                 found = self._engines.generate({**body, "id": sent.key}, connections, lambda: sent.aborted)
             return unsent_output(request, samples_of(body)) if found is None else output_of(found, request.id)
@@ -160,7 +160,8 @@ class RemoteGenerator:
         fields_of(params)  # raises before anything runs
         (one,) = request_source([request], params)
         assert one is not None
-        return self._events(body_of(one), "r0" if one.id is None else one.id)
+        body = self._engines.seeded(body_of(one), next(self._count), Connections())
+        return self._events(body, "r0" if one.id is None else one.id)
 
     def _events(self, body: Json, id: str | int) -> PyGenerator[Event, None, None]:
         with closing(self._engines.lines(body)) as lines:
@@ -265,10 +266,12 @@ class _Call:
 
 @dataclass(eq=False)
 class _Sent:
-    """A request that a thread sends. key: its id on the server. aborted: it is not to be sent, if it was not yet."""
+    """A request that a thread sends. key: its id on the server. number: its place in the order of all requests.
+    aborted: it is not to be sent, if it was not yet."""
 
     request: Request
     key: str
+    number: int
     aborted: bool
     future: Future[RequestOutput] = field(init=False)
 

@@ -71,8 +71,15 @@ class Tokenizer:
             _check_files(folder)
             with importing:
                 reader = _class_of(folder)
-            self.hf: Any = reader.from_pretrained(folder)
+            self.hf: Any = reader.from_pretrained(folder, trust_remote_code=False)
+            if self.hf.chat_template is None:
+                self.hf.chat_template = _processor_template(folder)
         except Exception as error:  # transformers and tokenizers raise many kinds of errors, also bare Exceptions
+            if "trust_remote_code" in str(error):
+                raise ValueError(
+                    f"the tokenizer in {folder} is Python code of its own (auto_map in tokenizer_config.json), which "
+                    "fastgen does not run; give another tokenizer"
+                ) from error
             raise ValueError(
                 f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {error}); fetch its files again, "
                 "or give another one"
@@ -344,6 +351,18 @@ def _check_files(folder: Path) -> None:
     for path in folder.iterdir():
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ValueError(f"{path.name} is not a regular file")
+
+
+def _processor_template(folder: Path) -> str | None:
+    """Return the chat template in the file of a processor, which models with vision may have instead of their
+    tokenizer's; None if there is no such file."""
+    path = folder / "chat_template.json"
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_bytes())["chat_template"]
+    if not isinstance(found, str):
+        raise ValueError(f"chat_template in {path.name} is {type(found).__name__}, and must be a string")
+    return found
 
 
 def _class_of(folder: Path) -> Any:

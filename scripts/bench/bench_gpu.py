@@ -8,6 +8,7 @@
     python scripts/bench/bench.py gpu --quantization fp8               # linear layers in fp8
     python scripts/bench/bench.py gpu --quantization int4              # linear layers in int4, groups of 128
     python scripts/bench/bench.py gpu --kv-cache-dtype fp8             # keys and values in fp8
+    python scripts/bench/bench.py gpu --arriving                       # work that arrives one by one
     python scripts/bench/bench.py gpu --turns                          # conversations, with and without the host tier
     python scripts/bench/bench.py gpu --speculate                      # speculation over recorded answers
     python scripts/bench/bench.py gpu --model qwen8 --heads            # speculation with heads, and with an int4 copy
@@ -33,6 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_arriving
 import bench_heads
 import bench_parallel
 import bench_parts
@@ -79,11 +81,20 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "adapter": (bench_sleep.bench_adapter, "update_adapter"),
     "wire": (bench_wire.bench_wire, "update_weights of a server, by another process"),
     "scaling": (bench_parallel.bench_scaling, "headline and chat1 on 1, 2 and 4 GPUs"),
+    "arriving": (bench_arriving.bench_arriving, "work that arrives one by one: steps, refilled lanes, and served"),
     "telling": (bench_parallel.bench_telling, "messages to the ranks, of --tensor-parallel"),
 }
 """What can be measured instead of the workloads, with one flag each."""
 
-ONE_PROCESS = ("load", "busy", "step", "heads", "scaling", "speculate", "wire")  # kinds that take no --tensor-parallel
+ONE_PROCESS = (
+    "load",
+    "busy",
+    "step",
+    "heads",
+    "scaling",
+    "speculate",
+    "wire",
+)  # kinds that take no --tensor-parallel
 
 
 def workload_names(text: str) -> list[str]:

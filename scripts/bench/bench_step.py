@@ -142,7 +142,9 @@ class Steps:
         starts = tuple(LaneStart(lane, params, seed=lane, prompt_len=keys) for lane in range(lanes))
         updates = tuple((lane, 0, tuple(range(lane * pages, (lane + 1) * pages))) for lane in range(lanes))
         self.batch = Batch(decodes=tuple(range(lanes)))
-        runner.lanes.apply(Batch(starts=starts, page_updates=updates))
+        batch = Batch(starts=starts, page_updates=updates)
+        runner.lanes.update_tables(batch)
+        runner.lanes.start(batch)
         runner.lanes.set_decodes(self.batch.decodes)
         self.reset()
 
@@ -157,7 +159,7 @@ class Steps:
         if drawing:
             rows = runner.lanes.input.first(self.count)
             plan = runner.lanes.plan_of(self.batch.decodes)
-            draw(runner._logits[: self.count], runner.lanes.state, rows.lanes, rows.kv_lens, plan, None)
+            draw(runner.logits[: self.count], runner.lanes.state, rows.lanes, rows.kv_lens, plan, None)
 
     def captured(self, change: Patch | None, drawing: bool = True) -> Callable[[], None]:
         """Return a function that runs a step with a part changed: as a CUDA graph, on a GPU."""

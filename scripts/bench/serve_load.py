@@ -33,7 +33,8 @@ class Load:
     requests: number of prompts of `prompt` random ids from `low` up to `high`, each to be answered with `tokens`
     tokens. concurrency: number of requests that are kept in flight. rate: requests per second, which are sent at random
     times (a Poisson process); 0: each when another one has ended. long, every: one request of `every` has a prompt of
-    `long` tokens.
+    `long` tokens. sigma: the lengths of the other prompts and of all answers are log-normal with this spread, around
+    `prompt` and `tokens`.
     """
 
     url: str
@@ -48,6 +49,7 @@ class Load:
     rate: float = 0.0
     long: int = 0
     every: int = 0
+    sigma: float = 0.0
 
     def shares(self, clients: int) -> list[Load]:
         """Return the share of each of several processes, of which each has something to do."""
@@ -65,11 +67,13 @@ class Load:
 
     def body(self, draw: random.Random, number: int) -> bytes:
         """Return request `number`, from 1 on."""
-        tokens = self.long if self.every and number % self.every == 0 else self.prompt
+        prompt, answer = (round(size * draw.lognormvariate(0, self.sigma)) for size in (self.prompt, self.tokens))
+        if self.every and number % self.every == 0:
+            prompt = self.long
         wanted: dict[str, Any] = {
             "model": self.model,
-            "prompt": [draw.randrange(self.low, self.high) for _ in range(tokens)],
-            "max_tokens": self.tokens,
+            "prompt": [draw.randrange(self.low, self.high) for _ in range(max(prompt, 1))],
+            "max_tokens": max(answer, 2),
             "ignore_eos": True,
             "temperature": 1,
             "stream": True,
@@ -206,7 +210,8 @@ class Clients:
 
 def figures(answers: list[Answer]) -> dict[str, Any]:
     """Return rates over the time from the first request to the last answer, and latencies in seconds, of the answers
-    that succeeded. ttft and inter_token: of streams, the former to the first piece, the latter between two.
+    that succeeded. Of streams: ttft, to the first piece; inter_token, between two; per_token, from the first piece to
+    the end per token.
 
     Raises RuntimeError where all failed.
     """
@@ -224,6 +229,9 @@ def figures(answers: list[Answer]) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds,
         "requests_per_second": len(good) / seconds,
         "ttft": quantiles(answer.chunks[0] - answer.sent for answer in good),
+        "per_token": quantiles(
+            (answer.chunks[-1] - answer.chunks[0]) / (answer.tokens - 1) for answer in good if answer.tokens > 1
+        ),
         "inter_token": quantiles(gap for answer in good for gap in np.diff(answer.chunks)),
         "end_to_end": quantiles(answer.chunks[-1] - answer.sent for answer in good),
     }

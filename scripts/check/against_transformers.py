@@ -69,7 +69,8 @@ def reference(folder: Path, device: str, dtype: str) -> Any:
     last: Exception | None = None
     for kind in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
         try:
-            return getattr(transformers, kind).from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+            options = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
+            return getattr(transformers, kind).from_pretrained(folder, **options).to(device).eval()
         except (ValueError, ImportError) as error:
             last = last or error
     raise SystemExit(f"transformers cannot load the model, so there is nothing to compare with: {last}")

@@ -43,6 +43,18 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
          "max(limit, min(limit, MIN_PREFILL_TOKENS))"),
         ("EngineConfig.prefill_tokens", "if decodes else room", "if room else room"),
     ],
+    ("engine.uploads", "tests/engine/test_prefill_graphs.py"): [
+        ("StepMemory.send", "0, 0, 0, 0, -1]", "0, 0, 0, 0, 0]"),
+        ("StepMemory.send", "if len(arrays.rows) else", "if len(arrays.rows) > 1 else"),
+        ("StepArrays.of", "kv_lens[: len(batch.decodes)]", "kv_lens"),
+    ],
+    ("engine.runner", "tests/engine/test_prefill_graphs.py tests/engine/test_halves.py"): [
+        ("Runner._replay", "event.wait()", "event.query()"),
+        ("Runner._parts", "part.layout(table, 0, False)", "part.layout(table, 0, layout.shared)"),
+    ],
+    ("kernels.work_tiles", "tests/kernels/test_kernels_attention.py"): [
+        ("_twin", "np.count_nonzero(lens) <= most_split", "len(lens) <= most_split"),
+    ],
     ("cli.serve.fields", "tests/cli/serve/test_serve_fields.py"): [
         ("is_neutral", "and isinstance(value, bool) == isinstance(neutral, bool)", ""),
         ("FieldPolicy.note", "self._named.add(field)", "self._named.add(reason)"),
@@ -199,14 +211,30 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("model.config", "tests/model/test_model_config.py"): [
         ("_windows", "size if layer >= first else 0", "size if layer > first else 0"),
         ("_eos_ids", 'ids = generation.get("eos_token_id")', "ids = None"),
+        ("sampling_defaults", 'if samples else ("repetition_penalty",)', "if samples else ()"),
         ("_rope", "low=1e-6, high=1e6", "high=1e6"),
         ("_text_config", 'inner.get("tie_word_embeddings") and', ""),
         ("_ropes", "if not window)", "if window)"),
         ("_refuse_foreign", 'config.get("hidden_act", "silu") != activation',
          'config.get("hidden_act") not in (None, "silu", activation)'),
     ],
+    ("model.config", "tests/model/test_transformer.py"): [
+        ("_ropes", 'config.get("sliding_window") is not None:', "any(windows):"),
+        ("_ropes", 'family.absent["rope_theta"])', 'config["rope_theta"])'),
+        ("_windows", 'size and "max_window_layers" in family.absent', "size"),
+    ],
+    ("model.tied", "tests/model/test_tied.py tests/test_updating.py"): [
+        ("fingerprint", "part.detach() * factors", "part.detach()"),
+        ("Tie._follow_one", "if has_embedding else tensor.detach().clone()", ""),
+        ("Tie._follow_one", "if head is not None and partial:", "if head is not None:"),
+        ("Tie._follow_two", "and not given and not partial", "and not given"),
+    ],
     ("model.transformer", "tests/model/test_transformer.py"): [
         ("Transformer.add_mlp", "hidden.relu_().square_()", "hidden.square_()"),
+    ],
+    ("model.int4_layouts", "tests/model/test_int4.py"): [
+        ("_gptq_zeros", "nibbles(words + GPTQ_ONES)", "(nibbles(words) + 1 & 15)"),
+        ("check_skipped", "tensor.shape != (inputs,) or", ""),
     ],
     ("model.quantization", "tests/model/test_int4.py"): [
         ("_check_modules", 'if gated or each != "gate_proj"', 'if each != "gate_proj"'),
@@ -272,6 +300,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("HostTier.load", "order, pages[start : start + len(part)])", "order, pages[: len(part)])"),
     ],
     ("request", "tests/test_request.py tests/test_generator.py tests/test_updating.py"): [
+        ("Sequence.start", "self.kv_version not in (None, version)", "self.kv_version is not None"),
+        ("Sequence.start", "self.kv_version = version", "pass"),
         ("SamplingParams.validate", "self.min_tokens > self.max_tokens:", "self.min_tokens >= self.max_tokens:"),
         ("Sequence.begin_version", "self.versions[-1][0] != version:", "self.versions[-1][0] == version:"),
     ],
@@ -366,6 +396,19 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("next_chunk", "spare = budget - min(oldest.prefill_left, reserve)", "spare = budget"),
         ("begins_like", "return tokens[at:end] == others[at:end] and", "return False and"),
     ],
+    ("engine.seeds", "tests/engine/test_seeds.py"): [
+        ("seed_of", "%b:%d", "%b-%d"),
+        ("replica_seed", "rank == 0", "True"),
+    ],
+    ("rl.fleet", "tests/rl/test_fleet.py"): [
+        ("Fleet.seeded", "seed_of(self._seed, number)", "seed_of(self._seed, 0)"),
+        ("Fleet.seeded", 'body["resume"] is not None or', ""),
+    ],
+    ("rl.router", "tests/rl/test_router.py"): [
+        ("SLACK", "16", "17"),
+        ("Router.choose", "> 2 * self._load(least) + SLACK", "> 2 * self._load(least) + SLACK + 1"),
+        ("Router.choose", "2 * self._load(least)", "self._load(least)"),
+    ],
     ("cli.wrapping", "tests/cli/test_wrapping.py"): [
         ("Wrapper._place", "before + size > self._width()", "before + size >= self._width()"),
         ("Wrapper._end_line", "self._code.strip().startswith(self._fence)", "self._code.startswith('```')"),
@@ -379,9 +422,18 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("cli.gen.server_backend", "tests/cli/gen/test_gen_server.py"): [
         ("_Server.advance", "len(waiting) < concurrency", "len(waiting) <= concurrency"),
-        ("_Server._answer", "if status in WRONG_KEY or (status == NO_MODEL and self._calls.needs_all):", "if False:"),
+        ("_Server._answer", "if await self._refuses_all(error.status_code, call):", "if False:"),
+        ("_Server._refuses_all", "return error.status_code == status", "return False"),
+        ("_Server._answer", "await self.check()", "raise"),
+        ("work_on_server", "sorted(ended, key=lambda task: task.exception() is not None)", "ended"),
         ("RowCalls.call", "**self.fields, **own}", "**own, **self.fields}"),
-        ("RowCalls.finish", "if len(choices) == 1 else None", "* len(choices)"),
+        ("RowCalls.record", "if len(choices) == 1 else None", "* len(choices)"),
+    ],
+    ("cli.gen.outputs", "tests/cli/gen/test_gen_server.py"): [
+        ("Parts.write", "make([_encodable(record)]", "make([record]"),
+    ],
+    ("cli.gen.rows", "tests/cli/gen/test_gen_server.py"): [
+        ("read_json", "if depth > NESTED:", "if False:"),
     ],
     ("cli.gen.main", "tests/cli/gen/test_gen.py"): [
         ("run", "done[total:] = bytes([1]) * (source.total - total)", "pass"),

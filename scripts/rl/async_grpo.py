@@ -8,10 +8,11 @@
 
 The trainer asks for the samples of step N + 1 before it trains on those of step N, and gives the server its weights
 after each step, while requests are in flight (in_flight="keep"). So the weights that draw an answer are at most one
-step old when it is trained on; it may begin with old weights and end with new ones. Its weight_versions tell which
-tokens are old. For those the objective is decoupled, as in AReaL (https://arxiv.org/abs/2505.24298): the clipped ratio
-is that of the new weights to the trainer's at the start of the step, and each token's advantage is multiplied by the
-ratio of the latter to the weights that drew it, at most 2.
+step old when it is trained on; it may begin with old weights and end with new ones, over the KV of the old ones. Its
+weight_versions tell whether tokens are old. For such an answer the objective is decoupled, as in AReaL
+(https://arxiv.org/abs/2505.24298): the clipped ratio is that of the new weights to the trainer's at the start of the
+step, and each token's advantage is multiplied by its probability under the latter divided by the one that it was drawn
+with, at most 2.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ sys.path.append(str(Path(__file__).parent.parent / "bench"))
 from serve_process import Server
 
 MOST_LAG = 1  # maximum age of a token, in steps of the trainer
-MOST_WEIGHT = 2.0  # of an old token: its probability at the start of the step over the one it was drawn with
+MOST_WEIGHT = 2.0  # of a token: its probability at the start of the step over the one that it was drawn with
 PARTS = ("wait", "train", "push")
 
 
@@ -90,11 +91,10 @@ def corrected(model: Any, samples: Sequence[Rollout], version: int | None, setti
             late = lags(sample, version)
             if max(late) > MOST_LAG:
                 raise RuntimeError(f"a token is {max(late)} steps old; the server has not taken every update")
-            # The tokens of the present version keep the server's logprobs, which differ from these only by rounding.
-            logprobs = [new if lag else drawn for new, drawn, lag in zip(own, sample.logprobs, late, strict=True)]
-            ratios = torch.tensor(logprobs) - torch.tensor(sample.logprobs)
+            # The tokens of the present version are corrected too: they were drawn with the KV of the old weights.
+            ratios = torch.tensor(own) - torch.tensor(sample.logprobs)
             weights = ratios.exp().clamp(max=MOST_WEIGHT).tolist()
-            found.append(Corrected(**{**vars(sample), "logprobs": logprobs}, weights=tuple(weights)))
+            found.append(Corrected(**{**vars(sample), "logprobs": own}, weights=tuple(weights)))
     return found
 
 

@@ -80,7 +80,7 @@ class Trainer:
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), trust_remote_code=False)
         self.model = model.to(device).eval()
 
     @torch.inference_mode()

@@ -219,7 +219,8 @@ def train(settings: Settings, device: str, dtype: str, speculate: str = "auto") 
     curve: list[dict[str, Any]] = []
     # Half of a GPU's memory is the trainer's
     with Generator(device=device, dtype=dtype, memory_fraction=0.5, seed=settings.seed, speculate=speculate) as gen:
-        policy: Any = AutoModelForCausalLM.from_pretrained(gen.folder, dtype=torch.float32).to(device)
+        policy: Any = AutoModelForCausalLM.from_pretrained(gen.folder, dtype=torch.float32, trust_remote_code=False)
+        policy.to(device)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, weight_decay=0.0)
         rng = random.Random(settings.seed)
         sampling = SamplingParams(n=settings.samples, temperature=1.0, max_tokens=MAX_TOKENS)

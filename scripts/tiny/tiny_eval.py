@@ -28,8 +28,8 @@ class Answerer:
     def __init__(self, folder: Path, device: torch.device, batch_tokens: int = 1 << 17) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
         self.model = model.to(device).eval()
         self.device, self.batch_tokens = device, batch_tokens
 

@@ -179,6 +179,7 @@ def test_thinking_is_no_part_of_the_answer(field: str, fake: Fake, pipe: Callabl
     assert body["messages"][1] == {"role": "assistant", "content": "it is"}, "some servers refuse other fields"
 
 
+NO_ANSWER = "the server has sent what is no answer"
 ERROR = {"error": {"message": "the engine died", "type": "server_error", "param": None, "code": None}}
 
 
@@ -197,6 +198,21 @@ ERROR = {"error": {"message": "the engine died", "type": "server_error", "param"
         ),
         (stream("begun", end="", tail=b""), "begun\n", "error: the server has ended the answer early"),
         (stream(end="", tail=b"data: <html>\n\n"), "", "error: the server has sent what is no answer: b'<html>'"),
+        *(
+            (
+                stream("begun", end="", tail=b"data: " + wrong + b"\n\n"),
+                "begun\n",
+                f"error: {NO_ANSWER}: {wrong[:300]!r}",
+            )
+            for wrong in (
+                b"5",
+                b'{"choices": 5}',
+                b'{"choices": [{"delta": {"content": 5}}]}',
+                b'{"usage": "abc"}',
+                b'{"usage": {"completion_tokens": 1e999}}',
+                b"[" * 100_000,
+            )
+        ),
         (
             lambda request: None,
             "",

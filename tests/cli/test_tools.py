@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from fastgen.cli import chat
+from fastgen.cli.gen import main as gen
 from fastgen.cli.gen.options import make_parser as gen_parser
+from fastgen.cli.serve import main as serve
 from fastgen.cli.serve.options import make_parser as serve_parser
 from fastgen.model.loader import BUNDLED
 
@@ -65,6 +68,54 @@ def test_an_unknown_flag_is_one_line_that_says_what_takes_its_place(
             parser.parse_args([*others, given])
         assert ended.value.code == 2
         assert capsys.readouterr().err == f"{parser.prog}: error: {hint}; {parser.prog} --help lists the options\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("fggen in.jsonl -o o.jsonl", "MODEL is missing: the first argument, in.jsonl, is an INPUT"),
+        ("fggen a.csv.gz b/c.parquet -o o.jsonl", "MODEL is missing: the first argument, a.csv.gz, is an INPUT"),
+        ("fggen - -o o.jsonl", "MODEL is missing: the first argument, -, is an INPUT"),
+        ("fggen some/model -o o.jsonl", "INPUT is missing: the only argument, some/model, is the MODEL"),
+        ("fggen --model some/model in.jsonl -o o.jsonl", "there is no --model; give MODEL without it"),
+        ("fggen m in.jsonl -o o.jsonl --max-tokens 0", "--max-tokens is 0, so nothing would be computed; ask for at"),
+        ("fggen m in.jsonl -o o.jsonl --regex a --choice b", "--regex and --choice are given together; give one"),
+        ("fggen generate m in.jsonl -o o.jsonl", "fggen has no subcommands; leave 'generate' out"),
+        ("fgserve serve some/model", "fgserve has no subcommands; leave 'serve' out"),
+        ("fgserve --model some/model", "there is no --model; give MODEL without it"),
+        (
+            "fgserve --rollout --replicas 2 --max-replicas 3",
+            "--rollout needs a fixed number of replicas, which it",
+        ),
+        ("fgchat chat some/model", "fgchat has no subcommands; leave 'chat' out"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_its_own_words(
+    command: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool, *arguments = command.split()
+    with pytest.raises(SystemExit, match="2"):
+        {"fggen": gen.main, "fgserve": serve.main, "fgchat": chat.main}[tool](arguments)
+    assert capsys.readouterr().err.startswith(f"{tool}: error: {told}")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("max_seqs=8 and n=1: raise memory_fraction", "--max-seqs 8 and --n 1: raise --memory-fraction"),
+        ("speculate='int4' needs tensor_parallel=1", "--speculate int4 needs --tensor-parallel 1"),
+        ("leave prefix_cache=False out", "leave --no-prefix-cache out"),
+        ("deterministic=True needs Triton; install it, or leave deterministic out",
+         "--deterministic needs Triton; install it, or leave --deterministic out"),
+        ("device is 'x'; use device='cpu'", "--device is 'x'; use --device cpu"),
+        ("adapters load; the tokenizer is old", "adapters load; the tokenizer is old"),
+        ("/a/max_seqs/dtype: no file 'max_seqs'", "/a/max_seqs/dtype: no file 'max_seqs'"),
+        ("the file: max_seqs is 0", "the file: max_seqs is 0"),
+        ("row 3: max_tokens is 0", "row 3: max_tokens is 0"),
+    ],
+)  # fmt: skip
+def test_options_in_errors_are_flags(said: str, told: str) -> None:
+    assert gen_parser().in_flags(said) == told
 
 
 @pytest.mark.parametrize("make_parser", [gen_parser, serve_parser])

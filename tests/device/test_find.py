@@ -75,6 +75,13 @@ def test_a_gpu_is_found_or_an_error_says_why_not(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("name", ["mps", "xpu", "vulkan", "privateuseone", "gpu", "CPU", "", "cuda:x"])
+def test_other_devices_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^device is '{name}'; fastgen runs on 'cpu' and on 'cuda', or 'cuda:1' and"):
+        find_device(name)
+    assert find_device("cpu:0") == "cpu"
+
+
 @pytest.mark.filterwarnings("error")
 def test_an_old_driver_is_an_error_where_the_gpu_is_asked_for_and_else_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -41,7 +41,7 @@ def test_a_step_uses_the_free_cores_and_does_not_change_other_threads(
         raise RuntimeError("made up")
 
     with Generator() as gen:
-        monkeypatch.setattr(gen._runner.model, "forward", seen)
+        monkeypatch.setattr(gen._runner.model, "run_layers", seen)
         monkeypatch.setattr(threads.FreeCores, "update", lambda self: free)
         with pytest.raises(RuntimeError, match="made up"):
             gen.generate(random_ids(20), PARAMS)

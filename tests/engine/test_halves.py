@@ -27,8 +27,11 @@ def test_two_halves_are_the_step(seed: int) -> None:
     step = StepSequences(np.arange(len(query_lens)), query_lens, kv_lens, draws, np.zeros(0, dtype=np.int64))
     parts = cut(step, decodes)
     assert tokens_of(parts) == tokens_of([step])
-    ends = [part.ends for part in parts]
-    assert [kv for end in ends for kv in end.kv_lens.tolist()] == kv_lens[draws > 0].tolist()
+    drawing = [
+        (part.kv_lens[part.num_draws > 0].tolist(), part.num_draws[part.num_draws > 0].tolist()) for part in parts
+    ]
+    assert [kv for lens, _ in drawing for kv in lens] == kv_lens[draws > 0].tolist()
+    assert [count for _, counts in drawing for count in counts] == draws[draws > 0].tolist()
     assert parts[0].lanes[:decodes].tolist() == [*range(decodes)]
     assert len(parts) == 1 or int(parts[0].query_lens.sum()) % CUT_MULTIPLE == 0
 
@@ -64,6 +67,4 @@ def test_only_the_first_half_of_a_step_has_the_decodes_that_share_prefixes(
         runner.attention, "plan", lambda layout: seen.append((layout.lanes.tolist(), layout.shared)) or plan(layout)
     )
     runner.collect(runner.launch(Batch(decodes=(0, 1), prefills=tuple(lanes[2:]))))
-    parts, ends = seen[:2], seen[2:]
-    assert parts == [([0, 1, 2, 3], True), ([3], False)]
-    assert ends == [([0, 1, 2], True), ([3], False)]
+    assert seen[:2] == [([0, 1, 2, 3], True), ([3], False)]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from conftest import check_idle
 from drafting import adversary
@@ -18,22 +19,15 @@ from fastgen import Generator
 
 
 @pytest.mark.parametrize(
-    ("own", "blocks", "suffix", "schedule"),
-    [
-        (True, 1, "pt", SCHEDULES[0]),
-        (False, 2, "safetensors", SCHEDULES[1]),
-        (True, 1, "pt", SCHEDULES[2]),
-        (False, 2, "safetensors", SCHEDULES[3]),
-    ],
+    ("own", "blocks", "schedule"),
+    [(True, 1, SCHEDULES[0]), (False, 2, SCHEDULES[1]), (True, 1, SCHEDULES[2]), (False, 2, SCHEDULES[3])],
 )
 def test_drafts_are_those_of_the_reference(
-    own: bool, blocks: int, suffix: str, schedule: dict[str, Any], llama: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    own: bool, blocks: int, schedule: dict[str, Any], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fastgen.engine.speculation.planning.BARREN", 10**9)
-    head = save_medusa(tmp_path, llama, blocks=blocks, own=own, suffix=suffix)
-    path = head / f"medusa_lm_head.{suffix}"
-    tensors = torch.load(path) if suffix == "pt" else load_file(path)
+    head = save_medusa(tmp_path, llama, blocks=blocks, own=own)
+    tensors = load_file(head / "medusa_lm_head.safetensors")
     with Generator(llama, speculate=False) as gen:
         expected = gen.generate(PROMPTS, PARAMS)
     adversary(monkeypatch, expected, gen.model_config.vocab_size)
@@ -50,7 +44,7 @@ def test_drafts_are_those_of_the_reference(
         assert gen.stats.head_drafted > 0
 
 
-def test_wrong_files_are_errors(llama: Path, tmp_path: Path) -> None:
+def test_wrong_files_are_errors(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = save_medusa(tmp_path, llama)
     tensors = load_file(head / "medusa_lm_head.safetensors")
     with Generator(llama, speculate=eager(head)) as gen:
@@ -58,5 +52,10 @@ def test_wrong_files_are_errors(llama: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"tensor '1.1.weight' has shape"):
             gen.update_drafter({**tensors, "1.1.weight": tensors["1.1.weight"][:-1]})
     (head / "medusa_lm_head.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"none of the files medusa_lm_head.safetensors"):
+    torch.save(tensors, head / "medusa_lm_head.pt")  # a pickle
+    with pytest.raises(ValueError, match=r"reads safetensors only, so convert a medusa_lm_head\.pt: ") as raised:
         Generator(llama, speculate=head)
+    monkeypatch.chdir(head)
+    exec(str(raised.value).partition("medusa_lm_head.pt: ")[2], {"torch": torch, "safetensors": safetensors})
+    assert load_file("medusa_lm_head.safetensors").keys() == tensors.keys()
+    Generator(llama, speculate=head).close()

@@ -1,6 +1,6 @@
-"""PrefillGraphs: steps of few tokens give the same bits in pieces as kernel by kernel.
+"""PrefillGraphs: steps with prefills give the same bits in graphs as kernel by kernel.
 
-Without a GPU, a piece is called where its graph would be replayed.
+Without a GPU, the step is called where its graph would be replayed.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from called_graphs import Called, capturable
 from conftest import Checkpoint, check_idle, random_ids
-from handmade import make_runner, run, start, table
+from handmade import make_runner, mover, run, start, table
 from hash_model import hopeful, num_tokens
 from test_schedules import answers
 from test_sharing import REQUESTS, each_apart, host_gb
@@ -25,22 +26,21 @@ from fastgen.engine.cuda_graphs import PREFILL_SIZES, prefill_sizes
 from fastgen.engine.pages import PageMoves
 from fastgen.engine.prompt_scores import ScorePlan
 from fastgen.engine.runner import Runner
-from fastgen.engine.warm_up import capture
-from fastgen.kernels.rope import SlotMapping
+from fastgen.engine.warm_up import capture, captured_prefills
 from fastgen.model.linear import ROW_TILE
-from fastgen.model.transformer import StepPart
 from fastgen.request import Batch, Prefill
 
-LAYERS = 3
 
-
-def in_pieces(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Run steps in pieces from now on, and return the list to which (size, layer) of each piece is appended."""
+def in_graphs(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """Run steps with prefills in `Called` graphs from now on. Return the lists to which the number of tokens, and the
+    number of draws, of each step is appended."""
     capturable(monkeypatch)
     capture(runner, [ROW_TILE])
-    assert runner.prefill_graphs is not None
-    assert isinstance(runner.prefill_graphs.graphs, Called)
-    return runner.prefill_graphs.graphs.ran
+    graphs = runner.prefill_graphs
+    assert graphs is not None
+    assert isinstance(graphs.layers[False], Called)
+    assert isinstance(graphs.ends, Called)
+    return graphs.layers[False].ran, graphs.ends.ran
 
 
 def test_sizes_rise_and_fill_tiles() -> None:
@@ -49,6 +49,7 @@ def test_sizes_rise_and_fill_tiles() -> None:
     assert prefill_sizes(PREFILL_SIZES[0] - 1) == []
     assert prefill_sizes(PREFILL_SIZES[1]) == list(PREFILL_SIZES[:2])
     assert prefill_sizes(4096) == list(PREFILL_SIZES)
+    assert all(size % 128 == 0 for size in PREFILL_SIZES if size > 256), "whole tiles of the kernels for many tokens"
 
 
 NAMES = "llama", "mistral", "qwen2", "qwen3", "ministral3", "granite", "olmo3", "exaone4", "arcee"
@@ -57,20 +58,20 @@ NAMES = "llama", "mistral", "qwen2", "qwen3", "ministral3", "granite", "olmo3", 
 @pytest.mark.parametrize(
     ("family", "budget"), [(name, 50 if name in ("mistral", "olmo3") else 32) for name in NAMES], indirect=["family"]
 )
-def test_pieces_change_no_bit_in_any_schedule(budget: int, family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests arrive at random, with few pages and a small host tier; steps of more than 32 tokens have no pieces."""
+def test_graphs_change_no_bit_in_any_schedule(budget: int, family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests arrive at random, with few pages and a small host tier; steps of more than 32 tokens have no graphs."""
     draw, plain = random.Random(budget), each_apart(family)  # computed kernel by kernel
     options = {"page_size": 8, "num_pages": 24, "max_seqs": ROW_TILE, "max_step_tokens": budget}
     with Generator(family, **options, host_cache_gb=host_gb(family, 40, 8)) as gen:  # type: ignore[arg-type]
         gen._loop.scheduler = hopeful(gen.config)
-        ran, seen = in_pieces(gen._runner, monkeypatch), []
+        (ran, drawn), seen = in_graphs(gen._runner, monkeypatch), []
         launch = gen._runner.launch
 
         def noted(batch: Batch) -> Any:
-            before = len(ran)
+            before = len(ran), len(drawn)
             launched = launch(batch)
             if batch.prefills:
-                seen.append((batch, ran[before:]))
+                seen.append((batch, ran[before[0] :], drawn[before[1] :]))
             return launched
 
         monkeypatch.setattr(gen._runner, "launch", noted)
@@ -91,10 +92,11 @@ def test_pieces_change_no_bit_in_any_schedule(budget: int, family: Path, monkeyp
                 assert said[id, completion.index] == expected
         assert answers(gen, REQUESTS) == plain
         assert min(gen.stats.preemptions, gen.stats.pages_loaded, gen.stats.cached_tokens) > 0
-    for batch, numbers in seen:
+    for batch, sizes, draws in seen:
         size = next((size for size in (16, 32) if num_tokens(batch) <= size), None)
-        assert numbers == ([] if size is None else [(size, layer) for layer in range(LAYERS)])
-    few = [batch for batch, numbers in seen if numbers]
+        assert sizes == ([] if size is None else [size])
+        assert draws == ([ROW_TILE] if size and batch.sampling and not batch.find(ScorePlan) else [])
+    few = [batch for batch, sizes, _ in seen if sizes]
     assert (len(few) < len(seen)) == (budget > 32)
     assert {num_tokens(batch) > 16 for batch in few} == {False, True}
     assert any(batch.decodes for batch in few)
@@ -102,56 +104,85 @@ def test_pieces_change_no_bit_in_any_schedule(budget: int, family: Path, monkeyp
     assert any(batch.find(ScorePlan) for batch in few)
     assert any(chunk.forks for batch in few for chunk in batch.prefills)
     if budget == 32:
-        assert any(not batch.sampling for batch in few), "with parts of prompts, the last layer ends with their keys"
+        assert any(not batch.sampling for batch in few), "with parts of prompts, a step ends with the keys"
 
 
-def test_padding_has_no_slot(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So padding is written nowhere. The slots of a longer step must not remain after the rows of a shorter one."""
+def test_padding_has_no_slot_and_no_lane(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So padding is written nowhere. What a longer step has sent must not remain behind a shorter one's."""
     runner = make_runner(llama)
-    in_pieces(runner, monkeypatch)
-    mapping, seen = runner.model.slot_mapping, []
-
-    def noted(*arguments: Any) -> SlotMapping:
-        seen.append(mapping(*arguments))
-        return seen[-1]
-
+    in_graphs(runner, monkeypatch)
+    graphs, spare = runner.prefill_graphs, runner.lanes.padding
+    assert graphs is not None
     for length in (16, 5):
-        first = Prefill(0, 0, tuple(random_ids(length)), sample=True)
-        begun = (start(0, SamplingParams(temperature=0), (), length),)
-        monkeypatch.setattr(runner.model, "slot_mapping", noted)
-        seen.clear()
-        run(runner, Batch(prefills=(first,), starts=begun, page_updates=table(0, [4])))
-        own, *pieces = seen
-        assert own.real == length
-        assert len(pieces) == LAYERS
-        for piece in pieces:
-            assert piece.slots.tolist() == [64 + at for at in range(length)] + [-1] * (16 - length)
-            assert piece.positions.tolist() == [*range(length)] + [0] * (16 - length)
+        chunks = tuple(
+            Prefill(lane, 0, tuple(random_ids(length // 2)), sample=True) for lane in range(1 + length // 16)
+        )
+        begun = tuple(start(chunk.lane, SamplingParams(temperature=0), (), length) for chunk in chunks)
+        updates = tuple(entry for chunk in chunks for entry in table(chunk.lane, [4 + chunk.lane]))
+        run(runner, Batch(prefills=chunks, starts=begun, page_updates=updates))
+        sent, _ = graphs._memory.tensors(16)
+        count, tokens = len(chunks), sum(len(chunk.tokens) for chunk in chunks)
+        assert sent.slots[tokens:].tolist() == [-1] * (16 - tokens)
+        assert sent.positions[tokens:].tolist() == sent.ids[tokens:].tolist() == [0] * (16 - tokens)
+        assert sent.lanes[count:].tolist() == [spare] * (spare - count)
+        assert not sent.kv_lens[count:].any()
+        for draws in (sent.rows, sent.sources, sent.ends):
+            assert set(draws[count:].tolist()) == {int(draws[0])}, "the first draw again"
 
 
-def test_a_layer_that_is_loaded_is_waited_for_before_its_piece(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decodes_draw_and_embed_their_last_tokens(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane that decodes has its last token from the device, whichever row it was in before."""
+    runner, prompts = make_runner(llama), [random_ids(7), random_ids(9)]
+    plain = [run(runner, batch)[0] for batch in decoding_steps(prompts)]
+    runner.clear_lanes()
+    sizes, draws = in_graphs(runner, monkeypatch)
+    assert [run(runner, batch)[0] for batch in decoding_steps(prompts)] == plain
+    assert (sizes, draws) == ([16, 16, 16], [16, 16, 16])
+
+
+def decoding_steps(prompts: list[list[int]]) -> list[Batch]:
+    """Return a step that prefills, and two in which these lanes decode in another order while others prefill."""
+    first = [Prefill(lane, 0, tuple(prompt), sample=True) for lane, prompt in enumerate(prompts)]
+    begun = tuple(start(chunk.lane, SamplingParams(seed=chunk.lane), (), len(chunk.tokens)) for chunk in first)
+    pages = tuple(entry for lane in range(4) for entry in table(lane, [2 * lane, 2 * lane + 1]))
+    others = [Prefill(lane, 0, (5, 6, lane), sample=True) for lane in (2, 3)]
+    return [
+        Batch(prefills=tuple(first), starts=begun, page_updates=pages),
+        *(
+            Batch(decodes=order, prefills=(other,), starts=(start(other.lane, SamplingParams(seed=9), (), 3),))
+            for order, other in zip(((1, 0), (0, 1)), others, strict=True)
+        ),
+    ]
+
+
+def test_loads_are_waited_for_before_the_step(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(llama, host_cache_gb=0.01)
-    ran = in_pieces(runner, monkeypatch)
+    ran, _ = in_graphs(runner, monkeypatch)
     prompt, order = random_ids(40), []
     pages = (*table(0, [0, 1, 2]), *table(1, [5, 6, 2]))
     run(runner, Batch(prefills=(Prefill(0, 0, tuple(prompt), sample=False),), page_updates=pages))
     run(runner, Batch(prefills=(Prefill(0, 0, (5,), sample=False),), features=(PageMoves(saves=((0, 3), (1, 4))),)))
     ran.clear()
-    monkeypatch.setattr(StepPart, "wait", lambda self, layer: order.append((layer, len(ran))))
+    events = {layer: SimpleNamespace(wait=lambda layer=layer: order.append((layer, len(ran)))) for layer in (0, 2)}
+    tier = mover(runner).tier
+    assert tier is not None
+    load = tier.load
+    monkeypatch.setattr(tier, "load", lambda pairs: load(pairs) or events)
     last = Prefill(1, 32, tuple(prompt[32:]), sample=False)
     run(runner, Batch(prefills=(last,), features=(PageMoves(loads=((3, 5), (4, 6))),)))
-    assert order == [(layer, layer) for layer in range(LAYERS)]
-    assert len(ran) == LAYERS
+    assert order == [(0, 0), (2, 0)]
+    assert ran == [16]
 
 
 def test_they_end_with_the_group(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(llama)
-    in_pieces(runner, monkeypatch)
-    assert runner.prefill_graphs is not None
-    assert runner.prefill_graphs.graphs in [held() for held in runner.group._graphs]
+    in_graphs(runner, monkeypatch)
+    graphs, known = runner.prefill_graphs, [held() for held in runner.group._graphs]
+    assert graphs is not None
+    assert all(part in known for part in (*graphs.layers.values(), graphs.ends))
 
 
-def test_steps_too_small_for_pieces_have_none(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_of_small_steps_has_none(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(llama, max_step_tokens=15)
     capturable(monkeypatch)
     capture(runner, [8])
@@ -161,14 +192,21 @@ def test_steps_too_small_for_pieces_have_none(llama: Path, monkeypatch: pytest.M
     assert 0 in said
 
 
+def test_steps_that_are_cut_in_two_have_none(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(llama, max_step_tokens=256)
+    monkeypatch.setattr("fastgen.engine.halves.CUT_TOKENS", 192)
+    assert captured_prefills(runner) == [16, 32, 64, 96, 128, 192, 256]
+    runner.group.exchange = cast(Any, object())
+    assert captured_prefills(runner) == [16, 32, 64, 96, 128]
+
+
 RANK = """
 import sys
 import torch.distributed as dist
 from fastgen.engine import halves, startup, warm_up
 from fastgen import Generator
-from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.transformer import Transformer
-from called_graphs import Called
+import called_graphs
 from gathering import cut_steps
 from test_sharing import REQUESTS as ALL
 
@@ -178,10 +216,10 @@ REQUESTS = ALL[1:6]
 rank, folder, store = int(sys.argv[1]), *sys.argv[2:]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 halves.CUT_TOKENS, halves.CUT_MULTIPLE = 20, 8
-warm_up.Graphs = sys.modules["fastgen.engine.cuda_graphs"].Graphs = Called
-CpuAttention.capturable = True
-forward, parts = Transformer.forward, []
-Transformer.forward = lambda self, steps, *rest: parts.append(len(steps)) or forward(self, steps, *rest)
+import pytest
+called_graphs.capturable(pytest.MonkeyPatch())
+run_layers, parts = Transformer.run_layers, []
+Transformer.run_layers = lambda self, steps, *rest: parts.append(len(steps)) or run_layers(self, steps, *rest)
 assemble, runners = startup.make_runner, []
 
 def captured(*arguments):
@@ -201,13 +239,13 @@ for make in (assemble, captured):
     found.append([(output.completions, (output.prompt_logprobs or [])[1:]) for output in outputs])
 assert found[0] == found[1]
 assert parts.count(2) > 0, "steps are cut in two"
-assert len(runners[0].prefill_graphs.graphs.ran) > 3, "some have pieces"
+assert len(runners[0].prefill_graphs.layers[False].ran) > 3, "some are in graphs"
 """
 
 
 @pytest.mark.long
-def test_pieces_change_no_bit_with_two_ranks(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Steps that are cut in two have no pieces."""
+def test_graphs_change_no_bit_with_two_ranks(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Steps that are cut in two are launched kernel by kernel."""
     folder = checkpoint("Llama", attention_bias=True, mlp_bias=True)
     path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent.parent)])
     processes = [

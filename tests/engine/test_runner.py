@@ -235,14 +235,14 @@ def test_a_fork_has_a_mask_of_its_own(llama: Path) -> None:
     assert all(found[0][lane][0] in (50 + lane, 60 + lane) for lane in masks)
 
 
-def test_the_last_layer_computes_the_row_of_all_forks_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, ends = make_runner(llama), []
-    forward = runner.model.forward
+def test_the_last_layer_computes_only_rows_that_are_drawn_from(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, drawn = make_runner(llama), []
+    finish = runner.model.finish_rows
     monkeypatch.setattr(
-        runner.model, "forward", lambda steps, *rest: ends.append(steps[0].ends) or forward(steps, *rest)
+        runner.model, "finish_rows", lambda x, q, rows, *rest: drawn.append(rows) or finish(x, q, rows, *rest)
     )
     siblings(runner, random_ids(20), forked=True, steps=0)
-    assert ends[-1][0].tolist() == [0, 24, 25], "lane 3, all siblings, lane 5; of 26 rows"
+    assert drawn[-1].tolist() == [0, 24, 24, 24, 25], "lane 3, siblings, lane 5; of 26 rows"
 
 
 def test_only_fresh_pages_are_wiped(llama: Path) -> None:

@@ -15,7 +15,7 @@ from fastgen.kernels.launch import Kernel
 from fastgen.kernels.merge import merge
 from fastgen.kernels.norm import rms_norm, sum_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
-from fastgen.kernels.state import DecodeInput, advance
+from fastgen.kernels.state import DecodeInput, advance, begin_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter truncates to bfloat16
@@ -161,6 +161,20 @@ def test_heads_in_fp8(magnitude: float) -> None:
     assert torch.equal(everything[rows], found)
     pages.put(pool, rows, found)
     assert torch.equal(pages.read(pool, rows.flatten(), 1).view(heads.shape), found)
+
+
+def test_begin_step() -> None:
+    """Lanes get their lengths; those that decode, their last tokens. Padding stays at length 0, and other ids stay."""
+    lanes = torch.tensor([3, 0, 5, 7, 7], device=DEVICE)  # two decode, one prefills, and padding
+    lens = torch.tensor([12, 4, 90, 0, 0], dtype=torch.int32, device=DEVICE)
+    decode_lens = torch.tensor([12, 4, 0, 0], dtype=torch.int32, device=DEVICE)
+    last_token = torch.arange(100, 108, device=DEVICE)
+    for run in (begin_step.launch, begin_step.twin):
+        ids, kv_lens = torch.arange(6, device=DEVICE), torch.arange(8, dtype=torch.int32, device=DEVICE)
+        kv_lens[7] = 0
+        run(lanes, lens, decode_lens, ids, last_token, kv_lens)
+        assert ids.tolist() == [103, 100, 2, 3, 4, 5]
+        assert kv_lens.tolist() == [4, 1, 2, 12, 4, 90, 6, 0]
 
 
 def test_advance() -> None:

@@ -130,6 +130,41 @@ def test_decode_lists(count: int, longest: int) -> None:
                 assert whole_keys or all(item[END] - item[BEGIN] <= split for item in tile)
 
 
+def test_lanes_without_keys_are_left_out_and_do_not_count() -> None:
+    """A graph has room for more lanes than decode in a step, and how many do decides whether their keys are split."""
+    kv_lens = torch.tensor([0, 200, 0, 130, 0], dtype=torch.int32, device=DEVICE)
+    lanes, windows = torch.arange(5, device=DEVICE) + 3, torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for most, splits in ((2, 4 + 3), (1, 2)):
+        found, twin = (torch.full((1, HEADER + 40 * FIELDS), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
+        for plan, lists in ((work_tiles.plan_decode.launch, found), (work_tiles.plan_decode.twin, twin)):
+            plan(lanes, kv_lens, windows, lists, 64, None, 0, most)
+        assert torch.equal(found, twin)
+        tiles = list(checked(tiles_of(found[0].cpu()), 40))
+        assert [tile[0][FIRST] for tile in tiles] == [1, 3]
+        assert sum(map(len, tiles)) == splits == int(found[0, 0])
+
+
+@pytest.mark.parametrize("window", [0, 70])
+def test_a_step_is_planned_from_lists_of_a_fixed_size(window: int) -> None:
+    """One graph serves steps with other numbers of decodes and chunks: what follows them is left out."""
+    case = make([1, 1, 17, 2, 33], [300, 66, 150, 2, 400])
+    paged, rest = paged_of(case, window), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    layout, table = case.layout(DEVICE.type), case.table.to(DEVICE)
+    (size,), (listed,) = paged.list_sizes(len(case.q)), paged.lists(layout)
+    lists = torch.full((size,), 7, dtype=torch.int32, device=DEVICE)
+    for decodes, made in ((layout.decodes, listed), (0, listed), (layout.decodes, np.zeros(1, dtype=np.int32))):
+        assert len(made) <= size
+        lists[: len(made)] = torch.from_numpy(made).to(DEVICE)
+        lanes = torch.cat([case.lanes[:decodes].to(DEVICE), rest])
+        kv_lens = torch.cat([torch.tensor(case.kv_lens[:decodes], device=DEVICE), rest]).int()
+        out = paged.attend(paged.plan_lists(lanes, kv_lens, table, [lists]), LAYER, case.q.to(DEVICE), window)
+        expected = attend(paged, case, window)
+        if decodes:
+            assert torch.equal(out[:decodes], expected[:decodes])
+        if len(made) > 1:
+            assert torch.equal(out[layout.decodes :], expected[layout.decodes :])
+
+
 def test_few_sequences_are_split_so_that_they_fill_the_chip() -> None:
     """Decodes are split into blocks, as long as there is room for partial results."""
     pool = KVPool(1, 2, 8, 64, 128, torch.bfloat16, DEVICE)

@@ -155,15 +155,22 @@ def parameters_of(folder: Path, scale_dtype: str = "float16", group: Group | Non
 
 @pytest.mark.parametrize("name", SOME)
 def test_tensors_are_kept_as_they_are(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """The numbers, zeros and scales of a fused layer are those of the checkpoint, of the same dtype."""
-    source, folder, form = source_of(checkpoint, ""), tmp_path / "int4", FORMS[name]
+    """The numbers, zeros and scales of a fused layer are those of the checkpoint, of the same dtype. There are all
+    zeros, from 0 to 15: in GPTQ's words of zeros minus 1, a 0 borrows from the next zero."""
+    source, folder, form = tmp_path / "source", tmp_path / "int4", FORMS[name]
+    shutil.copytree(source_of(checkpoint, ""), source)
+    tensors = load_file(source / "model.safetensors")
+    names = [f"model.layers.1.mlp.{which}_proj.weight" for which in ("gate", "up")]
+    for each in names:
+        rows = torch.arange(len(tensors[each])) % 16
+        tensors[each] += (rows / 7.5 - 1)[:, None] * tensors[each].abs().max()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     form.write(source, folder)
     parameters = parameters_of(folder, str(form.dtype).removeprefix("torch."))
     load(parameters.targets(stored=True), folder)
-    held, plain = parameters.layers[1].gate_up, load_file(source / "model.safetensors")
+    held = parameters.layers[1].gate_up
     assert isinstance(held, Int4Linear)
-    names = [f"model.layers.1.mlp.{which}_proj.weight" for which in ("gate", "up")]
-    wanted = [rounded(plain[each], form.group, form.symmetric, form.dtype) for each in names]
+    wanted = [rounded(tensors[each], form.group, form.symmetric, form.dtype) for each in names]
     assert torch.equal(held.scales, torch.cat([each.scale for each in wanted]))
     shifts = 4 * torch.arange(8, dtype=torch.int32)
     numbers = ((held.weight[..., None] >> shifts) & 15).flatten(1)
@@ -173,6 +180,7 @@ def test_tensors_are_kept_as_they_are(name: str, checkpoint: Checkpoint, tmp_pat
     else:
         assert held.zeros is not None
         assert torch.equal(held.zeros.long(), torch.cat([each.zero for each in wanted]))
+        assert held.zeros.unique().tolist() == list(range(16))
 
 
 @pytest.mark.parametrize("name", ["awq", "packed", "gptq row"])
@@ -347,7 +355,9 @@ def test_errors_of_loading(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj, .*k_proj, .* unquantized"):
         Generator(folder, **CPU)
     configured(folder, form, group_size=96)
-    with pytest.raises(ValueError, match=r"of 256 inputs and .* are not whole groups of 96 inputs and 8 outputs"):
+    with pytest.raises(
+        ValueError, match=r"of 256 inputs and .* are not whole groups of 96 inputs and 8 outputs; take an"
+    ):
         Generator(folder, **CPU)
     configured(folder, form, group_size=64)
     with pytest.raises(ValueError, match=r"qzeros' has shape \[3, 32\]; the model needs \[6, 32\]"):
@@ -372,9 +382,13 @@ def test_tensors_that_do_not_matter_are_checked(checkpoint: Checkpoint, tmp_path
     save_file(tensors, folder / "model.safetensors")
     with Generator(folder, **CPU) as gen:
         check_scores(gen, source, meant)
-    save_file({**tensors, order: tensors[order].flip(0)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"up_proj.g_idx has inputs out of order \(desc_act\)"):
-        Generator(folder, **CPU)
+    right = tensors[order]
+    disorder = right.flip(0), right * 0 - 1, right.abs() * 0
+    nonsense = right[:0], right[0], right.to(torch.complex64), right.float(), right[None]
+    for wrong, message in (*((each, "out of order") for each in disorder), *((each, "needs int") for each in nonsense)):
+        save_file({**tensors, order: wrong.contiguous()}, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=rf"int4/model\.safetensors: {order} (is|has) .*{message}"):
+            Generator(folder, **CPU)
     save_file({**tensors, bias: torch.ones(384)}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"unexpected tensor 'model.layers.1.mlp.up_proj.bias'"):
         Generator(folder, **CPU)

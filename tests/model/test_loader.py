@@ -10,18 +10,21 @@ import shutil
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from known_models import LLAMA, LLAMA_8B
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
 from fastgen.model import loader
-from fastgen.model.loader import fill_random, load, resolve
+from fastgen.model.config import parse_config
+from fastgen.model.loader import fill_random, follow_head, load, read_tensors, resolve
 from fastgen.model.weights import Shard
 
 INDEX = "model.safetensors.index.json"
@@ -64,21 +67,31 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
 # Folders
 
 
-def test_load_reads_what_the_index_names_or_else_a_single_file(tmp_path: Path) -> None:
+def test_load_reads_a_single_file_or_else_what_the_index_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers does after a save in several files and another one in a single file, in the same folder."""
     tensors = small_tensors()
     (tmp_path / "consolidated.safetensors").write_bytes(b"another format of the same weights")
-    save_file(tensors, tmp_path / "model.safetensors")
-    targets = empty_targets()
-    load(targets, tmp_path)
-    assert all(torch.equal(part.view, tensors[name]) for name, part in targets.items())
     weight_map = write_sharded(tmp_path, tensors)
-    (tmp_path / "model.safetensors").write_bytes(b"stale")
     del weight_map["model.norm.weight"]
     write_index(tmp_path, weight_map)
     targets = empty_targets()
     del targets["model.norm.weight"]  # it would be unexpected if it were read
     load(targets, tmp_path)
     assert all(torch.equal(part.view, tensors[name]) for name, part in targets.items())
+    newer = {name: tensor + 1 for name, tensor in tensors.items()}
+    save_file(newer, tmp_path / "model.safetensors")
+    (tmp_path / SHARDS[1]).unlink()  # save_pretrained deletes the older files, and not their index
+    targets = empty_targets()
+    load(targets, tmp_path)
+    assert all(torch.equal(part.view, newer[name]) for name, part in targets.items())
+    assert read_tensors(tmp_path).keys() == tensors.keys()
+    assert not caplog.messages
+    assert resolve(tmp_path) == tmp_path
+    assert caplog.messages == [
+        f"{tmp_path} has model.safetensors and {INDEX}; the first is read, as in transformers; delete the other"
+    ]
 
 
 def test_tensors_that_models_do_not_need_are_skipped(tmp_path: Path) -> None:
@@ -93,6 +106,38 @@ def test_tensors_that_models_do_not_need_are_skipped(tmp_path: Path) -> None:
     save_file(small_tensors(), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing 1 of 5 tensors: lm_head\.weight"):
         load(untied, tmp_path)
+
+
+def test_the_head_of_a_tied_model(tmp_path: Path) -> None:
+    """It is followed if it differs from the embedding, in whichever files and under whichever names they are."""
+    config = parse_config({**LLAMA, **LLAMA_8B, "tie_word_embeddings": True})
+    tensors = small_tensors()
+    embedding = tensors["model.embed_tokens.weight"]
+    changed = embedding.clone()
+    changed[7, 3] += 1
+    for head, own in ((embedding.double(), False), (changed, True), (embedding.flip(1), True), (embedding[1:], True)):
+        for prefix in ("model.", "", "language_model.model."):
+            named = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+            write_sharded(tmp_path, {**named, "lm_head.weight": head})
+            assert follow_head(config, tmp_path) == replace(config, own_head=own)
+    write_sharded(tmp_path, tensors)
+    assert follow_head(config, tmp_path) == config
+    targets = empty_targets()
+    write_sharded(tmp_path, {"lm_head.weight": tensors.pop("model.embed_tokens.weight"), **tensors})
+    assert follow_head(config, tmp_path) == config
+    load(targets, tmp_path)
+    assert torch.equal(targets["model.embed_tokens.weight"].view, embedding)
+
+
+def test_names_that_begin_at_the_layers(tmp_path: Path) -> None:
+    """The embedding stands for a head that is not there."""
+    named = {name.removeprefix("model."): tensor for name, tensor in small_tensors().items()}
+    targets = {**empty_targets(), "lm_head.weight": Shard.whole(torch.zeros(8, 4))}
+    for more, head in (({}, named["embed_tokens.weight"]), ({"lm_head.weight": torch.ones(8, 4)}, torch.ones(8, 4))):
+        save_file({**named, **more}, tmp_path / "model.safetensors")
+        load(targets, tmp_path)
+        assert torch.equal(targets["model.embed_tokens.weight"].view, named["embed_tokens.weight"])
+        assert torch.equal(targets["lm_head.weight"].view, head)
 
 
 def change_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -176,8 +221,18 @@ def test_resolve_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         resolve("fastgen-tiny", revision="main")
     monkeypatch.chdir(tmp_path)
     for name in (tmp_path / "gone", "./gone", "a/b/c"):
-        with pytest.raises(ValueError, match=r"(gone|a/b/c) is neither a folder nor a model on the hub"):
+        with pytest.raises(ValueError, match=rf"^there is no folder {name}, and a hub id is not written like that$"):
             resolve(name)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ValueError, match=r"^there is no folder ./modle, .* not written like that; there is model$"):
+        resolve("./modle")
+    for file, remedy in (
+        ("model.gguf", "convert it with transformers"),
+        ("x.safetensors", "give the folder of config"),
+    ):
+        (tmp_path / file).write_bytes(b"")
+        with pytest.raises(ValueError, match=rf"^{tmp_path / file} is a file, and fastgen reads folders .*; {remedy}"):
+            resolve(tmp_path / file)
 
 
 # The hub
@@ -311,6 +366,14 @@ def test_only_needed_files_are_fetched_and_only_once(
     assert resolve("org/model") == folder
 
 
+def test_heads_of_medusa_are_fetched(serve: Any, tmp_path: Path) -> None:
+    save_file(small_tensors(), tmp_path / "heads")
+    hub = serve({"config.json": b"{}", "medusa_lm_head.safetensors": (tmp_path / "heads").read_bytes()})
+    assert resolve("org/model", weights=False).is_dir()
+    assert hub.asked == {"config.json"}
+    assert (resolve("org/model") / "medusa_lm_head.safetensors").is_file()
+
+
 @pytest.mark.parametrize(
     ("error", "model", "revision", "message"),
     [
@@ -355,6 +418,7 @@ def test_a_cache_suffices_offline(cache: Path, talker: Path, monkeypatch: pytest
     assert texts[0] == texts[1] != ""
     write_sharded(folder, small_tensors())
     (folder / SHARDS[0]).unlink()
+    (folder / "model.safetensors").unlink()
     assert resolve("org/model") == folder
     with pytest.raises(ValueError, match=rf"{SHARDS[0]} is missing, though .* names it; fetch it again"):
         load(empty_targets(), folder)

@@ -2,14 +2,18 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from conftest import Checkpoint, random_ids
 from hypothesis import strategies as some
 from known_models import KNOWN, LLAMA, LLAMA3_ROPE, LLAMA_8B, MISTRAL
 from properties import EXAMPLES, holds_for
 
+from fastgen import Generator
 from fastgen.model.config import ModelConfig, parse_config, read_config, sampling_defaults
 from fastgen.model.rope import rope_tables
 
@@ -32,7 +36,10 @@ def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
         dtype = config.pop("torch_dtype", None) or config["dtype"]
         inner = {"torch_dtype": dtype, **config["text_config"]}
         return {**config, "text_config": as_transformers_5(inner) if "rope_theta" in inner else inner, "dtype": dtype}
-    rope = {"rope_type": "default", **(config.pop("rope_scaling", None) or {}), "rope_theta": config.pop("rope_theta")}
+    plain = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+    rope = {**plain, **(config.pop("rope_scaling", None) or {})}
+    if config["model_type"] == "olmo3":
+        rope = {"full_attention": rope, "sliding_attention": plain}
     return {**config, "rope_parameters": rope, "dtype": config.pop("torch_dtype")}
 
 
@@ -156,7 +163,8 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"head_dim": 63}, "head_dim=63"),
         ({"vocab_size": None}, "vocab_size=None"),
         ({"hidden_size": "4096"}, "hidden_size='4096'"),
-        ({"num_hidden_layers": 2**24 + 1}, "num_hidden_layers=16777217 is .* not an integer from 1 to 16777216"),
+        ({"num_hidden_layers": 2**24}, "num_hidden_layers=16777216 is .* not an integer from 1 to 4096"),
+        ({"hidden_size": 2**24 + 1}, "hidden_size=16777217 is .* not an integer from 1 to 16777216"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan is .* not a number from 0 to 1"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_slow": -1}}, "beta_slow=-1"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
@@ -282,7 +290,9 @@ def test_any_config_is_read_or_a_value_error(examples: int, tmp_path: Path) -> N
     [
         (None, {}),
         ({"do_sample": False, "temperature": 0.7}, {"temperature": 0}),
+        ({"do_sample": False, "top_k": 5, "repetition_penalty": 1.3}, {"temperature": 0, "repetition_penalty": 1.3}),
         ({"top_p": 0.9}, {}),
+        ({"top_p": 0.9, "repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
         ({"temperature": 0.3, "top_p": None}, {"temperature": 0.3}),
         ({"do_sample": True, "top_k": 20, "top_p": 0.95}, {"top_k": 20, "top_p": 0.95}),
         (
@@ -295,6 +305,31 @@ def test_sampling_defaults(generation: dict[str, Any] | None, expected: dict[str
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert sampling_defaults(tmp_path) == expected
+
+
+def test_fields_that_are_not_used_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"max_length": 20, "num_beams": 1, "no_repeat_ngram_size": 0, "bad_words_ids": []}))
+    assert (sampling_defaults(tmp_path), caplog.messages) == ({}, [])
+    file.write_text(json.dumps({"max_new_tokens": 9, "stop_strings": ["x"], "no_repeat_ngram_size": 3}))
+    sampling_defaults(tmp_path)
+    assert caplog.messages == [
+        f"{file} has fields that are not used: max_new_tokens (use max_tokens), stop_strings (use stop), "
+        "no_repeat_ngram_size"
+    ]
+
+
+def test_greedy_with_a_penalty_is_what_transformers_generates(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder, ids = tmp_path / "model", random_ids(20)
+    shutil.copytree(checkpoint("Llama"), folder)
+    written = {"do_sample": False, "repetition_penalty": 1.5, "temperature": 0.7, "max_new_tokens": 24}
+    (folder / "generation_config.json").write_text(json.dumps(written))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    expected = model.generate(torch.tensor([ids]), eos_token_id=None)[0, len(ids) :].tolist()
+    with Generator(folder) as gen:
+        (output,) = gen.generate([ids], {"max_tokens": 24, "ignore_eos": True})
+    assert output.completions[0].token_ids == expected
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"temperature": -1}, {"top_k": 0.5}, {"top_p": 0}])

@@ -21,7 +21,7 @@ from fastgen.kernels import fp8
 from fastgen.model.config import read_config
 from fastgen.model.loader import load
 from fastgen.model.parameters import Parameters
-from fastgen.model.quantization import Quantization, parse_quantization
+from fastgen.model.quantization import Quantization, explaining_sizes, parse_quantization
 from fastgen.model.quantized import Fp8Linear, WeightOnlyFp8
 from fastgen.model.weights import write
 from fastgen.parallel.group import Group
@@ -75,7 +75,8 @@ QWEN = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "w
         "modules_to_not_convert": ["lm_head", "model.layers.1.mlp"]}  # fmt: skip
 MISTRAL = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
            "modules_to_not_convert": ["lm_head", "model.vision_tower"]}  # fmt: skip
-AUTOFP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+AUTOFP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"],
+           "kv_cache_scheme": "static"}  # fmt: skip
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "model.layers.2*"]}
 FORMS = {
     "Qwen3": Form(QWEN, "block", "weight_scale_inv"),
@@ -104,7 +105,7 @@ def make(folder: Path, source: Path, form: Form) -> dict[str, Tensor]:
     for name in modules(form.parsed, tensors):
         weight, scale, meant[name + ".weight"] = form.quantized(tensors[name + ".weight"])
         tensors |= {f"{name}.weight": weight, f"{name}.{form.scale}": scale, f"{name}.{form.other}": torch.tensor(0.5)}
-    tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(1.0)
+    tensors |= {f"model.layers.0.self_attn.{name}_scale": torch.tensor(0.02) for name in ("k", "v", "kv")}
     save_file(tensors, folder / "model.safetensors")
     configure(folder, form.config)
     return meant
@@ -307,12 +308,13 @@ def test_errors_of_loading(checkpoint: Checkpoint, tmp_path: Path) -> None:
         Generator(folder, **CPU)
     shutil.copytree(checkpoint("Llama"), small)
     configure(small, QWEN)
-    with pytest.raises(ValueError, match="are not whole blocks of 128 x 128"):
+    with pytest.raises(ValueError, match=r"are not whole blocks of 128 x 128; take another checkpoint$"):
         Generator(small, **CPU)
     fused = tmp_path / "fused"  # a part of one module and a part of the other make a whole block, but each does not
     shutil.copytree(checkpoint("Phi3", **SIZES, pad_token_id=0), fused)
     configure(fused, QWEN)
-    with pytest.raises(ValueError, match=r"qkv_proj of 256 inputs and 128, 64, 64 outputs, on each rank, are not"):
+    message = r"qkv_proj of 256 inputs and 128, 64, 64 outputs are not .* on each rank; take fewer ranks, or another ch"
+    with pytest.raises(ValueError, match=message), explaining_sizes(2):
         Parameters(read_config(fused), torch.float32, torch.device("meta"), Rank(0))
 
 

@@ -37,6 +37,7 @@ ROPES: list[dict[str, Any]] = [
     {**YARN, "factor": 16.0, "mscale": 0.9},
     {**YARN, "factor": 16.0, "mscale": 0.9, "mscale_all_dim": 0.7, "attention_factor": 1.3},
     {**YARN, "factor": 0.5},  # no stretch: the attention factor is 1
+    {**YARN, "factor": 16.0, "truncate": False},
     {**YARN, "original_max_position_embeddings": 4, "beta_fast": 4, "beta_slow": 4},  # a step instead of a ramp
 ]
 SHAPES = [(10000.0, 64), (500000.0, 128), (1000000.0, 96), (10000, 10)]  # theta, head size

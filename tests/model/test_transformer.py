@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from conftest import Checkpoint, hf_logits, hf_model, random_ids
 from handmade import make_runner
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
@@ -71,6 +74,7 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "no grouping of heads": ("Mistral", {"num_key_value_heads": 4, "sliding_window": None}),
     "OLMo 2": ("Olmo2", {"num_key_value_heads": 4}),
     "EXAONE 4 without windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "EXAONE 4 whose layers have no window": ("Exaone4", {"sliding_window": 16, "layer_types": ["full_attention"] * 2}),
     "one KV head": ("Qwen2", {"num_key_value_heads": 1}),
 }  # fmt: skip
 
@@ -79,6 +83,48 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_flags_mean_what_transformers_means(flag: str, checkpoint: Checkpoint) -> None:
     name, config = FLAGS[flag]
     check_logits(checkpoint(name, num_hidden_layers=2, **config))
+
+
+# Of these, save_pretrained writes other files: (class, fields that are taken out of the file, fields that are put in).
+FILES: dict[str, tuple[str, set[str], dict[str, Any]]] = {
+    "a pattern of one layer": ("Exaone4", {"layer_types"}, {"sliding_window": 16, "sliding_window_pattern": 1}),
+    "no field of windows": ("Exaone4", {"layer_types", "sliding_window", "sliding_window_pattern"}, {}),
+    "OLMo 3 with another theta": ("Olmo3", {"rope_parameters"}, {"rope_theta": 2000, "sliding_window": 24}),
+    "OLMo 3 of transformers 4": ("Olmo3", {"rope_parameters", "layer_types"}, {
+        "rope_theta": 2000, "rope_scaling": {"rope_type": "yarn", **STRETCHED}, "sliding_window_pattern": 1}),
+    "Ministral 3 without rope": ("Ministral3", {"rope_parameters"}, {"max_position_embeddings": 65536}),
+    "Ministral 3 with null": ("Ministral3", set(), {"rope_parameters": None, "rope_theta": 500.0}),
+    "fields of Qwen": ("Mistral", set(), {"sliding_window": 24, "max_window_layers": 1}),
+    "a window in all layers": ("Phi3", set(), {"sliding_window": 24, "layer_types": ["full_attention"] * 3}),
+    "yarn with null": ("Qwen3", set(), {"rope_parameters": {"rope_type": "yarn", "truncate": None, **STRETCHED}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_fields_of_a_file_mean_what_transformers_means(case: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    name, absent, present = FILES[case]
+    folder = checkpoint(name, head_dim=16, pad_token_id=0)
+    config = json.loads((folder / "config.json").read_text())
+    config = {field: value for field, value in config.items() if field not in absent}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **present}))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    check_logits(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_a_head_in_the_files_of_a_tied_model(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Another head is used. An equal one, and one without an embedding, is the embedding too."""
+    folder = checkpoint(name, tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights.pop("model.embed_tokens.weight")
+    pair = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.flip(1)}
+    for case, more in {"another": pair, "one": {"lm_head.weight": embedding}}.items():
+        shutil.copytree(folder, tmp_path / case)
+        save_file({**weights, **more}, tmp_path / case / "model.safetensors", metadata={"format": "pt"})
+        for prompt in PROMPTS[1:]:
+            exact = hf_logits(tmp_path / case, prompt).log_softmax(1)[:-1].gather(1, torch.tensor(prompt)[1:, None])
+            with Generator(tmp_path / case) as gen:
+                assert gen.score([prompt])[0][1:] == pytest.approx(exact.flatten().tolist(), abs=1e-4)
 
 
 def test_64_greedy_tokens_are_those_of_transformers(family: Path) -> None:

@@ -33,6 +33,14 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
         ["unexpected tensor 'x'", r"'a.weight' has shape \[3, 4\]; the model needs \[4, 3\]",
          "'b.weight' is given twice", "missing 1 of 3 tensors: c.weight"],
     ),
+    "wrapped": (
+        {f"_orig_mod.{name}" if name < "c" else name: tensor for name, tensor in state(x=torch.ones(1)).items()},
+        ["2 names are not the model's; give 'a.weight' instead of '_orig_mod.a.weight'", "unexpected tensor 'x'"],
+    ),
+    "wrapped inside": (
+        [("a.module.weight", torch.ones(4, 3)), ("b.weight", torch.ones(2))],
+        ["a name is not the model's; give 'a.weight' .*", "missing 1 of 3 tensors: c.weight$"],
+    ),
     "fp8": (state(**{"b.weight": torch.ones(2).to(torch.float8_e4m3fn)}), ["'b.weight' is torch.float8_e4m3fn"]),
     "nowhere": (state(**{"b.weight": torch.ones(2, device="meta")}), ["'b.weight' is torch.strided on meta"]),
     "sparse": (state(**{"c.weight": torch.ones(2, 2).to_sparse()}), ["'c.weight' is torch.sparse_coo on cpu"]),

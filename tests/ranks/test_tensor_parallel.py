@@ -208,9 +208,10 @@ def test_two_ranks_of_a_program(checkpoint: Checkpoint, tmp_path: Path) -> None:
     "name", ["ministral3", "smollm3", "granite", "exaone4", "seed_oss", "phi3", "granite4", "arcee"]
 )
 def test_families_with_mechanisms_of_their_own(name: str, checkpoint: Checkpoint) -> None:
-    """Two ranks answer as one process does, also with other weights and with an adapter."""
+    """Two ranks answer as one process does, also with other weights, which untie a tied model, and with an adapter."""
     folder = checkpoint(FAMILIES[name][0], **FAMILIES[name][1])
     state, weights = adapter(folder), new_weights(folder)
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"].flip(1))
     with (
         Generator(folder, device="cpu", seed=3) as whole,
         Generator(folder, device="cpu", seed=3, tensor_parallel=2, max_step_tokens=50, page_size=16) as split,

@@ -44,7 +44,8 @@ class Servers:
             server.await_ready()
 
     def _start(self, port: str) -> Server:
-        return self._stack.enter_context(Server(FGSERVE, "--rollout", "--api-key", KEY, "--port", port))
+        arguments = ("--rollout", "--api-key", KEY, "--seed", "0", "--port", port)
+        return self._stack.enter_context(Server(FGSERVE, *arguments))
 
     @property
     def urls(self) -> list[str]:
@@ -138,6 +139,29 @@ def test_rows_are_those_of_one_engine_and_all_engines_work(
     until(lambda: sum(servers.answered()) - sum(before) == len(ROWS))
     shares = [after - old for after, old in zip(servers.answered(), before, strict=True)]
     assert min(shares) >= len(ROWS) / 3 - 3
+
+
+def test_engines_with_one_seed_draw_different_samples(gen: RemoteGenerator, servers: Servers) -> None:
+    """The samples are those of their seeds, on any engine, and another client of the engines gets others."""
+    before, params = servers.answered(), SamplingParams(max_tokens=8, ignore_eos=True)
+    with made(servers) as other:
+        seeds = [
+            each.seed
+            for client in (gen, gen, other)
+            for output in client.generate(["tell me of the sea"] * 24, params)
+            for each in output.completions
+        ]
+    until(lambda: sum(servers.answered()) - sum(before) == len(seeds))
+    assert sum(after > old for after, old in zip(servers.answered(), before, strict=True)) > 1
+    assert len(set(seeds)) == len(seeds)
+    (first, second), own = gen.generate([[5], [5]], replace(params, n=2))[0].completions, replace(params, n=2, seed=9)
+    assert first.seed == second.seed, "samples differ by their index"
+    (again,) = gen.generate([[5]], replace(params, n=2, seed=first.seed))
+    assert [each.token_ids for each in again.completions] == [first.token_ids, second.token_ids]
+    assert gen.generate([[5]], own)[0].completions[0].seed == 9
+    (cut,) = gen.generate([[5]], replace(params, max_tokens=2))
+    events = list(gen.events(Request([5], params, resume=cut.completions[0])))
+    assert events[-1].seed == cut.completions[0].seed, "a completion goes on with its own seed"
 
 
 def test_requests_with_the_same_prompt_go_to_one_engine(gen: RemoteGenerator, servers: Servers) -> None:

@@ -349,7 +349,7 @@ def test_a_server_of_a_trainer_is_not_open() -> None:
     command = [sys.executable, "-m", "fastgen.cli.serve.main", "--rollout", "--host", "0.0.0.0"]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 2
-    assert "it needs api_key" in ran.stderr
+    assert "it needs --api-key" in ran.stderr
 
 
 def test_a_long_call_is_no_hang() -> None:

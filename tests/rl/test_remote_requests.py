@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -20,6 +21,7 @@ from sending import KEY, Sharded, refusal
 from serving import FGSERVE, STUB, Server, until
 
 from fastgen import Completion, Generator, Request, RequestOutput, SamplingParams
+from fastgen.rl.bodies import RESUMED, completion_of
 from fastgen.rl.remote import RemoteGenerator
 
 pytestmark = pytest.mark.timeout(120)
@@ -209,3 +211,9 @@ def test_it_does_not_wait_for_what_cannot_come(tmp_path: Path) -> None:
     message = refusal(lambda: gone.generate([[5]], SHORT), ConnectionError)
     assert message.endswith("the server was not ready within 0.1 seconds (ready_timeout)")
     assert "no answer from http://localhost:1" in message
+
+
+def test_spans_of_a_completion_come_back_as_tuples() -> None:
+    completion = Completion(0, [5, 6], "", "stop", weight_versions=[(3, 0, 1), (4, 1, 2)], recomputed=[(4, 1)])
+    back = completion_of(json.loads(json.dumps({name: getattr(completion, name) for name in RESUMED})))
+    assert (back, back.recomputed) == (completion, [(4, 1)])

@@ -56,6 +56,15 @@ def test_a_busy_engine_loses_its_prefix_to_the_least_loaded_one() -> None:
     assert max(router.loads.values()) <= 2 * min(router.loads.values()) + SLACK + 1
 
 
+@pytest.mark.parametrize("least", [0, 5])
+def test_an_engine_may_have_16_samples_more_than_twice_the_smallest_load(least: int) -> None:
+    router, keys = Router(), prefix_keys(random_ids(20))
+    router.loads = {0: 0, 1: least, 2: least}
+    taken = 2 * least + 16 + 1
+    assert [router.choose(keys, 1, ENGINES) for _ in range(taken)] == [0] * taken, "as docs/rl.md says"
+    assert router.choose(keys, 1, ENGINES) == 1
+
+
 def test_only_engines_that_are_open_are_chosen_and_forgotten_ones_have_no_prefix() -> None:
     router, keys = Router(), prefix_keys(random_ids(20))
     first = router.choose(keys, 4, ENGINES)

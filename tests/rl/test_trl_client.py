@@ -73,6 +73,36 @@ def test_a_teacher_scores_sequences_with_a_hundred_alternatives(client: Any, her
             assert value in (pytest.approx(expected, abs=1e-4), -math.inf)
 
 
+@pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
+def test_an_asynchronous_trainer_asks_and_updates(server: Server, here: Generator) -> None:
+    """The client of AsyncGRPOTrainer, in the order of a trainer that starts and makes a step."""
+    from accelerate import PartialState
+    from trl.experimental.async_distillation.async_distillation_trainer import select_adapter_sync as also_sync
+    from trl.experimental.async_grpo.async_grpo_trainer import select_adapter_sync
+    from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+    PartialState(cpu=True)  # which its log needs
+    client: Any = VLLMClient(server.url, server_timeout=5)
+    client.wait_for_server_ready()
+    info = client.get_server_info()
+    for choose in (select_adapter_sync, also_sync):
+        assert choose(info, None, None) is False, "adapters are merged by the trainer, as without --enable-lora"
+    assert client.get_dtype() == f"torch.{here.config.dtype}"
+    assert client.get_max_model_len() == info["model_config"]["max_model_len"]
+    assert info["parallel_config"]["data_parallel_size"] == client.get_world_size() == 1
+    with pytest.raises(Exception, match="NCCL"):
+        client.init_weight_transfer_engine({"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 2})
+    client.pause()
+    client.start_weight_update()
+    client.finish_weight_update()
+    client.resume()
+    client.unload_lora_adapter("never-loaded")
+    body = {"model": "fastgen-tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
+            "repetition_penalty": 1.0, "n": 1, "return_token_ids": True, "logprobs": 0, "seed": 2**63 - 1}  # fmt: skip
+    (choice,) = server.post("/v1/completions", body).json()["choices"]  # as its AsyncRolloutWorker asks
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"])
+
+
 def test_the_server_describes_itself_and_needs_no_reset(client: Any, server: Server) -> None:
     info = client.get_server_info()
     assert info["model_config"]["logprobs_mode"] == "processed_logprobs"

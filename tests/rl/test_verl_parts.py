@@ -15,9 +15,11 @@ from fastgen.rl.verl.parameters import engine_arguments, logprobs_field, request
 
 
 def test_an_engine_has_the_options_of_the_configuration() -> None:
-    found = engine_arguments(Config(engine_kwargs={"fastgen": {"max_seqs": 8, "page_size": 16}, "vllm": {"a": 1}}))
+    found = engine_arguments(Config(engine_kwargs={"fastgen": {"max_seqs": 8, "page_size": 16}, "vllm": {"a": 1}}), 0)
     assert (found["tensor_parallel"], found["memory_fraction"], found["max_seqs"]) == (2, 0.5, 8)
     assert (found["page_size"], found["generation_config"]) == (16, False)
+    assert found["seed"] == Config().seed
+    assert engine_arguments(Config(), 1)["seed"] != engine_arguments(Config(), 2)["seed"], "replicas draw other samples"
     assert logprobs_field(Config()) == "logprobs"
     assert logprobs_field(Config(logprobs_mode="raw_logprobs")) == "raw_logprobs"
 
@@ -26,7 +28,7 @@ def test_an_engine_has_the_options_of_the_configuration() -> None:
 def test_what_the_engine_lacks_is_an_error(change: dict[str, Any]) -> None:
     (name,) = change
     with pytest.raises(ValueError, match=f"rollout.{name} is "):
-        engine_arguments(replace(Config(), **change))
+        engine_arguments(replace(Config(), **change), 0)
     with pytest.raises(ValueError, match="must be one of processed_logprobs, raw_logprobs"):
         logprobs_field(Config(logprobs_mode="raw_logits"))
 

@@ -334,6 +334,36 @@ def test_results_of_tools_come_in_the_form_that_the_template_reads(talker: Path)
         assert tokenizer.render_chat([*asked, result]) == "[user]hello[assistant]get[tool]the fox"
 
 
+@pytest.mark.parametrize("named", ["Own", None])
+def test_code_of_a_tokenizer_is_not_run(
+    named: str | None, talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would ask on the terminal whether to run it."""
+    shutil.copytree(talker, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": named, "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(ValueError, match=r"is Python code of its own .*, which fastgen does not run; give another tok"):
+        Tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_chat_template_of_a_processor(talker: Path, tmp_path: Path) -> None:
+    """It is used if the tokenizer has none."""
+    shutil.copytree(talker, tmp_path, dirs_exist_ok=True)
+    messages = [{"role": "user", "content": "hello"}]
+    file = tmp_path / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": "{{ messages[0].content }} there"}))
+    assert Tokenizer(tmp_path).render_chat(messages) == Tokenizer(talker).render_chat(messages)
+    (tmp_path / "chat_template.jinja").unlink()
+    assert Tokenizer(tmp_path).render_chat(messages) == "hello there"
+    file.write_text(json.dumps({"chat_template": 3}))
+    with pytest.raises(ValueError, match=r"chat_template in chat_template\.json is int, and must be a string"):
+        Tokenizer(tmp_path)
+
+
 def test_a_chat_template_gets_only_variables_of_its_own(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hello"}]
     ids = tokenizer.encode_chat(messages)

@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from fastgen.cli.gen.rows import Row
-from fastgen.cli.gen.work import Model, Record, RowRequests, batch_record, seed_of
+from fastgen.cli.gen.work import Model, Record, RowRequests, batch_record, check_json
 from fastgen.cli.serve.checking import ApiError, check_request
 from fastgen.cli.serve.fields import Strict
 from fastgen.cli.serve.prompts import GenerationReply, GenerationRequest, ModelFacts, grammar_field, prepare
 from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, refused
 from fastgen.cli.serve.replies import Vocabulary
+from fastgen.engine.seeds import seed_of
 from fastgen.request import SHARED, Event, RequestOutput, SamplingParams
 
 
@@ -55,6 +56,10 @@ class BatchJob:
         line = check_request(Line, {name: row.columns.get(name) for name in Line.model_fields})
         if line.body.get("stream"):
             raise ApiError(400, "stream is not supported in a batch; leave it out", "stream", "unsupported_parameter")
+        try:
+            check_json(line.body)
+        except ValueError as error:
+            raise ApiError(400, str(error), code="invalid_json") from None
         if line.url == "/v1/chat/completions":
             return check_request(ChatRequest, line.body)
         return check_request(CompletionRequest, line.body)

@@ -78,5 +78,5 @@ def show_request(ask: Ask, tokenizer: Tokenizer | None, row: Row) -> tuple[str, 
 
 def show_call(calls: Calls, row: Row) -> tuple[str, int | None]:
     """Show a row's request to a server."""
-    path, body = calls.call(row)
-    return f"POST {path}\n{json.dumps(body, ensure_ascii=False, indent=1)}", None
+    call = calls.call(row)
+    return f"POST {call.path}\n{json.dumps(call.body, ensure_ascii=False, indent=1)}", None

@@ -26,6 +26,7 @@ from fastgen.cli.gen.options import (
     STDOUT,
     STRUCTURES,
     check_files,
+    make_parser,
     read_arguments,
 )
 from fastgen.cli.gen.outputs import Lines, Output, Parts, Stdout, begin, csv_columns, parquet_schema
@@ -240,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = read_arguments(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored, as in `fggen &`
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    return run_tool("fggen", args.verbose, lambda: run(args))
+    return run_tool("fggen", args.verbose, lambda: run(args), make_parser().in_flags)
 
 
 if __name__ == "__main__":

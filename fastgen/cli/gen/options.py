@@ -69,7 +69,7 @@ def make_parser() -> Parser:
     suffixes = ", ".join(SUFFIXES)
     model_help = f"a hub id or a folder; {BUNDLED_NAME} is fastgen's own model; with --url, its name on the server"
     option("model", metavar="MODEL", help=model_help)
-    option("inputs", metavar="INPUT", nargs="+", help=f"files, folders or globs ({suffixes}); - is JSONL on stdin")
+    option("inputs", metavar="INPUT", nargs="*", help=f"files, folders or globs ({suffixes}); - is JSONL on stdin")
     output_help = "JSONL or CSV file, or folder of Parquet files, depending on the suffix; - is JSONL on stdout"
     option("-o", "--output", metavar="OUTPUT", help=output_help)
     template_help = "template of the prompt, in which {name} stands for a column (default: rows have prompts)"
@@ -122,6 +122,10 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of a command line. Exits with status 2 if they cannot work."""
     parser = make_parser()
     args = parser.parse_intermixed_args(argv)
+    if args.model == STDOUT or format_of(Path(args.model)):
+        parser.error(f"MODEL is missing: the first argument, {args.model}, is an INPUT")
+    if not args.inputs:
+        parser.error(f"INPUT is missing: the only argument, {args.model}, is the MODEL")
     try:
         SamplingParams(**given(args, PARAMETERS)).validate(vocab_size=1)
         _check_place(args)

@@ -30,6 +30,7 @@ from typing import Any, BinaryIO
 
 from fastgen.cli.gen.rows import CSV, GZIP, PARQUET, format_of, parquet_file, pyarrow, read_rows, unpacked
 from fastgen.cli.gen.work import Record, State, check_added
+from fastgen.cli.options import flag
 from fastgen.disk import naming_full_disk
 
 PART_BYTES = 64 << 20  # size of a Parquet part in memory
@@ -62,7 +63,8 @@ def begin(
     begun, seed = _described(output.about)
     changed = [each for each in {**begun, **job} if begun.get(each) != job.get(each)]
     if wrong := [each for each in changed if each not in (retry or ())]:
-        what = f"another {', '.join(wrong)}, as {output.about} says"
+        names = ", ".join(each if each in ("input", "model") else flag(each) for each in wrong)
+        what = f"another {names}, as {output.about} says"
         raise ValueError(f"{name} was begun with {what}; give another -o, or what it was begun with")
     for index, failed in output.recover(retry is not None):
         if not 0 <= index < rows or done[index]:
@@ -342,7 +344,11 @@ class Parts:
 
     def write(self, record: Record) -> None:
         self._since = self._since if self._rows else time.monotonic()
-        row = pyarrow().RecordBatch.from_pylist([record], schema=self._schema)
+        make = pyarrow().RecordBatch.from_pylist
+        try:
+            row = make([record], schema=self._schema)
+        except UnicodeEncodeError:
+            row = make([_encodable(record)], schema=self._schema)
         self._rows.append(row)
         self._bytes += row.nbytes
         if self._bytes >= PART_BYTES or time.monotonic() - self._since >= PART_SECONDS:
@@ -361,6 +367,15 @@ class Parts:
 
 
 Output = Lines | Parts
+
+
+def _encodable(value: Any) -> Any:
+    """Return a value whose texts have JSON's escapes instead of halves of surrogate pairs, as in CSV."""
+    if isinstance(value, dict):
+        return {name: _encodable(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_encodable(inner) for inner in value]
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def csv_columns(files: Sequence[Path], added: Sequence[str]) -> list[str]:

@@ -10,15 +10,17 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from fastgen.cli.command import note
+from fastgen.cli.command import note, one_line
 from fastgen.cli.gen.work import Done
+from fastgen.cli.options import EXCERPT
 
 LINE_SECONDS = 10.0  # between two lines outside a terminal
 
 
 @dataclass
 class Tally:
-    """The counts of a run: rows, rows with errors, and tokens of prompts and answers. reason: the first error."""
+    """The counts of a run: rows, rows with errors, and tokens of prompts and answers. reason: the beginning of the
+    first error, and its row."""
 
     rows: int = 0
     errors: int = 0
@@ -30,7 +32,8 @@ class Tally:
     def add(self, done: Done) -> None:
         self.rows += 1
         self.errors += done.error is not None
-        self.reason = self.reason or done.error
+        if self.reason is None and done.error is not None:
+            self.reason = f"{one_line(done.error)[:EXCERPT]} (row {done.index})"
         self.prompt_tokens += done.prompt_tokens
         self.tokens += done.tokens
 

@@ -25,6 +25,7 @@ STDIN = "-"
 CSV, GZIP, PARQUET = ".csv", ".gz", ".parquet"
 SUFFIXES = (".jsonl", ".ndjson", CSV, ".jsonl.gz", ".ndjson.gz", ".csv.gz", PARQUET)
 PARQUET_ROWS = 256  # number of rows in memory at a time
+NESTED = 200  # levels of JSON; what has more can often be read, but neither rendered nor written
 csv.field_size_limit(1 << 30)  # characters per cell; the logprobs of a row exceed Python's default
 
 RowReader = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
@@ -79,22 +80,21 @@ def find_files(inputs: Sequence[str], output: Path) -> list[Path]:
     The files of a folder or glob are sorted. Files with other suffixes and files of the output are left out. Raises
     ValueError for a name without files.
     """
-    found: list[Path] = []
+    found, left_out = list[Path](), list[Path]()
     for name in inputs:
         path = Path(name)
         inside = path.rglob("*") if path.is_dir() else map(Path, glob.glob(name, recursive=True))
-        files = [
-            file
-            for file in ([path] if path.is_file() else sorted(inside))
-            if format_of(file) and file.is_file() and not file.resolve().is_relative_to(output.resolve())
-        ]
+        files = [file for file in ([path] if path.is_file() else sorted(inside)) if format_of(file) and file.is_file()]
         if name == STDIN:
             raise ValueError("- is stdin, which is read alone; leave the other inputs out")
         if not (path.exists() or files or glob.has_magic(name)):
             raise ValueError(f"{name}: there is no such file or folder")
         if not files:
-            raise ValueError(f"{name}: there is no file of {', '.join(SUFFIXES)}, apart from those of the output")
-        found += files
+            raise ValueError(f"{name}: there is no file of {', '.join(SUFFIXES)}")
+        for file in files:
+            (left_out if file.resolve().is_relative_to(output.resolve()) else found).append(file)
+    if not found:
+        raise ValueError(f"{left_out[0]} is the only input and belongs to the output; give another -o")
     return found
 
 
@@ -210,13 +210,32 @@ def _csv_row(cells: dict[str | None, Any]) -> dict[str, Any]:
 
 
 def _json_row(line: bytes) -> dict[str, Any]:
-    try:
-        columns = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"it is not JSON: {error}") from None
+    columns = read_json(line)
     if not isinstance(columns, dict):
         raise ValueError("it is not an object")
     return columns
+
+
+def read_json(text: str | bytes) -> Any:
+    """Return the value of JSON that others wrote. Raises ValueError if it cannot be read, or not be written again."""
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"it has more than {NESTED} levels") from None
+    except ValueError:  # Python's own limit
+        raise ValueError(f"it has an integer of more than {sys.get_int_max_str_digits()} digits") from None
+    level, depth = [value], 0
+    while level := [inner for outer in level for inner in _inside(outer)]:
+        depth += 1
+        if depth > NESTED:
+            raise ValueError(f"it has more than {NESTED} levels")
+    return value
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _parquet_row(batch: Any, place: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import string
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
@@ -13,8 +12,9 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastgen.cli.command import UsageError
-from fastgen.cli.gen.rows import Row
+from fastgen.cli.gen.rows import Row, read_json
 from fastgen.cli.options import SAMPLING
+from fastgen.engine.seeds import seed_of
 from fastgen.request import Prompt, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -122,11 +122,6 @@ def in_order(done_rows: Work, done: Sequence[int]) -> Work:
                 index = next(indices, None)
 
 
-def seed_of(seed: int, index: int) -> int:
-    """Return the seed of a row, derived from the seed of its job."""
-    return int.from_bytes(hashlib.blake2b(b"%d:%d" % (seed, index), digest_size=8).digest(), "little")
-
-
 def added_columns(prefix: str, logprobs: bool) -> tuple[str, ...]:
     """Return the columns that a record adds to those of its row. The first two are the row's index and its error."""
     names = ("row", "error", "completions", "finish_reasons", "prompt_tokens", "completion_tokens")
@@ -174,8 +169,8 @@ def fields_of(template: str) -> set[str]:
 def parsed(value: Any) -> Any:
     """Return the value of a column. Text is parsed as JSON if possible, since CSV has only text."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
+        return read_json(value) if isinstance(value, str) else value
+    except ValueError:
         return value
 
 
@@ -183,6 +178,20 @@ def given_by(row: Row) -> dict[str, Any]:
     """Return the sampling parameters that the columns of a row set."""
     given = {name: value for name in PARAMS if (value := row.columns.get(name)) is not None}
     return {name: value if name == "stop" else parsed(value) for name, value in given.items()}
+
+
+def check_json(body: Mapping[str, Any]) -> None:
+    """Raise ValueError for a field of a request that cannot be sent as JSON."""
+    for name, value in body.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])
+            raise ValueError(f"{name} has {half}, half of a surrogate pair, which is not a character") from None
+        except ValueError:
+            raise ValueError(f"{name} has NaN or an infinity, which JSON does not have") from None
+        except TypeError as error:  # of a value from Parquet
+            raise ValueError(f"{name} cannot be sent as JSON: {error}") from None
 
 
 def batch_record(row: Row, status: int, body: Mapping[str, Any]) -> Record:
@@ -285,6 +294,7 @@ class RowJob:
     def record(self, row: Row, error: str | None, values: list[Any] | None = None) -> Record:
         """Return the record of a row. values: those of the added columns after the error, if the row has not failed."""
         index, reason, *names = self._added
-        own = {index: row.index, reason: error}
+        # A server's error, and with it this one, may have halves of surrogate pairs, which not every format has.
+        own = {index: row.index, reason: error and error.encode(errors="backslashreplace").decode()}
         # Index and error come first in the line and override columns of the same name.
         return {**own, **row.columns, **own, **dict(zip(names, values or [None] * len(names), strict=True))}

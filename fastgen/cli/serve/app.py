@@ -322,9 +322,12 @@ class _Routes:
         }
 
     async def health(self, request: Request) -> Response:
-        """Answer 200 as long as all engines are idle or make progress."""
+        """Answer 200 as long as all engines are idle or make progress. Trainers of other engines, whose ports open
+        when a model is loaded, wait here for it."""
         if (trouble := self._service.trouble) is not None:
             raise ApiError(503, trouble, code="unhealthy")
+        if self._service.options.rollout and not self._service.loaded.is_set():
+            raise ApiError(503, "the model is being loaded", code="not_ready")
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:

@@ -29,8 +29,12 @@ UNUSED = frozenset({
     "spaces_between_special_tokens",  # of text that shows no special tokens
     "length_penalty", "early_stopping",  # of a beam search, and below of samplers that are off
     "mirostat_tau", "mirostat_eta", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_sequence_breakers",
-    "request_id", "rid", "session_id", "trace", "tags", "custom_labels", "litellm_metadata",  # names in other logs
+    "request_id", "rid", "session_id", "chat_id", "trace", "tags", "custom_labels",  # names in other logs
+    "litellm_metadata", "litellm_call_id", "litellm_session_id", "litellm_trace_id", "no-log",
     "guided_decoding_backend", "cache_prompt", "extra_key", "id_slot", "timings_per_token",  # how, not what
+    "num_keep", "use_mmap", "use_mlock", "low_vram", "numa", "main_gpu",  # Ollama's, which Open WebUI sends
+    "drop_params", "additional_drop_params", "allowed_openai_params", "caching", "cache", "num_retries", "max_retries",
+    "custom_llm_provider",  # of a LiteLLM in between
     "stream_reasoning",
 })  # fmt: skip
 """Fields that change no answer, whatever their value is."""
@@ -41,7 +45,8 @@ NOTED = {
     "num_ctx": "the length of the context is set at the start, by --max-model-len",
     "keep_alive": "models stay loaded",
     **dict.fromkeys(("num_gpu", "num_thread", "num_batch"), "the device is set at the start"),
-    **dict.fromkeys(("provider", "models", "route"), "requests are not sent on to others"),
+    **dict.fromkeys(("provider", "models", "route", "fallbacks"), "requests are not sent on to others"),
+    **dict.fromkeys(("timeout", "stream_timeout"), "--request-timeout limits the time of a request"),
     "transforms": "a prompt that is too long is a 400",
     "usage": "stream_options asks for the usage at the end of a stream",
     **dict.fromkeys(("thinking_budget", "thinking_token_budget"), "the number of reasoning tokens is not limited"),
@@ -167,7 +172,7 @@ class Strict(BaseModel):
 
     @classmethod
     def _knows(cls, name: str) -> bool:
-        return name in cls.model_fields or any(field.alias == name for field in cls.model_fields.values())
+        return name in _names(cls)
 
     @classmethod
     def _refuse(cls, name: str, policy: FieldPolicy) -> None:
@@ -178,7 +183,7 @@ class Strict(BaseModel):
         if name in cls.neutral:
             value, advice = cls.neutral[name]
             hint = f"is only supported as {json.dumps(value)}: {advice}"
-        elif hint == UNSUPPORTED and name not in cls.without_effect and (near := nearest(name, cls.model_fields)):
+        elif hint == UNSUPPORTED and name not in cls.without_effect and (near := nearest(name, _names(cls))):
             hint = f"{UNSUPPORTED} (the nearest field is {near})"
         raise wrong(name, hint, "unsupported_parameter")
 
@@ -188,6 +193,12 @@ class Body(Strict):
 
     without_effect = UNUSED | NOTED.keys()
     neutral = NEUTRAL
+
+
+@cache
+def _names(kind: type[Strict]) -> tuple[str, ...]:
+    """Return the names of the fields in a body."""
+    return tuple(field.alias or name for name, field in kind.model_fields.items())
 
 
 @cache

@@ -16,7 +16,7 @@ from fastgen.async_engine.log_pipe import LOG_SECONDS, LogPipe
 from fastgen.cli.command import note, run_tool
 from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.http_server import HttpServer, configure, listen
-from fastgen.cli.serve.options import Options, note_address, read_options
+from fastgen.cli.serve.options import Options, make_parser, note_address, read_options
 from fastgen.cli.serve.service import Service, import_tokenizers
 
 SHORTAGE_SECONDS = 60  # interval of log lines about connections that cannot be accepted
@@ -98,7 +98,7 @@ def command() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0 ended by a signal, 1 error, 2 wrong options."""
     options = read_options(argv)
-    return run_tool("fgserve", options.server.verbose, lambda: _run(options))
+    return run_tool("fgserve", options.server.verbose, lambda: _run(options), make_parser().in_flags)
 
 
 def _run(options: Options) -> int:

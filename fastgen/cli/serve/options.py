@@ -90,15 +90,15 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         if (self.replicas or 1) > (self.max_replicas or self.replicas or 1):
-            raise ValueError(f"max_replicas is {self.max_replicas}; it must be at least replicas, {self.replicas}")
+            raise ValueError(f"max_replicas is {self.max_replicas}, and replicas is {self.replicas}, which is more")
         if self.ssl_certfile and (self.replicas or self.max_replicas):
             raise ValueError(
                 "ssl_certfile has no effect on replicas, which Ray serves over HTTP; leave one of them out"
             )
         if self.rollout and self.max_replicas not in (None, self.replicas):
-            raise ValueError("rollout updates the weights of a fixed number of replicas; leave out max_replicas")
+            raise ValueError("rollout needs a fixed number of replicas, which it updates; leave out max_replicas")
         if self.rollout and self.api_key is None and self.host not in LOCAL:
-            raise ValueError(f"rollout lets clients replace the weights; at {self.host} it needs api_key")
+            raise ValueError(f"rollout is on, and lets clients replace the weights; at {self.host} it needs api_key")
         for origin in self.origins:
             if not re.fullmatch(r"\*|null|[^/]+://[^/]+", origin):
                 raise ValueError(f"allow_origin has {origin!r}; an origin is a scheme and a host: https://page.example")
@@ -160,7 +160,7 @@ def read_options(argv: Sequence[str] | None = None, environment: Mapping[str, st
     given = {name: value for name, value in vars(args).items() if name in TABLE and value is not None}
     try:
         file = _read_file(Path(args.config)) if args.config else {}
-        return make_options(file, os.environ if environment is None else environment, args.model, given)
+        return make_options(file, os.environ if environment is None else environment, args.model, given, args.config)
     except (ValueError, OSError) as error:
         parser.error(str(error))
 
@@ -170,24 +170,25 @@ def make_options(
     environment: Mapping[str, str],
     models: Sequence[str] = (),
     given: Mapping[str, Value] | None = None,
+    path: str | None = None,
 ) -> Options:
     """Return the options.
 
-    file: content of the YAML file. environment: environment variables, of which API_KEY is read; it overrides the file.
-    models, given: models and flags of the command line, which override both.
+    file: content of the YAML file at `path`. environment: environment variables, of which API_KEY is read; it overrides
+    the file. models, given: models and flags of the command line, which override both.
 
     Raises ValueError for a wrong option, and OSError if the file of a chat template cannot be read.
     """
-    file = dict(file)
-    entries = _entries(models, file.pop("models", None) or [])
+    file, where = dict(file), f"{path or 'the file'}: "
+    entries = _entries(models, file.pop("models", None) or [], where)
     key = {name: value for name, value in environment.items() if name == API_KEY}
     given = {**_read(key, {API_KEY: SERVER["api_key"]}), **(given or {})}
-    settings = {**_read(file, TABLE, "the file: "), **given}
+    settings = {**_read(file, TABLE, where), **given}
     server = ServerOptions(**{name: settings[name] for name in SERVER if name in settings})  # type: ignore[arg-type]
     known = {"model": Option("model", str), "name": NAME, **SERVED}
     served: list[ModelOptions] = []
     for place, entry in enumerate(entries):
-        own = _read(entry, known, f"models[{place}]: ")
+        own = _read(entry, known, f"{where}models[{place}]: ")
         model = str(own["model"]) if "model" in own else None
         chosen = {**settings, **own, **given}
         name = str(chosen.get(NAME.name, BUNDLED_NAME if model is None else model))
@@ -223,9 +224,10 @@ def _read_text(path: Path) -> str:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
     try:
-        data = yaml.safe_load(_read_text(path))
-    except yaml.YAMLError as error:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # also of dates and numbers
         raise ValueError(f"{path} is not YAML: {error}") from None
     if data is None:
         return {}
@@ -248,12 +250,13 @@ def _read(data: Mapping[str, Any], known: Mapping[str, Option], where: str = "")
     return found
 
 
-def _entries(given: Sequence[str], listed: Any) -> list[dict[str, Any]]:
-    """Return the models to serve, as mappings like those of the file. listed: `models` of the file."""
+def _entries(given: Sequence[str], listed: Any, where: str) -> list[dict[str, Any]]:
+    """Return the models to serve, as mappings like those of the file. listed: `models` of the file. where: begins error
+    messages."""
     if not isinstance(listed, list):
-        raise ValueError("the file: models must be a list")
+        raise ValueError(f"{where}models must be a list")
     if not all(isinstance(entry, str | dict) for entry in listed):
-        raise ValueError("the file: models must hold names, or mappings with a model each")
+        raise ValueError(f"{where}models must hold names, or mappings with a model each")
     named = list(given) or listed
     return [{"model": entry} if isinstance(entry, str) else dict(entry) for entry in named] or [{}]
 

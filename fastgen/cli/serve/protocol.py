@@ -115,10 +115,18 @@ class GenerationFields(Body):
 
     @property
     def structures(self) -> dict[str, StructuredOutputs]:
-        """The structure of the answers by the name of its field; a checked request has at most one."""
-        own = {} if self.structured_outputs is None else {"structured_outputs": self.structured_outputs}
-        given = {name: value for name in STRUCTURES if (value := getattr(self, name)) is not None}
-        return own | {name: StructuredOutputs(**{STRUCTURES[name]: value}) for name, value in given.items()}
+        """The structure of the answers by the name of its field; a checked request has at most one.
+
+        Clients that know several versions of vLLM send older names too, which structured_outputs overrides."""
+        if self.structured_outputs is not None:
+            return {"structured_outputs": self.structured_outputs}
+        found: dict[str, StructuredOutputs] = {}
+        for name, part in STRUCTURES.items():
+            if (value := getattr(self, name)) is not None:
+                structure = StructuredOutputs(**{part: value})
+                if structure not in found.values():
+                    found[name] = structure
+        return found
 
     @property
     def drawn(self) -> str:

@@ -67,7 +67,8 @@ class Replica:
         self._directory = directory
         logging.getLogger("fastgen").setLevel(logging.INFO if options.server.verbose else logging.WARNING)
         server = replace(options.server, restart=False, replicas=options.server.replicas or 1)
-        self._service = Service(replace(options, server=server))
+        seeded = any("seed" in model.generator for model in options.models)
+        self._service = Service(replace(options, server=server), _rank() if seeded else 0)
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application once its models are loaded. Ray calls this after the constructor and sends no requests
@@ -108,6 +109,14 @@ class Replica:
             await self._keeping
         if self._service.trouble is not None:
             raise RuntimeError(self._service.trouble)
+
+
+def _rank() -> int:
+    """Return the number of this replica among all of them."""
+    from ray import serve
+
+    rank: int = serve.get_replica_context().rank.rank
+    return rank
 
 
 async def _announce(directory: DeploymentHandle, url: str) -> None:

@@ -28,6 +28,7 @@ from fastgen.rl.bodies import completion_of
 Tags = Some[Literal["weights", "kv_cache"]]
 Treatment = Literal["error", "keep", "recompute", "abort"]
 _Span = Annotated[tuple[int, int, int], Field(strict=False)]
+_Pair = Annotated[tuple[int, int], Field(strict=False)]
 _Tensor = Annotated[tuple[str, str, list[Annotated[int, Field(ge=0)]]], Field(strict=False)]  # since JSON has no tuples
 
 
@@ -47,6 +48,7 @@ class Resumed(Strict):
     stop_reason: int | str | None = None
     error: str | None = None
     weight_versions: list[_Span] = Field(default_factory=list)
+    recomputed: list[_Pair] = Field(default_factory=list)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     logprobs: Items[float]
     untruncated_logprobs: Items[float]
@@ -175,6 +177,7 @@ class Rollout:
             ),
             "/abort": self.post(AbortRequest, lambda engine, wanted, _: engine.cut_off(wanted.ids)),
             "/score": self.post(ScoreRequest, _score),
+            "/fleet_seed": self.post(ModelRequest, self._fleet_seed),
             "/update_weights": self.post(UpdateRequest, self._update),
             "/update_adapter": self.post(AdapterRequest, self._update_adapter),
             "/pause": self.post(ModelRequest, lambda engine, *_: engine.pause()),
@@ -222,6 +225,9 @@ class Rollout:
             submit = partial(engine.submit, [wanted.prompt], wanted.params, resume=wanted.resumed)
             return EventResponse(self.service, submit)
         return await engine.generate(wanted.prompt, wanted.params, wanted.id, wanted.resumed)
+
+    async def _fleet_seed(self, _: AsyncGenerator, wanted: ModelRequest, __: QueryParams) -> dict[str, int]:
+        return {"seed": self.service.choose(wanted.model).fleet_seed()}
 
     async def _init_group(self, engine: AsyncGenerator, wanted: GroupRequest, _: QueryParams) -> Any:
         arguments = wanted.backend, wanted.gpu, wanted.timeout, wanted.bucket_bytes, wanted.replace

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ from fastgen.cli.serve.options import ModelOptions, Options
 from fastgen.cli.serve.prompts import ModelFacts
 from fastgen.cli.serve.protocol import refused
 from fastgen.cli.serve.replies import Vocabulary
+from fastgen.engine.seeds import replica_seed, seed_of
 from fastgen.engine.stats import Stats
 from fastgen.text.reasoning import template_parser
 from fastgen.text.tokenizer import TOKENIZER_OPTIONS, Tokenizer, importing
@@ -74,10 +77,13 @@ class ServedModel:
 
     facts: ModelFacts
 
-    def __init__(self, options: ModelOptions, queue: AdmissionQueue, grammar_timeout: float) -> None:
+    def __init__(self, options: ModelOptions, queue: AdmissionQueue, grammar_timeout: float, rank: int) -> None:
         self.name, self.queue, self._options, self._grammar_timeout = options.name, queue, options, grammar_timeout
+        self._rank = rank
         self.engine = self._make_engine()
         self.trouble: str | None = None
+        seed = options.generator.get("seed")
+        self._fleets = os.urandom(8) if seed is None else b"fleets of %d" % seed, itertools.count()
 
     def _make_engine(self, **changes: Any) -> AsyncGenerator:
         """Return an engine that has not started yet. changes: arguments that replace those of the options."""
@@ -89,6 +95,7 @@ class ServedModel:
         """The arguments of the engine. It does not see a chat template of the options, and so gets the reasoning parser
         that belongs to it."""
         arguments, template = dict(self._options.generator), self._options.chat_template
+        arguments["seed"] = replica_seed(arguments.get("seed"), self._rank)
         if template is not None and arguments.get("reasoning_parser") is None:
             arguments["reasoning_parser"] = template_parser(template)
         return arguments
@@ -109,6 +116,12 @@ class ServedModel:
             tokenizer.encode("")  # changes the tokenizer's state, the first time, which several threads must not do
             vocabulary = Vocabulary(tokenizer)
         return ModelFacts(self.name, tokenizer, vocabulary, info.default_params, info.vocab_size, info.max_model_len)
+
+    def fleet_seed(self) -> int:
+        """Return another seed at each call, for a client that chooses the seeds of its requests: of one that uses
+        several engines, whose own seeds may be equal."""
+        base, numbers = self._fleets
+        return seed_of(base, next(numbers))
 
     @property
     def ready(self) -> bool:
@@ -134,17 +147,19 @@ class ServedModel:
 
 
 class Service:
-    """All models of a server.
+    """All models of a server. rank: its number among replicas, whose engines draw different samples.
 
     loaded: set when every model has started. expired: True once `expire` was called. deadlines: the timeouts of the
     running requests.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, rank: int = 0) -> None:
         self.options = options.server
         limits = (self.options.max_queued_requests, self.options.max_queued_tokens)
         seconds = self.options.grammar_timeout
-        self.models = {model.name: ServedModel(model, AdmissionQueue(*limits), seconds) for model in options.models}
+        self.models = {
+            model.name: ServedModel(model, AdmissionQueue(*limits), seconds, rank) for model in options.models
+        }
         self.metrics = Metrics(self.stats)
         self.loaded = asyncio.Event()
         self.expired = False

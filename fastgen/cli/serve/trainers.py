@@ -17,6 +17,7 @@ from fastgen.cli.serve.compat.vllm_control import VllmControl
 from fastgen.cli.serve.posts import Post
 from fastgen.cli.serve.rollout import ModelRequest, Rollout
 from fastgen.cli.serve.service import Service
+from fastgen.request import MAX_LOGPROBS
 
 
 class Routes(Protocol):
@@ -43,13 +44,25 @@ class ServerInfo:
         state = await engine.call("transfer_state")
         model = self._service.choose(wanted.model)
         name, length, mode = model.name, model.facts.max_model_len, self._service.options.logprobs_mode
-        transfer = {"backend": "nccl"} if state["nccl"] else None
-        config = {"model": name, "max_model_len": length, "logprobs_mode": mode}
+        names = dict.fromkeys(("model_path", "tokenizer_path", "served_model_name"), name)
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "world_size")
         return {
-            "vllm_config": {"model_config": config, "weight_transfer_config": transfer},
-            "model_path": name,
-            "tokenizer_path": name,
-            "served_model_name": name,
+            "vllm_config": {
+                "model_config": {
+                    "model": name,
+                    "tokenizer": name,
+                    "served_model_name": name,
+                    "dtype": f"torch.{state['dtype']}",
+                    "max_model_len": length,
+                    "max_logprobs": MAX_LOGPROBS,
+                    "logprobs_mode": mode,
+                },
+                "parallel_config": dict.fromkeys(sizes, 1),  # a server is one rank for a trainer, as at /get_world_size
+                "lora_config": None,  # adapters are merged, and the next one cannot be loaded beside the last one
+                "weight_transfer_config": {"backend": "nccl"} if state["nccl"] else None,
+            },
+            **names,
+            "dtype": state["dtype"],
             "is_generation": True,
             "weight_version": str(state["weight_version"]),
             **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size"), 1),

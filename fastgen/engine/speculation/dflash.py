@@ -162,8 +162,8 @@ class DFlash(LayeredHead):
         for number in range(len(model.layers)):
             q = model.project_qkv(part, number, self._pool)
             attended = self._attention.attend(part.plan, number, q, 0).flatten(1)
-            model.add_attended(part, number, attended)
-            model.add_mlp(part, number)
+            model.add_attended(part.residual, number, attended)
+            model.add_mlp(part.residual, number)
         return part.residual.whole()
 
     def _draw_in_turn(self, logits: Tensor, lanes: Tensor, positions: Tensor, rows: Tensor, matrix: Linear) -> Tensor:

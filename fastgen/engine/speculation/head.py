@@ -147,6 +147,9 @@ class Head(ABC):
     def observe(self, part: StepPart, number: int) -> None:
         """Read `part.residual` after a layer; see Observer."""
 
+    def observe_rows(self, x: Tensor, rows: Tensor) -> None:
+        raise AssertionError("this head does not read the last layer")
+
     @property
     @abstractmethod
     def linears(self) -> Iterable[tuple[Linear, Fused]]:

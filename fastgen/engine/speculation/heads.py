@@ -24,7 +24,7 @@ from fastgen.model.config import ModelConfig, parse_config, unsupported
 log = logging.getLogger(__name__)
 
 EAGLE_DRAFTS = 4  # number of tokens that an EAGLE-3 head drafts, if its config.json does not say it
-MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 """Names of the file with the weights of Medusa heads; the first that is there is read."""
 
 SUPPORTED: dict[str, tuple[object, ...]] = {

@@ -29,6 +29,10 @@ from fastgen.model.transformer import StepPart
 from fastgen.model.weights import Shard, Tensors, Update, write
 
 LOGITS = Fused(out_dtype=torch.float32)
+_CONVERSION = (
+    "tensors = torch.load('medusa_lm_head.pt', 'cpu', weights_only=True); safetensors.torch.save_file({name: "
+    "tensor.clone() for name, tensor in tensors.items()}, 'medusa_lm_head.safetensors')"
+)
 
 
 class MedusaWeights(StoredWeights):
@@ -56,10 +60,10 @@ class MedusaWeights(StoredWeights):
     def read(self) -> Tensors:
         path = _file(self.config.folder)
         if path is None:
-            raise ValueError(f"there is none of the files {', '.join(MEDUSA_FILES)}")
-        if path.suffix == ".pt":
-            tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            return tensors
+            raise ValueError(
+                f"there is no {' or '.join(MEDUSA_FILES)}; fastgen reads safetensors only, so convert a "
+                f"medusa_lm_head.pt: {_CONVERSION}"
+            )
         return read_tensors_of(path)
 
     def shards(self) -> dict[str, Shard]:
@@ -107,11 +111,10 @@ class Medusa(Head):
 
     def observe(self, part: StepPart, number: int) -> None:
         x = part.residual.whole()
-        if part.ends is None:
-            self._states[: len(x)] = x
-        else:  # only these rows are left
-            rows = part.ends[0]
-            self._states[rows] = x[: len(rows)]
+        self._states[: len(x)] = x
+
+    def observe_rows(self, x: Tensor, rows: Tensor) -> None:
+        self._states[rows] = x
 
     def body(self, size: int) -> None:
         lanes, norm, most = self._drawing[:size], self._target.parameters.norm, self.most_drafts(size)

@@ -63,7 +63,9 @@ class SelfDraftWeights(HeadWeights):
             return
         try:
             self._on_both(Parameters.unpack)
-            write(self.parameters.targets(), ((name, shard.view) for name, shard in self._target.targets().items()))
+            targets = self.parameters.targets()
+            views = ((name, shard.view) for name, shard in self._target.targets().items() if name in targets)
+            write(targets, views)  # a head that the target got of its own is shared, and no target
         finally:
             self._on_both(Parameters.pack)
         self.changes = self._target.changes

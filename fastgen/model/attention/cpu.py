@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -45,6 +46,7 @@ have one size there (KEY_STEP), threads are limited (`_threads`), and products h
 KEY_BLOCK = 64
 KEY_STEP = KEY_BLOCK if INTEL_AVX2 else 16  # products read a multiple of this many keys of a block
 TILE_ROWS = 96  # maximum number of query rows of a prefill tile
+LEAST_SIZE = 16  # smaller heads are padded: MKL sums fewer columns in an order that depends on the number of rows
 SCORES = 2**20  # approximate maximum number of scores in memory: many small operations take longer than slower memory
 
 Indices = NDArray[np.int64]
@@ -68,7 +70,7 @@ def _columns(head_size: int) -> list[tuple[int, int]]:
     if INTEL_AVX2 and head_size > 64:
         return [(first, 64) for first in (*range(0, head_size - 64, 64), head_size - 64)]
     whole = head_size // 16 * 16
-    return [(0, whole), (head_size - 16, 16)] if 0 < whole < head_size else [(0, head_size)]
+    return [(0, whole), (head_size - 16, 16)] if whole < head_size else [(0, head_size)]
 
 
 @dataclass
@@ -182,14 +184,16 @@ def _addresses(x: Tensor, numbers: Indices) -> Indices:
 
 
 class _Copied:
-    """The matrix products of tiles in torch, on copies of the blocks, for a pool of any dtype and page size."""
+    """The matrix products of tiles in torch, on copies of the blocks, for a pool of any dtype, page size and head
+    size."""
 
     def __init__(self, tiles: _Tiles) -> None:
         self._tiles = tiles
+        self._padding = 0, max(LEAST_SIZE - tiles.q.shape[2], 0)
         self._owner, self._block, self._runs = map(_flat, (tiles.owner, tiles.block, tiles.runs))
 
     def score(self, keys: Tensor) -> None:
-        rows = self._tiles.q.index_select(0, self._owner)
+        rows = F.pad(self._tiles.q.index_select(0, self._owner), self._padding)
         scores = torch.bmm(rows, self._blocks(keys).transpose(1, 2))
         _by_block(self._tiles.scores)[:, self._owner, self._block] = scores.transpose(0, 1)
 
@@ -197,13 +201,14 @@ class _Copied:
         weights = _by_block(self._tiles.scores)[:, self._owner, self._block].transpose(0, 1)
         blocks = self._blocks(values)
         for first, width in _columns(blocks.shape[2]):
-            product = torch.bmm(weights, blocks.narrow(2, first, width))
-            self._tiles.sums.narrow(2, first, width).copy_(product.transpose(0, 1))
+            product = torch.bmm(weights, blocks.narrow(2, first, width)).transpose(0, 1)
+            sums = self._tiles.sums[..., first : first + width]
+            sums.copy_(product[..., : sums.shape[2]])
 
     def _blocks(self, pool: Tensor) -> Tensor:
-        """Return the block of each pair, float32 [M, KEY_BLOCK, D]."""
+        """Return the block of each pair, float32 [M, KEY_BLOCK, D], padded."""
         copy = pages.read(pool, self._runs, KEY_BLOCK // self._tiles.runs.shape[1])
-        return copy.view(-1, KEY_BLOCK, pool.shape[-1])
+        return F.pad(copy.view(-1, KEY_BLOCK, pool.shape[-1]), self._padding)
 
 
 def _by_block(scores: Tensor) -> Tensor:
@@ -240,6 +245,7 @@ class CpuAttention:
         self._run = math.gcd(self._page_size, KEY_BLOCK)  # number of keys that are always contiguous
         self._layers = list(zip(pool.keys, pool.values, strict=True))
         in_place = mkl.BATCHES and pool.keys.dtype == torch.float32 and self._run == KEY_BLOCK
+        in_place = in_place and self._head_size >= LEAST_SIZE
         self._products: type[_InPlace | _Copied] = _InPlace if in_place else _Copied
         self._memory = torch.zeros(0, dtype=torch.float32)
         self._key: tuple[object, ...] | None = None  # of `_plan`, the last plan of a step that has only decodes

@@ -5,6 +5,7 @@ Shape letters: T tokens in the step, S sequences, H query heads, K KV heads, D h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,4 +74,25 @@ class Attention(Protocol):
 
         The pages hold the keys and values of the query tokens already. A query at position p sees the keys of positions
         (p - window, p]; all up to p if window is 0.
+        """
+
+
+class CapturableAttention(Attention, Protocol):
+    """An Attention that is `capturable`."""
+
+    def lists(self, layout: StepLayout) -> list[NDArray[np.int32]]:
+        """Return what `plan_lists` needs to know about the prefill chunks of a step, in a few arrays; none without
+        chunks."""
+
+    def list_sizes(self, tokens: int) -> list[int]:
+        """Return the maximum lengths of `lists` for a step of `tokens` tokens."""
+
+    def plan_lists(
+        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, lists: Sequence[Tensor], shared: bool = False
+    ) -> object:
+        """Prepare a step of decodes and prefills only from tensors on the device, so that a CUDA graph can hold it.
+
+        lanes: int64 [S], of which the first ones decode; kv_lens: int32 [S], 0 for lanes that do not decode. lists: the
+        arrays of `lists`, at the beginning of tensors of `list_sizes`. The others: see `plan_decode`. Values may change
+        before a replay, and so may the numbers of decodes and of chunks.
         """

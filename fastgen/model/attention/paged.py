@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgen.device.chip import Chip
 from fastgen.device.pinned import upload_together
 from fastgen.kernels import attention as kernel
 from fastgen.kernels import hopper_decode, work_tiles
+from fastgen.kernels.work_tiles import SharedRows
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.kv_pool import KVPool
@@ -87,13 +90,18 @@ class PagedAttention:
         self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
     ) -> PagedPlan:
         """Make the lists on the device, inside the step's graph; the list of shared keys is there already."""
-        sequences = len(lanes)
-        assert sequences <= self.max_seqs
-        splits = self._splits(sequences)
-        split, most = (self.configs[kernel.DECODE].keys, self._most_splits + 1) if splits else (work_tiles.WHOLE, 1)
-        rows = self.prefixes.rows if shared else None
-        config = self.configs[kernel.DECODE]
-        work_tiles.plan_decode(lanes, kv_lens, self._windows, self._lists, split, rows, config.unsplit)
+        assert len(lanes) <= self.max_seqs
+        splits, rows = len(lanes) <= self._most_split, self.prefixes.rows if shared else None
+        return self._plan_decode(lanes, kv_lens, page_table, rows, splits, alone)
+
+    def _plan_decode(
+        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, rows: SharedRows | None, splits: bool, alone: bool
+    ) -> PagedPlan:
+        """See `plan_decode`. rows: the ranges that rows share. splits: whether some sequences may be split."""
+        config, most = self.configs[kernel.DECODE], len(lanes) * (self._most_splits + 1 if splits else 1)
+        work_tiles.plan_decode(
+            lanes, kv_lens, self._windows, self._lists, config.keys, rows, config.unsplit, self._most_split
+        )
         plan = PagedPlan(page_table, {window: [] for window in self.windows})
         for number, window in enumerate(self.windows):
             if rows is not None:
@@ -101,42 +109,62 @@ class PagedAttention:
                 bases = rows.bases[number]
                 tiles = kernel.TileList(rows.list, self.max_seqs, group, kernel.SHARED, rows, bases, kv_lens)
                 plan.work[window].append(tiles)
-            kind = kernel.PRIVATE if shared else kernel.PLAIN
-            tiles = kernel.TileList(self._lists[number], sequences * most, config, kind, split=splits, alone=alone)
+            kind = kernel.PLAIN if rows is None else kernel.PRIVATE
+            tiles = kernel.TileList(self._lists[number], most, config, kind, split=splits, alone=alone)
             plan.work[window].append(tiles)
         return plan
 
-    def _splits(self, sequences: int) -> bool:
-        """Return whether decodes are split into blocks of keys. (Longer splits would have other bits.)"""
-        config = self.configs[kernel.DECODE]
-        tasks = hopper_decode.SPLIT_BELOW if config.streamed else config.programs
-        idle = sequences * self.num_kv < self.chip.processors * tasks
-        room = sequences * (self._most_splits + 1) <= self.partials and self._most_splits < work_tiles.SPLITS // 2
-        return idle and room
-
     def plan(self, layout: StepLayout) -> PagedPlan:
         """Plan decodes as `plan_decode` does; make the lists of prefills on the host, and send all in one copy."""
-        query_lens, kv_lens, lanes = layout.query_lens, layout.kv_lens, layout.lanes
-        first = np.cumsum(query_lens) - query_lens
-        decodes, device = layout.decodes, layout.page_table.device
-        pieces = [np.ascontiguousarray(lanes[:decodes]).view(np.int32), kv_lens[:decodes].astype(np.int32)]
-        chunks = work_tiles.Chunks(*(x[decodes:] for x in (first, query_lens, lanes, kv_lens)))
-        counts = []
-        if len(query_lens) > decodes:
-            config = self.configs[kernel.PREFILL]
-            tile = config.rows // self.group
-            for window in self.windows:
-                tiles = work_tiles.prefill_tiles(chunks, window, tile, config.keys)
-                counts.append(len(tiles))
-                pieces.append(work_tiles.list_of(tiles))
-        on_device = upload_together(pieces, device)
-        plan = PagedPlan(layout.page_table, {window: [] for window in self.windows})
+        table, decodes = layout.page_table, layout.decodes
+        own: list[NDArray[Any]] = [layout.lanes[:decodes], layout.kv_lens[:decodes].astype(np.int32)]
+        lanes, kv_lens, *lists = upload_together([*own, *self.lists(layout)], table.device)
+        plan = PagedPlan(table, {window: [] for window in self.windows})
         if decodes:
-            lens = on_device[1]
-            plan = self.plan_decode(on_device[0].view(torch.int64), lens, layout.page_table, layout.shared)
-        for window, count, made in zip(self.windows, counts, on_device[2:], strict=False):  # counts: none or all
-            plan.work[window].append(kernel.TileList(made, count, config))
+            plan = self.plan_decode(lanes, kv_lens, table, layout.shared)
+        return self._with_prefills(plan, lists)
+
+    def plan_lists(
+        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, lists: Sequence[Tensor], shared: bool = False
+    ) -> PagedPlan:
+        assert len(lanes) <= self.max_seqs
+        rows = self.prefixes.rows if shared else None
+        plan = self._plan_decode(lanes, kv_lens, page_table, rows, self._most_split > 0, alone=False)
+        return self._with_prefills(plan, lists)
+
+    def lists(self, layout: StepLayout) -> list[NDArray[np.int32]]:
+        query_lens, decodes = layout.query_lens, layout.decodes
+        if len(query_lens) == decodes:
+            return []
+        first = np.cumsum(query_lens) - query_lens
+        chunks = work_tiles.Chunks(*(x[decodes:] for x in (first, query_lens, layout.lanes, layout.kv_lens)))
+        config = self.configs[kernel.PREFILL]
+        tile = config.rows // self.group
+        return [
+            work_tiles.list_of(work_tiles.prefill_tiles(chunks, window, tile, config.keys)) for window in self.windows
+        ]
+
+    def list_sizes(self, tokens: int) -> list[int]:
+        tile = self.configs[kernel.PREFILL].rows // self.group
+        most = tokens // tile + min(tokens, self.max_seqs)  # each chunk may end with a tile that is not full
+        return [work_tiles.HEADER + most * work_tiles.FIELDS] * len(self.windows)
+
+    def _with_prefills(self, plan: PagedPlan, lists: Sequence[Tensor]) -> PagedPlan:
+        """Add the lists of prefills, one for each window or none, to the plan of the decodes."""
+        config = self.configs[kernel.PREFILL]
+        for window, made in zip(self.windows if lists else (), lists, strict=True):
+            most = (len(made) - work_tiles.HEADER) // work_tiles.FIELDS
+            plan.work[window].append(kernel.TileList(made, most, config))
         return plan
+
+    @property
+    def _most_split(self) -> int:
+        """Return up to how many sequences decodes are split into blocks of keys: as many as leave processors idle, and
+        as partial results have room for. (Longer splits would have other bits.)"""
+        config = self.configs[kernel.DECODE]
+        tasks = self.chip.processors * (hopper_decode.SPLIT_BELOW if config.streamed else config.programs)
+        idle, room = math.ceil(tasks / self.num_kv) - 1, self.partials // (self._most_splits + 1)
+        return min(idle, room) if self._most_splits < work_tiles.SPLITS // 2 else 0
 
     def attend(self, plan: PagedPlan, layer: int, q: Tensor, window: int) -> Tensor:
         q = q.contiguous()  # results of the kernels are contiguous, results of their torch twins may not be

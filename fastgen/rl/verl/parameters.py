@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fastgen.engine.seeds import replica_seed
 from fastgen.request import SamplingParams
 
 LOGPROBS = {"processed_logprobs": "logprobs", "raw_logprobs": "raw_logprobs"}
@@ -14,9 +15,9 @@ NEUTRAL: dict[str, Any] = {"quantization": (None, "fp8"), "enable_rollout_routin
 """Fields of verl's configuration that no other value can be honored for, and the values that can."""
 
 
-def engine_arguments(config: Any) -> dict[str, Any]:
-    """Return the arguments of an AsyncGenerator. config: verl's RolloutConfig, whose `engine_kwargs.fastgen` has more
-    arguments, which override. Raises ValueError for what the engine does not have.
+def engine_arguments(config: Any, rank: int) -> dict[str, Any]:
+    """Return the arguments of the AsyncGenerator of a replica. config: verl's RolloutConfig, whose
+    `engine_kwargs.fastgen` has more arguments, which override. Raises ValueError for what the engine does not have.
 
     `load_format` has no effect: the engine always reads the checkpoint.
     """
@@ -25,7 +26,7 @@ def engine_arguments(config: Any) -> dict[str, Any]:
             wanted = " or ".join(map(repr, known))
             raise ValueError(f"rollout.{name} is {getattr(config, name)!r}; the rollout 'fastgen' needs {wanted}")
     own = (config.engine_kwargs or {}).get("fastgen") or {}
-    return {
+    arguments = {
         "dtype": config.dtype,
         "quantization": config.quantization,
         "max_model_len": config.max_model_len,
@@ -37,6 +38,7 @@ def engine_arguments(config: Any) -> dict[str, Any]:
         "generation_config": False,
         **own,
     }
+    return {**arguments, "seed": replica_seed(arguments["seed"], rank)}
 
 
 def logprobs_field(config: Any) -> str:

@@ -28,10 +28,11 @@ class EngineServer:
     """The actor of a replica: an AsyncGenerator, whose engine is a separate process.
 
     config: verl's configuration of the rollout. model: its configuration of the model. mode: how the engine shares the
-    GPUs with the trainer. devices: value of CUDA_VISIBLE_DEVICES for the engine; "" leaves the variable as it is.
+    GPUs with the trainer. devices: value of CUDA_VISIBLE_DEVICES for the engine; "" leaves the variable as it is. rank:
+    number of the replica.
     """
 
-    def __init__(self, config: RolloutConfig, model: Any, mode: RolloutMode, devices: str) -> None:
+    def __init__(self, config: RolloutConfig, model: Any, mode: RolloutMode, devices: str, rank: int) -> None:
         if devices:
             os.environ[get_visible_devices_keyword()] = devices
         self._config: RolloutConfig = omega_conf_to_dataclass(config)
@@ -39,7 +40,7 @@ class EngineServer:
         self._steps: int | None = None
         self._logprobs = logprobs_field(self._config)
         path = omega_conf_to_dataclass(model, dataclass_type=HFModelConfig).local_path
-        self._engine = AsyncGenerator(path, **engine_arguments(self._config))
+        self._engine = AsyncGenerator(path, **engine_arguments(self._config, rank))
 
     async def launch(self) -> None:
         """Start the engine, and wait until its model is loaded."""
@@ -166,6 +167,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]
             )
         places = await asyncio.gather(*(worker.__ray_call__.remote(_place) for worker in self.workers))
         kind = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
+        devices = ",".join(device for _, device in places)
         name = f"{NAME}_server_{kind}{self.replica_rank}{self.name_suffix}"
         server = (
             ray.remote(EngineServer)
@@ -175,7 +177,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]
                 max_concurrency=self.max_concurrency,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(places[0][0], soft=False),
             )
-            .remote(self.config, self.model_config, self.rollout_mode, ",".join(devices for _, devices in places))
+            .remote(self.config, self.model_config, self.rollout_mode, devices, self.replica_rank)
         )
         self.servers = [server]
         await server.launch.remote()

@@ -20,7 +20,8 @@ from fastgen.cli.gen import main
 from fastgen.cli.gen.outputs import Lines
 from fastgen.cli.gen.progress import Progress
 from fastgen.cli.gen.rows import read_rows
-from fastgen.cli.gen.work import Done, RowJob, seed_of, state_by, work
+from fastgen.cli.gen.work import Done, RowJob, state_by, work
+from fastgen.engine.seeds import seed_of
 from fastgen.model.loader import find_tokenizer, resolve
 from fastgen.request import Completion, Request, RequestOutput
 
@@ -144,9 +145,9 @@ def test_answers_have_the_structure_that_is_asked_for(fggen: Fggen, capsys: pyte
     assert all(set(text) <= set("ab") and len(text) == 3 for text in texts["regex"])
     assert set(texts["choice"]) <= {"yes", "no", "may be"}
     assert fggen("in.jsonl", "-o", "json.jsonl", "--json-schema", '{"type": "string"}') == 1
-    assert "was begun with another max_tokens, json_schema, as" in capsys.readouterr().err
+    assert "was begun with another --max-tokens, --json-schema, as" in capsys.readouterr().err
     assert fggen("in.jsonl", "-o", "bad.jsonl", "--json-schema", '{"type": "nothing"}') == 1
-    assert "fggen: error: json_schema: " in capsys.readouterr().err
+    assert "fggen: error: --json-schema: " in capsys.readouterr().err
     assert read("bad.jsonl") == []
 
 

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion
 
 from fastgen import Generator, SamplingParams
 from fastgen.cli.gen import main
-from fastgen.cli.gen.work import seed_of
+from fastgen.engine.seeds import seed_of
 
 Answer = Callable[..., list[dict[str, Any]]]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -93,6 +93,8 @@ WRONG: list[tuple[Any, str, str | None]] = [
     (asked(TEXT, prompt=[5] * 600), "maximum context length", "prompt"),
     (asked(TEXT, prompt=[5], logit_bias={"900": 1}), "outside the vocabulary", "logit_bias"),
     (NO_TOOLS, "tools are not", "tools"),
+    (asked(TEXT, prompt="\ud800"), "prompt has '\\ud800', half of a surrogate pair", None),
+    (asked(CHAT, messages=[{**HELLO[0], "a": float("nan")}]), "messages has NaN or an infinity", None),
 ]
 
 

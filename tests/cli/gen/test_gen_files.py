@@ -85,7 +85,7 @@ def full_disk() -> Iterator[None]:
         (["open.csv", "-o", "out.jsonl"], "end of data, in the row that begins on line 4; check its quotes"),
         (["latin.csv", "-o", "out.jsonl"], "latin.csv cannot be read: line 3002 is not UTF-8; save the file as UTF-8"),
         (["twice.csv", "-o", "out.jsonl"], "twice.csv has two columns of one name"),
-        (["in.jsonl", "-o", "in.jsonl"], ".parquet, apart from those of the output"),
+        (["in.jsonl", "-o", "in.jsonl"], "in.jsonl is the only input and belongs to the output; give another -o"),
         (["torn.parquet", "-o", "out.jsonl"], "torn.parquet cannot be read as Parquet: "),
         (["in.jsonl", "-o", "spark.parquet"], "no _fggen.json describes their job"),
         (["half.jsonl", "-o", "out.parquet"], "the columns cannot be written as Parquet"),
@@ -110,6 +110,14 @@ def test_what_cannot_be_read_or_written(
     write("late.jsonl", {"prompt": "x"}, {"prompt": "x", "completions": []})
     assert fggen(*arguments) in (1, 2)
     assert reason in capsys.readouterr().err
+
+
+def test_an_output_that_a_glob_finds_again_is_no_input(fggen: Fggen) -> None:
+    write("a.jsonl", *PROMPTS[:2])
+    for _ in range(2):
+        names = sorted(path.name for path in Path.cwd().glob("*.jsonl"))  # as a shell expands *.jsonl
+        assert fggen(*names, "-o", "out.jsonl", *SHORT) == 0
+    assert len(by_row("out.jsonl")) == 2
 
 
 def test_the_output_in_the_folder_is_no_input(fggen: Fggen) -> None:
@@ -293,7 +301,7 @@ def test_rows_that_have_failed_are_done_again(
         assert fggen("in.jsonl", "-o", name, *SHORT, "--temperature", 0.5, "--retry-errors") == 0
         assert states() == list(enumerate([True] * 5 + [False]))
     assert fggen("in.jsonl", "-o", name, *SHORT, "--chat", "--retry-errors") == 1
-    assert "begun with another chat" in capsys.readouterr().err
+    assert "begun with another --chat" in capsys.readouterr().err
 
 
 def test_ordered_is_the_order_of_the_input(fggen: Fggen) -> None:
@@ -351,9 +359,9 @@ def rewritten(name: str, content: bytes) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda: ["--max-tokens", 6, "--seed", 3], "out.jsonl was begun with another max_tokens, as out.jsonl.fggen"),
-        (lambda: ["--max-tokens", 5], "another seed, as out.jsonl.fggen.json says; give another -o, or what it was"),
-        (lambda: [*SHORT, "--ordered"], "out.jsonl was begun with another ordered, as"),
+        (lambda: ["--max-tokens", 6, "--seed", 3], "out.jsonl was begun with another --max-tokens, as out.jsonl.fggen"),
+        (lambda: ["--max-tokens", 5], "another --seed, as out.jsonl.fggen.json says; give another -o, or what it was"),
+        (lambda: [*SHORT, "--ordered"], "out.jsonl was begun with another --ordered, as"),
         (lambda: write("in.jsonl", *PROMPTS[::-1]) and SHORT, "out.jsonl was begun with another input, as"),
         (lambda: write("in.jsonl", *PROMPTS, PROMPTS[0]) and SHORT, "out.jsonl was begun with another input, as"),
         (lambda: Path(ABOUT).unlink() or SHORT, f"no {ABOUT} describes their job; give another -o"),

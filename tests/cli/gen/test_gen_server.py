@@ -9,16 +9,20 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import openai
 import pytest
 from generating import by_row, read, write
 from openai.types.chat import ChatCompletion
 
-from fastgen.cli.gen import main
-from fastgen.cli.gen.work import seed_of
+from fastgen.cli.gen import main, server_backend
+from fastgen.cli.gen.rows import read_rows
+from fastgen.cli.options import error_message
+from fastgen.engine.seeds import seed_of
 
-Answer = tuple[int, Any]
+Answer = tuple[int | None, Any]
 NO_KEY = {"error": {"message": "wrong key", "type": "invalid_request_error", "param": None, "code": None}}
 
 
@@ -34,8 +38,9 @@ def echoed(path: str, body: dict[str, Any]) -> Answer:
 
 
 class Fake:
-    """A fake server. answer: function of the path and the body of a request. asked: the requests, as (path, body).
-    keys: their keys. most: maximum number of requests at a time."""
+    """A fake server. answer: function of the path and the body of a request, which returns (status, body), or (None,
+    all bytes of the response). asked: the requests, as (path, body). keys: their keys. most: maximum number of requests
+    at a time."""
 
     def __init__(self) -> None:
         self.answer: Callable[[str, dict[str, Any]], Answer] = echoed
@@ -60,7 +65,10 @@ class Fake:
                     fake.running -= 1
                 self.send(*found)
 
-            def send(self, status: int, body: Any) -> None:
+            def send(self, status: int | None, body: Any) -> None:
+                if status is None:
+                    self.wfile.write(body)
+                    return
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("retry-after-ms", "1")
@@ -70,7 +78,10 @@ class Fake:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Server(ThreadingHTTPServer):
+            request_queue_size = 128  # many requests come at the same time
+
+        self.server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
@@ -191,11 +202,150 @@ def test_errors_of_rows(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     assert wrong[0] is wrong[6] is None
     assert wrong[1:3] == ["too long", '{"detail": "no such field"}']
     assert "<html>" in wrong[3]
-    assert wrong[4] == 'the server has sent what is no answer: {"choices": 5}'
-    assert wrong[5] == "the server has given 0 answers instead of n=1"
+    assert wrong[4] == 'the server\'s answer is wrong: choices should be a valid list; it begins {"choices": 5}'
+    assert wrong[5] == "the server has given 0 answers instead of 1"
     assert "fggen: 7 rows in " in capsys.readouterr().err
     assert fggen(fake, "--retry-errors") == 0
     assert [record["error"] for record in by_row("out.jsonl")] == [None] * 7
+
+
+TEXT = json.dumps(echoed("", {"prompt": "x", "model": ""})[1]).encode()
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+WRONG: tuple[tuple[Answer, str], ...] = (
+    *(((200, {"choices": [{"text": "x"}], "usage": usage}), "usage") for usage in ("abc", 5, [1])),
+    *(
+        ((200, {"choices": [{"text": "x"}], "usage": {"prompt_tokens": count}}), "usage.prompt_tokens")
+        for count in ("1", -1, 1.5, True, 2**70, [1], {})
+    ),
+    *(((200, {"choices": choices}), "choices") for choices in (None, 5, {"0": 1}, ["x"], [None])),
+    *(((200, {"choices": [choice]}), "choice") for choice in ({"text": 5}, {"text": ["x"]}, {"text": None}, {})),
+    ((200, {"choices": [{"text": "x", "finish_reason": 5}]}), "choices.0.finish_reason"),
+    ((200, {"choices": [{"text": "x"}] * 3}), "3 answers instead of 1"),
+    *(((200, body), "answer is wrong") for body in ([], 5, "x", {}, None)),
+    *(((200, body), "answer cannot be read") for body in (TEXT[:40], b"", b"<html>", b'{"a": "\xe9"}', b"\x00")),
+    *(((200, b * 100_000), "more than 200 levels") for b in (b"[", b'{"a":')),
+    ((200, TEXT[:-1] + b', "a":' + b"[" * 300 + b"]" * 300 + b"}"), "more than 200 levels"),
+    ((200, TEXT[:-1] + b', "a": ' + b"1" * 5000 + b"}"), "an integer of more than 4300 digits"),
+    ((200, {"error": {"message": "over quota", "code": 429}}), "over quota"),
+    *(((None, raw), "gave no answer") for raw in (b"", b"\x00\r\n\r\n", CHUNKED + b"ZZ\r\n", CHUNKED + b"9\r\n{")),
+    ((None, b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n" + TEXT), "the server gave no answer"),
+    ((None, b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\nnot gzip"), "the server gave no answer"),
+    ((None, b"HTTP/1.1 307 T\r\nLocation: http://[::x\r\n\r\n"), "the server gave no answer"),
+    ((None, b"HTTP/1.1 301 Moved\r\n\r\n"), "the server says 301"),
+    *(((None, b"HTTP/1.1 429 T\r\nRetry-After: %s\r\n\r\nslow" % when), "slow") for when in (b"nan", b"9" * 999)),
+    ((400, b"[" * 100_000), "[[["),
+    ((400, b'{"error": {"message": "\\ud800!"}}'), "\\ud800!"),
+    ((403, {"error": {"message": "blocked"}}), "blocked"),
+    ((404, {"error": {"message": "gone"}}), "gone"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet", "batch.jsonl"])
+def test_a_wrong_answer_is_the_error_of_its_row_and_the_job_goes_on(
+    fake: Fake, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server_backend, "RETRIES", 0)
+
+    def answer(path: str, body: dict[str, Any]) -> Answer:
+        number = body["prompt"].removeprefix("number ")
+        place, bad = divmod(int(number) if number.isdecimal() else 0, 2)
+        return WRONG[place][0] if bad else echoed(path, body)
+
+    fake.answer, rows = answer, list[dict[str, Any]](numbered(2 * len(WRONG)))
+    if name == "batch.jsonl":
+        rows = [{"custom_id": "x", "url": "/v1/completions", "body": row} for row in rows]
+    write("in.jsonl", *rows)
+
+    def run(*options: str) -> list[tuple[str | None, Any]]:
+        """Return the error of each row, and its answer if it has none."""
+        assert main.main(["m", "in.jsonl", "-o", name, "--url", fake.url, *options]) == 0
+        if name == "batch.jsonl":
+            found = sorted(read(name), key=lambda record: int(record["id"].removeprefix("batch_req_")))
+            bodies = [record["response"]["body"] for record in found]
+            return [
+                (None, body["choices"][0]["text"]) if "choices" in body else (error_message(body), None)
+                for body in bodies
+            ]
+        files = sorted(Path(name).glob("*.parquet")) if name == "out.parquet" else [Path(name)]
+        records = sorted((row.columns for row in read_rows(files)), key=lambda record: record["row"])
+        return [(record["error"], record["completions"] and record["completions"][0]) for record in records]
+
+    for found in (run(), run()):  # the second run finds all rows done
+        assert len(found) == len(rows)
+        for place, (_, reason) in enumerate(WRONG):
+            assert found[2 * place] == (None, f"number {2 * place}")
+            assert reason in ascii(found[2 * place + 1][0])
+    assert f"{len(WRONG)} of them errors; --retry-errors does those again" in capsys.readouterr().err
+    fake.answer = lambda path, body: (200, {"choices": [{"text": f"\ud83d {body['prompt']}"}]})
+    half = "\\ud83d" if name == "out.parquet" else "\ud83d"  # Parquet has no halves of surrogate pairs
+    expected = [f"number {index}" if index % 2 == 0 else f"{half} number {index}" for index in range(len(rows))]
+    assert run("--retry-errors") == [(None, text) for text in expected]
+
+
+BAD_ROWS = (
+    ('{"prompt": "\\ud800"}', "prompt has '\\ud800', half of a surrogate pair"),
+    ('{"messages": [{"role": "user", "content": "x", "a": NaN}]}', "messages has NaN"),
+    ('{"messages": [{"role": "user", "content": "x", "a": -Infinity}]}', "messages has NaN or an infinity"),
+    ('{"prompt": "x", "logit_bias": {"5": NaN}}', "logit_bias"),
+    ('{"prompt": "x", "a": %s}' % ("[" * 300 + "]" * 300), "line 9 of in.jsonl cannot be read: it has more than 200"),
+    ('{"prompt": "x", "a": %s}' % ("1" * 5000), "line 11 of in.jsonl cannot be read: it has an integer of more than"),
+    ("\x00", "line 13 of in.jsonl cannot be read: it is not JSON"),
+)
+IDS = '{"prompt": ["one", "two"]}', "a prompt of ids must hold integers, not ['one', 'two']"
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_row_that_cannot_be_sent_has_an_error(fake: Fake, batch: bool) -> None:
+    wrong = BAD_ROWS if batch else (*BAD_ROWS, IDS)  # two prompts are for batch files
+    bad, good = [row for row, _ in wrong], '{"prompt": "hello"}'
+    url = {False: "/v1/completions", True: "/v1/chat/completions"}
+    lines = [line for row in bad for line in (row, good)]
+    if batch:
+        lines = [f'{{"custom_id": "x", "url": "{url["messages" in row]}", "body": {row}}}' for row in lines]
+    write("in.jsonl", *lines)
+    assert fggen(fake) == 0
+    found = read("out.jsonl")
+    assert len(fake.asked) == len(bad), "only the good ones were sent"
+    if batch:
+        found = [{"row": int(each["id"].removeprefix("batch_req_")), **each["response"]["body"]} for each in found]
+    errors = [error_message(row) if row.get("error") else None for row in sorted(found, key=lambda row: row["row"])]
+    for place, (_, reason) in enumerate(wrong):
+        assert reason in str(errors[2 * place])
+        assert errors[2 * place + 1] is None
+    for path in ("/v1/../x", "/v1/a b", "/v1/a\n", "/v1/é", "/v1//a", None):
+        write("paths.jsonl", {"custom_id": "x", "url": path, "body": {}}, {"custom_id": "y"})
+        assert main.main(["m", "paths.jsonl", "-o", "paths_out.jsonl", "--url", fake.url]) == 3
+        Path("paths_out.jsonl").unlink()
+
+
+def test_answers_that_come_together_with_an_error_of_the_job_are_kept(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Client:
+        """A client of openai whose requests all end at the same moment."""
+
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        def with_options(self, **_: Any) -> Client:
+            return self
+
+        async def get(self, *_: Any, **__: Any) -> bytes:
+            return b""
+
+        async def post(self, path: str, body: dict[str, Any], **_: Any) -> bytes:
+            if body["prompt"] == "number 1":
+                refusal: Any = SimpleNamespace(status_code=401, headers={}, request=None)
+                raise openai.AuthenticationError("no", response=refusal, body=None)
+            return json.dumps(echoed(path, body)[1]).encode()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(openai, "AsyncOpenAI", Client)
+        write("in.jsonl", *numbered(9))
+        assert fggen(fake) == 1
+    assert sorted(record["row"] for record in read("out.jsonl")) == [0, *range(2, 9)]
+    assert fggen(fake) == 0
+    assert [body["prompt"] for body in fake.sent()] == ["number 1"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from serving import FGSERVE, Server, alive, descendants, until
 import fastgen
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.options import ServerOptions
+from fastgen.engine.seeds import seed_of
 from fastgen.rl.fleet import Fleet
 from fastgen.rl.remote import RemoteGenerator
 
@@ -31,7 +33,7 @@ PARAMS = SamplingParams(n=2, max_tokens=40, seed=5, ignore_eos=True)
 def server() -> Iterator[Server]:
     """A server with two replicas, on less than two cores."""
     pytest.importorskip("ray", reason="needs the extra ray")
-    arguments = ("--replicas=2", "--replica-cpus=0.4", "--rollout", "--api-key", KEY)
+    arguments = ("--replicas=2", "--replica-cpus=0.4", "--rollout", "--api-key", KEY, "--seed", "0")
     with Server(FGSERVE, *arguments, seconds=240) as server:
         server.await_said("fgserve: ready", 240)
         yield server
@@ -64,6 +66,18 @@ def kill_engine_at(url: str, server: Server) -> None:
                     os.kill(engine, signal.SIGKILL)
                 return
     raise AssertionError(f"no process listens at {url}")
+
+
+def test_replicas_draw_different_samples(server: Server) -> None:
+    until(lambda: len(urls(server)) == 2)
+    with ExitStack() as stack:
+        alone = [stack.enter_context(RemoteGenerator(url, api_key=KEY)) for url in urls(server)]
+        seeds = [gen.generate([[5]], {"max_tokens": 1})[0].completions[0].seed for gen in alone]
+    assert seeds[0] != seeds[1]
+    assert seed_of(0, 0) in seeds, "the first replica draws as one engine does"
+    key = {"Authorization": f"Bearer {KEY}"}
+    given = {httpx.post(f"{url}/fleet_seed", json={}, headers=key).json()["seed"] for url in urls(server)}
+    assert len(given) == 1, "those of a fleet do not depend on the order of the replicas"
 
 
 def test_a_replaced_replica_gets_the_weights_before_it_serves(server: Server) -> None:

@@ -69,5 +69,5 @@ def test_another_model_says_that_it_has_no_embeddings() -> None:
     with Server(FGSERVE) as server:
         reply = server.await_ready().post("/v1/embeddings", {"input": "hello"})
         assert reply.status_code == 400
-        assert "has no embeddings" in (message := reply.json()["error"]["message"])
+        assert "this model has no embeddings" in (message := reply.json()["error"]["message"])
         assert message.endswith("(there is no modules.json)")

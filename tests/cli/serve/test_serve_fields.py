@@ -77,6 +77,12 @@ def test_the_neutral_value_depends_on_the_endpoint() -> None:
 @KINDS
 def test_unknown_fields_are_errors_unless_the_server_ignores_them(kind: Any) -> None:
     assert "nearest field is temperature" in error_of(kind, temprature=0.5).message
+    if "structured_outputs" in kind.model_fields:
+        for name in ("jsn", "json_"):
+            hint = error_of(kind, structured_outputs={name: {}})
+            assert hint.message == (
+                f"structured_outputs.{name} is not supported; leave it out (the nearest field is json)"
+            )
     assert "use max_tokens" in error_of(kind, num_predict=5).message
     said: list[str] = []
     policy = FieldPolicy(ignore_unknown=True, say=said.append)
@@ -121,6 +127,10 @@ def test_other_names_of_a_penalty_and_of_structures() -> None:
             f"is given together with {name}; give one of them"
         )
         assert params_of(**{name: values[part]}) == params_of(), "the grammar is added after the tokenizer is known"
+        for other in (values[part], values["choice"] if part == "choice" else "b"):  # guidance sends both, and equal
+            both = read(ChatRequest, **{name: other}, structured_outputs={part: values[part]})
+            assert both.structures == {"structured_outputs": structure}
+    assert list(read(ChatRequest, regex="a", guided_regex="a").structures) == ["regex"]
     assert "given together with regex" in error_of(CompletionRequest, regex="a", ebnf="b").message
     assert error_of(CompletionRequest, guided_choice=[]).param == "guided_choice"
     assert read(ChatRequest, json_schema=json.dumps(values["json"])).structures["json_schema"].params.json_schema

@@ -120,6 +120,22 @@ def test_requests_have_an_end(server: Server) -> None:
     half.close()
 
 
+def test_a_trainer_waits_until_the_model_is_loaded() -> None:
+    """Trainers of vLLM and SGLang ask /health, as the ports of these servers open when a model is loaded."""
+    for flags, status in ((["--rollout"], 503), ([], 200)):
+        client = TestClient(make_app(Service(read_options(["one", *flags], {}))))
+        assert client.get("/health").status_code == status
+
+
+def test_each_client_of_engines_gets_a_seed_that_depends_on_theirs() -> None:
+    def drawn(*flags: str, rank: int = 0) -> list[int]:
+        (model,) = Service(read_options(["one", "--rollout", *flags], {}), rank).models.values()
+        return [model.fleet_seed() for _ in range(3)]
+
+    assert drawn("--seed", "0") == drawn("--seed", "0") == drawn("--seed", "0", rank=1)
+    assert len({*drawn("--seed", "0"), *drawn("--seed", "1"), *drawn(), *drawn()}) == 12
+
+
 def test_the_key_and_the_model_are_checked() -> None:
     """The checks work before any model is loaded."""
     client = TestClient(make_app(Service(read_options(["one", "two", "--api-key", "secret", "--strict"], {}))))
@@ -314,10 +330,10 @@ def test_a_failed_start_reports_its_reason(monkeypatch: pytest.MonkeyPatch, caps
     place = f"127.0.0.1, port {port}: Address already in use; give another --port or --host"
     assert capsys.readouterr().err == 2 * f"fgserve: error: cannot listen at {place}\n"
     assert main(["--port=0", f"--ssl-certfile={__file__}"]) == 1
-    where = f"no certificate and key in ssl_certfile {__file__} and ssl_keyfile None"
+    where = f"no certificate and key in --ssl-certfile {__file__} and --ssl-keyfile None"
     assert capsys.readouterr().err.startswith(f"fgserve: error: {where}: [SSL]")
     assert main(["--port=0", "--ssl-keyfile=a"]) == 1
-    assert capsys.readouterr().err == "fgserve: error: ssl_keyfile needs ssl_certfile\n"
+    assert capsys.readouterr().err == "fgserve: error: --ssl-keyfile needs --ssl-certfile\n"
 
 
 # ------------------------------------------------------------------------------------------------ signals

@@ -128,8 +128,19 @@ def test_structured_output(client: Anthropic) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "image": (
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        r"0\] has a block of another type",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]},
+        r"messages\[0\]\.content\[1\] is a block of the type 'image'; give blocks of the types text",
+    ),
+    "image in a result": (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}],
+                }
+            ]
+        },
+        r"messages\[0\]\.content\[0\]\.content\[0\] has content of the type 'image'",
     ),
     "system": ({"system": [{"type": "tool_use"}]}, r"system\[0\] has content of the type 'tool_use'"),
     "unknown": ({"n": 2}, "n is not supported"),

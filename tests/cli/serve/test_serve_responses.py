@@ -158,7 +158,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "unknown": ({"n": 2}, "n", "is not supported"),
     "background": ({"background": True}, "background", "wait for the answer"),
     "reference": ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]", "must have the type message.*store"),
-    "image": ({"input": [IMAGE]}, "input[0]", "content of the type 'input_image'; give text"),
+    "image": ({"input": [IMAGE]}, "input[0].content[0]", "content of the type 'input_image'; give text"),
     "empty": ({"input": []}, "input", "at least one message"),
     "search": ({"tools": [{"type": "web_search"}]}, "tools[0]", "function or namespace"),
     "same": ({"tools": [ADD, ADD]}, "tools", "same name"),

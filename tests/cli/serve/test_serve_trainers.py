@@ -147,6 +147,9 @@ def test_sleep_levels_and_what_needs_no_work(server: Server, step: Path) -> None
     info = server.get("/server_info?config_format=json").json()
     assert info["vllm_config"]["weight_transfer_config"] is None
     assert info["vllm_config"]["model_config"]["logprobs_mode"] == "processed_logprobs"
+    assert info["vllm_config"]["model_config"]["dtype"] == f"torch.{info['dtype']}" == "torch.float32"
+    assert info["vllm_config"]["parallel_config"]["data_parallel_size"] == 1
+    assert info["vllm_config"]["lora_config"] is None
 
 
 def test_the_weight_transfer_says_what_is_wrong(server: Server) -> None:

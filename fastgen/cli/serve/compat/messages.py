@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
@@ -16,7 +17,17 @@ from pydantic_core import from_json, to_json
 
 from fastgen.cli.serve import prompts
 from fastgen.cli.serve.checking import ApiError, check_request
-from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, thought, translated
+from fastgen.cli.serve.compat.translation import (
+    Block,
+    BlockReply,
+    called,
+    each_of,
+    merged,
+    text_of,
+    text_of_part,
+    thought,
+    translated,
+)
 from fastgen.cli.serve.fields import Body, Items, Some, Strict, wrong
 from fastgen.cli.serve.parts import TEXT_ONLY
 from fastgen.cli.serve.prompts import ModelFacts
@@ -47,11 +58,11 @@ def _messages_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
     """Translate a turn into messages of a chat. Raises ValueError."""
     match turn:
         case {"role": "system", "content": content}:
-            return [{"role": "system", "content": text_of(content)}]
+            return [{"role": "system", "content": text_of(content, ".content")}]
         case {"role": "user" | "assistant" as role, "content": str() as text}:
             return [{"role": role, "content": text}]
         case {"role": "user" | "assistant" as role, "content": list(blocks)}:
-            return [message for block in blocks for message in _messages_of_block(role, block)]
+            return each_of(blocks, ".content", partial(_messages_of_block, role))
     raise ValueError("must have a role, user, assistant or system, and content, a text or a list of blocks")
 
 
@@ -62,14 +73,15 @@ def _messages_of_block(role: str, block: Any) -> list[dict[str, Any]]:
         case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(given)}:
             return [called(id, name, to_json(given).decode())]
         case {"type": "tool_result", "tool_use_id": str(id)}:
-            return [{"role": "tool", "tool_call_id": id, "content": text_of(block.get("content"))}]
+            return [{"role": "tool", "tool_call_id": id, "content": text_of(block.get("content"), ".content")}]
         case {"type": "thinking", "thinking": str(text)}:
             return thought(text)
         case {"type": "redacted_thinking"}:
             return []
+    kind = block.get("type") if isinstance(block, dict) else block
     raise ValueError(
-        "has a block of another type than text (with text), tool_use (id, name, input), tool_result (tool_use_id) and "
-        f"thinking; {TEXT_ONLY}"
+        f"is a block of the type {kind!r:.40}; give blocks of the types text (with text), tool_use (id, name, input), "
+        f"tool_result (tool_use_id) and thinking (thinking): {TEXT_ONLY}"
     )
 
 
@@ -143,9 +155,10 @@ class CountRequest(Body):
 
     def chat(self) -> ChatRequest:
         """Translate the request into a chat. Raises ApiError."""
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages = translated(system, "system", _messages_of) + translated(self.messages, "messages", _messages_of)
-        messages = merged(messages)
+        parts = self.system if isinstance(self.system, list) else [{"type": "text", "text": self.system}]
+        texts = [] if self.system is None else translated(parts, "system", text_of_part)
+        system = [{"role": "system", "content": "\n".join(texts)}] if texts else []
+        messages = merged(system + translated(self.messages, "messages", _messages_of))
         last = messages[-1] if messages else {}
         begun = last.get("role") == "assistant" and "tool_calls" not in last and "content" in last
         data: dict[str, Any] = {"messages": messages, "continue_final_message": bool(begun), **self._fields()}

@@ -46,11 +46,11 @@ def _messages_of(item: dict[str, Any]) -> list[dict[str, Any]]:
     """Translate an item into messages of a chat. Raises ValueError."""
     match {**item, "type": item.get("type") or "message"}:
         case {"type": "message", "role": "system" | "developer" | "user" | "assistant" as role, "content": content}:
-            return [{"role": role, "content": text_of(content)}]
+            return [{"role": role, "content": text_of(content, ".content")}]
         case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
             return [called(id, flat(item.get("namespace"), name), arguments)]
         case {"type": "function_call_output", "call_id": str(id), "output": output}:
-            return [{"role": "tool", "tool_call_id": id, "content": text_of(output)}]
+            return [{"role": "tool", "tool_call_id": id, "content": text_of(output, ".output")}]
         case {"type": "reasoning"}:
             return thought("\n".join(reasoning_texts(item.get("content") or item.get("summary"))))
     raise ValueError(

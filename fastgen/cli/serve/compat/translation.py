@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.parts import TEXT_ONLY
@@ -13,6 +13,9 @@ from fastgen.cli.serve.replies import ChatReply
 from fastgen.request import Event
 
 SYSTEM = ("system", "developer")
+
+Item = TypeVar("Item")
+Part = TypeVar("Part")
 TEXT_FIELDS = ("content", "reasoning_content")  # of a message
 Kind = Literal["text", "reasoning", "call"]
 KINDS: dict[str, Kind] = {"reasoning": "reasoning", "content": "text"}  # {part of a delta: the kind of its block}
@@ -41,35 +44,51 @@ def _joined(role: str, turn: list[dict[str, Any]]) -> dict[str, Any]:
     return {"role": role, **texts, **({"tool_calls": calls} if calls else {})}
 
 
-def text_of(content: Any) -> str:
-    """Return the text of a message's content: a string or a list of parts. Raises ValueError for other content."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        match part:
-            case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
-                texts.append(text)
-            case {"type": "refusal", "refusal": str(text)}:
-                texts.append(text)
-            case _:
-                kind = part.get("type") if isinstance(part, dict) else part
-                raise ValueError(
-                    f"has content of the type {kind!r:.40}; give text, or parts of the type text: {TEXT_ONLY}"
-                )
-    return "\n".join(texts)
+class ItemError(ValueError):
+    """An error about an item of a list. path: place of the item, such as "messages[0].content[1]"."""
+
+    def __init__(self, reason: str, path: str) -> None:
+        super().__init__(reason)
+        self.path = path
 
 
-def translated(items: Iterable[Any], field: str, translate: Callable[[Any], list[Any]]) -> list[Any]:
-    """Translate the items of a field into parts of a chat. Turns a ValueError into an ApiError that names the item."""
+def each_of(items: Iterable[Item], field: str, translate: Callable[[Item], list[Part]]) -> list[Part]:
+    """Translate the items of a field, each into a list of parts. Raises ItemError for the first wrong one, or for an
+    item of it; field: its name, which begins with a point if it belongs to an item."""
     found = []
     for place, item in enumerate(items):
         try:
             found += translate(item)
         except ValueError as error:
-            param = f"{field}[{place}]"
-            raise ApiError(400, f"{param} {error}", param, "invalid_value") from None
+            raise ItemError(str(error), f"{field}[{place}]{getattr(error, 'path', '')}") from None
     return found
+
+
+def translated(items: Iterable[Item], field: str, translate: Callable[[Item], list[Part]]) -> list[Part]:
+    """Translate the items of a field of a request, as `each_of`. Raises ApiError."""
+    try:
+        return each_of(items, field, translate)
+    except ItemError as error:
+        raise ApiError(400, f"{error.path} {error}", error.path, "invalid_value") from None
+
+
+def text_of(content: Any, field: str) -> str:
+    """Return the text of a message's content: a string or a list of parts. Raises ValueError for other content. field:
+    as of `each_of`."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(each_of(content, field, text_of_part) if isinstance(content, list) else text_of_part(content))
+
+
+def text_of_part(part: Any) -> list[str]:
+    """Return the text of a part of a message's content. Raises ValueError if it has another type."""
+    match part:
+        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+            return [text]
+        case {"type": "refusal", "refusal": str(text)}:
+            return [text]
+    kind = part.get("type") if isinstance(part, dict) else part
+    raise ValueError(f"has content of the type {kind!r:.40}; give text, or parts of the type text: {TEXT_ONLY}")
 
 
 def called(id: str, name: str, arguments: str) -> dict[str, Any]:
