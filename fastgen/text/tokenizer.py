@@ -199,7 +199,9 @@ class Tokenizer:
         return template_calls(plain(messages), self.tool_syntax, lambda sample: self._render(plain(sample), variables))
 
     def _reads_parts(self, role: str) -> bool:
-        """Return whether the chat template reads the content of messages of this role as parts, and loses texts."""
+        """Return whether the chat template reads the content of messages of this role as parts, and loses texts. Roles
+        other than the usual ones are taken for the user's."""
+        role = role if role in ("system", "assistant", "tool") else "user"
         key = (str(self.hf.chat_template), role)
         if key not in self._part_roles:
             as_user = role != "user" and self._reads_parts("user")
@@ -275,10 +277,10 @@ def _probing(role: str, content: Any, parts: bool) -> list[dict[str, Any]]:
             return [said]
         case "system":
             return [said, asked]
-        case "tool":
-            called = {"role": "assistant", "content": "", "tool_calls": [call]}
-            return [asked, called, {**said, "tool_call_id": call["id"], "name": name}]
-    return [asked, said]
+        case "assistant":
+            return [asked, said]
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [asked, called, {**said, "tool_call_id": call["id"], "name": name}]
 
 
 def _text_part(text: str) -> dict[str, str]:
