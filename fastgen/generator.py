@@ -27,7 +27,7 @@ from fastgen.engine.stats import Stats, with_progress
 from fastgen.engine.weight_changes import WeightChanges
 from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.config import read_config, sampling_defaults
-from fastgen.model.loader import find_tokenizer, follow_head, resolve
+from fastgen.model.loader import find_tokenizer, follow_head, resolve, with_eos_of
 from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.quantization import check_requantize
 from fastgen.model.tied import Tie
@@ -79,6 +79,7 @@ class Generator(PromptTasks):
             try:
                 with agreeing(options.tp_group):
                     self.tokenizer = tokenizer.result()
+                    self.model_config = with_eos_of(self.tokenizer, self.model_config)
             except BaseException:
                 runner.close()
                 raise
@@ -164,14 +165,15 @@ class Generator(PromptTasks):
         return self.generate(prompts, params, progress=progress)
 
     def parse_message(
-        self, text: str, tools: Iterable[Any] = (), *, prompt: str | SequenceOf[int] | None = None
+        self, text: str | Completion, tools: Iterable[Any] = (), *, prompt: str | SequenceOf[int] | None = None
     ) -> dict[str, Any]:
         """Return the message of an answer: {"role": "assistant", "content": ..., "reasoning_content": ...,
         "tool_calls": [...]}, the last two if the text has any. It fits into the messages of the next `chat`.
 
-        tools: the tools that were given to `chat`. The "arguments" of a call are a dict; of a call that was cut off, a
-            string. prompt: the answer's prompt, which tells whether an answer that was cut off while thinking began
-            inside the reasoning; without it, an answer with only a closing mark did.
+        text: the answer, or its completion, whose finish_reason tells whether an incomplete call was cut off or is as
+            the model ended it. tools: the tools that were given to `chat`. The "arguments" of a call are a dict; of a
+            call that was cut off, a string. prompt: the answer's prompt, which tells whether an answer that was cut off
+            while thinking began inside the reasoning; without it, an answer with only a closing mark did.
 
         Raises ValueError if the model's chat template has no known form of calls, and there are tools or no reasoning.
         """

@@ -58,7 +58,8 @@ class SamplingParams(Options):
     n: number of samples.
     max_tokens: maximum number of tokens to generate; None: up to the end of the context (vLLM's default is 16); 0: none
         (with prompt_logprobs).
-    min_tokens: number of tokens before which nothing stops the output: no eos id, stop_token_ids or stop.
+    min_tokens: number of tokens before which no eos id, stop_token_ids or stop ends the output, but a mask that allows
+        nothing else, such as that of a complete structure.
     temperature: 0 is greedy.
     top_p, top_k, min_p: keep the smallest set of tokens with probability top_p, the k likeliest (0 or -1: all), and the
         tokens of at least min_p times the largest probability; applied in the order top_k, top_p, min_p, after the
@@ -69,8 +70,8 @@ class SamplingParams(Options):
     logit_bias: token id -> number added to its logit; at most 4096, with the stop ids that min_tokens holds back. An
         id may be text, as JSON has it.
     seed: equal seeds and prompts give equal outputs; None derives a seed from the Generator's.
-    stop: strings that end the output; the text is cut before them, the ids are kept.
-    stop_token_ids: ids that end the output, in addition to the model's eos ids; they stay in token_ids.
+    stop: strings that end the output, perhaps in special tokens; the text is cut before them, the ids are kept.
+    stop_token_ids: ids that end the output, as do the model's eos ids and its tokenizer's; they stay in token_ids.
     include_stop_str_in_output: the text ends with the stop string, or with the text of the stop id.
     ignore_eos: True: the model's eos ids do not end the output.
     logprobs: number of raw alternatives to return with each token (0 to 128); the logprob of the token itself is

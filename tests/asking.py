@@ -22,6 +22,7 @@ from fastgen.model.config import sampling_defaults
 from fastgen.request import RequestOutput
 
 TINY = Path(fastgen.__file__).parent / "tiny"
+ENDS = (2, 6)  # ids that end the bundled model's answers
 OURS = (
     "top_k",
     "min_p",
@@ -81,6 +82,27 @@ CALLS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "{{ value if value is string or value is not iterable else value | tojson }}"
         "\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}",
     ),
+    "seed_oss": (
+        ("<seed:tool_call>", "</seed:tool_call>"),
+        TOLD,
+        EACH + "{{ '\n' if not loop.first }}<seed:tool_call>\n<function={{ f.name }}>\n"
+        "{% for key, value in f.arguments | items %}<parameter={{ key }}>"
+        "{{ value if value is string or value is not iterable else value | tojson }}"
+        "</parameter>\n{% endfor %}</function>\n</seed:tool_call>{% endfor %}",
+    ),
+    "granite": (
+        ("<|tool_call|>",),
+        TOLD,
+        EACH + "{{ '<|tool_call|>[' if loop.first else ', ' }}"
+        "{{ {'name': f.name, 'arguments': f.arguments} | tojson }}{{ ']' if loop.last }}{% endfor %}",
+    ),
+    "olmo3": (
+        ("<function_calls>", "</function_calls>"),
+        TOLD,
+        EACH + "{{ '<function_calls>' if loop.first }}\n{{ f.name }}({% for key in f.arguments %}"
+        "{{ key + '=' + '%s' | format(f.arguments[key]) }}{{ ', ' if not loop.last }}{% endfor %})"
+        "{{ '\n</function_calls>' if loop.last }}{% endfor %}",
+    ),
     "pythonic": (
         ("<|python_tag|>",),
         "{% if tools %}<|system|>Environment: ipython [func_name1(a=b)] {{ tools | tojson }}<|end|>{% endif %}",
@@ -111,7 +133,8 @@ TEMPLATE = (
 def template(syntax: str) -> str:
     """Return a chat template that writes tools and calls in this syntax."""
     _, tools, calls = CALLS[syntax]
-    calls = re.sub(r"<\|(tool.*?)\|>", f"<{BAR}\\1{BAR}>", calls)
+    if syntax.startswith("deepseek"):
+        calls = re.sub(r"<\|(tool.*?)\|>", f"<{BAR}\\1{BAR}>", calls)
     return TEMPLATE.replace("%s", tools, 1).replace("%s", calls)
 
 
@@ -137,6 +160,7 @@ def save_caller(syntax: str, folder: Path, *more: str) -> Path:
 class Choice:
     text: str = ""
     reason: str | None = None
+    stopped: int | str | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
     calls: list[list[str]] = field(default_factory=list)  # name and arguments
@@ -167,6 +191,8 @@ def add_up(replies: Sequence[BaseModel]) -> Answer:
             own.text += said.get("content") or ""
             own.ids += choice.get("token_ids") or []
             own.reason = choice["finish_reason"]
+            assert ("stop_reason" in choice) == (own.reason is not None)
+            own.stopped = choice.get("stop_reason")
             for name, values in (choice["logprobs"] or {}).items():
                 own.logprobs.setdefault(name, []).extend(values or [])
             for place, piece in enumerate(said.get("tool_calls") or ()):
@@ -279,8 +305,10 @@ def params_of(**given: Any) -> SamplingParams:
 def check(answer: Answer, outputs: Sequence[RequestOutput]) -> None:
     """Check that texts, ids, reasons and counts equal the Generator's."""
     completions = [completion for output in outputs for completion in output.completions]
-    said = [(completion.text, completion.token_ids, completion.finish_reason) for completion in completions]
+    said = [(each.text, each.token_ids, each.finish_reason) for each in completions]
     assert [(choice.text, choice.ids, choice.reason) for choice in answer.choices] == said
+    stopped = [None if each.stop_reason in ENDS else each.stop_reason for each in completions]
+    assert [choice.stopped for choice in answer.choices] == stopped
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     generated = sum(len(completion.token_ids) for completion in completions)
     assert answer.usage == (prompt_tokens, generated, prompt_tokens + generated)

@@ -163,9 +163,7 @@ def expected(sequence: Sequence, version: int = 0, known: int = 0) -> Outcome:
             out.finish_reason, out.error = "error", f"the mask raised {error!r}"
             break
         if token < 0:
-            early = len(tokens) - prompt_len < sequence.params.min_tokens
-            end = "; min_tokens forbids an end so early" if early else ""
-            reason = "the logits are not finite" if mask is None else f"the mask allowed no token{end}"
+            reason = "the logits are not finite" if mask is None else "the mask allowed no token"
             out.finish_reason, out.error = "error", reason
             break
         values.append(kv_value(values[-1], token, len(tokens), version))

@@ -109,7 +109,7 @@ async function until(condition, what) {
 
 const [url, key] = process.argv.slice(2);
 const html = await (await fetch(url)).text();
-const [marked, purify, script] = [...html.matchAll(/<script>(.*?)<\/script>/gs)].map(([, code]) => code);
+const [marked, purify, ...scripts] = [...html.matchAll(/<script>(.*?)<\/script>/gs)].map(([, code]) => code);
 const bodies = [], downloads = [], copied = [], drawn = []; // the last: the answer after each of its pieces
 const answers = []; // of no server, given to the next requests
 let elements; // by id
@@ -122,7 +122,8 @@ document.getElementById = (id) => elements[id] ?? assert.fail(`there is no eleme
 document.createElement = (tag) => Object.assign(new Element(), { tag });
 document.querySelector = () => null; // no popover is open
 globalThis.requestAnimationFrame = (draw) => (draw(), drawn.push(texts().at(-1)), 0); // each piece of an answer is shown by itself
-globalThis.cancelAnimationFrame = () => {};
+let clock = 0, tick = 1; // milliseconds; each look at the clock takes a tick, so that nothing depends on the machine
+Object.defineProperty(globalThis, "performance", { value: { now: () => (clock += tick) } });
 globalThis.confirm = () => true;
 globalThis.prompt = () => " renamed ";
 Object.defineProperty(globalThis, "navigator", { value: { clipboard: { writeText: async (text) => copied.push(text) } } });
@@ -144,7 +145,7 @@ function load() {
   const ids = [...html.slice(0, html.indexOf("<script>")).matchAll(/ id="(\S+?)"/g)].map(([, id]) => [id, new Element()]);
   elements = Object.fromEntries(ids);
   assert.equal(ids.length, Object.keys(elements).length, "an id is there twice");
-  (0, eval)(script);
+  (0, eval)(scripts.join("\n")); // scripts of a browser share their constants
 }
 
 const articles = () => elements.log.querySelectorAll("article");
@@ -313,6 +314,63 @@ assert.equal(texts()[1], shown.textContent);
 const thought = { role: "assistant", content: markdown, reasoning_content: "Let me <see>" };
 assert.deepEqual(bodies.at(-1).messages.slice(0, 2), [{ role: "user", content: "think" }, thought]);
 
+// An answer that takes long to draw is drawn less often, and completely in the end.
+const pieces = Array.from({ length: 50 }, (_, number) => ({ content: `${number} ` }));
+tick = 100;
+drawn.length = 0;
+answers.push(stream(...pieces));
+press(articles().at(-1), "Regenerate");
+await idle();
+tick = 1;
+assert(drawn.length >= 1 && drawn.length < 10, `it was drawn ${drawn.length} times`);
+assert.match(texts().at(-1), /^<p>0 1 .* 48 49/);
+
+// Whatever an answer is, it is shown, and the next message can be sent.
+const count = (text, tag) => text.split(`<${tag}>`).length - 1;
+const row = (cell, columns) => `|${cell.repeat(columns)}\n`;
+const table = (columns, rows) => row("a|", columns) + row("-|", columns) + "| x\n".repeat(rows);
+for (const [content, tag, most] of [
+  [">".repeat(4000), "blockquote", 20],
+  ["> > > ".repeat(1000) + "x", "blockquote", 20],
+  ["1. ".repeat(3000), "ol", 20],
+  ["> - ".repeat(2000) + "x", "ul", 20],
+  [Array.from({ length: 200 }, (_, depth) => `${"  ".repeat(depth)}- a`).join("\n"), "ul", 20],
+  [table(1000, 3000), "td", 10_000],
+  [`${"x".repeat(20)}\n\n${table(3000, 4)}`, "td", 10_000],
+  ["*a_".repeat(5000), "em", 500],
+  ["*a **b ".repeat(400) + "b** a*".repeat(400), "em", 500],
+  ["[".repeat(5000) + "a" + "]".repeat(5000) + "(b)", "a", 1],
+]) {
+  answers.push(stream({ content: content.slice(0, 1000) }, { content: content.slice(1000) }));
+  press(articles().at(-1), "Regenerate");
+  await idle();
+  const html = texts().at(-1);
+  assert(html.length > Math.min(content.length, 1000) && html.length < 300_000, `${html.length} for ${content.slice(0, 50)}`);
+  assert(count(html, tag) <= most, `${count(html, tag)} ${tag} for ${content.slice(0, 50)}`);
+}
+for (const [content, tag, number] of [ // the limits spare what people read
+  [table(97, 97), "td", 9409],
+  ["> ".repeat(15) + "x", "blockquote", 15],
+  ["**a** *b*\n".repeat(1000), "strong", 1000], // a long paragraph of short lines
+  ["*a* ".repeat(200), "em", 200],
+]) {
+  answers.push(stream({ content }));
+  press(articles().at(-1), "Regenerate");
+  await idle();
+  assert.equal(count(texts().at(-1), tag), number, `${tag} for ${content.slice(0, 50)}`);
+}
+const { sanitize } = DOMPurify;
+DOMPurify.sanitize = (text, options) => (text.includes("boom") ? assert.fail(text) : sanitize(text, options));
+answers.push(stream({ content: "# a\n\nb\n\n**b" }, { content: "oom**" }, { content: "\n\nc" }));
+press(articles().at(-1), "Regenerate");
+await idle();
+assert.equal(texts().at(-1), "# a\n\nb\n\n**boom**\n\nc", "what cannot be shown as Markdown is shown as text");
+load();
+assert.equal(texts().at(-1), "# a\n\nb\n\n**boom**\n\nc");
+await until(() => elements.name.textContent === "· mine", "the model has a name");
+press(articles().at(-1), "Regenerate");
+await cut();
+
 // A stream that ends early: what has come stays, and the error shows. Thinking alone stays open.
 answers.push(stream({ reasoning_content: "hm" }).replace("data: [DONE]\n\n", ""));
 press(articles().at(-1), "Regenerate");
@@ -337,11 +395,30 @@ write("last");
 await until(() => texts().length === 6 && texts()[5].length > 30, "the answer begins");
 page.dispatchEvent(new Event("pagehide"));
 assert(saved().messages.at(-1).content.length > 0);
-const before = texts();
+const before = texts(), opened = sessionStorage.getItem("fgserve-open");
 document.dispatchEvent(Object.assign(new Event("keydown"), { key: "Escape" }));
 await idle();
 localStorage.setItem("fgserve-chat-bad", '{ "title": "bad", "messages": [{ "role": "assistant", "content": "a" }] }');
-localStorage.setItem("fgserve-chat-worse", "{");
+for (const [place, text] of ["{", "5", "null", '"a"', "[]", '{ "title": "bad" }', '{ "title": 5, "messages": [] }',
+  '{ "title": "bad", "messages": [null] }', '{ "title": "bad", "messages": [{ "role": "user", "content": 5 }] }',
+  '{ "title": "bad", "messages": [{ "role": "user", "content": { "trim": 1 } }] }',
+  '{ "title": "bad", "messages": [{ "role": "user", "content": "a" }, { "role": "assistant", "content": "a", "reasoning_content": [] }] }',
+].entries()) localStorage.setItem(`fgserve-chat-bad-${place}`, text);
+for (const settings of ["{", "5", "null", '{ "temperature": { "a": 1 }, "top_p": 3, "system": ["b"], "model": null }']) {
+  localStorage.setItem("fgserve-settings", settings);
+  const { length } = chats();
+  sessionStorage.setItem("fgserve-open", "bad-3");
+  load();
+  assert.deepEqual([texts(), chats().length], [[], length], "what is no chat is not opened");
+  assert.deepEqual([elements.temperature.value, elements.top_p.value, elements.system.value], ["", "", ""]);
+}
+const odd = { title: "odd", id: 7, settings: { top_p: 0.5, temperature: "0.1" }, changed: "x", messages: [] };
+localStorage.setItem("fgserve-chat-odd", JSON.stringify(odd));
+sessionStorage.setItem("fgserve-open", "odd");
+load();
+assert.deepEqual([elements.temperature.value, elements.top_p.value, saved().title], ["0.1", "", "odd"]);
+localStorage.removeItem("fgserve-chat-odd");
+sessionStorage.setItem("fgserve-open", opened);
 load();
 assert.deepEqual(texts().slice(0, 5), before.slice(0, 5));
 assert(texts()[5].startsWith(before[5].slice(0, 20)));
@@ -354,4 +431,18 @@ answers.push(stream({ content: "x".repeat(60_000) }));
 write("fill it");
 await idle();
 assert.match(elements.log.textContent, /cannot keep this conversation \(the quota is exceeded\)/);
+assert(texts().at(-1).includes("x".repeat(60_000)));
+
+// A browser that refuses its storage keeps nothing, and the page works.
+for (const name of ["localStorage", "sessionStorage"])
+  Object.defineProperty(globalThis, name, { get: () => assert.fail("the browser refuses") });
+load();
+await until(() => elements["ask-key"].open, "the key is asked for");
+elements.key.value = key;
+elements["key-form"].requestSubmit();
+await until(() => elements.name.textContent === "· mine", "the model has a name");
+answers.push(stream({ content: "fine" }));
+write("hello");
+await idle();
+assert.deepEqual([texts().at(-1).includes("fine"), chats()], [true, ["hello"]]);
 process.exit(); // with the timers of the page

@@ -70,6 +70,25 @@ def test_an_answer_goes_on_to_the_end_of_the_context(llama: Path) -> None:
         assert "the context of 48 tokens" in str(bad.error)
 
 
+@pytest.mark.parametrize(
+    ("structure", "least"),
+    [
+        ({"choice": ["hello"]}, 0),
+        ({"json_schema": {"enum": ["a", 5]}}, 0),
+        ({"regex": "(ab)?"}, 1),
+        ({"regex": "a{1,40}"}, 12),
+        ({"allowed_token_ids": [EOS]}, 0),
+        ({"allowed_token_ids": [EOS, 9]}, 12),
+    ],
+)
+def test_a_structure_that_is_complete_ends_before_min_tokens(gen: Generator, structure: Any, least: int) -> None:
+    params = SamplingParams(n=3, max_tokens=60, min_tokens=12, seed=1, logit_bias={EOS: 50}, **structure)
+    for output in gen.generate(["hello", [5, 6]], params):
+        for completion in output.completions:
+            assert (completion.finish_reason, completion.stop_reason) == ("stop", EOS), completion.error
+            assert len(completion.token_ids) > least, "what may go on does"
+
+
 def test_eos_ends_an_answer_and_stays_in_its_ids_and_min_tokens_forbids_it_until_then(gen: Generator) -> None:
     likely = SamplingParams(max_tokens=8, temperature=0, logit_bias={EOS: 1e4, 9: 9e3}, stop_token_ids=[9])
     (completion,) = gen.generate([5, 6], likely)[0].completions

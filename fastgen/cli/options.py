@@ -83,7 +83,8 @@ class Parser(argparse.ArgumentParser):
         flags = {text[2:].replace("-", "_") for text in self._option_string_actions if text.startswith("--")}
         every, long = ("|".join(sorted(names)) for names in (flags, {name for name in flags if "_" in name}))
         pattern = (
-            rf"(?<![\w./'\"-])(?<!\.yaml: )(?<!\.yml: )(?<![\]\d]: )(?:(?P<set>{every})=(?P<value>'[^']*'|\w[\w.]*\w|\w)"
+            r"(?<![\w./'\"-])(?<!\.yaml: )(?<!\.yml: )(?<![\]\d]: )"
+            rf"(?:(?P<set>{every})=(?P<value>'[^']*'|\w[\w.]*\w|\w)"
             rf"|(?P<long>{long})(?![\w/=])"
             # Words that are no options elsewhere: where the name begins the sentence, or its advice.
             rf"|(?:(?<!.)|(?<=; )|(?<=and ))(?P<first>{every})(?= (?:is|are|has|must|needs|and)\b)"

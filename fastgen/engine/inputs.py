@@ -94,20 +94,21 @@ class InputProcessor:
         self.check_params(params)
         ids, text = encode_prompt(request.prompt, self.tokenizer)
         self._check_prompt(ids, params)
-        mask = self._masks.mask_of(params, ids)
+        stop_ids = self._stop_ids(params)
+        mask, rest = self._masks.mask_of(params, ids, stop_ids)
         if score is None and params.prompt_logprobs is not None:
             score = (0, 1.0)
         if score is not None and not 0 <= score[0] <= len(ids):
             raise ValueError(f"start is {score[0]}; it must be from 0 to the sequence's length, {len(ids)}")
         if resume is not None:
             check_resumed(resume, params, self.model.vocab_size)
-        seed, stop_ids = self._seed_of(params, resume), self._stop_ids(params)
+        seed = self._seed_of(params, resume)
         most = self.context if params.max_tokens is None else len(ids) + params.max_tokens
         sequences = [
             Sequence(
                 request_id=id,
                 index=index,
-                params=params,
+                params=rest,
                 token_ids=list(ids),
                 prompt_len=len(ids),
                 max_len=min(most, self.context),
@@ -120,7 +121,7 @@ class InputProcessor:
         if score is not None:
             alternatives: list[dict[int, float]] = [{} for _ in ids] if params.prompt_logprobs else []
             sequences[0].score = PromptScore(*score, [math.nan] * len(ids), alternatives)
-        samples = [ActiveSample(sequence) for sequence in sequences]
+        samples = [ActiveSample(sequence, params.min_tokens) for sequence in sequences]
         if self.tokenizer is not None and (queue is None or params.stop_strings):
             for sample in samples:
                 sample.begin_text(self.tokenizer)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fastgen.model.config import ModelConfig
 from fastgen.request import SamplingParams, Sequence, Status, TokenMask
-from fastgen.text.grammar import Compiler, TokenRules, named_error, params_grammar, structure_name, token_row
+from fastgen.text.grammar import Compiler, LaterEnd, TokenRules, named_error, params_grammar, structure_name, token_row
 from fastgen.text.reasoning import after_reasoning
 from fastgen.text.tokenizer import Tokenizer
 
@@ -31,10 +33,12 @@ class MaskMaker:
     def _compiler(self) -> Compiler:
         return Compiler(self._tokenizer, self._model.vocab_size, self._model.eos_ids)
 
-    def mask_of(self, params: SamplingParams, prompt_ids: SequenceOf[int] = ()) -> TokenMask | None:
-        """Return the mask that parameters ask for, of which each sample gets a copy; None if they ask for none. A
-        grammar begins after the reasoning that the prompt leaves open. Raises ValueError or TypeError for a wrong
-        grammar."""
+    def mask_of(
+        self, params: SamplingParams, prompt_ids: SequenceOf[int] = (), stop_ids: Collection[int] = ()
+    ) -> tuple[TokenMask | None, SamplingParams]:
+        """Return the mask that parameters ask for, of which each sample gets a copy, or None if they ask for none; and
+        the parameters without what the mask does. A grammar begins after the reasoning that the prompt leaves open.
+        stop_ids: those that min_tokens holds back. Raises ValueError or TypeError for a wrong grammar."""
         grammar = params_grammar(params)
         try:
             mask = params.mask
@@ -46,7 +50,10 @@ class MaskMaker:
         if params.allowed_token_ids is not None or params.bad_words:
             allowed = None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
             mask = TokenRules(mask, *self._token_rules(allowed, tuple(params.bad_words)))
-        return mask
+        if mask is not None and params.min_tokens:
+            mask = LaterEnd(mask, self._model.vocab_size, stop_ids, params.min_tokens)
+            params = replace(params, min_tokens=0)
+        return mask, params
 
     def _read_rules(self, allowed: tuple[int, ...] | None, words: tuple[str, ...]) -> tuple[Any, list[list[int]]]:
         """Return the row and the words of TokenRules. Raises ValueError for a word without tokens."""
@@ -90,8 +97,6 @@ def accepts(sequence: Sequence, token: int) -> bool:
     sequence cannot continue with it."""
     if token < 0:
         reason = NOT_FINITE if sequence.mask is None else "the mask allowed no token"
-        if sequence.mask is not None and sequence.output_len < sequence.params.min_tokens:
-            reason += "; min_tokens forbids an end so early"
         sequence.error = sequence.error or reason
         return False
     if sequence.mask is not None:

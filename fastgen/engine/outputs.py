@@ -16,6 +16,7 @@ class ActiveSample:
     """A sample of a request in the engine, with its text and the position up to which events were emitted."""
 
     sequence: Sequence
+    min_tokens: int = 0  # number of tokens before which no stop string counts
     text: OutputText | None = None  # updated at each token where events or stop strings need it; else made at the end
     ids_read: int = 0  # number of ids that are in the text
     emitted: tuple[int, int] = (0, 0)  # numbers of ids and of characters in events so far
@@ -37,7 +38,7 @@ class ActiveSample:
             new = sequence.token_ids[sequence.prompt_len + self.ids_read : sequence.prompt_len + upto]
             # A stop string in the tokens of a speculative step comes before the end that a later token brings.
             last = finished and (self.ids_read if params.stop_strings else upto) == end
-            stop = text.push(new, may_stop=upto > params.min_tokens, last=last)
+            stop = text.push(new, may_stop=upto > self.min_tokens, last=last)
             self.ids_read = upto
             if stop is not None and new:
                 sequence.cut(upto)

@@ -101,6 +101,20 @@ def find_tokenizer(name: str | Path | None, folder: Path, **options: Any) -> Tok
     return found
 
 
+def with_eos_of(tokenizer: Tokenizer | None, config: ModelConfig) -> ModelConfig:
+    """Return the configuration of a model whose answers also end with the end token of its tokenizer."""
+    eos = None if tokenizer is None else tokenizer.eos
+    if eos is None or eos[0] in config.eos_ids or not 0 <= eos[0] < config.vocab_size:
+        return config
+    log.warning(
+        "the tokenizer's end token %s (%d) is not among the model's eos_token_id %s; all of them end answers",
+        eos[1],
+        eos[0],
+        list(config.eos_ids),
+    )
+    return replace(config, eos_ids=(*config.eos_ids, eos[0]))
+
+
 def fill_random(targets: Mapping[str, Shard]) -> None:
     """Fill the views for `load="dummy"`: norm weights with 1, others from a normal distribution with deviation 0.02.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fastgen.text.tokenizer import BROKEN, Tokenizer
 
@@ -46,28 +46,53 @@ class Detokenizer:
 
 class StopFinder:
     """A search for stop strings in a growing text. It holds back the end of the text that may become a stop string.
-    shown: the stop string stays at the end of the text."""
+    shown: the stop string stays at the end of the text.
+
+    Parts of the text may be hidden, such as special tokens: they are never shown, but stop strings are found in the
+    whole text as well as in what is shown of it.
+    """
 
     def __init__(self, stops: Sequence[str], shown: bool = False) -> None:
         self._stops, self._shown = tuple(stops), shown
         self._held = ""
+        self._hidden: set[int] = set()  # indices of hidden characters in it
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, hidden: bool = False) -> tuple[str, str | None]:
         """Add text. Return (the text that can be shown now, the stop string that was found or None)."""
-        text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if hidden:
+            self._hidden.update(range(len(self._held), len(self._held) + len(text)))
+        text = self._held = self._held + text
+        found, ends = [], [len(text)]
+        for view, places in self._views(text):
+            for stop in self._stops:
+                at = view.find(stop)
+                found += [(places[at], stop)] if at >= 0 else []
+                ends.append(places[len(view) - overlap(view, stop)])
         if found:
             at, stop = min(found, key=lambda pair: pair[0])
-            self._held = ""
-            return text[: at + len(stop) * self._shown], stop
-        shown = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[shown:]
-        return text[:shown], None
+            shown, self._held = self._take(at), ""
+            return shown + stop * self._shown, stop
+        return self._take(min(ends)), None
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the output."""
-        held, self._held = self._held, ""
-        return held
+        return self._take(len(self._held))
+
+    def _views(self, text: str) -> Iterator[tuple[str, Sequence[int]]]:
+        """Yield the text and, if a part is hidden, the rest of it; with the index in the text of each character, and of
+        the end."""
+        yield text, range(len(text) + 1)
+        if self._hidden:
+            places = [at for at in range(len(text)) if at not in self._hidden]
+            yield "".join(text[at] for at in places), [*places, len(text)]
+
+    def _take(self, end: int) -> str:
+        """Remove the text before an index, and return what is not hidden of it."""
+        text, self._held = self._held[:end], self._held[end:]
+        if self._hidden:
+            text = "".join(char for at, char in enumerate(text) if at not in self._hidden)
+            self._hidden = {at - end for at in self._hidden if at >= end}
+        return text
 
 
 def overlap(text: str, stop: str) -> int:
@@ -83,14 +108,19 @@ class OutputText:
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
         self._finder = StopFinder(stops, shown)
+        self._hidden_texts = tokenizer.hidden_texts if stops else {}
         self.text = ""
 
     def push(self, ids: Sequence[int], *, may_stop: bool = True, last: bool = False) -> str | None:
-        """Add ids, and return the stop string that they complete, or None. may_stop: look for stop strings. last: these
-        are the last ids."""
+        """Add ids, one at a time if there are stop strings, and return the stop string that they complete, or None.
+        may_stop: look for stop strings. last: these are the last ids."""
         new = self._detokenizer.push(ids, last)
         new, stop = self._finder.push(new) if may_stop else (self._finder.flush() + new, None)
         self.text += new
+        for text in map(self._hidden_texts.get, ids):
+            if text is not None and may_stop and stop is None:
+                new, stop = self._finder.push(text, hidden=True)
+                self.text += new
         if last and stop is None:
             self.text += self._finder.flush()
         return stop

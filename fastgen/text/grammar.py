@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -42,11 +42,12 @@ def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict}
     try:
-        if strict:
-            schema = _enforceable(schema, closed='"allOf"' not in json.dumps(schema))
-        return f"%json {json.dumps({**schema, 'x-guidance': options}, allow_nan=False)}"
+        text = json.dumps({**schema, "x-guidance": options}, allow_nan=False)
+        kept = _enforceable(schema, closed='"allOf"' not in text) if strict else schema
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the JSON schema is not JSON: {error}") from error
+    _check_required(kept)
+    return f"%json {json.dumps({**kept, 'x-guidance': options})}"
 
 
 def _enforceable(schema: Any, closed: bool, named: bool = False) -> Any:
@@ -65,6 +66,28 @@ def _enforceable(schema: Any, closed: bool, named: bool = False) -> Any:
     if closed and not named and "properties" in kept and kept.keys().isdisjoint(_ADDING):
         kept.setdefault("additionalProperties", False)
     return kept
+
+
+def _check_required(schema: Any) -> None:
+    """Raise ValueError for an object of a schema that needs a property it cannot have."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, list):
+            left += part
+        if not isinstance(part, Mapping):
+            continue
+        left += [value for key, value in part.items() if key not in _VALUES]
+        properties, required = part.get("properties"), part.get("required")
+        if part.get("additionalProperties") is not False or not _ADDING.isdisjoint(part) or "allOf" in part:
+            continue
+        if isinstance(properties, Mapping) and isinstance(required, list):
+            unlisted = [name for name in required if isinstance(name, str) and name not in properties]
+            if unlisted:
+                raise ValueError(
+                    f"required has {unlisted[0]!r}, which is not in properties; list it there, or set "
+                    "additionalProperties to true"
+                )
 
 
 def regex_rule(pattern: str) -> str:
@@ -299,6 +322,32 @@ class TokenRules:
         copy = TokenRules(deepcopy(self._inner, memo), self._row, self._words)
         copy._last = self._last
         return copy
+
+
+class LaterEnd:
+    """A TokenMask without the tokens that end an output among its first tokens, unless it then allows none: a complete
+    structure ends.
+
+    inner: the mask. ends: the tokens. count: number of first tokens.
+    """
+
+    def __init__(self, inner: TokenMask, vocab_size: int, ends: Collection[int], count: int) -> None:
+        self._inner, self._left = inner, count
+        self._others = token_row(vocab_size, set(range(vocab_size)).difference(ends), ())
+
+    def fill(self, row: np.ndarray) -> None:
+        self._inner.fill(row)
+        if self._left > 0 and (row & self._others).any():
+            row &= self._others
+
+    def accept(self, token: int) -> None:
+        self._inner.accept(token)
+        self._left -= 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LaterEnd:
+        copied = copy(self)
+        copied._inner = deepcopy(self._inner, memo)
+        return copied
 
 
 def token_row(vocab_size: int, allowed: Collection[int] | None, forbidden: Collection[int]) -> np.ndarray:

@@ -117,11 +117,12 @@ class AnswerParser:
         self._text = ""  # text that is not reported yet
         self._deltas: list[dict[str, Any]] = []
         self._reasoned = False  # some reasoning was reported
+        self._cut = False
         self._state: Callable[[bool], bool] = self._read_content if reasoning is None else self._read_beginning
 
-    def push(self, text: str, last: bool = False) -> list[dict[str, Any]]:
-        """Return the deltas that a piece of text adds. last: this is the last piece."""
-        self._text += text
+    def push(self, text: str, last: bool = False, cut: bool = False) -> list[dict[str, Any]]:
+        """Return the deltas that a piece of text adds. last: this is the last piece. cut: see `ToolParser.push`."""
+        self._text, self._cut = self._text + text, cut
         while self._state(last):
             pass
         deltas, self._deltas = self._deltas, []
@@ -167,7 +168,7 @@ class AnswerParser:
     def _read_content(self, last: bool) -> bool:
         content, self._text = self._text, ""
         if self._tools is not None:
-            self._deltas += self._tools.push(content, last)
+            self._deltas += self._tools.push(content, last, self._cut)
         elif content:
             self._deltas.append({"content": content})
         return False

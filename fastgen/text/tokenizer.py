@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
@@ -16,9 +17,9 @@ from fastgen.option import Option
 from fastgen.request import Prompt
 from fastgen.text.rendering import rendered
 from fastgen.text.special_tokens import TextGuard
-from fastgen.text.tools.formats import find_format
+from fastgen.text.tools.formats import CALL_MARKS, find_format
 from fastgen.text.tools.history import template_calls
-from fastgen.text.tools.parser import Syntax
+from fastgen.text.tools.parser import SAMPLE, Syntax
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 USUAL_CHARS = 8  # most tokens have at most this number of characters
@@ -27,10 +28,11 @@ PROMPT_KINDS = ("prompt_token_ids", "prompt", "messages")  # keys of a prompt th
 CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")  # further keys
 REASONING_FIELDS = ("reasoning_content", "reasoning")  # of an assistant's message
 BROKEN = "\ufffd"
+PROBE = "8307946152"  # a content that shows whether a chat template writes it
 # Options of a Generator that its Tokenizer gets.
 TOKENIZER_OPTIONS = ("allow_special_tokens", "reasoning_parser", "tool_call_parser")
 # Marks of reasoning and of tool calls, which texts show although some models have them as special tokens.
-MARKS = ("<think>", "</think>", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+MARKS = {"<think>", "</think>", "[THINK]", "[/THINK]", *CALL_MARKS}
 
 # The class that AutoTokenizer chooses for (model_type, tokenizer_class). Importing AutoTokenizer takes seconds longer:
 # it imports all model families, and in some versions of transformers the compiler of torch.
@@ -63,6 +65,7 @@ class Tokenizer:
     ) -> None:
         self.allow_special_tokens = allow_special_tokens
         self.reasoning_parser, self.tool_call_parser = reasoning_parser, tool_call_parser
+        self._part_roles: dict[tuple[str, str], bool] = {}  # what `_reads_parts` has found
         plain = import_transformers()
         try:
             _check_files(folder)
@@ -122,6 +125,17 @@ class Tokenizer:
         marks = special & {self.added_ids.get(mark) for mark in MARKS}
         return marks, special - marks
 
+    @cached_property
+    def hidden_texts(self) -> dict[int, str]:
+        """The texts of the special tokens that texts do not show, by their ids."""
+        return {id: self.hf.added_tokens_decoder[id].content for id in self._marks_and_hidden[1]}
+
+    @property
+    def eos(self) -> tuple[int, str] | None:
+        """The id and the text of the token that ends a sequence, if the tokenizer has one."""
+        id = self.hf.eos_token_id
+        return None if id is None else (int(id), str(self.hf.eos_token))
+
     def encode(self, text: str, special: bool = True, most: int | None = None) -> list[int]:
         """Return the ids of a text. special: add the special tokens of this tokenizer, such as BOS.
 
@@ -177,8 +191,29 @@ class Tokenizer:
     def _plain(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return messages for the chat template. Raises ValueError, also if there is no template for them."""
         self.check_template(variables)
-        plain = [_plain_message(message, str(self.hf.chat_template)) for message in messages]
-        return template_calls(plain, self.tool_syntax, lambda sample: self._render(sample, variables))
+        template = str(self.hf.chat_template)
+
+        def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+            return [_plain_message(message, template, self._reads_parts) for message in messages]
+
+        return template_calls(plain(messages), self.tool_syntax, lambda sample: self._render(plain(sample), variables))
+
+    def _reads_parts(self, role: str) -> bool:
+        """Return whether the chat template reads the content of messages of this role as parts, and loses texts. Roles
+        other than the usual ones are taken for the user's."""
+        role = role if role in ("system", "assistant", "tool") else "user"
+        key = (str(self.hf.chat_template), role)
+        if key not in self._part_roles:
+            as_user = role != "user" and self._reads_parts("user")
+
+            def shows(content: Any) -> bool:
+                with suppress(ValueError):  # the template does not take it
+                    return PROBE in self._render(_probing(role, content, as_user), {}, add_generation_prompt=False)
+                return False
+
+            parts = not shows(PROBE) and (shows([_text_part(PROBE)]) or as_user)
+            self._part_roles[key] = parts
+        return self._part_roles[key]
 
     def _render(
         self,
@@ -231,8 +266,30 @@ def _encode_beginning(text: str, encode: Callable[[str], list[int]], most: int |
     return encode(text)
 
 
-def _plain_message(message: Any, template: str) -> dict[str, Any]:
-    """Return a message for a chat template, with its content as a single text. Raises ValueError.
+def _probing(role: str, content: Any, parts: bool) -> list[dict[str, Any]]:
+    """Return a conversation with a message of this role. parts: whether a user's content is in parts."""
+    name, arguments = SAMPLE
+    call = {"id": "a" * 9, "type": "function", "function": {"name": name, "arguments": arguments}}
+    asked = {"role": "user", "content": [_text_part("a")] if parts else "a"}
+    said = {"role": role, "content": content}
+    match role:
+        case "user":
+            return [said]
+        case "system":
+            return [said, asked]
+        case "assistant":
+            return [asked, said]
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [asked, called, {**said, "tool_call_id": call["id"], "name": name}]
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _plain_message(message: Any, template: str, reads_parts: Callable[[str], bool]) -> dict[str, Any]:
+    """Return a message for a chat template, with its content as a single text, or as parts if `reads_parts` is true of
+    its role. Raises ValueError.
 
     Reasoning of the message, as `reasoning_content`, `reasoning` or parts {"type": "thinking"}, is given to the
     template in the form that it reads, and left out if it reads none.
@@ -245,14 +302,18 @@ def _plain_message(message: Any, template: str) -> dict[str, Any]:
     plain = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
     if content is not None:
         plain["content"] = content_text(content)
+        if content and isinstance(content, str | list | tuple) and reads_parts(str(message["role"])):
+            texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+            plain["content"] = list(map(_text_part, texts))
     if not reasoning:
         return plain
     read = (name for name in REASONING_FIELDS if re.search(rf"\.{name}\b|['\"]{name}['\"]", template))
     if field := next(read, None):
         plain[field] = reasoning
     elif re.search(r"""['"]thinking['"]""", template):
-        text = [{"type": "text", "text": plain["content"]}] if plain.get("content") else []
-        plain["content"] = [{"type": "thinking", "thinking": reasoning}, *text]
+        said = plain.get("content") or []
+        texts = [_text_part(said)] if isinstance(said, str) else said
+        plain["content"] = [{"type": "thinking", "thinking": reasoning}, *texts]
     return plain
 
 

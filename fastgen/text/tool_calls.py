@@ -7,16 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from fastgen.request import Completion
 from fastgen.text.reasoning import AnswerParser, find_reasoning, starts_open
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tools.parser import Function
 
 
 def parse_message(
-    text: str, tokenizer: Tokenizer | None, tools: Iterable[Any], prompt: Sequence[int] | str | None = None
+    text: str | Completion, tokenizer: Tokenizer | None, tools: Iterable[Any], prompt: Sequence[int] | str | None = None
 ) -> dict[str, Any]:
     """Return the message of an answer in the form for chat templates; see `Generator.parse_message`."""
-    tools = list(tools)
+    tools, cut = list(tools), True
+    if isinstance(text, Completion):
+        cut, text = text.finish_reason != "stop", text.text
     syntax = None if tokenizer is None else tokenizer.tool_syntax
     reasoning = None if tokenizer is None else find_reasoning(tokenizer)
     if syntax is None and (tools or reasoning is None):
@@ -29,7 +32,7 @@ def parse_message(
     else:
         inside = reasoning is not None and reasoning.begins_inside(text)
     calls = None if syntax is None else syntax.parser([_function_of(tool, syntax.typed) for tool in tools])
-    message = joined_message(AnswerParser(reasoning, inside, calls).push(text, last=True))
+    message = joined_message(AnswerParser(reasoning, inside, calls).push(text, last=True, cut=cut))
     message["content"] = message["content"] or ""
     for call in message.get("tool_calls", ()):
         with suppress(ValueError, RecursionError):

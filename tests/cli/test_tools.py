@@ -110,7 +110,7 @@ def test_a_wrong_command_line_is_told_in_its_own_words(
         ("device is 'x'; use device='cpu'", "--device is 'x'; use --device cpu"),
         ("adapters load; the tokenizer is old", "adapters load; the tokenizer is old"),
         ("/a/max_seqs/dtype: no file 'max_seqs'", "/a/max_seqs/dtype: no file 'max_seqs'"),
-        ("the file: max_seqs is 0", "the file: max_seqs is 0"),
+        ("serve.yaml: max_seqs is 0", "serve.yaml: max_seqs is 0"),
         ("row 3: max_tokens is 0", "row 3: max_tokens is 0"),
     ],
 )  # fmt: skip

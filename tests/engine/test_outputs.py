@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -118,6 +119,51 @@ def test_a_stop_string_ends_the_text_and_not_the_ids(talker: Path, stop: str, ma
         check_idle(gen)
 
 
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "kept", "shown"), [("<s>", 3, "ab"), ("b<s>", 3, "a"), ("<s>c", 4, "ab"), ("abc", 4, "")]
+)
+def test_a_stop_string_may_have_a_special_token(
+    gen: Generator, stop: str, kept: int, shown: str, include: bool
+) -> None:
+    """Special tokens are not in the text, but stop strings are found in them, as by `generate` of transformers."""
+    a, b, c = (tokenizer_of(gen).encode(f"d{letter}", special=False)[-1] for letter in "abc")
+    ids = [a, b, 1, c, a, a]
+    params = SamplingParams(
+        mask=Script(ids), max_tokens=6, n=2, stop=["never", stop], include_stop_str_in_output=include, ignore_eos=True
+    )
+    (output,) = gen.generate([[290]], params)
+    for completion in output.completions:
+        assert (completion.token_ids, completion.text) == (ids[:kept], shown + stop * include)
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert [said.text for said in told(gen, [[290]], [params])[0]] == [shown + stop * include] * 2
+
+
+def test_the_end_token_of_the_tokenizer_ends_answers(
+    tmp_path: Path, talker: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be missing among the model's, as where a base model's configuration came with a chat model's tokenizer."""
+    for file in talker.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    for generation, eos_ids in (
+        ({"eos_token_id": [7, 300]}, (7, 300, EOS)),
+        ({"eos_token_id": [300, EOS]}, (300, EOS)),
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        caplog.clear()
+        with Generator(tmp_path, max_seqs=2, page_size=16) as gen:
+            said = [message for message in caplog.messages if "the tokenizer's end token" in message]
+            assert len(said) == (7 in eos_ids)
+            assert all("</s> (2) is not among the model's eos_token_id [7, 300]" in message for message in said)
+            assert gen.model_config.eos_ids == eos_ids
+            for end in eos_ids:
+                params = SamplingParams(mask=Script([9, end, 9]), max_tokens=3)
+                completion = gen.generate([[1]], params)[0].completions[0]
+                assert (completion.token_ids, completion.stop_reason) == ([9, end], end)
+                assert gen.generate([[1]], replace(params, ignore_eos=True))[0].completions[0].token_ids == [9, end, 9]
+
+
 def test_text_that_may_become_a_stop_string_is_held_back(gen: Generator) -> None:
     """Each id is one character, so that the events show what is held back."""
     letters = "abcabd"
@@ -154,7 +200,7 @@ def test_a_stop_string_counts_only_after_min_tokens(gen: Generator, at_once: boo
         sequence = Sequence(
             request_id=0, index=0, params=params, token_ids=[1], prompt_len=1, max_len=60, seed=0, stop_ids=frozenset()
         )
-        sample, stop = ActiveSample(sequence), None
+        sample, stop = ActiveSample(sequence, min_tokens), None
         for token in ids:
             sequence.token_ids.append(token)
             if not at_once and stop is None:

@@ -12,6 +12,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pydantic
 import pytest
 from conftest import VOCAB
@@ -21,7 +22,7 @@ from grammars import MARKS, accepts, allowed, byte_level, rule_of, walk
 import fastgen
 from fastgen import Generator, SamplingParams
 from fastgen.text import grammar as grammars
-from fastgen.text.grammar import Compiler, choice_rule, json_rule, lark_grammar, regex_rule
+from fastgen.text.grammar import Compiler, LaterEnd, choice_rule, json_rule, lark_grammar, params_grammar, regex_rule
 from fastgen.text.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -216,6 +217,62 @@ def test_objects_have_only_the_properties_of_a_strict_schema(
     for text, fits in (('{"properties": {}, "a": null}', True), ('{"a": null, "b": 5}', there)):
         mask = compiler.compile(f"start: {json_rule(schema, strict=True)}")
         assert accepts(mask, [*encoded(tokenizer, text), ends[0]], size) == fits
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {}}, "required": ["a", "b"]},
+        {"type": "object", "properties": {}, "required": ["b"], "additionalProperties": False},
+        {"properties": {"a": {"type": "object", "properties": {"c": {}}, "required": ["b"]}}},
+        {"anyOf": [{"type": "null"}, {"properties": {"a": {}}, "required": ["b"]}]},
+        {"$ref": "#/$defs/t", "$defs": {"t": {"type": "array", "items": {"properties": {"a": {}}, "required": ["b"]}}}},
+    ],
+)
+def test_a_required_property_that_an_object_cannot_have_is_an_error_that_names_it(schema: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="required has 'b', which is not in properties; list it there, or set"):
+        json_rule(schema, strict=True)
+    with pytest.raises(ValueError, match="json_schema: required has 'b'"):
+        params_grammar(SamplingParams(json_schema=schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {}}, "required": ["b"], "additionalProperties": True},
+        {"properties": {"a": {}}, "required": ["b"], "patternProperties": {"^b": {}}, "additionalProperties": False},
+        {"allOf": [{"properties": {"a": {}}, "required": ["b"]}], "properties": {"b": {}}},
+        {"properties": {"b": {}}, "anyOf": [{"required": ["b"]}]},
+        {"required": ["b"]},
+        {"properties": {"required": {"enum": ["b"]}, "properties": {}}, "required": ["properties"]},
+        {"const": {"properties": {"a": 1}, "required": ["b"], "additionalProperties": False}},
+    ],
+)
+def test_a_required_property_may_be_described_elsewhere(compiler: Compiler, schema: dict[str, Any]) -> None:
+    compiler.compile(f"start: {json_rule(schema, strict=True)}")
+
+
+def test_min_tokens_holds_back_ends_unless_the_structure_is_complete() -> None:
+    """Of a mask that allows tokens 0 to 3 and then only the ends, 5 and 40."""
+
+    class Ended:
+        def __init__(self) -> None:
+            self.said: list[int] = []
+
+        def fill(self, row: np.ndarray) -> None:
+            bits = sum(1 << token for token in ((5, 40) if len(self.said) == 3 else (0, 1, 2, 3, 5, 40)))
+            row.view(np.uint32)[:] = bits & 0xFFFFFFFF, bits >> 32
+
+        def accept(self, token: int) -> None:
+            self.said.append(token)
+
+    for count, held in ((0, 0), (2, 2), (9, 3)):
+        mask = LaterEnd(Ended(), 41, (5, 40), count)
+        for place in range(4):
+            copied = deepcopy(mask)
+            assert allowed(copied, 41) == ([] if place == 3 else [0, 1, 2, 3]) + ([5, 40] if place >= held else [])
+            copied.accept(1)
+            mask = copied if place % 2 else (mask.accept(1), mask)[1]
 
 
 HARD = "a/b\\[c]|(d)^$ {2}*+?#&-~<>"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
@@ -18,9 +20,10 @@ from conftest import VOCAB
 from hypothesis import strategies as some
 from properties import EXAMPLES, holds_for
 from transformers import AutoTokenizer
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from fastgen.model.loader import BUNDLED
-from fastgen.text.detokenizer import Detokenizer, StopFinder
+from fastgen.text.detokenizer import Detokenizer, OutputText, StopFinder
 from fastgen.text.tokenizer import BROKEN, CLEARLY_MORE, Tokenizer, encode_prompt
 
 
@@ -133,6 +136,50 @@ def test_stop_strings_are_found_wherever_the_text_is_cut() -> None:
             assert shown + finder.flush() == text
 
 
+def test_stop_strings_are_found_at_the_token_where_transformers_finds_them(either: Tokenizer) -> None:
+    """Also those that have special tokens, or parts of them."""
+    rng = random.Random(0)
+    special = [id for id in either.hidden_texts if id != either.hf.unk_token_id]
+    usual = [either.encode(text, special=False)[-1] for text in ("hello", " world", "\n", "<", "|", ">", "s")]
+    for _ in range(15):
+        ids = [rng.choice(special if rng.random() < 0.3 else usual) for _ in range(8)]
+        text = either.hf.decode(ids, skip_special_tokens=False)
+        stop = text[(at := rng.randrange(len(text))) : at + rng.randrange(1, 14)]
+        theirs, ours = StopStringCriteria(either.hf, [stop]), OutputText(either, usual, [stop])
+        for count, id in enumerate(ids, 1):
+            ended = bool(theirs(torch.tensor([ids[:count]]), None)[0])
+            assert ours.push([id]) == (stop if ended else None), (stop, ids)
+            if ended:
+                break
+        else:
+            raise AssertionError("the stop string is in the text")
+        special_texts = re.compile("|".join(map(re.escape, either.hidden_texts.values())))
+        assert special_texts.sub("", text).lstrip().startswith(ours.text.lstrip())
+
+
+def test_a_special_token_is_searched_and_not_shown() -> None:
+    def push(finder: StopFinder, *texts: str) -> list[tuple[str, str | None]]:
+        return [finder.push(text, hidden=text.startswith("<")) for text in texts]
+
+    assert push(StopFinder(["<end>"]), "a", "<begin>", "b", "<end>") == [
+        ("a", None),
+        ("", None),
+        ("b", None),
+        ("", "<end>"),
+    ]
+    assert push(StopFinder(["b<end>\n"]), "ab", "<end>", "\nc") == [("a", None), ("", None), ("", "b<end>\n")]
+    assert push(StopFinder(["b<end>\n"]), "ab", "<end>", "c") == [("a", None), ("", None), ("bc", None)]
+    assert push(StopFinder(["b<end>", "x"], shown=True), "ab", "<end>") == [("a", None), ("b<end>", "b<end>")]
+    assert push(StopFinder(["abc"]), "ab", "<end>", "cd") == [("", None), ("", None), ("", "abc")], (
+        "what is shown has it"
+    )
+    finder = StopFinder(["<end>x", "d>y"])
+    assert push(finder, "a", "<end>", "y") == [("a", None), ("", None), ("", "d>y")]
+    finder = StopFinder(["b<end>x"])
+    assert push(finder, "ab", "<end>") == [("a", None), ("", None)]
+    assert finder.flush() == "b"
+
+
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     finder = StopFinder(["END", "EX"])
     assert finder.push("the E") == ("the ", None)
@@ -219,6 +266,72 @@ def test_files_that_cannot_be_read_are_an_error_with_their_folder(broken: str, t
     (tmp_path / broken).write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ValueError, match=rf"the tokenizer in {tmp_path} cannot be read \(.*; fetch its files again"):
         Tokenizer(tmp_path)
+
+
+EACH = "{% for m in messages %}[{{ m.role }}]"
+LOOP = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+STRING = "{{ m.content if m.content is string else raise_exception('a text is needed') }}"
+LISTED = "{{ raise_exception('parts are needed') if m.content is string }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "in_parts"),
+    [
+        (LOOP, ("system", "user", "assistant")),
+        (
+            "{% for p in m['content'] if p['type'] == 'text' %}{{ p['text'] | trim }}{% endfor %}",
+            ("system", "user", "assistant"),
+        ),
+        ("{{ m.content[0].text }}", ("system", "user", "assistant")),
+        ("{{ m.content | map(attribute='text') | join('|') }}", ("system", "user", "assistant")),
+        (LISTED + LOOP, ("system", "user", "assistant")),
+        ("{% if m.role == 'user' %}" + LOOP + "{% else %}" + STRING + "{% endif %}", ("user",)),
+        ("{% if m.role == 'user' %}" + LISTED + LOOP + "{% else %}" + STRING + "{% endif %}", ("user",)),
+        ("{% if m.role == 'user' %}" + STRING + "{% else %}" + LISTED + LOOP + "{% endif %}", ("system", "assistant")),
+        ("{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}", ()),
+        ("{{ m.content }}", ()),
+        ("{{ m.content | upper }}", ()),
+        (STRING, ()),
+    ],
+)
+def test_a_template_that_reads_only_parts_gets_parts(talker: Path, template: str, in_parts: tuple[str, ...]) -> None:
+    """As it gets them from transformers, which passes content on as it is."""
+    tokenizer = Tokenizer(talker)
+    tokenizer.hf.chat_template = EACH + template + "{% endfor %}"
+    said = [("system", "be brief"), ("user", "hello"), ("assistant", "the </s>"), ("user", "fox")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said]
+    mixed = [part if part["role"] in in_parts else message for message, part in zip(messages, parts, strict=True)]
+    expected = tokenizer.hf.apply_chat_template(mixed, tokenize=False)
+    assert all(text.lower() in expected.lower() for _, text in said)
+    assert tokenizer.render_chat(messages) == tokenizer.render_chat(parts) == expected
+    assert tokenizer.read_chat(messages)[1] == expected
+    assert 2 not in tokenizer.encode_chat(messages), "</s> in a message stays text"
+
+
+def test_several_parts_come_as_they_are(talker: Path) -> None:
+    tokenizer = Tokenizer(talker)
+    message = {"role": "user", "content": [{"type": "text", "text": text} for text in ("a", "b")]}
+    for template, expected in ((LOOP, "[user]ab"), ("{{ m.content }}", "[user]a\nb")):
+        tokenizer.hf.chat_template = EACH + template + "{% endfor %}"
+        assert tokenizer.render_chat([message]) == expected
+
+
+def test_results_of_tools_come_in_the_form_that_the_template_reads(talker: Path) -> None:
+    tokenizer = Tokenizer(talker, tool_call_parser="hermes")
+    call = {"id": "a", "type": "function", "function": {"name": "get", "arguments": "{}"}}
+    asked = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    result = {"role": "tool", "content": "the fox", "tool_call_id": "a"}
+    calls = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    picky = "{{ raise_exception('no other tool') if m.role == 'tool' and m.name != 'get' }}" + LOOP
+    for form in (
+        LOOP,
+        picky,
+        "{% if m.role == 'tool' %}" + STRING + "{% else %}" + LOOP + "{% endif %}",
+        "{{ m.content }}",
+    ):
+        tokenizer.hf.chat_template = EACH + form + calls + "{% endfor %}"
+        assert tokenizer.render_chat([*asked, result]) == "[user]hello[assistant]get[tool]the fox"
 
 
 @pytest.mark.parametrize("named", ["Own", None])

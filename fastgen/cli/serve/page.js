@@ -1,14 +1,38 @@
 "use strict";
 
+class Memory {
+  getItem(name) {
+    return this[name] ?? null;
+  }
+  setItem(name, text) {
+    this[name] = text;
+  }
+  removeItem(name) {
+    delete this[name];
+  }
+}
+
 const $ = (id) => document.getElementById(id);
+const local = storage("localStorage"), tab = storage("sessionStorage");
 const KEY = "fgserve-key", OPEN = "fgserve-open"; // in the storage of the tab: the API key, the id of the open chat
 const CHAT = "fgserve-chat-", LATEST = "fgserve-settings"; // in the browser's: one entry per chat, the last settings
 const SETTINGS = ["model", "system", "temperature", "top_p", "max_tokens", "thinking"]; // ids of their fields
 const LOADING_MS = 1000; // between two questions whether a model is loaded
+const SLOW_MS = 50; // drawing an answer for longer than this makes pauses, in which the page can be used
 
 let chat; // the open conversation: its id, title, time, settings, and messages as the server takes them
 let editing = null; // index of the user's message that the next one replaces
 let running = null; // AbortController of the answer that is being read
+
+
+/** A storage of the browser or, if the browser refuses it, one that a reload empties. */
+function storage(name) {
+  try {
+    return globalThis[name];
+  } catch {
+    return new Memory();
+  }
+}
 
 
 // ----------------------------------------------------------------------------------------------- the server
@@ -16,7 +40,7 @@ let running = null; // AbortController of the answer that is being read
 /** The response to a request, once the server has taken the key. Throws an Error for any but a good one. */
 async function ask(path, options = {}) {
   for (;;) {
-    const key = sessionStorage.getItem(KEY);
+    const key = tab.getItem(KEY);
     const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
     let response;
     try {
@@ -48,7 +72,7 @@ function askKey(wrong) {
   return new Promise((done) => {
     $("key-form").onsubmit = (event) => {
       event.preventDefault();
-      sessionStorage.setItem(KEY, $("key").value.trim());
+      tab.setItem(KEY, $("key").value.trim());
       $("ask-key").close();
       done();
     };
@@ -70,83 +94,6 @@ async function* chunks(response) {
       if (chunk.error) throw new Error(chunk.error.message);
       yield chunk;
     }
-  }
-}
-
-
-// ----------------------------------------------------------------------------------------------- Markdown
-
-// Three things keep a model's text from becoming more than text: HTML in it is shown as it is written, DOMPurify lets
-// through only these elements, and the page's Content-Security-Policy runs no other script and loads nothing.
-const PURE = {
-  RETURN_DOM_FRAGMENT: true,
-  ALLOWED_TAGS: ("a blockquote br code del em h3 h4 h5 h6 hr li ol p pre strong " +
-    "table tbody td th thead tr ul").split(" "),
-  ALLOWED_ATTR: ["href", "title", "align", "start", "class"], // the class of a code block names its language
-  ALLOW_DATA_ATTR: false,
-  ALLOW_ARIA_ATTR: false,
-  ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
-  ADD_URI_SAFE_ATTR: ["align", "start"],
-};
-
-marked.use({
-  breaks: true,
-  tokenizer: {
-    html: () => undefined, // no HTML block: its text is a paragraph
-    tag(source) {
-      const line = /^<br *\/?>/i.exec(source);
-      return line ? { type: "br", raw: line[0] } : undefined;
-    },
-  },
-  renderer: {
-    heading({ tokens, depth }) { // h1 is the page's, h2 a message's
-      const level = Math.min(depth + 2, 6);
-      return `<h${level}>${this.parser.parseInline(tokens)}</h${level}>`;
-    },
-    image({ href, text }) { // is not loaded
-      const tokens = [{ type: "text", raw: text, text: text || href }];
-      return this.link({ href, tokens });
-    },
-    checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
-  },
-});
-
-/** The elements of one block of Markdown. */
-function rendered(token) {
-  const fragment = DOMPurify.sanitize(marked.parser([token]), PURE);
-  for (const link of fragment.querySelectorAll("a")) link.target = "_blank", link.rel = "noopener noreferrer";
-  for (const table of fragment.querySelectorAll("table")) wrap(table, "wide");
-  for (const pre of fragment.querySelectorAll("pre")) {
-    const head = document.createElement("div");
-    wrap(pre, "block").prepend(head);
-    add(head, "span", "", pre.firstChild.className.replace("language-", ""));
-    addButton(head, "Copy", (button) => copy(pre.textContent, button)).setAttribute("aria-label", "Copy code");
-  }
-  return fragment;
-}
-
-function wrap(element, kind) {
-  const box = document.createElement("div");
-  box.className = kind;
-  element.replaceWith(box);
-  box.append(element);
-  return box;
-}
-
-/** Show a text of Markdown, or more of one. Only the last two blocks are made anew, unless the text is `whole`: a line
- * that has begun may look like a block of its own and then belong to the one before. */
-function show(shown, text, whole) {
-  text = text.replace(/\r\n?/g, "\n");
-  const starts = (shown.starts ??= []); // of the blocks in the text
-  const again = starts.splice(whole ? 0 : -2);
-  let end = again[0] ?? 0;
-  again.forEach(() => shown.lastElementChild.remove());
-  for (const token of marked.lexer(text.slice(end))) {
-    if (token.type !== "space") {
-      add(shown, "div", "").append(rendered(token));
-      starts.push(end);
-    }
-    end += token.raw.length;
   }
 }
 
@@ -279,10 +226,14 @@ function showEnd(article, note, error) {
 /** Read an answer into `reply` and show it. Return the error that ended it, if one did. */
 async function read(reply, article, asked) {
   const thinking = article.children[1];
-  let frame = 0;
+  let waiting = false, ended = false, pause = 0;
   const draw = () => {
-    frame = 0;
+    if (ended) return;
+    const start = performance.now();
+    waiting = false;
     following(() => showMessage(article, reply, false));
+    const took = performance.now() - start;
+    pause = took > SLOW_MS ? 3 * took : 0;
   };
   try {
     for await (const { content, reasoning_content: thought } of deltas(asked, article.children[3].children[0])) {
@@ -290,12 +241,15 @@ async function read(reply, article, asked) {
       if (content && !reply.content) thinking.open = false;
       if (thought) reply.reasoning_content = (reply.reasoning_content ?? "") + thought;
       reply.content += content ?? "";
-      frame ||= requestAnimationFrame(draw);
+      if (waiting) continue;
+      waiting = true;
+      if (pause) setTimeout(() => requestAnimationFrame(draw), pause);
+      else requestAnimationFrame(draw);
     }
   } catch (error) {
     return error;
   } finally {
-    cancelAnimationFrame(frame);
+    ended = true;
     following(() => showMessage(article, reply));
   }
 }
@@ -362,34 +316,46 @@ function draw(from = 0) {
 function keep(one = chat) {
   if (one === chat) one.settings = Object.fromEntries(SETTINGS.map((name) => [name, $(name).value]));
   try {
-    if (one === chat) localStorage.setItem(LATEST, JSON.stringify(one.settings));
-    if (one.deleted || !one.messages.length) localStorage.removeItem(CHAT + one.id);
-    else localStorage.setItem(CHAT + one.id, JSON.stringify(one));
+    if (one === chat) local.setItem(LATEST, JSON.stringify(one.settings));
+    if (one.deleted || !one.messages.length) local.removeItem(CHAT + one.id);
+    else local.setItem(CHAT + one.id, JSON.stringify(one));
   } catch (error) {
     addError(`The browser cannot keep this conversation (${error.message}). Delete others.`);
   }
   listChats();
 }
 
-/** The conversation that the browser keeps under a name, or null where that is none. */
-function kept(name) {
+/** The value that the browser keeps under a name, or null where that is no JSON. */
+function stored(name) {
   try {
-    const found = JSON.parse(localStorage.getItem(name));
-    const turn = ({ role, content }, index) => role === ["user", "assistant"][index % 2] && content.trim;
-    const whole = found.messages.every(turn);
-    return whole && found.title.trim ? found : null;
+    return JSON.parse(local.getItem(name));
   } catch {
     return null;
   }
+}
+
+/** The conversation that the browser keeps under a name, or null where that is none. */
+function kept(name) {
+  const { title, changed, settings, messages } = stored(name) ?? {};
+  const isText = (value) => typeof value === "string";
+  const isTurn = (message, index) => message?.role === ["user", "assistant"][index % 2] && isText(message.content) &&
+    isText(message.reasoning_content ?? "");
+  if (!isText(title) || !Array.isArray(messages) || !messages.every(isTurn)) return null;
+  return { id: name.slice(CHAT.length), title, changed: Number(changed) || 0, settings: settingsIn(settings), messages };
+}
+
+/** The texts of the settings in a value that the browser has kept; others are empty. */
+function settingsIn(value) {
+  return Object.fromEntries(SETTINGS.map((name) => [name, typeof value?.[name] === "string" ? value[name] : ""]));
 }
 
 /** Open a conversation, or begin one. */
 function open(found) {
   stop();
   chat = found ?? { id: Date.now().toString(36) + Math.random().toString(36).slice(2, 8), title: "", messages: [] };
-  sessionStorage.setItem(OPEN, chat.id);
-  chat.settings ??= JSON.parse(localStorage.getItem(LATEST)) ?? {};
-  for (const name of SETTINGS.slice(1)) $(name).value = chat.settings[name] ?? "";
+  tab.setItem(OPEN, chat.id);
+  chat.settings ??= settingsIn(stored(LATEST));
+  for (const name of SETTINGS.slice(1)) $(name).value = chat.settings[name];
   chooseModel(chat.settings.model);
   if (editing !== null) edit(null, "");
   $("chats").hidePopover();
@@ -404,7 +370,7 @@ function chooseModel(wanted) {
 }
 
 function listChats() {
-  const names = Object.keys(localStorage).filter((name) => name.startsWith(CHAT));
+  const names = Object.keys(local).filter((name) => name.startsWith(CHAT));
   const chats = names.map(kept).filter(Boolean).sort((one, other) => other.changed - one.changed);
   $("list").replaceChildren();
   for (const { id, title } of chats) {
@@ -429,7 +395,7 @@ function rename(id, title) {
 function forget(id, title) {
   if (!confirm(`Delete “${title}”?`)) return;
   if (id === chat.id) chat.deleted = true;
-  localStorage.removeItem(CHAT + id);
+  local.removeItem(CHAT + id);
   if (id === chat.id) open(null);
   else listChats();
 }
@@ -514,5 +480,5 @@ $("save-markdown").addEventListener("click", () => save("text/markdown", "md", a
 $("ask-key").addEventListener("cancel", (event) => event.preventDefault()); // nothing works without the key
 addEventListener("storage", listChats); // another tab has changed it
 addEventListener("pagehide", () => running && keep());
-open(kept(CHAT + sessionStorage.getItem(OPEN)));
+open(kept(CHAT + tab.getItem(OPEN)));
 findModels();

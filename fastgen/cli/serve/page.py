@@ -1,4 +1,4 @@
-"""The pages of fgserve: a chat (page.html, page.css, page.js, vendor/), and Swagger UI for /openapi.json."""
+"""The pages of fgserve: a chat (page.html, page.css, page.js, markdown.js, vendor/), and Swagger UI."""
 
 from __future__ import annotations
 

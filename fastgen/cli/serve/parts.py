@@ -89,10 +89,18 @@ class ChatMessage(History):
     tool_call_id: str | None = None
 
     @property
+    def texts(self) -> str | list[dict[str, str]] | None:
+        """The content, with all parts of the type text."""
+        if not isinstance(self.content, list):
+            return self.content
+        texts = (part["text"] if part["type"] == "text" else part["refusal"] for part in self.content)
+        return [{"type": "text", "text": text} for text in texts]
+
+    @property
     def text(self) -> str | None:
-        if isinstance(self.content, list):
-            return "\n".join(part["text"] if part["type"] == "text" else part["refusal"] for part in self.content)
-        return self.content
+        """The content in one text."""
+        texts = self.texts
+        return "\n".join(part["text"] for part in texts) if isinstance(texts, list) else texts
 
     @model_validator(mode="before")
     @classmethod

@@ -101,10 +101,15 @@ class _BaseReply(Generic[Request]):
         reason: str | None = None,
         ids: SequenceOf[int] = (),
         versions: list[tuple[int, int, int]] | None = None,
+        stopped: int | str | None = None,
         **content: Any,
     ) -> dict[str, Any]:
-        """Return a choice or a part of one. content: its content, under its name in the API."""
+        """Return a choice or a part of one. stopped: the stop id or string that ended it. content: its content, under
+        its name in the API."""
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        if reason is not None:  # as in vLLM, the model's own end is None
+            asked = isinstance(stopped, str) or stopped in (self.request.stop_token_ids or ())
+            choice["stop_reason"] = stopped if asked else None
         if self.request.return_token_ids:
             choice["token_ids"], choice["weight_versions"] = list(ids), versions
         return choice
@@ -202,10 +207,12 @@ class ChatReply(_BaseReply[ChatRequest]):
             yield self._chunk(self._choice(index, logprobs, ids=ids, delta=_named(delta)))
             logprobs, ids = None, []  # they are sent with the first delta
         if event.finish_reason is not None:
-            yield self._chunk(self._choice(index, None, self._reason(event), (), event.weight_versions, delta={}))
+            end = self._choice(index, None, self._reason(event), (), event.weight_versions, event.stop_reason, delta={})
+            yield self._chunk(end)
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
-        deltas = self._parsers[event.index].push(event.text, event.finish_reason is not None)
+        reason = event.finish_reason
+        deltas = self._parsers[event.index].push(event.text, last=reason is not None, cut=reason == "length")
         if any("tool_calls" in delta for delta in deltas):
             self._called.add(event.index)
         shown = self.request.shows_reasoning
@@ -230,8 +237,10 @@ class ChatReply(_BaseReply[ChatRequest]):
         message = {**joined_message(self._deltas(event)), "refusal": None}
         if self._counters and self.request.shows_reasoning:  # null if the model has not thought
             message["reasoning_content"] = message["reasoning"] = message.get("reasoning_content")
-        logprobs, reason = self._logprobs(event), self._reason(event)
-        return self._choice(event.index, logprobs, reason, event.token_ids, event.weight_versions, message=message)
+        logprobs, reason, versions = self._logprobs(event), self._reason(event), event.weight_versions
+        return self._choice(
+            event.index, logprobs, reason, event.token_ids, versions, event.stop_reason, message=message
+        )
 
     def _logprobs(self, event: Event) -> dict[str, Any] | None:
         """Return an entry for each token, including the stop token."""
@@ -300,7 +309,7 @@ class CompletionReply(_BaseReply[CompletionRequest]):
         logprobs = None if self.request.logprobs is None else self._logprobs(event, index, first)
         text = prompt.text + event.text if first and self.request.echo else event.text
         reason, versions = event.finish_reason, event.weight_versions
-        choice = self._choice(index, logprobs, reason, event.token_ids, versions, text=text)
+        choice = self._choice(index, logprobs, reason, event.token_ids, versions, event.stop_reason, text=text)
         if self.request.return_token_ids and first:
             choice["prompt_token_ids"] = prompt.ids
         if self.request.prompt_logprobs is not None:

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from fastgen.text.grammar import FREE_FORMATS, MAX_GRAMMAR, choice_rule, json_rule, quoted
-from fastgen.text.tools.json_calls import DeepSeek, Mistral, MistralHeads, ObjectSyntax
+from fastgen.text.tools.json_calls import DeepSeek, MistralHeads, ObjectList, ObjectSyntax
 from fastgen.text.tools.parser import Function, Syntax
 from fastgen.text.tools.python_calls import Pythonic
 from fastgen.text.tools.values import Schemas, listed, python_text
@@ -20,7 +20,6 @@ Mark = Callable[[str], str]  # returns the rule of a mark
 _ANY = ("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "if")  # may add other arguments
 _FREE = {"type", "title", "description", "default", "examples", "deprecated", "format", "anyOf", "oneOf"}
 _ANY_NAME = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
-_TAG_ENDS = "\n</parameter>\n"
 
 
 def calls_rule(syntax: Syntax, first: str, mark: Mark, parallel: bool) -> str:
@@ -33,7 +32,7 @@ def calls_rule(syntax: Syntax, first: str, mark: Mark, parallel: bool) -> str:
         return f"({separator} {each})*" if parallel else ""
 
     match syntax:
-        case Mistral():
+        case ObjectList():
             return f'{first} " "? "[" call {repeated(quoted(", "), "call")} "]"'
         case MistralHeads():
             return f"{first} call {repeated(mark(syntax.opens), 'call')}"
@@ -41,8 +40,10 @@ def calls_rule(syntax: Syntax, first: str, mark: Mark, parallel: bool) -> str:
             begins, _, ends = syntax.each
             each = f"{mark(begins)} call {mark(ends)}"
             return f"{first} {each} {repeated(quoted(chr(10)) if syntax.fenced else '', each)} {mark(syntax.closes)}"
-        case Pythonic():
+        case Pythonic(closes=""):
             return f'{first} "[" call {repeated(quoted(", "), "call")} "]"'
+        case Pythonic():
+            return f'{first} "\\n" call {repeated(quoted(chr(10)), "call")} "\\n" {mark(syntax.closes)}'
         case _ if syntax.closes:  # Hermes and Qwen3-Coder
             rest = f'"\\n" call "\\n" {mark(syntax.closes)}'
             return f"{first} {rest} {repeated(quoted(chr(10)), f'{mark(syntax.opens)} {rest}')}"
@@ -65,13 +66,15 @@ def _call_rules(syntax: Syntax, functions: Sequence[Function], mark: Mark) -> It
     yield "call: " + " | ".join(f"call_{i}" for i in range(len(functions)))
     for i, function in enumerate(functions):
         if isinstance(syntax, QwenCoder):
-            yield from _tag_rules(f"call_{i}", function)
+            yield from _tag_rules(f"call_{i}", function, "\n" * syntax.lines)
         elif isinstance(syntax, Pythonic):
             yield from _python_rules(f"call_{i}", function)
         else:
             yield f"call_{i}: {_json_call(syntax, function, mark)}"
     if isinstance(syntax, QwenCoder):  # a lazy rule ends at the first occurrence of its end
-        yield f"tag_text[lazy]: TAG_TEXT {quoted(_TAG_ENDS)}"
+        ends = quoted("\n" * syntax.lines + "</parameter>\n")
+        yield f"tag_ends: {ends}"
+        yield f"tag_text[lazy]: TAG_TEXT {ends}"
         yield r"TAG_TEXT: /(.|\n)*/"
 
 
@@ -156,8 +159,8 @@ class _Arguments:
         )
 
 
-def _tag_rules(rule: str, function: Function) -> Iterator[str]:
-    """Yield the rules of a call in tags."""
+def _tag_rules(rule: str, function: Function, line: str) -> Iterator[str]:
+    """Yield the rules of a call in tags. line: the line break before values, or ""."""
     items, arguments = [], _Arguments(function)
     for place, (name, schema, required) in enumerate(arguments):
         if not re.fullmatch(r"[^<>\r\n]+", name):
@@ -165,10 +168,10 @@ def _tag_rules(rule: str, function: Function) -> Iterator[str]:
         value, new = arguments.rule(schema, f"{rule}_value{place}")
         if new:
             yield f"{value}: {_tag_value(name, schema, arguments)}"
-        yield f"{rule}_{place}: {quoted(f'<parameter={name}>{chr(10)}')} {value}"
+        yield f"{rule}_{place}: {quoted(f'<parameter={name}>{line}')} {value}"
         items.append(f"{rule}_{place}" + "?" * (not required))
     if arguments.takes_others:
-        yield f'{rule}_other: "<parameter=" {_ANY_NAME} ">\\n" tag_text'
+        yield f'{rule}_other: "<parameter=" {_ANY_NAME} {quoted(">" + line)} tag_text'
         items.append(f"{rule}_other*")
     begins, ends = quoted(f"<function={function.name}>\n"), quoted("</function>")
     yield f"{rule}: {begins} {' '.join(items)} {ends}"
@@ -178,9 +181,9 @@ def _tag_value(name: str, schema: Mapping[str, Any], arguments: _Arguments) -> s
     """Return the rule of an argument in a tag, and of the end of the tag: text, or the JSON of another type."""
     if values := arguments.values(schema):
         texts = ([value] if isinstance(value, str) else [json.dumps(value), python_text(value)] for value in values)
-        return f"{choice_rule(dict.fromkeys(chain(*texts)))} {quoted(_TAG_ENDS)}"
+        return f"{choice_rule(dict.fromkeys(chain(*texts)))} tag_ends"
     if "string" not in arguments.schemas.types(schema):
-        return f"{arguments.literal(schema)} {quoted(_TAG_ENDS)}"
+        return f"{arguments.literal(schema)} tag_ends"
     if arguments.function.strict and not arguments.is_free(schema):
         raise ValueError(
             f"the text {name!r} of the strict function {arguments.function.name} has limits that cannot be enforced in "

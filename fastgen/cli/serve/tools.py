@@ -54,7 +54,7 @@ class Calling:
         return [tool.for_template() for tool in self._tools] or None
 
     def template_messages(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-        """Return messages for `Tokenizer.encode_chat`. Content becomes one string, and the role developer becomes
+        """Return messages for `Tokenizer.encode_chat`. Content becomes text, or parts of it; the role developer becomes
         system."""
         asked = any(message.tool_calls or message.role == "tool" for message in messages)
         if self._syntax is None and asked:
@@ -119,7 +119,7 @@ class Calling:
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
-    written = {**message.model_dump(exclude_none=True), "content": message.text or ""}
+    written = {**message.model_dump(exclude_none=True), "content": message.texts if message.content else ""}
     if message.role == "developer":
         written["role"] = "system"
     if not message.tool_calls:

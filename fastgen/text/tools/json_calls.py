@@ -1,6 +1,7 @@
 """Calls whose arguments are JSON: in an object with the name, or after a head with the name and marks.
 
     Hermes        <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>, one or more
+    ObjectList    <|tool_call|>[{"name": "f", "arguments": {...}}, ...]
     Mistral       [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]
     Llama         {"name": "f", "parameters": {...}}, perhaps after <|python_tag|>
     MistralHeads  [TOOL_CALLS]f[ARGS]{...}, one or more; with an id: [TOOL_CALLS]f[CALL_ID]123456789[ARGS]{...}
@@ -9,6 +10,8 @@
                   <|tool▁call▁begin|>f<|tool▁sep|>{...}<|tool▁call▁end|>
 
 DeepSeek's marks have fullwidth bars.
+
+Models deviate from these forms. As long as the meaning is clear, a call is found: see `CallReader` and `LooseJson`.
 """
 
 from __future__ import annotations
@@ -22,14 +25,13 @@ from typing import Any, ClassVar
 
 import regex
 
-from fastgen.text.tools.parser import SAMPLE, WS, Found, Function, Scan, Syntax, ToolParser, either
+from fastgen.text.tools.call_reader import CallReader
+from fastgen.text.tools.parser import HELD, SAMPLE, WS, Found, Function, Syntax, ToolParser
 
-_PLACES = regex.compile(r'["\\{}\[\]]')
-_STRING = r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
-_OTHER = rf'(?:"(?:type|id)"{WS}:{WS}{_STRING}{WS},{WS})*+'
-# The end of a call after its arguments: further fields (text, a number, true, false or null), and the bracket of the
-# object, which small models forget.
-_REST = rf"(?:{WS},{WS}{_STRING}{WS}:{WS}(?:{_STRING}|[-+.\w]++))*+{WS}\}}?+"
+_FENCE = rf"(?:```(?:json)?+{WS})?+"  # the beginning of a block of code in Markdown
+_OBJECT = r"(?=\{)"
+_LIST = rf"\[{WS}{_OBJECT}"
+_MISTRAL_HEAD = rf"(?P<name>[\w.-]++){WS}(?:\[CALL_ID\]{WS}\w++{WS})?+(?:\[ARGS\]|(?=\{{{WS}[\"'}}]))"
 
 
 @dataclass(frozen=True)
@@ -40,22 +42,19 @@ class JsonSyntax(Syntax):
         return JsonParser(self, [function.name for function in functions])
 
     @abstractmethod
-    def head(self, known: Collection[str] | None) -> str:
-        """Return the pattern of a call up to the opening bracket of its arguments, with a group `name`. known: the
-        names that it may have; None: any."""
-
-    def begins(self, known: Collection[str] | None) -> str:
-        """Return the pattern of the beginning of the first call: with its mark, or without it if `known` is given."""
-        return ("" if known is not None else re.escape(self.opens) + WS) + self.head(known)
-
-    @abstractmethod
-    def goes_on(self, head: str) -> str:
-        """Return the pattern of the text after a call's arguments: the end of the calls, or the next call's head."""
+    def begins(self, marked: bool) -> str:
+        """Return the pattern of the text before the first call's object or, after a group `name`, its arguments.
+        marked: it has the opening mark."""
 
     @property
-    def rest(self) -> str:
-        """The pattern of the text after a call's arguments that is no content if `goes_on` does not match."""
-        return ""
+    def stops(self) -> str:
+        """The pattern of marks that end a call, however incomplete it is."""
+        return re.escape(self.opens)
+
+    @property
+    def ends(self) -> str:
+        """The pattern of a mark after a call, or ""."""
+        return re.escape(self.closes)
 
 
 # ------------------------------------------------------------------------------------------------- objects
@@ -68,17 +67,12 @@ class ObjectSyntax(JsonSyntax):
     arguments: str = "arguments"
 
     @property
-    def rest(self) -> str:
-        return _REST
-
-    @property
     def first(self) -> str:
         return "{"
 
-    def head(self, known: Collection[str] | None) -> str:
-        name = _STRING if known is None else either(map(json.dumps, known))
-        arguments = rf'"(?:arguments|parameters)"{WS}:{WS}\{{'
-        return rf'\{{{WS}{_OTHER}"name"{WS}:{WS}(?P<name>{name}){WS},{WS}{_OTHER}{arguments}'
+    def begins(self, marked: bool) -> str:
+        mark = re.escape(self.opens) + WS + _FENCE if marked else ""
+        return f"{mark}(?:{_LIST}|{_OBJECT})"
 
 
 class Hermes(ObjectSyntax):
@@ -86,31 +80,34 @@ class Hermes(ObjectSyntax):
 
     separate = True
 
-    def goes_on(self, head: str) -> str:
-        return self.rest + WS + re.escape(self.closes)
+    @property
+    def stops(self) -> str:
+        return f"```|{re.escape(self.opens)}|{re.escape(self.closes)}"
+
+    @property
+    def ends(self) -> str:
+        return rf"(?:```{WS})?+{re.escape(self.closes)}"
 
 
-class Mistral(ObjectSyntax):
-    """The format of Mistral v3: one list of objects, after a mark."""
-
-    short_ids = True
+class ObjectList(ObjectSyntax):
+    """One list of objects, after a mark."""
 
     @property
     def first(self) -> str:
         return "["
 
-    def begins(self, known: Collection[str] | None) -> str:
-        return ("" if known is not None else re.escape(self.opens) + WS) + rf"\[{WS}" + self.head(known)
 
-    def goes_on(self, head: str) -> str:
-        return self.rest + WS + rf"(?:\]|,{WS}{head})"
+class Mistral(ObjectList):
+    """The format of Mistral v3, which also calls without the mark."""
+
+    short_ids = True
+
+    def begins(self, marked: bool) -> str:
+        return rf"{re.escape(self.opens)}{WS}(?:{_LIST}|{_OBJECT}|{_MISTRAL_HEAD})" if marked else _LIST
 
 
 class Llama(ObjectSyntax):
     """Objects, perhaps after a mark."""
-
-    def goes_on(self, head: str) -> str:
-        return self.rest + WS + rf";?+{WS}{head}"
 
 
 # ------------------------------------------------------------------------------------------------- heads
@@ -123,11 +120,12 @@ class MistralHeads(JsonSyntax):
     ids: bool = False
     short_ids = True
 
-    def head(self, known: Collection[str] | None) -> str:
-        return rf"(?P<name>[\w.-]++){WS}(?:\[CALL_ID\]\w++)?+{WS}\[ARGS\]{WS}\{{"
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.opens, "[CALL_ID]", "[ARGS]")
 
-    def goes_on(self, head: str) -> str:
-        return ""
+    def begins(self, marked: bool) -> str:
+        return rf"{re.escape(self.opens)}{WS}(?:{_LIST}|{_OBJECT}|{_MISTRAL_HEAD})"
 
 
 @dataclass(frozen=True)
@@ -138,21 +136,21 @@ class DeepSeek(JsonSyntax):
     each: ClassVar = ("<\uff5ctool▁call▁begin\uff5c>", "<\uff5ctool▁sep\uff5c>", "<\uff5ctool▁call▁end\uff5c>")
 
     @property
-    def rest(self) -> str:
-        return rf"(?:{WS}```)?+(?:{WS}{self.each[2]})?+"
+    def marks(self) -> tuple[str, ...]:
+        return (self.opens, self.closes, *self.each)
 
-    def head(self, known: Collection[str] | None) -> str:
-        begins, middle, _ = self.each
-        if self.fenced:
-            return rf"{begins}{WS}function{WS}{middle}{WS}(?P<name>[\w.-]++){WS}```(?:json)?+{WS}\{{"
-        return rf"{begins}{WS}(?P<name>[\w.-]++){WS}{middle}{WS}\{{"
+    @property
+    def stops(self) -> str:
+        return "```|" + "|".join(self.marks)
 
-    def begins(self, known: Collection[str] | None) -> str:
-        return rf"(?:{self.opens}{WS})?+" + self.head(known)
+    @property
+    def ends(self) -> str:
+        return rf"```|{self.each[2]}|{self.closes}"
 
-    def goes_on(self, head: str) -> str:
-        fence = f"{WS}```" if self.fenced else ""
-        return rf"{fence}{WS}{self.each[2]}{WS}(?:{self.closes}|{head})"
+    def begins(self, marked: bool) -> str:
+        begins, middle, ends = self.each
+        name = rf"(?:function{WS}{middle}{WS})?(?P<name>[\w.-]++){WS}(?:{middle}{WS})?+{_FENCE}"
+        return rf"(?:{self.opens}{WS})?+{begins}{WS}{name}(?=[{{\"]|null|{ends})"
 
     def forms(self, arguments: Mapping[str, Any] | str) -> list[tuple[str | None, Any]]:
         """DeepSeek's templates concatenate the text of the arguments, and some write a call only without content."""
@@ -161,11 +159,12 @@ class DeepSeek(JsonSyntax):
 
     def shows(self, text: str) -> bool:
         pieces = self.parser([]).push(text, last=True)
-        calls = [call["function"] for delta in pieces for call in delta.get("tool_calls", ())]
-        return json.dumps(SAMPLE[1]) in "".join(call["arguments"] for call in calls)
+        return json.dumps(SAMPLE[1]) in text and any("tool_calls" in delta for delta in pieces)
 
 
 # ------------------------------------------------------------------------------------------------- the parser
+
+_AGAIN = regex.compile(rf"{WS}(?:[,;]{WS})?+(?:\[{WS})?+(?=\{{)")  # before another object
 
 
 class JsonParser(ToolParser):
@@ -173,48 +172,90 @@ class JsonParser(ToolParser):
     calls without a mark may have."""
 
     def __init__(self, syntax: JsonSyntax, known: Collection[str]) -> None:
-        super().__init__({syntax.opens[0]} | ({syntax.first} if syntax.bare else set()))
+        super().__init__({syntax.opens[0]} | ({"{", "["} if syntax.bare else set()))
+        self._bare, self._separate, self._stops, self._known = syntax.bare, syntax.separate, syntax.stops, known
+        self._begins = {marked: regex.compile(syntax.begins(marked)) for marked in (True, False)}
+        self._ends = regex.compile(rf"{WS}(?:[}}\]]|(?P<mark>{syntax.ends or '(?!)'}))")
         self._marked = True  # the current call has its mark
-        self._scan = Scan(_PLACES)
-        self._bare = syntax.bare
-        # Patterns of the beginning of a call, and of the text after its arguments: {the call has its mark: pattern}.
-        names = {True: None, False: known}
-        self._begins = {marked: regex.compile(syntax.begins(each)) for marked, each in names.items()}
-        self._goes_on = {marked: regex.compile(syntax.goes_on(syntax.head(each))) for marked, each in names.items()}
-        self._rest = regex.compile(syntax.rest)
+        self._reader: CallReader | None = None  # of the current call, or of what may be one
+        self._start = 0  # index of that call
 
     def _match_call(self, at: int, last: bool) -> Found:
-        self._marked = True
-        found = self._match(self._begins[True], at, last)
-        if found is None and (self._bare == "anywhere" or (self._bare == "start" and self._is_first(at))):
-            self._marked = False
-            found = self._match(self._begins[False], at, last)
-        return found
+        if self._reader is None:
+            found = self._match(self._begins[True], at, last)
+            self._marked = found is not None
+            if found is None and (self._bare == "anywhere" or (self._bare == "start" and self._is_first(at))):
+                found = self._match(self._begins[False], at, last)
+            if found is None or found.partial:
+                return found
+            self._new_reader(at, found)
+        self._read_call(at, last)
+        if last and self._reader is not None and self._reader.partial:
+            self._drop_reader()
+        return self._reader
 
-    def _begin(self, found: Found) -> None:
-        name = found["name"]
-        self._call(json.loads(name) if name.startswith('"') else name)
-        self._text, self._state = self._text[found.end() - 1 :], self._read_arguments
-        self._scan = Scan(_PLACES)
+    def _new_reader(self, at: int, found: Found) -> None:
+        names, name = None if self._marked else self._known, found.groupdict().get("name") or ""
+        self._reader, self._start = CallReader(self._stops, names, name, found.end()), at
+
+    def _drop_reader(self) -> None:
+        """Give up what may have been a call. No other is looked for in its arguments."""
+        assert self._reader is not None
+        self._passed = self._reader.at if self._reader.has_arguments else 0
+        self._reader = None
+
+    def _read_call(self, at: int, last: bool) -> None:
+        """Read on in what may be a call, and give it up if it is none."""
+        reader, last = self._reader, last and not self._cut
+        assert reader is not None
+        reader.at, self._start = reader.at + at - self._start, at
+        if not reader.has_arguments:
+            head = self._text[: at + HELD]
+            reader.read(head, last and len(head) == len(self._text))
+        if reader.has_arguments:
+            reader.read(self._text, last)
+        held = not reader.has_arguments and len(self._text) >= at + HELD
+        if reader.failed or (reader.partial and held):
+            self._drop_reader()
+
+    def _begin(self, found: CallReader) -> None:
+        self._call(found.name)
+        self._text, found.at, self._state = self._text[found.at :], 0, self._read_arguments
+        self._argue(found.take())
 
     def _read_arguments(self, last: bool) -> bool:
-        self._scan.run(self._text)
-        piece = self._text[: self._scan.at]
-        self._argue(piece)
-        self._text = self._text[len(piece) :]
-        self._scan.at -= len(piece)
-        if self._scan.done:
-            self._state = self._read_next
-        return self._scan.done
+        reader = self._reader
+        assert reader is not None
+        reader.read(self._text, last and not self._cut)
+        self._text, reader.at = self._text[reader.at :], 0
+        self._argue(reader.take())
+        if reader.done:
+            self._reader, self._state = None, self._read_next
+        return reader.done
+
+    def _close(self) -> None:
+        if self._reader is not None and self._reader.begun:
+            self._reader.finish()
+            self._argue(self._reader.take())
 
     def _read_next(self, last: bool) -> bool:
-        """Read the end of a call, then the mark that closes it, the end of a list, or the beginning of the next."""
-        found = self._match(self._goes_on[self._marked], 0, last=False)
-        if found is not None and found.partial:
+        """Read what follows a call: another one, brackets and marks that close it, or content."""
+        again = _AGAIN.match(self._text, partial=True)
+        if again is not None and again.partial:
+            return False
+        if again is not None:
+            if self._reader is None:
+                self._new_reader(0, again)
+            self._read_call(0, last)
+            if self._reader is not None and not self._reader.partial:
+                self._begin(self._reader)
+                return True
+            if self._reader is not None and (not last or self._cut):
+                return False
+        ends = self._ends.match(self._text, partial=True)
+        if ends is not None and ends.partial:
             return False  # if the answer ends here, the rest is a part of the closing mark
-        if found is not None and found.groupdict().get("name"):
-            self._begin(found)
-        else:
-            found = found or self._rest.match(self._text)
-            self._text, self._state = self._text[found.end() :], self._read_content
+        ended = ends is None or (self._separate and ends["mark"] is not None)
+        self._text = self._text if ends is None else self._text[ends.end() :]
+        self._reader, self._state = None, self._read_content if ended else self._read_next
         return True

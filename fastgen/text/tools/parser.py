@@ -61,6 +61,11 @@ class Syntax(ABC):
         """The character with which a call without its mark begins."""
         return self.opens[0]
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The marks of calls, which are special tokens in some models."""
+        return (self.opens, self.closes) if self.closes else (self.opens,)
+
     @abstractmethod
     def parser(self, functions: Collection[Function]) -> ToolParser:
         """Return a parser of one answer. functions: those that calls without a mark may name."""
@@ -82,8 +87,9 @@ class ToolParser(ABC):
     """An incremental parser of one answer.
 
     Text around calls is content, except white space next to a call; so is text that only resembles a call. A call is
-    reported when its name is known and its arguments begin. The arguments follow as the model writes them, so the last
-    call of a truncated answer may be incomplete. The result does not depend on how the text is cut into pieces.
+    reported when its name is known and its arguments begin. The arguments follow as the model writes them; they are
+    valid JSON, except in the last call of an answer that was cut off. The result does not depend on how the text is cut
+    into pieces.
 
     starts: characters with which a call may begin. calls: number of calls reported so far.
     """
@@ -95,17 +101,22 @@ class ToolParser(ABC):
         self._said = False  # some content was reported
         self._after_call = False  # no content since the last call
         self._due = 0  # length of the text from which it is matched again
+        self._cut = False  # the answer ends where its length is used up
+        self._passed = 0  # index before which no call begins, after `_match_call` has found none
         self._starts = regex.compile("|".join(map(regex.escape, sorted(starts))))
         self._state: Callable[[bool], bool] = self._read_content
 
-    def push(self, text: str, last: bool = False) -> list[dict[str, Any]]:
-        """Return the deltas that a piece of text adds. last: this is the last piece."""
-        self._text += text
+    def push(self, text: str, last: bool = False, cut: bool = False) -> list[dict[str, Any]]:
+        """Return the deltas that a piece of text adds. last: this is the last piece. cut: the answer was cut off after
+        it; otherwise the arguments of the last call are completed, so that they are valid JSON."""
+        self._text, self._cut = self._text + text, cut
         if len(self._text) < self._due and not last:
             return []
         self._due = 0
         while self._text and self._state(last):
-            pass
+            self._due = 0  # which only the state that waits for more text has set
+        if last and not cut:
+            self._close()
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -116,6 +127,10 @@ class ToolParser(ABC):
     @abstractmethod
     def _begin(self, found: Found) -> None:
         """Report the call that was matched, consume its beginning, and set the state that reads on."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Complete the arguments of a call that the end of the answer leaves open."""
 
     def _match(self, pattern: Pattern, at: int, last: bool) -> Found:
         """Match a pattern at an index. The match is `partial` if it depends on later text, and None if later text
@@ -135,7 +150,7 @@ class ToolParser(ABC):
     # Each state consumes a part of the text, and returns False if it needs more text.
 
     def _read_content(self, last: bool) -> bool:
-        at = 0
+        at = self._passed = 0
         while start := self._starts.search(self._text, at):
             at = start.start()
             found = self._match_call(at, last)
@@ -145,7 +160,7 @@ class ToolParser(ABC):
                 return True
             if found is not None:
                 break
-            at += 1
+            at = max(at + 1, self._passed)
         else:
             at = len(self._text)
         content = self._text[:at]
@@ -219,8 +234,3 @@ def without_blank(text: str) -> str:
 def new_call_id() -> str:
     """Return nine letters and digits, the only form of id that Mistral's templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-
-
-def either(names: Iterable[str]) -> str:
-    """Return a pattern that matches any of these texts."""
-    return "|".join(map(regex.escape, names)) or "(?!)"

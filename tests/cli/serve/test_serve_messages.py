@@ -194,8 +194,9 @@ def test_text_and_calls_are_blocks_in_their_order() -> None:
     assert starts == stops == [0, 1, 2, 3]
     content = reply.body()["content"]
     assert [block.get("text") or block["input"] for block in content] == ["so:", {"a": 1}, "then", {"a": 12, "b": "x"}]
-    broken = '<tool_call>\n{"name": "add", "arguments": {a: 1}}\n</tool_call>'
-    assert reply_of(tools=[ADD]).whole([Event(0, 0, [1], broken, "stop")])["content"][0]["input"] == {}
+    deep = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {"[" * 1000}{"]" * 1000}}}}}\n</tool_call>'
+    for broken, read in (('<tool_call>\n{"name": "add", "arguments": {a: 1', {"a": 1}), (deep, {})):
+        assert reply_of(tools=[ADD]).whole([Event(0, 0, [1], broken, "stop")])["content"][0]["input"] == read
 
 
 def test_a_request_of_claude_code() -> None:

@@ -100,7 +100,7 @@ def test_models_on_other_gpus_or_with_a_share_of_their_own_are_left_alone(tmp_pa
     [
         (["--port", "70000"], None, {}, "argument --port: is 70000; it must be at least 0 and at most 65535"),
         (["--api-key", ""], None, {}, "argument --api-key: is empty; give it a value, or leave it out"),
-        *((["--api-key", key], None, {}, "--api-key is empty, or has white space") for key in (" ", "a ", "\ta", "a\nb")),
+        *((["--api-key", key], None, {}, "--api-key is empty, or has white") for key in (" ", "a ", "\ta", "a\nb")),
         ([], None, {"FASTGEN_API_KEY": "a\n"}, "--api-key is empty, or has white space"),
         (["--grammar-timeout=1e308"], None, {}, "--grammar-timeout: is 1e+308; it must be above 0 and at most"),
         (["--max-body-mb=nan"], None, {}, "argument --max-body-mb: is nan; it must be above 0"),

@@ -74,6 +74,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("endless")
     save_random("Llama", {**SIZES, "max_position_embeddings": 4096, "eos_token_id": None}, folder)
     save_tokenizer(folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token": None}))
     with Server(FGSERVE, str(folder), "--served-model-name", "mine", "--api-key", KEY) as server:
         yield server
 
@@ -239,7 +241,7 @@ def test_the_policy_and_the_switch() -> None:
     hashes = {tag: " ".join(map(csp_hash, texts)) for tag, texts in inside.texts.items()}
     policy = page.headers["content-security-policy"]
     assert f"script-src {hashes['script']}; style-src {hashes['style']}; require-trusted-types-for 'script'" in policy
-    assert (len(inside.texts["script"]), inside.loaded) == (3, [])
+    assert (len(inside.texts["script"]), inside.loaded) == (4, [])
     assert client.head("/").status_code == 200
     docs = client.get("/docs")
     loaded = re.findall(r"<(?:script|link)[^>]*https://[^>]*>", docs.text)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from typing import Any
 
 import pytest
+from grammars import add
 
 from fastgen import Generator
 from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest
 from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
 from fastgen.request import Event
+from fastgen.text.reasoning import AnswerParser
+from fastgen.text.tools.formats import HERMES
+from fastgen.text.tools.parser import Function
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -43,6 +48,33 @@ def test_a_failed_sample_fails_the_request(
         with pytest.raises(ApiError, match=message) as raised:
             getattr(reply, way)([Event(0, 0, [], "", finish_reason=reason, error=error)])
         assert (raised.value.status, raised.value.body["error"]["type"]) == (status, kind)
+
+
+@pytest.mark.parametrize(
+    ("reason", "arguments"), [("stop", '{"a": "x\\n", "b": []}'), ("length", '{"a": "x\\n", "b": [')]
+)
+def test_the_arguments_of_a_call_are_json_unless_the_answer_was_cut_off(reason: Any, arguments: str) -> None:
+    text = 'So: <tool_call>{"name": "get", "arguments": {"a": "x\n", "b": ['
+
+    def reply() -> ChatReply:
+        parser = partial(HERMES.parser, [Function("get")])
+        return ChatReply(
+            ChatRequest(messages=HELLO), "tiny", PromptTokens([1]), None, lambda: AnswerParser(None, tools=parser())
+        )
+
+    (whole,) = reply().whole([Event(0, 0, [1], text, reason)])["choices"]
+    streamed = reply()
+    chunks = [chunk for letter in text for chunk in streamed.push([Event(0, 0, [1], letter)])]
+    chunks += streamed.push([Event(0, 0, [], "", reason)])
+    content, ((_, name, said),) = add([chunk["choices"][0]["delta"] for chunk in chunks])
+    assert (content, name, said) == ("So:", "get", arguments)
+    (call,) = whole["message"]["tool_calls"]
+    assert (call["function"]["name"], call["function"]["arguments"]) == (name, said)
+    assert (
+        chunks[-1]["choices"][0]["finish_reason"]
+        == whole["finish_reason"]
+        == {"stop": "tool_calls"}.get(reason, reason)
+    )
 
 
 def test_values_that_json_lacks_are_replaced(vocabulary: Vocabulary) -> None:

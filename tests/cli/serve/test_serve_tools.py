@@ -274,6 +274,20 @@ def read(messages: list[dict[str, Any]]) -> list[ChatMessage]:
     return read_request(ChatRequest, json.dumps({"messages": messages}).encode()).messages
 
 
+def test_parts_of_messages_reach_a_template_that_reads_parts(talker: Path) -> None:
+    parts = [{"type": "text", "text": text} for text in ("a", "b")]
+    asked = [{"role": "developer", "content": "brief"}, {"role": "user", "content": parts}]
+    asked.append({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]})
+    tokenizer = Tokenizer(talker)
+    for written, expected in (
+        ("{% for p in m.content %}{{ p.text }}{% endfor %}", "[system]brief[user]ab[assistant]no"),
+        ("{{ m.content }}", "[system]brief[user]a\nb[assistant]no"),
+    ):
+        tokenizer.hf.chat_template = "{% for m in messages %}[{{ m.role }}]" + written + "{% endfor %}"
+        messages = Calling(tokenizer, []).template_messages(read(asked))
+        assert tokenizer.render_chat(messages, add_generation_prompt=False) == expected
+
+
 def test_the_template_reveals_the_format(model: Model, talker: Path) -> None:
     assert model[1].tool_syntax is SYNTAXES[model[0]]
     assert Tokenizer(talker).tool_syntax is None

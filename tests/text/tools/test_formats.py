@@ -5,7 +5,21 @@ from __future__ import annotations
 import pytest
 
 from fastgen.engine.options import GeneratorOptions
-from fastgen.text.tools.formats import FORMATS, HERMES, LLAMA, MISTRAL, MISTRAL_V11, MISTRAL_V13, find_format
+from fastgen.text.tools.formats import (
+    CALL_MARKS,
+    FORMATS,
+    GRANITE,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_V11,
+    MISTRAL_V13,
+    OLMO_3,
+    PHI_4_MINI,
+    QWEN_CODER,
+    SEED_OSS,
+    find_format,
+)
 
 
 def test_a_name_overrides_the_template() -> None:
@@ -23,6 +37,24 @@ def test_a_name_overrides_the_template() -> None:
 )
 def test_the_template_tells_the_version_of_mistral(template: str, syntax: object) -> None:
     assert find_format(template, "mistral") is syntax
+
+
+@pytest.mark.parametrize(
+    ("template", "syntax"),
+    [
+        ("<tool_call>\\n<function=example_function_name>", QWEN_CODER),
+        ("<seed:tool_call>\\n<function=example_function_name>", SEED_OSS),
+        ("<function_calls>", OLMO_3),
+        ("<|tool_call|>", GRANITE),
+        ('functools[{"name": [function name]', PHI_4_MINI),
+    ],
+)
+def test_the_template_tells_the_format(template: str, syntax: object) -> None:
+    assert find_format(template) is syntax
+
+
+def test_marks_that_models_have_as_tokens_are_known() -> None:
+    assert {"<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"} < CALL_MARKS
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known() -> None:

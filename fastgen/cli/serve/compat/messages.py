@@ -291,8 +291,8 @@ class MessageReply(BlockReply):
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object. For a call that was cut off, this is the part that exists. For text
-    that is not JSON, it is {}, which the tool's own check will report to the model."""
+    """Return the arguments of a call as an object. For a call that was cut off, this is the part that exists. For JSON
+    that is nested too deep to be read, it is {}, which the tool's own check will report to the model."""
     try:
         found: dict[str, Any] = from_json(arguments or "{}", allow_partial="trailing-strings")
     except ValueError:
