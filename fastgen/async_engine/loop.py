@@ -30,7 +30,7 @@ from fastgen.async_engine.log_pipe import LOG_SECONDS, LogPipe
 from fastgen.engine.stats import Stats
 from fastgen.processes.channel import Channel, Failed, Start
 from fastgen.processes.errors import DepartedError, portable
-from fastgen.processes.memory import trim_heap
+from fastgen.processes.process_memory import trim_heap
 from fastgen.processes.spawning import end_with_parent
 from fastgen.request import Completion, Event, Prompt, SamplingParams
 from fastgen.text.grammar import Compiler, GrammarMask, named_error
@@ -251,6 +251,8 @@ class EngineLoop:
     def pause(self) -> None:
         """Run no steps until `resume`. Running requests stay as they are, and new ones wait."""
         self._paused, self._draining = True, False
+        self._stats_sent = 0.0
+        self._report([])  # before the answer, so that whoever has paused the engine reads exact counters
 
     def resume(self) -> None:
         self._paused = self._draining = False

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fastgen.processes.memory import trim_heap, used_memory
+from fastgen.processes.process_memory import trim_heap, used_memory
 from fastgen.processes.stopping import Stoppable, StoppedError
 
 TEMPLATE_SECONDS = 5.0  # CPU time; usual conversations take milliseconds

@@ -8,7 +8,7 @@ from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any
 
-from fastgen.async_engine.loop import INTAKE_SECONDS, Abort, EngineLoop, Submit
+from fastgen.async_engine.loop import INTAKE_SECONDS, Abort, Answer, Call, EngineLoop, StepEnded, Submit
 from fastgen.engine.stats import Stats
 from fastgen.request import Event, SamplingParams
 
@@ -66,3 +66,19 @@ def test_arrivals_delay_a_step_for_a_limited_time_and_aborts_do_not() -> None:
     most = int(INTAKE_SECONDS / 0.004) + 1
     assert all(then - at - 1 <= most for at, then in pairwise(steps))
     assert steps[0] <= most + 1
+
+
+def test_pause_reports_all_steps_before_its_answer() -> None:
+    """Whatever comes after the answer, such as an update of the weights, may take longer than anyone waits."""
+    gen, sent = FakeGenerator(), list[Any]()
+    gen.left[0] = 3
+    loop = EngineLoop(gen, incoming := SimpleQueue(), sent.append)  # type: ignore[arg-type]
+    loop.turn()
+    assert isinstance(sent.pop(), StepEnded)
+    incoming.put(Call(7, "pause", (), {}))
+    incoming.put(Call(8, "resume", (), {}))
+    loop.turn()
+    report, answer, *_ = sent
+    assert isinstance(report, StepEnded)
+    assert report.stats is not None
+    assert answer == Answer(7)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,15 +169,25 @@ def test_updates_by_every_way(gen: RemoteGenerator, here: Generator, talker: Pat
 def test_requests_in_flight(gen: RemoteGenerator, server: Server, weights: Weights, in_flight: str) -> None:
     version = gen.weight_version
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(gen.generate, [random_ids(5)], LONG)
-        until(lambda: server.stats()["running"] == 1)
-        assert "are in flight" in refusal(lambda: gen.update_weights(weights), ValueError)
-        gen.pause()
-        assert gen.update_weights(weights, in_flight=in_flight) == version + 1
-        steps = server.stats()["steps_total"]
-        time.sleep(0.05)
-        assert server.stats()["steps_total"] == steps
-        gen.resume()
+
+        def begin() -> Future[list[RequestOutput]]:
+            running = pool.submit(gen.generate, [random_ids(5)], LONG)
+            until(lambda: server.stats()["running"] or running.done())
+            gen.pause()
+            return running
+
+        try:
+            running = begin()
+            while not server.stats()["running"]:  # the request has ended before the engine was paused
+                gen.resume()
+                running = begin()
+            assert "are in flight" in refusal(lambda: gen.update_weights(weights), ValueError)
+            assert gen.update_weights(weights, in_flight=in_flight) == version + 1
+            steps = server.stats()["steps_total"]
+            time.sleep(0.05)
+            assert server.stats()["steps_total"] == steps
+        finally:
+            gen.resume()
         (output,) = running.result()
     (completion,) = output.completions
     spans = completion.weight_versions

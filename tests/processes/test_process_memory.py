@@ -1,4 +1,4 @@
-"""memory.py: the memory of this process."""
+"""process_memory.py: the memory of this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from fastgen.processes.memory import trim_heap, used_memory
+from fastgen.processes.process_memory import trim_heap, used_memory
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
