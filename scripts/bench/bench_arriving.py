@@ -57,25 +57,39 @@ LIMITED = ((40.0, 0, 0), (50.0, 0, 0), (8.0, LONG, EVERY))
 REFILLED = {"lanes": 64, "prompt": 512, "longest": 1024, "requests": 320}
 
 
+PARTS = ("steps", "masked", "refilled", "variants", "served", "limits")
+
+
 def bench_arriving(arguments: argparse.Namespace) -> None:
-    smoke, alone = arguments.smoke, arguments.tensor_parallel == 1
+    smoke, wanted = arguments.smoke, arguments.only or PARTS
     report: dict[str, Any] = {}
-    with ready_generator(arguments, prefix_cache=False, max_model_len=512 if smoke else CONTEXT) as (gen, ready):
-        report["ready_seconds"] = ready
-        report["steps"] = measure_steps(gen, *(((0, 2), (0, 16)) if smoke else (LANES, PROMPTS)))
-        report["masked"] = (
-            measure_steps(gen, (2,), (16,), Even()) if smoke else measure_steps(gen, (64,), (512,), Even())
-        )
-        report["refilled"] = measure_refilled(gen, smoke)
-    if alone and not arguments.quantization:  # else the options are of a variant themselves
-        report["variants"] = {}
-        for name, options in VARIANTS.items() if not smoke else ():
-            with variant(arguments, options) as gen:
-                print(name, flush=True)
-                report["variants"][name] = measure_steps(gen, VARIANT[:1], VARIANT[1])
-        report["served"] = measure_served(arguments, SERVED)
-        report["limits"] = {limit: measure_served(arguments, LIMITED, limit) for limit in LIMITS if not smoke}
-    write_report(arguments, "arriving", report, show=smoke)
+    if not {"steps", "masked", "refilled"}.isdisjoint(wanted):
+        with ready_generator(arguments, prefix_cache=False, max_model_len=512 if smoke else CONTEXT) as (gen, ready):
+            report["ready_seconds"] = ready
+            if "steps" in wanted:
+                report["steps"] = measure_steps(gen, *(((0, 2), (0, 16)) if smoke else (LANES, PROMPTS)))
+            if "masked" in wanted:
+                report["masked"] = measure_steps(gen, *(((2,), (16,)) if smoke else ((64,), (512,))), Even())
+            if "refilled" in wanted:
+                report["refilled"] = measure_refilled(gen, smoke)
+    if arguments.tensor_parallel == 1 and not arguments.quantization:  # else the options are of a variant themselves
+        if "variants" in wanted:
+            report["variants"] = {} if smoke else measure_variants(arguments)
+        if "served" in wanted:
+            report["served"] = measure_served(arguments, SERVED)
+        if "limits" in wanted:
+            report["limits"] = {limit: measure_served(arguments, LIMITED, limit) for limit in LIMITS if not smoke}
+    write_report(arguments, "arriving", report, show=smoke, keep=True)
+
+
+def measure_variants(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what `measure_steps` returns for each of VARIANTS."""
+    found = {}
+    for name, options in VARIANTS.items():
+        with variant(arguments, options) as gen:
+            print(name, flush=True)
+            found[name] = measure_steps(gen, VARIANT[:1], VARIANT[1])
+    return found
 
 
 @contextmanager

@@ -383,10 +383,15 @@ def line(name: str, found: dict[str, Any], smoke: bool = False) -> str:
     )
 
 
-def write_report(arguments: argparse.Namespace, name: str, report: dict[str, Any], show: bool = True) -> None:
-    """Write MODEL-GPU-name.json, next to the workloads' file. show: print the report too."""
+def write_report(
+    arguments: argparse.Namespace, name: str, report: dict[str, Any], show: bool = True, keep: bool = False
+) -> None:
+    """Write MODEL-GPU-name.json, next to the workloads' file. show: print the report too. keep: what the file has and
+    the report has not stays."""
     about = machine("cpu" if arguments.smoke else "cuda", arguments.tensor_parallel)
     if show:
         print(json.dumps(report, indent=2))
     if arguments.out or not arguments.smoke:
-        write_json(report_path(arguments, about["gpu"], name), {"model": arguments.model, **about, **report})
+        path = report_path(arguments, about["gpu"], name)
+        before = json.loads(path.read_text()) if keep and path.exists() else {}
+        write_json(path, {**before, "model": arguments.model, **about, **report})

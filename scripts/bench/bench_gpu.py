@@ -8,7 +8,8 @@
     python scripts/bench/bench.py gpu --quantization fp8               # linear layers in fp8
     python scripts/bench/bench.py gpu --quantization int4              # linear layers in int4, groups of 128
     python scripts/bench/bench.py gpu --kv-cache-dtype fp8             # keys and values in fp8
-    python scripts/bench/bench.py gpu --arriving                       # work that arrives one by one
+    python scripts/bench/bench.py gpu --arriving                       # work that arrives one by one; takes 9 minutes
+    python scripts/bench/bench.py gpu --arriving --only served         # a part of it; the file keeps the others
     python scripts/bench/bench.py gpu --turns                          # conversations, with and without the host tier
     python scripts/bench/bench.py gpu --speculate                      # speculation over recorded answers
     python scripts/bench/bench.py gpu --model qwen8 --heads            # speculation with heads, and with an int4 copy
@@ -97,12 +98,11 @@ ONE_PROCESS = (
 )  # kinds that take no --tensor-parallel
 
 
-def workload_names(text: str) -> list[str]:
-    wanted = text.split(",")
-    unknown = sorted(set(wanted) - set(WORKLOADS))
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no workload {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
-    return wanted
+def only_known(names: list[str], kind: str | None) -> str:
+    """Return what is wrong with the names of --only, or "". kind: one of KINDS, or None for the workloads."""
+    known = bench_arriving.PARTS if kind == "arriving" else tuple(WORKLOADS)
+    unknown = sorted(set(names) - set(known))
+    return f"--only: no {', '.join(unknown)}; there are {', '.join(known)}" if unknown else ""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -111,8 +111,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         prog="bench.py gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="mistral7", choices=list(MODELS))
-    names = f"of {','.join(WORKLOADS)} (default: {','.join(PLAIN)})"
-    parser.add_argument("--only", type=workload_names, metavar="NAMES", help=names)
+    parts = ",".join(bench_arriving.PARTS)
+    names = f"of {','.join(WORKLOADS)} (default: {','.join(PLAIN)}); with --arriving, of {parts}"
+    parser.add_argument("--only", type=lambda text: text.split(","), metavar="NAMES", help=names)
     parser.add_argument("--out", type=Path, help="folder for the JSON (default: scripts/results)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU; writes only with --out")
     parser.add_argument("--skip-ceilings", action="store_true", help="do not measure what the chip can do")
@@ -134,6 +135,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options.add_argument("--no-prefix-cache", action="store_true", help="the file's name ends in -nocache")
     arguments = parser.parse_args(argv)
     kind, several = arguments.kind, arguments.tensor_parallel > 1
+    if arguments.only and (wrong := only_known(arguments.only, kind)):
+        parser.error(wrong)
     if several and kind in ONE_PROCESS:
         parser.error(f"--{kind} chooses the number of GPUs itself; leave --tensor-parallel out")
     if kind == "telling" and not several:

@@ -66,6 +66,7 @@ def test_workloads_run_small(options: str, file: str, tmp_path: Path) -> None:
         pytest.param("--busy", {"decode"}, marks=pytest.mark.long),
         pytest.param("--step --only chat8 --quantization fp8", {"chat8"}, marks=pytest.mark.long),
         pytest.param("--perf", {"points"}, marks=pytest.mark.long),
+        pytest.param("--arriving", {"steps", "masked", "refilled", "served"}, marks=pytest.mark.long),
         pytest.param("--speculate", {"streams"}, marks=pytest.mark.long),
         pytest.param("--model qwen8 --heads", {"streams", "head_us"}, marks=pytest.mark.long),
         pytest.param("--wire", {"gloo", "folder on disk", "shards"}, marks=pytest.mark.long),
@@ -195,3 +196,17 @@ def test_the_cost_is_compared_with_the_cost_of_the_generator() -> None:
     assert (found["whole"]["speed_of_direct"], found["streamed"]["spread"]) == (pytest.approx(0.8), [250, 500])
     assert found["streamed"]["engine_of_direct"] == pytest.approx(1.2)
     assert found["streamed"]["http_us_per_token"] == pytest.approx(200)
+
+
+def test_parts_of_work_that_arrives_are_kept_in_one_file(tmp_path: Path) -> None:
+    smoke(tmp_path, "--arriving --only refilled")
+    report = smoke(tmp_path, "--arriving --only masked")
+    assert {"refilled", "masked"} <= set(report)
+    assert [row["lanes"] for row in report["masked"]] == [2]
+
+
+@pytest.mark.parametrize("options", ["--only steps", "--arriving --only chat1", "--sleep --only nothing"])
+def test_names_that_only_cannot_find(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_gpu.main(["--smoke", *options.split()])
+    assert f"--only: no {options.split()[-1]}; there are " in capsys.readouterr().err
