@@ -47,11 +47,17 @@ class Stoppable:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        with _lock:
-            thread, self._thread = threading.get_ident(), 0
-            _current.block = self._outer
-            # An exception that has not been raised yet is dropped, unless it is meant for a block around this one.
-            _raise_in(thread, StoppedError if self.interrupted and kind is not StoppedError else None)
+        try:
+            with _lock:
+                self._thread = 0
+                _current.block = self._outer
+                interrupted = self.interrupted  # a call, in which an exception that is still to come is raised
+        except StoppedError:
+            if self.interrupted:
+                raise
+            return  # it was for this block, which has ended
+        if interrupted and kind is not StoppedError:  # the block has caught what was meant for one around it
+            raise StoppedError
 
     @property
     def runs(self) -> bool:
@@ -83,6 +89,10 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)  # another thread may have held it, which the child does not have
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Raise an exception in a thread at its next Python instruction. None: cancel an exception not yet raised."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind) if kind else None)
+def _raise_in(thread: int, kind: type[BaseException]) -> None:
+    """Raise an exception in a thread at its next Python instruction.
+
+    CPython could also cancel it, by NULL. But CPython 3.11 then looks for an exception at every instruction, for ever,
+    and a profiler (sys.setprofile, cProfile) does not get beyond the next call.
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))

@@ -52,7 +52,7 @@ LONG, EVERY = 8000, 4
 SERVED = ((0.0, 0, 0), (4.0, 0, 0), (16.0, 0, 0), (40.0, 0, 0), (8.0, LONG, EVERY))
 """Requests per second (0: one at a time), and prompts of how many tokens one request of how many has."""
 
-LIMITS = (512, 1024, 8192)  # of prefill tokens in a step that decodes
+LIMITS = (1024, 8192)  # of prefill tokens in a step that decodes
 LIMITED = ((40.0, 0, 0), (50.0, 0, 0), (8.0, LONG, EVERY))
 REFILLED = {"lanes": 64, "prompt": 512, "longest": 1024, "requests": 320}
 

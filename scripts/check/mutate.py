@@ -145,7 +145,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("parse", "if len(found[0]) == 1", "if True"),
     ],
     ("processes.stopping", "tests/processes/test_stopping.py"): [
-        ("Stoppable.__exit__", "if self.interrupted and kind is not StoppedError else None", ""),
+        ("Stoppable.__exit__", "if interrupted and kind is not StoppedError:", "if False:"),
+        ("Stoppable.__exit__", "if self.interrupted: raise", "pass"),
         ("Stoppable.stop", "self._thread = True, 0", "self._outer = True, None"),
         ("Stoppable.__enter__", "raise StoppedError", "pass"),
     ],

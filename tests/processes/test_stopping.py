@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from fastgen.processes import stopping as stopping_module
 from fastgen.processes.stopping import Stoppable, StoppedError
 
 pytestmark = pytest.mark.timeout(60)
@@ -82,6 +85,43 @@ def test_the_block_around_is_stopped_and_says_so(both: bool) -> None:
     assert not outer.interrupted
 
 
+def test_the_block_around_is_stopped_if_the_inner_one_catches_the_exception() -> None:
+    outer, inner = Stoppable(), Stoppable()
+
+    def work() -> None:
+        with inner:
+            is_stopped(Stoppable(), run_on)
+
+    with stopping(outer):
+        assert is_stopped(outer, work)
+
+
+class StoppingLock:
+    """A lock that lets another thread stop a block when it is left for the first time."""
+
+    def __init__(self, block: Stoppable) -> None:
+        self._left: list[Stoppable] = [block]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        if self._left:
+            thread = threading.Thread(target=self._left.pop().stop)
+            thread.start()
+            thread.join()
+
+
+def test_the_block_around_is_stopped_at_the_end_of_the_inner_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer, inner = Stoppable(), Stoppable()
+
+    def work() -> None:
+        with inner:
+            monkeypatch.setattr(stopping_module, "_lock", StoppingLock(outer))
+
+    assert is_stopped(outer, work)
+
+
 def test_only_the_inner_block_is_stopped() -> None:
     outer, inner = Stoppable(), Stoppable()
 
@@ -131,3 +171,22 @@ def test_stops_that_come_at_any_moment_reach_their_blocks_only() -> None:
     finally:
         over.set()
         thread.join()
+
+
+PROFILED = """
+import sys
+from fastgen.processes.stopping import Stoppable
+
+with Stoppable():
+    pass
+calls = []
+sys.setprofile(lambda frame, kind, argument: calls.append(kind))
+str.upper("a")
+sys.setprofile(None)
+print("c_call" in calls)
+"""
+
+
+def test_a_profiler_goes_on_after_a_block() -> None:
+    done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=50)
+    assert done.stdout == "True\n"
