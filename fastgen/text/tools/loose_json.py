@@ -29,7 +29,7 @@ class _Ends:
         self.value = regex.compile(stops)
         self.word = regex.compile(rf"[,\]}}\r\n\"]|{stops}")
         self.key = regex.compile(rf"[:=,\]}}\r\n\"]|{stops}")
-        self.strings = {"": element, "]": element, "}": field, "key": regex.compile(rf"{WS}(?:[:,]|{after_element})")}
+        self.strings = {"": field, "]": element, "}": field, "key": regex.compile(rf"{WS}(?:[:,]|{after_element})")}
 
 
 class LooseJson:
@@ -133,14 +133,14 @@ class LooseJson:
         return end
 
     def _end_of_word(self, ends: Pattern, text: str, at: int, last: bool) -> int | None:
-        """Return the index after a word, which has at least one character; None if it depends on later text."""
-        found = ends.search(text, at + 1, partial=True)
-        end = len(text) if found is None or found.partial else int(found.start())
-        stop = self._ends.value.search(text, at + 1, partial=True)
-        begun = stop is not None and stop.partial and stop.start() < end  # a mark, which may hold what ends a word
-        if (end == len(text) or begun) and not last and len(text) - at <= HELD:
-            return None
-        return end
+        """Return the index after a word of 1 to HELD characters; None if it depends on later text."""
+        limit = at + HELD
+        found = ends.search(text, at + 1, limit, partial=True)
+        end = min(len(text), limit) if found is None or found.partial else int(found.start())
+        # A mark may hold what ends a word. It is not longer than the pattern of all marks.
+        stop = self._ends.value.search(text, at + 1, end + len(self._ends.value.pattern), partial=True)
+        begun = stop is not None and stop.partial and stop.start() < end
+        return None if (end == len(text) or begun) and not last and len(text) < limit else end
 
     def _read_key(self, text: str, at: int, last: bool) -> int | None:
         char = text[at]
