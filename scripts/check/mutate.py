@@ -193,7 +193,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("LooseJson._read_bracket", "if char not in self._open:", "if False:"),
         ("LooseJson._end_string", "if self._is_key:", "if False:"),
         ("LooseJson._emit", 'self._gap.replace(",", "")', "self._gap"),
-        ("LooseJson._end_of_word", ", end + len(self._ends.value.pattern)", ""),
+        ("LooseJson._end_of_word", ", start, end + longest", ", start"),
         ("LooseJson.read", "blank[0] if self.kind else \"\"", "blank[0]"),
     ],
     ("text.tools.xml_calls", "tests/text/test_tool_calls.py"): [

@@ -101,8 +101,8 @@ def test_a_very_long_word_does_not_depend_on_the_pieces(text: str) -> None:
     assert read([text[at : at + 1000] for at in range(0, len(text), 1000)]) == whole
 
 
-def test_a_word_is_read_without_the_text_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the work would grow with the square of the number of words."""
+def test_words_take_work_in_proportion_to_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and in however many pieces one arrives."""
     compiled, searched = regex.compile, 0
 
     class Counted:
@@ -116,10 +116,12 @@ def test_a_word_is_read_without_the_text_after_it(monkeypatch: pytest.MonkeyPatc
             return found
 
     monkeypatch.setattr(regex, "compile", Counted)
-    text = "{" + "a=1, " * 1000
-    value = LooseJson("</other>")
-    assert value.read(text, 0, last=True) == len(text)
-    assert searched < 10 * len(text)
+    words, word, value = "{" + "a=1, " * 1000, "<" * 5000, LooseJson("</other>")
+    at = value.read(words, 0, last=False)
+    for end in range(0, len(word) + 1, 5):
+        at = value.read(words + word[:end], at, last=False)
+    assert at == len(words)
+    assert searched < 20 * len(words + word)
 
 
 def test_the_value_is_all_that_is_read() -> None:
