@@ -194,26 +194,32 @@ class Tokenizer:
         template = str(self.hf.chat_template)
 
         def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-            return [_plain_message(message, template, self._reads_parts) for message in messages]
+            return [_plain_message(each, template, partial(self._reads_parts, variables)) for each in messages]
 
         return template_calls(plain(messages), self.tool_syntax, lambda sample: self._render(plain(sample), variables))
 
-    def _reads_parts(self, role: str) -> bool:
+    def _reads_parts(self, variables: Mapping[str, Any], role: str) -> bool:
         """Return whether the chat template reads the content of messages of this role as parts, and loses texts. Roles
-        other than the usual ones are taken for the user's."""
+        other than the usual ones are taken for the user's. variables: those that the template may need."""
         role = role if role in ("system", "assistant", "tool") else "user"
         key = (str(self.hf.chat_template), role)
-        if key not in self._part_roles:
-            as_user = role != "user" and self._reads_parts("user")
+        if key in self._part_roles:
+            return self._part_roles[key]
+        as_user = role != "user" and self._reads_parts(variables, "user")
 
-            def shows(content: Any) -> bool:
-                with suppress(ValueError):  # the template does not take it
-                    return PROBE in self._render(_probing(role, content, as_user), {}, add_generation_prompt=False)
-                return False
+        def shows(content: Any) -> bool | None:  # None: the template takes no such conversation
+            begun = [{"role": "system", "content": "a" if isinstance(content, str) else [_text_part("a")]}]
+            for before in ([],) if role == "system" else ([], begun):  # some templates ask for a system message
+                messages = [*before, *_probing(role, content, as_user)]
+                with suppress(ValueError):
+                    return PROBE in self._render(messages, variables, add_generation_prompt=False)
+            return None
 
-            parts = not shows(PROBE) and (shows([_text_part(PROBE)]) or as_user)
+        as_text, as_parts = shows(PROBE), shows([_text_part(PROBE)])
+        parts = not as_text and bool(as_parts or as_user)
+        if as_text is not None or as_parts is not None:
             self._part_roles[key] = parts
-        return self._part_roles[key]
+        return parts
 
     def _render(
         self,

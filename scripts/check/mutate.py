@@ -150,7 +150,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("Stoppable.__enter__", "raise StoppedError", "pass"),
     ],
     ("text.tokenizer", "tests/text/test_tokenizer.py"): [
-        ("Tokenizer._reads_parts", "not shows(PROBE) and", ""),
+        ("Tokenizer._reads_parts", "not as_text and", ""),
         ("Tokenizer._reads_parts", "or as_user", ""),
         ("_probing", "[_text_part(\"a\")] if parts else \"a\"", "\"a\""),
     ],
