@@ -80,8 +80,8 @@ class Parser(argparse.ArgumentParser):
 
     def in_flags(self, message: str) -> str:
         """Return an error that names options as in Python with the flags of this command instead. What it says of the
-        keys of a file, which it begins with, or of the columns of a row stays."""
-        if re.match(r"[^:]*\.\w+: ", message):
+        keys of a YAML file, with whose name it begins, or of the columns of a row stays."""
+        if re.match(r"[^:]*\.ya?ml: ", message):
             return message
         flags = {text[2:].replace("-", "_") for text in self._option_string_actions if text.startswith("--")}
         every, long = ("|".join(sorted(names)) for names in (flags, {name for name in flags if "_" in name}))
