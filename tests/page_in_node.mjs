@@ -337,6 +337,8 @@ for (const [content, tag, most] of [
   [Array.from({ length: 200 }, (_, depth) => `${"  ".repeat(depth)}- a`).join("\n"), "ul", 20],
   [table(1000, 3000), "td", 10_000],
   [`${"x".repeat(20)}\n\n${table(3000, 4)}`, "td", 10_000],
+  [`${table(90, 90)}\n`.repeat(5), "td", 10_000],
+  [`> ${table(90, 90).replaceAll("\n", "\n> ")}\n\n`.repeat(5), "td", 10_000],
   ["*a_".repeat(5000), "em", 500],
   ["*a **b ".repeat(400) + "b** a*".repeat(400), "em", 500],
   ["[".repeat(5000) + "a" + "]".repeat(5000) + "(b)", "a", 1],
@@ -359,6 +361,22 @@ for (const [content, tag, number] of [ // the limits spare what people read
   await idle();
   assert.equal(count(texts().at(-1), tag), number, `${tag} for ${content.slice(0, 50)}`);
 }
+const { blockTokens } = globalThis.marked.Lexer.prototype;
+let read = 0; // by the lexer
+globalThis.marked.Lexer.prototype.blockTokens = function (source, ...rest) {
+  read += source.length;
+  return blockTokens.call(this, source, ...rest);
+};
+const stairs = Array.from({ length: 18 }, (_, depth) => `${"> ".repeat(18 - depth)}${depth} a`).join("\n");
+for (const content of [stairs, `${"> ".repeat(5000)}\n${"9 a\n".repeat(50)}`]) { // quotes are read again for lines after them
+  read = 0;
+  answers.push(stream({ content }));
+  press(articles().at(-1), "Regenerate");
+  await idle();
+  assert(read < 200 * content.length, `${read} characters were read`);
+  assert(texts().at(-1).includes("9 a"));
+}
+globalThis.marked.Lexer.prototype.blockTokens = blockTokens;
 const { sanitize } = DOMPurify;
 DOMPurify.sanitize = (text, options) => (text.includes("boom") ? assert.fail(text) : sanitize(text, options));
 answers.push(stream({ content: "# a\n\nb\n\n**b" }, { content: "oom**" }, { content: "\n\nc" }));

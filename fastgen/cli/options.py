@@ -23,7 +23,7 @@ from fastgen.request import SAMPLING_OPTIONS
 API_KEY = "FASTGEN_API_KEY"  # environment variable with the key of a server
 EXCERPT = 300  # maximum number of characters of an unexpected response in an error message
 
-SUBCOMMANDS = ("serve", "chat", "run", "start", "launch", "generate", "complete", "batch")  # of other programs
+SUBCOMMANDS = ("serve", "chat", "run", "start", "launch", "gen", "generate", "complete", "batch")  # of other programs
 
 Value = str | int | float | bool
 SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
@@ -75,19 +75,22 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if unknown := re.search(r"unrecognized arguments:.*? (--[\w-]+)", message):
             message = self._unknown(unknown[1])
-        self.exit(2, f"{self.prog}: error: {self.in_flags(message)}; {self.prog} --help lists the options\n")
+        told = " ".join(self.in_flags(message).split())
+        self.exit(2, f"{self.prog}: error: {told}; {self.prog} --help lists the options\n")
 
     def in_flags(self, message: str) -> str:
         """Return an error that names options as in Python with the flags of this command instead. What it says of the
-        keys of a file or of the columns of a row stays."""
+        keys of a YAML file, with whose name it begins, or of the columns of a row stays."""
+        if re.match(r"[^:]*\.ya?ml: ", message):
+            return message
         flags = {text[2:].replace("-", "_") for text in self._option_string_actions if text.startswith("--")}
         every, long = ("|".join(sorted(names)) for names in (flags, {name for name in flags if "_" in name}))
         pattern = (
-            r"(?<![\w./'\"-])(?<!\.yaml: )(?<!\.yml: )(?<![\]\d]: )"
+            r"(?<![\w./'\"-])(?<![\]\d]: )"
             rf"(?:(?P<set>{every})=(?P<value>'[^']*'|\w[\w.]*\w|\w)"
             rf"|(?P<long>{long})(?![\w/=])"
             # Words that are no options elsewhere: where the name begins the sentence, or its advice.
-            rf"|(?:(?<!.)|(?<=; )|(?<=and ))(?P<first>{every})(?= (?:is|are|has|must|needs|and)\b)"
+            rf"|(?:(?<!.)|(?<=; )|(?<=and ))(?P<first>{every})(?=:| (?:is|are|has|must|needs|and)\b)"
             rf"|(?:(?<=leave )|(?<=or ))(?P<out>{every})(?= out\b))"
         )
 

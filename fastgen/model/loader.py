@@ -56,14 +56,15 @@ _SMALL_FILES = [
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "additional_chat_templates/*", "modules.json",
     "*_Pooling/config.json", _INDEX,
 ]  # fmt: skip
+# Advice in Python has double quotes, so that the command line does not take its arguments for options.
 _GGUF = (
     "convert it with transformers, if that can read it: AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, "
-    "dtype='auto').save_pretrained(other), and the tokenizer likewise"
+    'dtype="auto").save_pretrained(other), and the tokenizer likewise'
 )
 _FOLDER = "give the folder of config.json and the weights"
 _CONVERSION = (
     "fastgen reads safetensors only, so convert other formats with transformers: "
-    "AutoModelForCausalLM.from_pretrained(folder, dtype='auto').save_pretrained(folder)"
+    'AutoModelForCausalLM.from_pretrained(folder, dtype="auto").save_pretrained(folder)'
 )
 
 

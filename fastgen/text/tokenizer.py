@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -191,29 +191,34 @@ class Tokenizer:
     def _plain(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return messages for the chat template. Raises ValueError, also if there is no template for them."""
         self.check_template(variables)
-        template = str(self.hf.chat_template)
+        template, reads_parts = str(self.hf.chat_template), cache(partial(self._reads_parts, variables))
 
         def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-            return [_plain_message(message, template, self._reads_parts) for message in messages]
+            return [_plain_message(message, template, reads_parts) for message in messages]
 
         return template_calls(plain(messages), self.tool_syntax, lambda sample: self._render(plain(sample), variables))
 
-    def _reads_parts(self, role: str) -> bool:
-        """Return whether the chat template reads the content of messages of this role as parts, and loses texts. Roles
-        other than the usual ones are taken for the user's."""
-        role = role if role in ("system", "assistant", "tool") else "user"
+    def _reads_parts(self, variables: Mapping[str, Any], role: str) -> bool:
+        """Return whether the chat template reads the content of messages of this role as parts, and loses texts.
+        variables: those that the template may need."""
         key = (str(self.hf.chat_template), role)
-        if key not in self._part_roles:
-            as_user = role != "user" and self._reads_parts("user")
+        if key in self._part_roles:
+            return self._part_roles[key]
+        as_user = role != "user" and self._reads_parts(variables, "user")
 
-            def shows(content: Any) -> bool:
-                with suppress(ValueError):  # the template does not take it
-                    return PROBE in self._render(_probing(role, content, as_user), {}, add_generation_prompt=False)
-                return False
+        def shows(content: Any) -> bool | None:  # None: the template takes no such conversation
+            begun = [{"role": "system", "content": "a" if isinstance(content, str) else [_text_part("a")]}]
+            for before in ([],) if role == "system" else ([], begun):  # some templates ask for a system message
+                messages = [*before, *_probing(role, content, as_user)]
+                with suppress(ValueError):
+                    return PROBE in self._render(messages, variables, add_generation_prompt=False)
+            return None
 
-            parts = not shows(PROBE) and (shows([_text_part(PROBE)]) or as_user)
+        as_text, as_parts = shows(PROBE), shows([_text_part(PROBE)])
+        parts = not as_text and bool(as_parts or as_user)
+        if as_text is not None or as_parts is not None:
             self._part_roles[key] = parts
-        return self._part_roles[key]
+        return parts
 
     def _render(
         self,
@@ -283,6 +288,11 @@ def _probing(role: str, content: Any, parts: bool) -> list[dict[str, Any]]:
     return [asked, called, {**said, "tool_call_id": call["id"], "name": name}]
 
 
+def _usual_role(role: Any) -> str:
+    """Return a role, or the user's for one that a template may have invented."""
+    return role if role in ("system", "assistant", "tool") else "user"
+
+
 def _text_part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
@@ -302,7 +312,7 @@ def _plain_message(message: Any, template: str, reads_parts: Callable[[str], boo
     plain = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
     if content is not None:
         plain["content"] = content_text(content)
-        if content and isinstance(content, str | list | tuple) and reads_parts(str(message["role"])):
+        if content and isinstance(content, str | list | tuple) and reads_parts(_usual_role(message["role"])):
             texts = [content] if isinstance(content, str) else [part["text"] for part in content]
             plain["content"] = list(map(_text_part, texts))
     if not reasoning:

@@ -81,6 +81,7 @@ def test_an_unknown_flag_is_one_line_that_says_what_takes_its_place(
         ("fggen m in.jsonl -o o.jsonl --max-tokens 0", "--max-tokens is 0, so nothing would be computed; ask for at"),
         ("fggen m in.jsonl -o o.jsonl --regex a --choice b", "--regex and --choice are given together; give one"),
         ("fggen generate m in.jsonl -o o.jsonl", "fggen has no subcommands; leave 'generate' out"),
+        ("fggen gen m in.jsonl -o o.jsonl", "fggen has no subcommands; leave 'gen' out"),
         ("fgserve serve some/model", "fgserve has no subcommands; leave 'serve' out"),
         ("fgserve --model some/model", "there is no --model; give MODEL without it"),
         (
@@ -111,6 +112,10 @@ def test_a_wrong_command_line_is_told_in_its_own_words(
         ("adapters load; the tokenizer is old", "adapters load; the tokenizer is old"),
         ("/a/max_seqs/dtype: no file 'max_seqs'", "/a/max_seqs/dtype: no file 'max_seqs'"),
         ("serve.yaml: max_seqs is 0", "serve.yaml: max_seqs is 0"),
+        ("serve.yaml: there is no option 'a'; the options are max_seqs, max_tokens",
+         "serve.yaml: there is no option 'a'; the options are max_seqs, max_tokens"),
+        ('from_pretrained(folder, dtype="auto")', 'from_pretrained(folder, dtype="auto")'),
+        ("regex: it has no end", "--regex: it has no end"),
         ("row 3: max_tokens is 0", "row 3: max_tokens is 0"),
     ],
 )  # fmt: skip

@@ -227,7 +227,7 @@ def test_resolve_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match=r"^there is no folder ./modle, .* not written like that; there is model$"):
         resolve("./modle")
     for file, remedy in (
-        ("model.gguf", "convert it with transformers"),
+        ("model.gguf", 'convert it with transformers.*dtype="auto"'),
         ("x.safetensors", "give the folder of config"),
     ):
         (tmp_path / file).write_bytes(b"")

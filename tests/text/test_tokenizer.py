@@ -285,6 +285,10 @@ LISTED = "{{ raise_exception('parts are needed') if m.content is string }}"
         ("{{ m.content[0].text }}", ("system", "user", "assistant")),
         ("{{ m.content | map(attribute='text') | join('|') }}", ("system", "user", "assistant")),
         (LISTED + LOOP, ("system", "user", "assistant")),
+        (
+            "{{ raise_exception('no system message') if messages[0].role != 'system' }}" + LOOP,
+            ("system", "user", "assistant"),
+        ),
         ("{% if m.role == 'user' %}" + LOOP + "{% else %}" + STRING + "{% endif %}", ("user",)),
         ("{% if m.role == 'user' %}" + LISTED + LOOP + "{% else %}" + STRING + "{% endif %}", ("user",)),
         ("{% if m.role == 'user' %}" + STRING + "{% else %}" + LISTED + LOOP + "{% endif %}", ("system", "assistant")),
@@ -307,6 +311,19 @@ def test_a_template_that_reads_only_parts_gets_parts(talker: Path, template: str
     assert tokenizer.render_chat(messages) == tokenizer.render_chat(parts) == expected
     assert tokenizer.read_chat(messages)[1] == expected
     assert 2 not in tokenizer.encode_chat(messages), "</s> in a message stays text"
+
+
+def test_parts_are_found_with_the_variables_that_a_template_needs(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(talker)
+    tokenizer.hf.chat_template = "{{ raise_exception('no day') if not day }}" + EACH + LOOP + "{% endfor %}"
+    render, rendered = tokenizer._render, []
+    monkeypatch.setattr(tokenizer, "_render", lambda *args, **kwargs: (rendered.append(1), render(*args, **kwargs))[1])
+    with pytest.raises(ValueError, match="no day"):
+        tokenizer.render_chat([{"role": f"r{number}", "content": "hello"} for number in range(100)])
+    assert len(rendered) < 10, "what failed is tried once for all messages"
+    assert tokenizer.render_chat([{"role": "user", "content": "hello"}], {"day": "1"}) == "[user]hello"
 
 
 def test_several_parts_come_as_they_are(talker: Path) -> None:

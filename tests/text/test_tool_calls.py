@@ -297,7 +297,7 @@ def test_text_without_a_call_is_content(syntax: Syntax, text: str) -> None:
         # Values of other types, in Python and in tags.
         (
             PYTHONIC,
-            "[get(a=(1, -2.5), b={'x': [True, null]}, c=\"\\d\\u00e9\", d='two\\nlines', e=r'\\d',), add()]",
+            "[get(a=(+1, -2.5), b={'x': [True, null]}, c=\"\\d\\u00e9\", d='two\\nlines', e=r'\\d',), add()]",
             "",
             [
                 ("get", '{"a": [1, -2.5], "b": {"x": [true, null]}, "c": "\\\\dé", "d": "two\\nlines", "e": "\\\\d"}'),
@@ -346,6 +346,13 @@ def test_text_without_a_call_is_content(syntax: Syntax, text: str) -> None:
         (MISTRAL_V11, '[TOOL_CALLS]get[CALL_ID]abcABC123[ARGS]"{\\"a\\": 1}"', "", [("get", '{"a": 1}')]),
         (MISTRAL_V13, "[TOOL_CALLS]get[ARGS][TOOL_CALLS]add[ARGS]null", "", BOTH),
         (DEEPSEEK_V3, f"{DEEPSEEK_V3.each[0]}get{DEEPSEEK_V3.each[1]}{{}}{DEEPSEEK_V3.each[2]}", "", [("get", "{}")]),
+        (
+            DEEPSEEK_V3,
+            f"{DEEPSEEK_V3.each[0]}function{DEEPSEEK_V3.each[1]}get\n```json\n\n```{DEEPSEEK_V3.each[2]}",
+            "",
+            [("get", "{}")],
+        ),
+        (LLAMA, '{"name": "get", "parameters": {}}\n```python\nx', "```python\nx", [("get", "{}")]),
     ],
 )
 def test_unusual_calls(syntax: Syntax, text: str, content: str, calls: list[tuple[str, str]]) -> None:
@@ -394,7 +401,7 @@ DEVIANT = [
     '{"function": {"name": "get", "arguments": {"a": "x\\ny", "b": 1}}, "type": "function"}',
     '{"type": "function", "function": {"arguments": {"a": "x\\ny", "b": 1}, "name": "get"}}',
     '{{"name": "get", "arguments": {"a": "x\\ny", "b": 1}}}',
-    '{"function": "get", "parameters": {"a": "x\\ny" "b": 1}}',
+    '{"function": "get" "parameters": {"a": "x\\ny" "b": 1}}',
     '{"name": "get", "arguments": {"a": "x\\ny", "b": 1}}}',
     '{name: "get", arguments: {a: "x\\ny", b: 1}}',
     '{"name": "get", "arguments": {"a": "x\\ny", "b": 1}, "index": 0,}',
@@ -412,9 +419,11 @@ WITHOUT = ["null", '"{}"', '""', "{}", "None", '"null"', "[]"]
         (MISTRAL, "[TOOL_CALLS] [%s, %s]"),
         (MISTRAL, "[%s,\n%s]"),
         (MISTRAL, "[TOOL_CALLS]%s"),
+        (MISTRAL, "[TOOL_CALLS]```json\n[%s]\n```"),
         (MISTRAL_V13, "[TOOL_CALLS][%s]"),
         (LLAMA, "%s; %s"),
         (LLAMA, "<|python_tag|>%s\n%s"),
+        (LLAMA, "<|python_tag|>```\n%s\n```\n"),
         (LLAMA, "[%s, %s]"),
     ],
 )
@@ -454,16 +463,20 @@ OPENED, CLOSED = "<tool_call>\n<function=get>\n<parameter=a>\n", "\n</function>\
         "x\n</parameter>\n<parameter=b\n5\n</parameter>",
         "x\n</parameter>\n<parameter=\nlost\n</parameter>\n<parameter=b>\n5\n</parameter>",
         "x\r\n</parameter>\r\n<parameter=b>\r\n5\r\n</parameter>",
+        'x\n</parmeter>\n<parameter = "b">\n5\n</para>',
+        "x\n</param>\n<param=b>\n5\n</param>",
     ],
 )
 def test_tags_that_models_forget_or_misspell(middle: str) -> None:
     rng = random.Random(middle)
     meant = ("get", '{"a": "x", "b": 5}')
-    for after in (CLOSED, "\n</function>", "\n</tool_call>", CLOSED + "\n</function_invocation>", ""):
+    odd = ("\n</get>\n</tool_call>", CLOSED + "\n</function_invocation>")
+    for after in (CLOSED, "\n</function>", "\n</tool_call>", "", *(odd if middle.endswith(">") else ())):
         assert parsed(QWEN_CODER, OPENED + middle + after, rng) == ("", [meant]), after
     for between in (CLOSED + "\n", "\n</function>\n", "\n</tool_call>\n", "\n"):
-        twice = OPENED + middle + between + OPENED + middle + CLOSED
-        assert parsed(QWEN_CODER, twice, rng) == ("", [meant, meant]), between
+        for opened in (OPENED, OPENED.removeprefix("<tool_call>\n").replace("=get", ' name="get"')):
+            twice = OPENED + middle + between + opened + middle + CLOSED
+            assert parsed(QWEN_CODER, twice, rng, most=9) == ("", [meant, meant]), (between, opened)
 
 
 @pytest.mark.parametrize("name", SYNTAXES)

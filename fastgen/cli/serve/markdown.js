@@ -5,7 +5,8 @@
 const MAX_DEPTH = 20; // of quotes, lists and emphasis inside each other
 const MAX_INLINE = 5000; // characters of a paragraph that are read together: some take quadratic time
 const MAX_MARKS = 500; // of emphasis in a paragraph
-const MAX_CELLS = 10_000; // of a table; a row has all columns, however short it is
+const MAX_CELLS = 10_000; // of a table, and of all tables of an answer; a row has all columns, however short it is
+const MAX_READ = 2 * MAX_DEPTH; // times that a character is read: each quote reads again what is in it, some repeatedly
 
 // Three things keep a model's text from becoming more than text: HTML in it is shown as it is written, DOMPurify lets
 // through only these elements, and the page's Content-Security-Policy runs no other script and loads nothing.
@@ -23,11 +24,14 @@ const PURE = {
 /** marked's lexer with limits, so that no answer stops the page. What exceeds them is shown as text. */
 class BoundedLexer extends marked.Lexer {
   #depth = 0;
+  #left = 0; // number of characters that may still be read
   #mask = null; // the last paragraph in which emphasis was looked for, and whether it has too many marks
   #crowded = false;
 
   blockTokens(source, tokens = [], ...rest) {
-    const read = () => super.blockTokens(source, tokens, ...rest);
+    if (!this.#depth) this.#left = MAX_READ * source.length;
+    this.#left -= source.length;
+    const read = () => (this.#left < 0 ? null : super.blockTokens(source, tokens, ...rest));
     return this.#below(read) ?? (tokens.push({ type: "paragraph", raw: source, tokens: asText(source) }), tokens);
   }
 
@@ -71,6 +75,8 @@ function asText(source) {
   return lines.slice(1);
 }
 
+let cells = 0; // of the tables that are shown of an answer
+
 marked.use({
   breaks: true,
   tokenizer: { // undefined: there is none; false: look as usual
@@ -92,6 +98,10 @@ marked.use({
     heading({ tokens, depth }) { // h1 is the page's, h2 a message's
       const level = Math.min(depth + 2, 6);
       return `<h${level}>${this.parser.parseInline(tokens)}</h${level}>`;
+    },
+    table({ header, rows, raw }) {
+      cells += header.length * (rows.length + 1);
+      return cells > MAX_CELLS && `<p>${this.parser.parseInline(asText(raw))}</p>`; // false: as usual
     },
     image({ href, text }) { // is not loaded
       const tokens = [{ type: "text", raw: text, text: text || href }];
@@ -128,7 +138,7 @@ function show(shown, text, whole) {
   try {
     showMarkdown(shown, text.replace(/\r\n?/g, "\n"), whole);
   } catch {
-    shown.starts = null;
+    shown.blocks = null;
     shown.replaceChildren();
     add(shown, "div", "raw", text);
   }
@@ -137,16 +147,17 @@ function show(shown, text, whole) {
 /** Show a text of Markdown. Only the last two blocks are made anew, unless the text is `whole`: a line that has begun may
  * look like a block of its own and then belong to the one before. */
 function showMarkdown(shown, text, whole) {
-  if (!shown.starts) shown.replaceChildren();
-  const starts = (shown.starts ??= []); // of the blocks in the text
-  const again = starts.splice(whole ? 0 : -2);
-  let end = again[0] ?? 0;
+  if (!shown.blocks) shown.replaceChildren();
+  const blocks = (shown.blocks ??= []); // where each begins in the text, and how many cells are before it
+  const again = blocks.splice(whole ? 0 : -2);
+  let start = again[0]?.start ?? 0;
+  cells = again[0]?.cells ?? 0;
   again.forEach(() => shown.lastElementChild.remove());
-  for (const token of new BoundedLexer(marked.defaults).lex(text.slice(end))) {
+  for (const token of new BoundedLexer(marked.defaults).lex(text.slice(start))) {
     if (token.type !== "space") {
+      blocks.push({ start, cells });
       add(shown, "div", "").append(rendered(token));
-      starts.push(end);
     }
-    end += token.raw.length;
+    start += token.raw.length;
   }
 }

@@ -231,7 +231,11 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # also of dates and numbers
-        raise ValueError(f"{path} is not YAML: {error}") from None
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            reason = f"line {error.problem_mark.line + 1}: {error.problem}"
+        else:
+            reason = str(error)
+        raise ValueError(f"{path} is not YAML: {reason}") from None
     if data is None:
         return {}
     if not isinstance(data, dict):

@@ -84,10 +84,6 @@ class Hermes(ObjectSyntax):
     def stops(self) -> str:
         return f"```|{re.escape(self.opens)}|{re.escape(self.closes)}"
 
-    @property
-    def ends(self) -> str:
-        return rf"(?:```{WS})?+{re.escape(self.closes)}"
-
 
 class ObjectList(ObjectSyntax):
     """One list of objects, after a mark."""
@@ -103,7 +99,7 @@ class Mistral(ObjectList):
     short_ids = True
 
     def begins(self, marked: bool) -> str:
-        return rf"{re.escape(self.opens)}{WS}(?:{_LIST}|{_OBJECT}|{_MISTRAL_HEAD})" if marked else _LIST
+        return rf"{re.escape(self.opens)}{WS}{_FENCE}(?:{_LIST}|{_OBJECT}|{_MISTRAL_HEAD})" if marked else _LIST
 
 
 class Llama(ObjectSyntax):
@@ -125,7 +121,7 @@ class MistralHeads(JsonSyntax):
         return (self.opens, "[CALL_ID]", "[ARGS]")
 
     def begins(self, marked: bool) -> str:
-        return rf"{re.escape(self.opens)}{WS}(?:{_LIST}|{_OBJECT}|{_MISTRAL_HEAD})"
+        return rf"{re.escape(self.opens)}{WS}{_FENCE}(?:{_LIST}|{_OBJECT}|{_MISTRAL_HEAD})"
 
 
 @dataclass(frozen=True)
@@ -145,12 +141,12 @@ class DeepSeek(JsonSyntax):
 
     @property
     def ends(self) -> str:
-        return rf"```|{self.each[2]}|{self.closes}"
+        return rf"{self.each[2]}|{self.closes}"
 
     def begins(self, marked: bool) -> str:
         begins, middle, ends = self.each
         name = rf"(?:function{WS}{middle}{WS})?(?P<name>[\w.-]++){WS}(?:{middle}{WS})?+{_FENCE}"
-        return rf"(?:{self.opens}{WS})?+{begins}{WS}{name}(?=[{{\"]|null|{ends})"
+        return rf"(?:{self.opens}{WS})?+{begins}{WS}{name}(?=[{{\"]|null|```|{ends})"
 
     def forms(self, arguments: Mapping[str, Any] | str) -> list[tuple[str | None, Any]]:
         """DeepSeek's templates concatenate the text of the arguments, and some write a call only without content."""
@@ -175,7 +171,7 @@ class JsonParser(ToolParser):
         super().__init__({syntax.opens[0]} | ({"{", "["} if syntax.bare else set()))
         self._bare, self._separate, self._stops, self._known = syntax.bare, syntax.separate, syntax.stops, known
         self._begins = {marked: regex.compile(syntax.begins(marked)) for marked in (True, False)}
-        self._ends = regex.compile(rf"{WS}(?:[}}\]]|(?P<mark>{syntax.ends or '(?!)'}))")
+        self._ends = regex.compile(rf"{WS}(?:[}}\]]|```(?=\W)|(?P<mark>{syntax.ends or '(?!)'}))")
         self._marked = True  # the current call has its mark
         self._reader: CallReader | None = None  # of the current call, or of what may be one
         self._start = 0  # index of that call

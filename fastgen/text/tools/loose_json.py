@@ -29,7 +29,7 @@ class _Ends:
         self.value = regex.compile(stops)
         self.word = regex.compile(rf"[,\]}}\r\n\"]|{stops}")
         self.key = regex.compile(rf"[:=,\]}}\r\n\"]|{stops}")
-        self.strings = {"": element, "]": element, "}": field, "key": regex.compile(rf"{WS}(?:[:,]|{after_element})")}
+        self.strings = {"": field, "]": element, "}": field, "key": regex.compile(rf"{WS}(?:[:,]|{after_element})")}
 
 
 class LooseJson:
@@ -50,6 +50,7 @@ class LooseJson:
         self._open: list[str] = []  # the brackets that close what is open, outermost first
         self._quote = ""  # of the string around the position
         self._is_key = False  # that string is a key
+        self._looked = 0  # number of characters after the first of a word that do not end it
         self._gap = ""  # white space, and perhaps a comma, that the next element confirms
         self._made: list[str] = []
         self._state = self._read_value
@@ -133,14 +134,16 @@ class LooseJson:
         return end
 
     def _end_of_word(self, ends: Pattern, text: str, at: int, last: bool) -> int | None:
-        """Return the index after a word, which has at least one character; None if it depends on later text."""
-        found = ends.search(text, at + 1, partial=True)
-        end = len(text) if found is None or found.partial else int(found.start())
-        stop = self._ends.value.search(text, at + 1, partial=True)
-        begun = stop is not None and stop.partial and stop.start() < end  # a mark, which may hold what ends a word
-        if (end == len(text) or begun) and not last and len(text) - at <= HELD:
-            return None
-        return end
+        """Return the index after a word of 1 to HELD characters; None if it depends on later text."""
+        start, limit = at + 1 + self._looked, at + HELD
+        longest = len(self._ends.value.pattern)  # of a mark, which may hold what ends a word
+        found = ends.search(text, start, limit, partial=True)
+        end = min(len(text), limit) if found is None or found.partial else int(found.start())
+        stop = self._ends.value.search(text, start, end + longest, partial=True)
+        begun = stop is not None and stop.partial and stop.start() < end
+        waits = (end == len(text) or begun) and not last and len(text) < limit
+        self._looked = max(self._looked, end - longest - at - 1) if waits else 0
+        return None if waits else end
 
     def _read_key(self, text: str, at: int, last: bool) -> int | None:
         char = text[at]

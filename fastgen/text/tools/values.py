@@ -74,6 +74,8 @@ def _literal(node: ast.AST) -> Any:
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=(int() | float()) as value)):
             return -value
+        case ast.UnaryOp(op=ast.UAdd(), operand=ast.Constant(value=(int() | float()) as value)):
+            return +value
         case ast.List() | ast.Tuple():
             return [_literal(each) for each in node.elts]
         case ast.Dict() if None not in node.keys:

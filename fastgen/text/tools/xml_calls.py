@@ -27,14 +27,15 @@ from fastgen.text.tools.loose_json import LooseJson
 from fastgen.text.tools.parser import BLANK, HELD, WS, Found, Function, Syntax, ToolParser
 from fastgen.text.tools.values import TYPES, typed_json
 
-_FUNCTION = r"<function=[\"']?(?P<name>[^<>\"'\s]++)[\"']?(?:>|(?=[\r\n]))"
+_IS = r"(?:[ \t]++name)?+[ \t]*+=[ \t]*+"  # between the kind of a tag and its name: "=", as it should be, or " name="
+_FUNCTION = rf"<function{_IS}[\"']?(?P<name>[^<>\"'\s]++)[\"']?[ \t]*+(?:>|(?=[\r\n]))"
 # The tag of an argument: as it should be, or with quotation marks, or with another sign at its end.
 _TAG = (
-    r"<parameter(?:=(?P<key>[^<>\"'\r\n]++)>|(?:=|[ \t]++name=)[\"']?(?P<loose>[^<>\"'\r\n:=]++)[\"']?[ \t]*+"
+    rf"<param(?:(?:eter)?+=(?P<key>[^<>\"'\r\n]++)>|eter{_IS}[\"']?(?P<loose>[^<>\"'\r\n:=]++)[\"']?[ \t]*+"
     r"(?:>|(?=[\r\n])|[:=](?=[^<>\r\n]*+[\r\n<])))"
 )
 _OTHER_TAG = r"<parameter[^<>\r\n]*+(?:>|(?=[\r\n<]))"
-_CLOSING = r"<[ \t]*+/[ \t]*+(?i:param)[^<>\r\n]*+>?+|<parameter>"
+_CLOSING = r"<[ \t]*+/[ \t]*+(?i:para|parm|pram)[^<>\r\n]*+>?+|<parameter>"
 _LINE = r"(?:\r?\n|(?=[^\r\n]))"  # the line break after a tag, if there is one
 _STRING = {"string"}
 
@@ -65,12 +66,17 @@ class XmlParser(ToolParser):
         opens, closes, function_end = self._opens, self._closes, r"</func[^<>\r\n]*+>"
         self._marked, self._bare = regex.compile(opens + WS + _FUNCTION), regex.compile(_FUNCTION)
         self._after = regex.compile(rf"{WS}(?:{function_end}|{closes})")
-        self._parameter = regex.compile(rf"{WS}(?:(?:{_TAG}|{_OTHER_TAG}){_LINE}|{function_end}|(?={closes}))")
+        other_end = rf"</[^<>\s]++>(?={WS}{closes})"  # another tag instead of </function>
+        self._parameter = regex.compile(
+            rf"{WS}(?:(?:{_TAG}|{_OTHER_TAG}){_LINE}|{function_end}|{other_end}|(?={closes}))"
+        )
         # A value may have a closing tag in it, as text about XML does, if no other tag follows there.
-        call = rf"{opens}{WS}<function="
+        # Without a mark, the tag of a function begins a call only if what calls have follows.
+        call, bare = rf"{opens}{WS}<function{_IS}", rf"{_FUNCTION}(?={WS}(?:<param(?:eter)?[= \t]|</func|{closes}))"
         closing = rf"{_CLOSING}|(?!{closes}|</func)</(?P<tag>[^<>/\s]++)>"
-        closed = rf"(?:{closing})(?={WS}(?:<parameter[= \t]|</func|{closes}|{call}))"
-        others = rf"{_TAG}|{function_end}{WS}(?:{closes}|{call}|<function=)|{closes}{WS}{call}|{opens}{WS}{_FUNCTION}"
+        closed = rf"(?:{closing})(?={WS}(?:<parameter[^<>]|<param=|</func|{other_end}|{closes}|{call}|{bare}))"
+        ends = rf"{function_end}{WS}{closes}|(?:{function_end}|{closes}){WS}(?:{opens}{WS})?+<function{_IS}"
+        others = rf"{_TAG}|{ends}|{opens}{WS}{_FUNCTION}|{bare}"
         self._end = regex.compile(rf"(?:\r?\n)?+(?:{closed}|(?={others}))")  # the end of a value; see `_ends_value`
         self._arguments: Mapping[str, frozenset[str]] = {}  # types of each argument of the current call
         self._key: str | None = None  # of the current argument; None: its tag cannot be read
@@ -115,7 +121,7 @@ class XmlParser(ToolParser):
             self._text, self._state = begun[1:], self._read_object
             return True
         self._text = self._text if found is None else self._text[found.end() :]
-        if found is None or not found[0].lstrip().startswith("<parameter"):
+        if found is None or not found[0].lstrip().startswith("<param"):
             self._argue("}")
             self._state = self._read_end
             return True

@@ -112,7 +112,7 @@ def test_models_on_other_gpus_or_with_a_share_of_their_own_are_left_alone(tmp_pa
         ([], "port: [1]", {}, "serve.yaml: port is [1]; it must be a single value"),
         ([], "models: x", {}, "serve.yaml: models must be a list"),
         ([], "models: [{model: a, port: 3}]", {}, "serve.yaml: models[0]: there is no option 'port'"),
-        ([], "a: [", {}, "serve.yaml is not YAML"),
+        ([], "port: 1\na: [b\n  c: d", {}, "serve.yaml is not YAML: line 3: expected ',' or ']', but got ':'"),
         ([], "port: 2026-13-45", {}, "serve.yaml is not YAML: month must be in 1..12"),
         ([], "[" * 5000, {}, "serve.yaml is not YAML: "),
         ([], "api_key:", {}, "serve.yaml: api_key is empty; give it a value, or leave it out"),

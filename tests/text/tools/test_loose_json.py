@@ -8,8 +8,10 @@ import random
 from typing import Any
 
 import pytest
+import regex
 
 from fastgen.text.tools.loose_json import LooseJson
+from fastgen.text.tools.parser import HELD
 
 STOP = "</x:call>"
 
@@ -88,6 +90,38 @@ def test_any_text_becomes_json_that_does_not_depend_on_the_pieces() -> None:
 )
 def test_mistakes_are_mended(text: str, meant: Any) -> None:
     assert json.loads(read([text])[0]) == json.loads(read(list(text))[0]) == meant
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": ' + "x" * HELD + "x\n}", '{"a": ' + "x=" * HELD, "{" + "x" * 2 * HELD + ": 1}"]
+)
+def test_a_very_long_word_does_not_depend_on_the_pieces(text: str) -> None:
+    whole = read([text])
+    json.loads(whole[0])
+    assert read([text[at : at + 1000] for at in range(0, len(text), 1000)]) == whole
+
+
+def test_words_take_work_in_proportion_to_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and in however many pieces one arrives."""
+    compiled, searched = regex.compile, 0
+
+    class Counted:
+        def __init__(self, pattern: str) -> None:
+            self.pattern, self.match = pattern, compiled(pattern).match
+
+        def search(self, text: str, at: int, end: int | None = None, partial: bool = False) -> Any:
+            nonlocal searched
+            found = compiled(self.pattern).search(text, at, end, partial=partial)
+            searched += (min(len(text), end or len(text)) if found is None else found.end()) - at
+            return found
+
+    monkeypatch.setattr(regex, "compile", Counted)
+    words, word, value = "{" + "a=1, " * 1000, "<" * 5000, LooseJson("</other>")
+    at = value.read(words, 0, last=False)
+    for end in range(0, len(word) + 1, 5):
+        at = value.read(words + word[:end], at, last=False)
+    assert at == len(words)
+    assert searched < 20 * len(words + word)
 
 
 def test_the_value_is_all_that_is_read() -> None:
