@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FIRST_HALF, SECOND_HALF, Turns, check_idle, families_with, random_ids
+from conftest import FEW, FIRST_HALF, SECOND_HALF, Turns, check_idle, families_with, random_ids
 from handmade import let_pages_run_out
 
 from fastgen import Generator, Request, RequestOutput, SamplingParams
@@ -141,6 +141,7 @@ def test_neighbours_aborted_midway_change_no_bit(family: Path, alone: list[Answe
     assert found == alone
 
 
+@pytest.mark.parametrize("family", FEW, indirect=True)
 def test_samples_do_not_depend_on_their_number(family: Path) -> None:
     params = replace(SHORT, temperature=0.9, logprobs=2)
     with Generator(family, page_size=16, max_seqs=5, max_step_tokens=32) as gen:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FIRST_HALF, SECOND_HALF, Turns, check_idle, families_in_turn, random_ids
+from conftest import FEW, FIRST_HALF, SECOND_HALF, Turns, check_idle, families_in_turn, random_ids
 from handmade import let_pages_run_out
 from test_schedules import Answer, answers
 
@@ -101,6 +101,7 @@ def test_aborted_neighbours_change_no_bit(family: Path, apart: list[Answer]) -> 
             assert answers(gen, REQUESTS) == apart
 
 
+@pytest.mark.parametrize("family", FEW, indirect=True)
 def test_scores_do_not_depend_on_what_is_cached(family: Path) -> None:
     sequences = [prompt + random_ids(9, seed=9) for prompt, _ in REQUESTS]
     starts = [0, 5, 17, 33, 40, len(sequences[5]) - 1, 1, 20, 64]

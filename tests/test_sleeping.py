@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import families_in_turn, new_weights
+from conftest import FEW, families_in_turn, new_weights
 from fake_driver import FakeDriver
 from invariants import check_scheduler
 from test_updating import LONG, OPTIONS, SHORT, SYSTEM, answers, old_weights, refuses
@@ -60,6 +60,7 @@ def test_answers_are_the_same_after_a_sleep(family: Path, dtype: str) -> None:
         assert pools(gen) == where
 
 
+@pytest.mark.parametrize("family", FEW, indirect=True)
 def test_answers_are_the_same_where_all_memory_was_given_back(family: Path, gpu: FakeGPU) -> None:
     with Generator(family, dtype="bfloat16", host_cache_gb=2e-3, **OPTIONS | {"num_pages": 20}) as gen:
         before, where, size = answers(gen), pools(gen), gpu.mapped

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, Checkpoint, Turns, check_idle, new_weights, random_ids
+from conftest import FAMILIES, FEW, Checkpoint, Turns, check_idle, new_weights, random_ids
 from handmade import let_pages_run_out
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -70,6 +70,7 @@ def drain(gen: Generator) -> list[Event]:
     return events
 
 
+@pytest.mark.parametrize("family", FEW, indirect=True)
 def test_answers_are_those_of_a_generator_that_began_with_the_weights(family: Path, saved: Saved) -> None:
     """Prefix cache and host tier are warm with pages of the old weights. Then the old weights come back."""
     weights = new_weights(family)

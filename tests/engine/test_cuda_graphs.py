@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from called_graphs import Called, capturable
-from conftest import Script, check_idle, random_ids
+from conftest import FEW, Script, check_idle, random_ids
 from drafting import adversary
 
 from fastgen import Generator, SamplingParams
@@ -54,6 +54,7 @@ def with_graphs(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return graphs.ran
 
 
+@pytest.mark.parametrize("family", FEW, indirect=True)
 @pytest.mark.parametrize(
     "params",
     [

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from called_graphs import Called, capturable
-from conftest import VOCAB, allow, check_idle, families_with, hf_logits, random_ids
+from conftest import FEW, VOCAB, allow, check_idle, families_with, hf_logits, random_ids
 from handmade import make_runner, siblings, start, table
 from handmade import run as run_batch
 
@@ -127,6 +127,7 @@ def test_raw_logprobs_and_alternatives_are_those_of_transformers(family: Path) -
             assert close(row[list(top)].tolist(), best.values.tolist())
 
 
+@pytest.mark.parametrize("family", FEW, indirect=True)
 def test_chosen_ids_have_their_raw_logprobs_whatever_their_neighbours_choose(family: Path) -> None:
     """They follow the alternatives; ids that are among these are there once."""
     plain = SamplingParams(max_tokens=12, temperature=0.7, top_k=3, seed=3, ignore_eos=True)

@@ -81,6 +81,7 @@ def test_the_shipped_heads_are_small_and_agree_with_what_is_measured() -> None:
         assert greedy["dflash, all drafts"]["tokens_per_step"] > greedy["medusa, all drafts"]["tokens_per_step"] > 1.2
 
 
+@pytest.mark.long
 def test_training_runs_small(tmp_path: Path) -> None:
     """The other shapes of a sweep are not among the heads that are measured and shipped."""
     train_heads.main(["--smoke", "--sweep", "--steps", "1", "--out", str(tmp_path)])

@@ -58,11 +58,13 @@ def check_folder(folder: Path) -> None:
     assert set(scores) == {*tiny_data.SKILLS, "after_long_conversation"}
 
 
+@pytest.mark.long
 def test_training_from_scratch_runs_small(tmp_path: Path) -> None:
     train_tiny.main(["--smoke", "--out", str(tmp_path)])
     check_folder(tmp_path)
 
 
+@pytest.mark.long
 def test_training_goes_on_from_the_shipped_folder(tmp_path: Path) -> None:
     check_folder(SHIPPED)
     train_tiny.make_folder(train_tiny.parse(["--smoke", "--from", str(SHIPPED), "--out", str(tmp_path)]))
