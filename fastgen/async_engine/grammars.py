@@ -134,7 +134,6 @@ def main() -> None:
                 compile_grammar(tokens, grammar)
             except ValueError as wrong:
                 error = str(wrong)
-            signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send(error)
 
 
