@@ -50,6 +50,7 @@ class LooseJson:
         self._open: list[str] = []  # the brackets that close what is open, outermost first
         self._quote = ""  # of the string around the position
         self._is_key = False  # that string is a key
+        self._searched = 0  # number of characters of the word at the position in which nothing ends it
         self._gap = ""  # white space, and perhaps a comma, that the next element confirms
         self._made: list[str] = []
         self._state = self._read_value
@@ -134,12 +135,15 @@ class LooseJson:
 
     def _end_of_word(self, ends: Pattern, text: str, at: int, last: bool) -> int | None:
         """Return the index after a word, which has at least one character; None if it depends on later text."""
-        found = ends.search(text, at + 1, partial=True)
+        begin = at + max(1, self._searched)
+        found = ends.search(text, begin, partial=True)
         end = len(text) if found is None or found.partial else int(found.start())
-        stop = self._ends.value.search(text, at + 1, partial=True)
+        stop = self._ends.value.search(text, begin, partial=True)
         begun = stop is not None and stop.partial and stop.start() < end  # a mark, which may hold what ends a word
         if (end == len(text) or begun) and not last and len(text) - at <= HELD:
+            self._searched = min([len(text), *(int(each.start()) for each in (found, stop) if each)]) - at
             return None
+        self._searched = 0
         return end
 
     def _read_key(self, text: str, at: int, last: bool) -> int | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fastgen.text.tools import loose_json
 from fastgen.text.tools.loose_json import LooseJson
 
 STOP = "</x:call>"
@@ -104,3 +106,26 @@ def test_text_comes_as_it_is_written() -> None:
         text += "word "
         at = value.read(text, at, last=False)
         assert (value.take(), at) == ("word ", len(text))
+
+
+def test_each_part_of_a_long_word_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, searched = loose_json._Ends("</x>"), 0
+
+    class Counted:
+        def __init__(self, pattern: Any) -> None:
+            self.pattern, self.match = pattern, pattern.match
+
+        def search(self, text: str, at: int, partial: bool) -> Any:
+            nonlocal searched
+            searched += len(text) - at
+            return self.pattern.search(text, at, partial=partial)
+
+    counted = SimpleNamespace(**{name: Counted(getattr(ends, name)) for name in ("value", "word", "key")})
+    monkeypatch.setattr(loose_json, "_Ends", lambda stops: counted)
+    for begin in ("", "{"):
+        value, text = LooseJson("</x>"), begin
+        at = value.read(text, 0, last=False)
+        for _ in range(1000):
+            text += "a<"
+            at = value.read(text, at, last=False)
+    assert searched < 20_000
