@@ -133,8 +133,8 @@ class AsyncGeneratorOptions(GeneratorOptions):
     # Readers of streams wait for each token, so that a long prompt must not delay the others.
     max_prefill_tokens: int | None = option(0, OPTIONS["max_prefill_tokens"].help, low=0)
     grammar_timeout: float = option(
-        GRAMMAR_TIMEOUT, "seconds that structured output may take to compile; a request whose schema needs longer is a "
-        "ValueError", low=0, high=MAX_TIMEOUT,
+        GRAMMAR_TIMEOUT, "seconds of CPU time that structured output may take to compile; a request whose schema needs "
+        "longer is a ValueError", low=0, high=MAX_TIMEOUT, above=True,
     )  # fmt: skip
     name: str | None = option(None, "name of the model in messages", unset="the value of `model`")
 

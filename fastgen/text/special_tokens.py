@@ -104,7 +104,7 @@ class TextGuard:
         if first is None:
             raise ValueError(
                 "a message has the text of a special token, which this tokenizer cannot encode as text, because "
-                "it is no fast one; remove it, or set allow_special_tokens"
+                "it is not a fast one; remove it, or set allow_special_tokens"
             )
         second: Any = Tokenizer(first.model)
         for part in ("normalizer", "pre_tokenizer"):

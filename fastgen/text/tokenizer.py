@@ -371,9 +371,12 @@ def _processor_template(folder: Path) -> str | None:
     path = folder / "chat_template.json"
     if not path.is_file():
         return None
-    found = json.loads(path.read_bytes())["chat_template"]
+    try:
+        found = json.loads(path.read_bytes())["chat_template"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        found = None
     if not isinstance(found, str):
-        raise ValueError(f"chat_template in {path.name} is {type(found).__name__}, and must be a string")
+        raise ValueError(f"{path.name} is not a JSON object with a string chat_template")
     return found
 
 

@@ -127,6 +127,10 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("Detokenizer.push", "if text.endswith(BROKEN) and not last:", "if text.endswith(BROKEN):"),
         ("StopFinder.push", "at, stop = min(found, key=lambda pair: pair[0])", "at, stop = found[0]"),
     ],
+    ("async_engine.grammars", "tests/async_engine/test_async_grammars.py"): [
+        ("_Checker.compile", "poll(seconds + WAITING_SECONDS)", "poll(seconds)"),
+        ("main", "signal.setitimer(signal.ITIMER_PROF, seconds)", "pass"),
+    ],
     ("text.rendering", "tests/text/test_rendering.py"): [
         ("TEMPLATE_BYTES", "2**30", "2**32"),
         ("_Attempt.is_to_blame", "return self._grown - used_memory() > TEMPLATE_BYTES // 2", "return True"),
@@ -210,6 +214,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("PythonParser._match_rest", "scan, self._scan = self._scan, Scan(_PLACES)", "scan = self._scan"),
     ],
     ("text.tools.values", "tests/text/tools/test_values.py tests/text/test_tool_calls.py"): [
+        ("Schemas.resolved", "if reference not in self._named:", "if True:"),
         ("typed_json", '(types - {"string"})', "types"),
         ("Schemas.alternatives", "self._steps += 1", "pass"),
         ("Schemas.types", 'frozenset.intersection(*allowed) if word == "allOf" else', ""),

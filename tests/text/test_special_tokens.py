@@ -273,7 +273,7 @@ def test_text_that_can_only_be_a_special_token_is_refused(tmp_path: Path) -> Non
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>").save_pretrained(tmp_path / "a")
     ByT5Tokenizer().save_pretrained(tmp_path / "b")
-    for name, reason in ("a", "only has as a special token"), ("b", "it is no fast one"):
+    for name, reason in ("a", "only has as a special token"), ("b", "it is not a fast one"):
         tokenizer = Tokenizer(tmp_path / name)
         tokenizer.hf.chat_template = "{% for m in messages %}{{ m.content }} {{ eos_token }}{% endfor %}"
         plain = [{"role": "user", "content": "hello other"}]

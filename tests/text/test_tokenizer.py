@@ -376,9 +376,10 @@ def test_the_chat_template_of_a_processor(talker: Path, tmp_path: Path) -> None:
     assert Tokenizer(tmp_path).render_chat(messages) == Tokenizer(talker).render_chat(messages)
     (tmp_path / "chat_template.jinja").unlink()
     assert Tokenizer(tmp_path).render_chat(messages) == "hello there"
-    file.write_text(json.dumps({"chat_template": 3}))
-    with pytest.raises(ValueError, match=r"chat_template in chat_template\.json is int, and must be a string"):
-        Tokenizer(tmp_path)
+    for wrong in ('{"chat_template": 3}', '{"chat_template": null}', "{}", "[]", '{"chat_template":', "[" * 100_000):
+        file.write_text(wrong)
+        with pytest.raises(ValueError, match=r"chat_template\.json is not a JSON object with a string chat_template"):
+            Tokenizer(tmp_path)
 
 
 def test_a_chat_template_gets_only_variables_of_its_own(tokenizer: Tokenizer) -> None:

@@ -509,7 +509,7 @@ def test_arguments_may_be_json_in_a_function_tag() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["</parameter> b", "</tool_call>\nb", "a\n</function>\nb", "<parameter=z>", "</param", "<"]
+    "value", ["</parameter> b", "</tool_call>\nb", "a\n</function>\nb", "<i>a</i>\n<parameter=z>", "</param", "<"]
 )
 def test_a_value_may_hold_what_resembles_a_tag(value: str) -> None:
     text = f"{OPENED}{value}\n</parameter>{CLOSED} So."

@@ -424,6 +424,8 @@ def _type_of(name: str, values: list[Any]) -> Any:
     """Return the type of a column. Raises ArrowInvalid, which names the column, for values without a common type."""
     pa = pyarrow()
     try:
-        return pa.array(values).type
+        with suppress(UnicodeEncodeError):
+            return pa.array(values).type
+        return pa.array(_encodable(values)).type
     except (pa.ArrowException, OverflowError, UnicodeError) as error:
         raise pa.ArrowInvalid(f"the values of {name} have no type in common: {error}") from None

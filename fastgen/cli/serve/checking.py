@@ -15,8 +15,8 @@ from fastgen.cli.serve.fields import FieldPolicy, Strict
 
 RequestT = TypeVar("RequestT", bound=Strict)
 MAX_CONTAINERS = 500_000  # maximum number of lists and objects of a body
-MAX_VALUES = 100_000  # maximum number of values of a field that is no prompt, such as a schema
-INNER = {"content", "tool_calls", "tools", "output", "summary"}  # fields of items whose lists are said, too
+MAX_VALUES = 100_000  # maximum number of values of a field other than prompts, such as a schema
+INNER = {"content", "tool_calls", "tools", "output", "summary"}  # fields of items whose lists also count
 STRING_OR_OPENED = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
 
 

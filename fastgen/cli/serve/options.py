@@ -52,7 +52,7 @@ class ServerOptions:
     )  # fmt: skip
     grammar_timeout: float = option(
         GRAMMAR_TIMEOUT,
-        "maximum time to compile a schema, in seconds; a slower one is answered with a 400",
+        "maximum CPU time to compile a schema, in seconds; a slower one is answered with a 400",
         low=0,
         high=MAX_TIMEOUT,
         above=True,

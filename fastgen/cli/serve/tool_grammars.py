@@ -197,7 +197,7 @@ def _python_rules(rule: str, function: Function) -> Iterator[str]:
     items, arguments = [], _Arguments(function)
     for place, (name, schema, required) in enumerate(arguments):
         if not re.fullmatch(r"[^\W\d][\w-]*", name):
-            raise ValueError(f"the argument {name!r} of {function.name} is no name in Python; rename it")
+            raise ValueError(f"the argument {name!r} of {function.name} is not a Python name; rename it")
         value, new = arguments.rule(schema, f"{rule}_value{place}")
         if new:
             yield f"{value}: {arguments.literal(schema)}"

@@ -99,20 +99,27 @@ class Schemas:
 
     def __init__(self, root: Any) -> None:
         self.root: Mapping[str, Any] = root if isinstance(root, Mapping) else _ANYTHING
+        self._named: dict[str, Any] = {}  # by reference
         self._types: dict[int, frozenset[str]] = {}  # by the `id` of the schema
         self._steps = 0  # number of alternatives so far
 
     def resolved(self, schema: Any) -> Mapping[str, Any]:
         """Return a schema, or the one that its reference names; {}, which allows everything, if there is none."""
         for _ in range(MOST_REFS):
-            if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+            reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+            if not isinstance(reference, str):
                 return schema if isinstance(schema, Mapping) else _ANYTHING
-            names = schema["$ref"].removeprefix("#").split("/")[1:]
-            schema = self.root
-            for name in names:
-                name = name.replace("~1", "/").replace("~0", "~")
-                schema = schema.get(name) if isinstance(schema, Mapping) else None
+            if reference not in self._named:
+                self._named[reference] = self._find(reference)
+            schema = self._named[reference]
         return _ANYTHING
+
+    def _find(self, reference: str) -> Any:
+        """Return what is in the root at the path of a reference; None if there is nothing."""
+        found: Any = self.root
+        for name in reference.removeprefix("#").split("/")[1:]:
+            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        return found
 
     def arguments(self) -> dict[str, Mapping[str, Any]]:
         """Return the schema of each property of the root, by its name."""

@@ -105,11 +105,21 @@ def test_what_cannot_be_read_or_written(
     write("open.csv", "prompt,b", '"x\n",1', 'x,"y', "x,1")
     write("twice.csv", "prompt,prompt", "x,y")
     Path("latin.csv").write_bytes(b"prompt\n" + b"coffee\n" * 3000 + b"caf\xe9\n")
-    write("half.jsonl", {"prompt": "\ud800"})
+    write("half.jsonl", {"prompt": "x", "\ud800": 1})
     write("mixed.jsonl", {"prompt": "x", "a": 1}, {"prompt": "x", "a": "one"})
     write("late.jsonl", {"prompt": "x"}, {"prompt": "x", "completions": []})
     assert fggen(*arguments) in (1, 2)
     assert reason in capsys.readouterr().err
+
+
+def test_halves_of_surrogate_pairs_in_rows_become_escapes_in_parquet(fggen: Fggen) -> None:
+    write("in.jsonl", {"prompt": "\ud800"}, {"prompt": "hello", "a": {"b": ["\ud800"]}})
+    assert fggen("in.jsonl", "-o", "out.parquet", *SHORT) == 0
+    bad, good = sorted(pq.read_table("out.parquet").to_pylist(), key=lambda record: record["row"])
+    assert bad["prompt"] == "\\ud800"
+    assert "surrogates not allowed" in bad["error"]
+    assert good["a"] == {"b": ["\\ud800"]}
+    assert good["error"] is None
 
 
 def test_an_output_that_a_glob_finds_again_is_no_input(fggen: Fggen) -> None:

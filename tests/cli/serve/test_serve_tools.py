@@ -242,7 +242,7 @@ def test_what_a_format_cannot_enforce_is_an_error(model: Model) -> None:
     cases = [
         ("qwen3_coder", function(True, **limited), "the text 'a' of the strict function get has limits"),
         ("qwen3_coder", function(**{"a>b": {}}), "cannot be in a tag"),
-        ("pythonic", function(**{"a b": {}}), "is no name in Python"),
+        ("pythonic", function(**{"a b": {}}), "is not a Python name"),
         *((each, [{"type": "function", "function": {"name": "get", "parameters": merged, "strict": True}}], "anyOf")
           for each in ("qwen3_coder", "pythonic")),
     ]  # fmt: skip

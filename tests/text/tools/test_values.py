@@ -62,6 +62,21 @@ def test_alternatives_are_read_as_far_as_they_are_wanted(monkeypatch: pytest.Mon
     assert [each for each in Schemas({}).alternatives({"anyOf": leaves[:3]}) if "const" in each] == leaves[:3]
 
 
+def test_references_are_followed_once() -> None:
+    looked_up = 0
+
+    class Root(dict[str, Any]):
+        def get(self, *key: Any) -> Any:
+            nonlocal looked_up
+            looked_up += key[0] == "$defs"
+            return super().get(*key)
+
+    schemas = Schemas(Root({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "null"}}}))
+    for _ in range(10):
+        assert schemas.types({"anyOf": [{"$ref": "#/$defs/a"}]}) == {"null"}
+    assert looked_up == 2
+
+
 @pytest.mark.parametrize(
     ("text", "types", "value"),
     [
