@@ -286,6 +286,7 @@ def test_the_modules_without_torch_do_not_name_it() -> None:
         assert "torch" not in named, module
 
 
+@pytest.mark.long
 def test_the_tests_of_gpus_have_one_process() -> None:
     """By pyproject.toml's options, tests have a worker per core."""
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-k", "no_such_test"]

@@ -179,6 +179,7 @@ for number, chosen in enumerate(several):
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 @pytest.mark.parametrize(("name", "chip"), [("H200", H200), ("A100", A100)])
 def test_one_instruction_whatever_the_tile(name: str, chip: Chip) -> None:

@@ -35,6 +35,7 @@ for outputs, inputs, swiglu in [(4096, 14336, False), (28672, 4096, True)]:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_products_are_compiled_for_hopper() -> None:
     several = compiled(PRODUCTS)
@@ -250,6 +251,7 @@ fp8.dequantize.launch(weight.values, weight.scales, torch.bfloat16)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 @pytest.mark.parametrize("chip", ["A100", "RTX 4090", "RTX 5090", "H200"])
 def test_products_with_only_the_weight_in_fp8_are_compiled(chip: str) -> None:

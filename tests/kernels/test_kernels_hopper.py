@@ -155,6 +155,7 @@ def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
     assert starts[2048, 8192] == "early", "most of the weight is not"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_decodes_are_compiled() -> None:
     for made in compiled(ATTENTION + DECODES):
@@ -183,6 +184,7 @@ def test_decodes_are_compiled() -> None:
             assert "cvt.f32.f16" not in made["ptx"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_prefills_are_compiled(tmp_path: Path) -> None:
     """A group's softmax overlaps with its second product if the wait for that product comes after the softmax. ptxas

@@ -180,6 +180,7 @@ for outputs, inputs, group, what, dtype in [
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_products_are_compiled_for_hopper() -> None:
     several: list[dict[str, Any]] = [each for each in compiled(LAUNCHES) if each["kernel"] == "hopper_int4"]
@@ -201,6 +202,7 @@ def test_products_are_compiled_for_hopper() -> None:
         assert len(places(r"ld\.shared\.v4", made["ptx"])) >= 4, "a thread's words of 64 columns at a time"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 @pytest.mark.parametrize("chip", ["A100", "RTX 4090"])
 def test_products_are_compiled_for_older_chips(chip: str) -> None:

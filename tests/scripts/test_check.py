@@ -22,6 +22,7 @@ def test_each_bug_can_be_applied() -> None:
     assert mutate.faults(mutate.mutants()) == []
 
 
+@pytest.mark.long
 def test_each_pattern_of_the_sanitizer_selects_tests() -> None:
     """A test that is renamed would no longer run under the sanitizer, without any error."""
     files = sorted({f"tests/{path}" for path, _, _ in sanitize.PARTS.values()})

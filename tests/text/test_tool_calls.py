@@ -489,7 +489,7 @@ def test_patterns_do_not_grow_with_the_names_of_functions_and_arguments(
     monkeypatch.setattr(
         regex, "compile", lambda pattern, flags=0: (sizes.append(len(pattern)), compiled(pattern, flags))[1]
     )
-    names = {f"property_{number}": {"type": "string"} for number in range(1000)}
+    names = {f"property_{number}": {"type": "string"} for number in range(300)}
     functions = [Function(function, {"type": "object", "properties": names}) for function in ("get", *names)]
     text = written("get", {"property_7": "x"}, SYNTAXES[name], random.Random(0))
     opens = SYNTAXES[name].opens if SYNTAXES[name].separate else ""
