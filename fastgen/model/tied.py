@@ -7,7 +7,6 @@ checkpoint or a complete update that has only one of the two has one tensor for 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,7 +36,6 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return torch.cat([part.view(torch.int64) for part in hashes]).cpu()
 
 
-@dataclass
 class Tie:
     """What a Generator knows of the embedding and the head of a model that config.json ties.
 

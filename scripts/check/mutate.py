@@ -44,7 +44,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("EngineConfig.prefill_tokens", "if decodes else room", "if room else room"),
     ],
     ("engine.uploads", "tests/engine/test_prefill_graphs.py"): [
-        ("StepMemory.send", "0, 0, 0, 0, -1]", "0, 0, 0, 0, 0]"),
+        ("StepArrays.of", "len(slots) + padding, -1)", "len(slots) + padding, 0)"),
         ("StepMemory.send", "if len(arrays.rows) else", "if len(arrays.rows) > 1 else"),
         ("StepArrays.of", "kv_lens[: len(batch.decodes)]", "kv_lens"),
     ],
