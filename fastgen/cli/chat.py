@@ -17,7 +17,7 @@ from fastgen.cli.chat_commands import BANNER, obey
 from fastgen.cli.chat_console import Console
 from fastgen.cli.chat_files import Conversation, load
 from fastgen.cli.chat_session import Chat
-from fastgen.cli.command import loading_model, run_tool
+from fastgen.cli.command import loading_model, one_line, run_tool
 from fastgen.cli.options import API_KEY, MODEL, SAMPLING, Parser, add_flag, flag, given
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.request import SamplingParams
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_place(args)
         SamplingParams(**given(args, (*SAMPLED, "seed"))).validate(vocab_size=1)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.error(one_line(error))
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a stray byte or a locale without Unicode must not end a chat

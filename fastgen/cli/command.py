@@ -70,6 +70,9 @@ def run_tool(name: str, verbose: bool, run: Callable[[], int], in_flags: Callabl
 
 
 def one_line(error: object) -> str:
+    """Return the text of an error in one line, without the number of an error of the system."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.strerror}: {error.filename!r}"
     return " ".join(str(error).split())
 
 

@@ -106,6 +106,8 @@ class Parser(argparse.ArgumentParser):
         name = given[2:]  # without the dashes, which would make all flags alike
         if place := next((action.metavar for action in self._get_positional_actions() if action.dest == name), None):
             return f"there is no {given}; give {place} without it"
+        if (parameter := name.replace("-", "_")) in SAMPLING_OPTIONS:
+            return f"there is no {given}; {parameter} is a parameter of each request (SamplingParams in Python)"
         near = nearest(name, (known[2:] for known in self._option_string_actions))
         ours = ADVICE.get(name.replace("-", "_"), f"use --{near}" if near else "")
         ours = re.sub(r"[a-z]+(_[a-z]+)+", lambda name: flag(name[0]), ours)

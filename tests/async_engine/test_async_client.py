@@ -398,7 +398,7 @@ async def die(engine: AsyncGenerator, how: str, kill: Callable[[], Any]) -> None
         with pytest.raises(EngineError) as raised:
             await collect(stream)
         assert str(raised.value) == await engine.died() == engine.dead
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 10
     assert engine.dead is not None
     assert engine.dead.startswith(f"the engine of the bundled model {how}")
     assert not engine.ready

@@ -58,6 +58,10 @@ def test_a_checkpoint_of_another_format_is_one_line(tool: str, arguments: list[s
         ("--bogus", "there is no --bogus"),
         ("--verbos", "there is no --verbos; use --verbose"),
         ("--enforce-eager", "there is no --enforce-eager; leave it out"),
+        (
+            "--stop-token-ids=3",
+            "there is no --stop-token-ids; stop_token_ids is a parameter of each request (SamplingParams in Python)",
+        ),
     ],
 )
 def test_an_unknown_flag_is_one_line_that_says_what_takes_its_place(
@@ -88,6 +92,8 @@ def test_an_unknown_flag_is_one_line_that_says_what_takes_its_place(
             "fgserve --rollout --replicas 2 --max-replicas 3",
             "--rollout needs a fixed number of replicas, which it",
         ),
+        ("fgserve --config none/a.yaml", "No such file or directory: 'none/a.yaml'"),
+        ("fgserve a a", "two models are called 'a'; give one of them another name in a file of --config"),
         ("fgchat chat some/model", "fgchat has no subcommands; leave 'chat' out"),
     ],
 )

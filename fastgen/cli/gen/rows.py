@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from fastgen.cli.command import needed
+from fastgen.cli.command import needed, one_line
 
 STDIN = "-"
 CSV, GZIP, PARQUET = ".csv", ".gz", ".parquet"
@@ -169,7 +169,7 @@ def _rows(path: Path, file: BinaryIO) -> RowReader:
     try:
         yield from read(path, file)
     except (OSError, zlib.error, EOFError, csv.Error, UnicodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise ValueError(f"{path} cannot be read: {one_line(error)}") from None
 
 
 def _parquet_rows(path: Path, file: BinaryIO) -> RowReader:

@@ -111,5 +111,5 @@ def configure(options: ServerOptions, app: Starlette) -> uvicorn.Config:
         config.load()
     except OSError as error:  # the message of ssl does not name the file
         files = f"ssl_certfile {options.ssl_certfile} and ssl_keyfile {options.ssl_keyfile}"
-        raise ValueError(f"no certificate and key in {files}: {error}") from None
+        raise ValueError(f"no certificate and key in {files}: {error.strerror or error}") from None
     return config

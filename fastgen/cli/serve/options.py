@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, MAX_TIMEOUT
-from fastgen.cli.command import note
+from fastgen.cli.command import note, one_line
 from fastgen.cli.options import API_KEY, MODEL, Parser, Value, add_flag, read_yaml
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.option import Option, option, options_of
@@ -165,7 +165,7 @@ def read_options(argv: Sequence[str] | None = None, environment: Mapping[str, st
         file = _read_file(Path(args.config)) if args.config else {}
         return make_options(file, os.environ if environment is None else environment, args.model, given, args.config)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.error(one_line(error))
 
 
 def make_options(
@@ -196,7 +196,8 @@ def make_options(
         chosen = {**settings, **own, **given}
         name = str(chosen.get(NAME.name, BUNDLED_NAME if model is None else model))
         if any(other.name == name for other in served):
-            raise ValueError(f"two models are called {name!r}; give one of them another name in the file")
+            where_else = "" if path else " in a file of --config"
+            raise ValueError(f"two models are called {name!r}; give one of them another name{where_else}")
         template = _read_text(Path(str(chosen[TEMPLATE.name]))) if TEMPLATE.name in chosen else None
         served.append(ModelOptions(name, model, {key: chosen[key] for key in MODEL if key in chosen}, template))
     return Options(server, tuple(_share_memory(served)))
