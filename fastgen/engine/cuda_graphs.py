@@ -1,7 +1,7 @@
 """CUDA graphs of steps, and the sizes of the steps that are captured.
 
-Each size of decode steps has a graph; some have a second one for rows that share keys. So have steps with prefills, up
-to a number of tokens (`prefill_graphs.py`).
+Each size of decode steps has a graph, and some sizes have a second one for rows that share keys. Steps with prefills
+have graphs up to a number of tokens (`prefill_graphs.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Key = TypeVar("Key")
 PREFILL_SIZES = (16, 32, 64, 96, 128, 192, *range(256, 2305, 128))
 """Numbers of tokens of the steps with prefills that are captured, multiples of ROW_TILE.
 
-Above 256 tokens they are whole tiles of the kernels for many tokens, so that padding takes no more products. A larger
-step is launched kernel by kernel, for which the GPU takes longer than the host with most models."""
+Sizes above 256 are whole tiles of the kernels for many tokens, so padding adds no tiles. A larger step is launched
+kernel by kernel; with most models, the GPU then takes longer than the host."""
 
 
 def batch_sizes(most: int) -> list[int]:

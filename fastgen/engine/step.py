@@ -177,7 +177,8 @@ class Launched:
     then, since a kernel writes to `sampled.packed`.
 
     sampling: the lane of each result. lanes: int64 [R], the lanes that draw. positions: int32 [R], the positions of the
-    tokens to draw. logits: float32 [R, V] on rank 0, until tokens are drawn.
+    tokens to draw. logits: float32 [R, V] on rank 0, until tokens are drawn. All three may be at fixed addresses, where
+    the next launch overwrites them.
 
     For features: source: makes the rows of a step of decodes, instead of the Runner's Lanes. graphs: the CUDA graphs of
     such steps, by number of lanes. all_rows: the layers compute the results of all tokens, not only of

@@ -449,8 +449,8 @@ def launch(
 ) -> None:  # fmt: skip
     """Launch the kernel; fastgen.kernels.attention has checked the arguments, and its twin says what it computes.
 
-    tiles: list of `most` work tiles of up to `tokens_of` tokens each, whose key ranges begin at multiples of KEYS. Keys
-    are not split.
+    tiles: the list of work tiles of up to `tokens_of` tokens each, whose key ranges begin at multiples of KEYS. Keys
+    are not split. most: maximum number of work tiles.
     """
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _) = q.shape, keys.shape
     chip, dims = Chip.of(q.device), power_of_two(head_size)

@@ -261,12 +261,16 @@ def served_loads(url: str, points: Points, smoke: bool) -> list[Load]:
     if smoke:
         return [Load(url, name, 6, 16, 8, 64, 10, 300, rate=20.0, sigma=SIGMA)]
     alone = Load(url, name, 16, PROMPT, 16, 1, 10, 30000)  # without a spread, so that the GPU's time is known
+    known = (*SERVED, *LIMITED)  # a point has the same requests at the same times with any limit
     return [
-        Load(url, name, round(rate * SERVED_SECONDS), PROMPT, ANSWER, 4096, 10, 30000, seed, rate, long, every, SIGMA)
+        Load(
+            url, name, round(rate * SERVED_SECONDS), PROMPT, ANSWER, 4096, 10, 30000,
+            known.index((rate, long, every)), rate, long, every, SIGMA,
+        )
         if rate
         else alone
-        for seed, (rate, long, every) in enumerate(points)
-    ]
+        for rate, long, every in points
+    ]  # fmt: skip
 
 
 def served_line(row: dict[str, Any]) -> str:

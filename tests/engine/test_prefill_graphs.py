@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -198,6 +199,28 @@ def test_steps_that_are_cut_in_two_have_none(llama: Path, monkeypatch: pytest.Mo
     assert captured_prefills(runner) == [16, 32, 64, 96, 128, 192, 256]
     runner.group.exchange = cast(Any, object())
     assert captured_prefills(runner) == [16, 32, 64, 96, 128]
+
+
+def test_with_flash_attn_only_steps_of_few_tokens_have_them(llama: Path) -> None:
+    runner = make_runner(llama, max_step_tokens=512)
+    assert captured_prefills(runner)[-1] == 512
+    runner.config = replace(runner.config, attention="flash")
+    assert captured_prefills(runner)[-1] == 256
+
+
+def test_a_step_may_have_more_draws_than_tokens(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lanes of forks are sent as well, and rows of padding repeat the first draw."""
+    request = (random_ids(9), SamplingParams(n=21, seed=4, max_tokens=3, ignore_eos=True))
+    with Generator(llama, max_seqs=28, max_step_tokens=28, prefix_cache=False) as gen:
+        plain = answers(gen, [request])
+        capturable(monkeypatch)
+        capture(gen._runner)
+        graphs = gen._runner.prefill_graphs
+        assert graphs is not None
+        assert isinstance(graphs.layers[False], Called)
+        assert isinstance(graphs.ends, Called)
+        assert answers(gen, [request]) == plain
+        assert (graphs.layers[False].ran, graphs.ends.ran) == ([16], [24])
 
 
 RANK = """

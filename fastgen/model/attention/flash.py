@@ -2,7 +2,9 @@
 
 The package is optional: install `fastgen[flash]` and pass attention="flash". Its kernels read the paged KV pool in
 place, in bfloat16 or float16, on Hopper and on data-center Blackwell. Decodes still use the paged kernels, because the
-package does not split the keys of a decode.
+package does not split the keys of a decode. So do the prefills of steps that run as CUDA graphs (`plan_lists`), which
+have up to FLASH_TOKENS tokens (`warm_up.py`): the package takes tensors whose shapes depend on the number of chunks,
+which differs from replay to replay.
 
 The package compiles a kernel at its first call, which takes seconds. It caches kernels on disk if
 FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 is set; FLASH_ATTENTION_CUTE_DSL_CACHE_DIR names the folder.
