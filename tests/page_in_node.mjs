@@ -97,7 +97,7 @@ class Storage {
 }
 
 async function until(condition, what) {
-  const deadline = Date.now() + 20_000;
+  const deadline = Date.now() + 60_000;
   while (!condition()) {
     assert(Date.now() < deadline, `it never happened: ${what}`);
     await sleep(5);

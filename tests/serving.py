@@ -93,7 +93,7 @@ class Server:
 
     def await_ready(self) -> Server:
         try:
-            until(lambda: self.get("/ready").status_code == 200, 60)
+            until(lambda: self.get("/ready").status_code == 200, 120)
         except httpx.ConnectError:
             raise AssertionError(f"the server ended with {self.end()}") from None
         return self
@@ -167,7 +167,7 @@ def is_called(process: int, name: bytes) -> bool:
         return False
 
 
-def until(condition: Callable[[], Any], seconds: float = 20) -> None:
+def until(condition: Callable[[], Any], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition stays false"

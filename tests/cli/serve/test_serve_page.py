@@ -77,7 +77,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token": None}))
     with Server(FGSERVE, str(folder), "--served-model-name", "mine", "--api-key", KEY) as server:
-        yield server
+        yield server.await_ready()
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def assert_harmless(page: Page) -> None:
 
 def test_the_script_of_the_page(server: Server) -> None:
     command = [str(NODE), str(TESTS / "page_in_node.mjs"), server.url, KEY]
-    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100)
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=250)
     assert run.returncode == 0, run.stdout
 
 
