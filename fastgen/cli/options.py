@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from fastgen import __version__
-from fastgen.cli.command import needed
+from fastgen.cli.command import needed, one_line
 from fastgen.engine.options import OPTIONS
 from fastgen.model.config import GENERATION_CONFIG
 from fastgen.names import ADVICE, nearest
@@ -75,8 +75,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if unknown := re.search(r"unrecognized arguments:.*? (--[\w-]+)", message):
             message = self._unknown(unknown[1])
-        told = " ".join(self.in_flags(message).split())
-        self.exit(2, f"{self.prog}: error: {told}; {self.prog} --help lists the options\n")
+        self.exit(2, f"{self.prog}: error: {one_line(self.in_flags(message))}; {self.prog} --help lists the options\n")
 
     def in_flags(self, message: str) -> str:
         """Return an error that names options as in Python with the flags of this command instead. What it says of the

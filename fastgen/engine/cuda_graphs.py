@@ -24,7 +24,7 @@ PREFILL_SIZES = (16, 32, 64, 96, 128, 192, *range(256, 2305, 128))
 """Numbers of tokens of the steps with prefills that are captured, multiples of ROW_TILE.
 
 Sizes above 256 are whole tiles of the kernels for many tokens, so padding adds no tiles. A larger step is launched
-kernel by kernel; with most models, the GPU then takes longer than the host."""
+kernel by kernel; on one GPU and with most models, the GPU then takes longer than the host."""
 
 
 def batch_sizes(most: int) -> list[int]:

@@ -37,7 +37,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 class Tie:
-    """What a Generator knows of the embedding and the head of a model that config.json ties.
+    """The state of the embedding and the head of a model that config.json ties, as a Generator follows it.
 
     own_head: the head has its own memory. can_untie: it can get its own memory; on a GPU, CUDA graphs hold its address.
     """

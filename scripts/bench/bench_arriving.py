@@ -55,8 +55,6 @@ SERVED = ((0.0, 0, 0), (4.0, 0, 0), (16.0, 0, 0), (40.0, 0, 0), (8.0, LONG, EVER
 LIMITS = (1024, 8192)  # of prefill tokens in a step that decodes
 LIMITED = ((40.0, 0, 0), (50.0, 0, 0), (8.0, LONG, EVERY))
 REFILLED = {"lanes": 64, "prompt": 512, "longest": 1024, "requests": 320}
-
-
 PARTS = ("steps", "masked", "refilled", "variants", "served", "limits")
 
 

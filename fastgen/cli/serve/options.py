@@ -196,8 +196,8 @@ def make_options(
         chosen = {**settings, **own, **given}
         name = str(chosen.get(NAME.name, BUNDLED_NAME if model is None else model))
         if any(other.name == name for other in served):
-            where_else = "" if path else " in a file of --config"
-            raise ValueError(f"two models are called {name!r}; give one of them another name{where_else}")
+            advice = "another name" if path else "another name in a file of --config"
+            raise ValueError(f"two models are called {name!r}; give one of them {advice}")
         template = _read_text(Path(str(chosen[TEMPLATE.name]))) if TEMPLATE.name in chosen else None
         served.append(ModelOptions(name, model, {key: chosen[key] for key in MODEL if key in chosen}, template))
     return Options(server, tuple(_share_memory(served)))

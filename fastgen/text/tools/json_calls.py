@@ -86,7 +86,7 @@ class Hermes(ObjectSyntax):
 
 
 class ObjectList(ObjectSyntax):
-    """One list of objects, after a mark."""
+    """A format whose calls are one list of objects after a mark."""
 
     @property
     def first(self) -> str:

@@ -33,7 +33,7 @@ class _Ends:
 
 
 class LooseJson:
-    """One value of JSON, read in pieces and made valid.
+    """A JSON value that is read in pieces and made valid.
 
     Valid JSON stays as it is written. Mended are line breaks, unknown escapes and quotation marks inside strings, words
     and strings of Python, words without quotes, missing, doubled and final commas, and missing brackets. So whatever
