@@ -24,7 +24,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastgen import __version__
 from fastgen.cli.command import note
-from fastgen.cli.serve.answers import (
+from fastgen.cli.serve.dialects import anthropic, openai_responses
+from fastgen.cli.serve.dialects.anthropic import CountRequest, MessageReply, MessageRequest
+from fastgen.cli.serve.dialects.openai_responses import ResponseReply, ResponseRequest
+from fastgen.cli.serve.dialects.translation import BlockReply
+from fastgen.cli.serve.embeddings import EmbeddingRequest, embed
+from fastgen.cli.serve.engine_input import GenerationRequest, detokenize, needed, tokenize, tokenizer_info
+from fastgen.cli.serve.http_responses import (
     GenerationResponse,
     as_api_error,
     error_response,
@@ -32,20 +38,13 @@ from fastgen.cli.serve.answers import (
     json_response,
     limited,
 )
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.compat import messages, responses
-from fastgen.cli.serve.compat.messages import CountRequest, MessageReply, MessageRequest
-from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
-from fastgen.cli.serve.compat.translation import BlockReply
-from fastgen.cli.serve.embeddings import EmbeddingRequest, embed
-from fastgen.cli.serve.fields import FieldPolicy, Strict
+from fastgen.cli.serve.openai_input import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from fastgen.cli.serve.options import LOCAL, ServerOptions
-from fastgen.cli.serve.page import chat_page, docs_page
-from fastgen.cli.serve.posts import Answerer, Post
-from fastgen.cli.serve.prompts import GenerationRequest, detokenize, needed, tokenize, tokenizer_info
-from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from fastgen.cli.serve.routes import Answerer, Post
 from fastgen.cli.serve.service import ServedModel, Service
 from fastgen.cli.serve.trainers import trainer_routes
+from fastgen.cli.serve.validation import ApiError, FieldPolicy, Strict
+from fastgen.cli.serve.web_pages import chat_page, docs_page
 
 PROBES = ("/health", "/ping", "/ready")
 OPEN = ("/", "/docs", "/openapi.json", "/metrics", *PROBES)  # routes that need no API key
@@ -267,9 +266,9 @@ class _Routes:
             "/completions": (CompletionRequest, self._generate),
             "/embeddings": (EmbeddingRequest, self._embed),
             "/responses": (ResponseRequest, partial(self._translate, ResponseReply)),
-            "/responses/input_tokens": (ResponseRequest, partial(self._compute, responses.count_tokens)),
+            "/responses/input_tokens": (ResponseRequest, partial(self._compute, openai_responses.count_tokens)),
             "/messages": (MessageRequest, partial(self._translate, MessageReply)),
-            "/messages/count_tokens": (CountRequest, partial(self._compute, messages.count_tokens)),
+            "/messages/count_tokens": (CountRequest, partial(self._compute, anthropic.count_tokens)),
             "/tokenize": (TokenizeRequest, partial(self._compute, tokenize)),
             "/detokenize": (DetokenizeRequest, partial(self._compute, detokenize)),
         }
@@ -331,7 +330,7 @@ class _Routes:
         """List the models that are ready, for Anthropic's clients in the form of their API."""
         cards = [self._card(model, request) for model in self._service.models.values() if model.ready]
         return json_response(
-            messages.model_list(cards) if is_anthropic(request.scope) else {"object": "list", "data": cards}
+            anthropic.model_list(cards) if is_anthropic(request.scope) else {"object": "list", "data": cards}
         )
 
     async def model(self, request: Request) -> Response:
@@ -342,7 +341,7 @@ class _Routes:
 
     def _card(self, model: ServedModel, request: Request) -> dict[str, Any]:
         if is_anthropic(request.scope):
-            return messages.model_card(model.name, self._created, model.facts.max_model_len)
+            return anthropic.model_card(model.name, self._created, model.facts.max_model_len)
         return {
             "id": model.name,
             "object": "model",

@@ -6,9 +6,9 @@ import base64
 import struct
 from typing import Any, Literal, cast
 
-from fastgen.cli.serve.fields import Some, Strict
-from fastgen.cli.serve.prompts import ModelFacts, check_length, encode_text
+from fastgen.cli.serve.engine_input import ModelFacts, check_length, encode_text
 from fastgen.cli.serve.service import Service, engine_error
+from fastgen.cli.serve.validation import Some, Strict
 
 PROMPTS = 32  # number of inputs per call of the engine, which sends other requests' tokens between two calls
 

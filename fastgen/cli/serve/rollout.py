@@ -15,12 +15,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastgen.async_engine.client import AsyncGenerator, EngineError, EventStream
-from fastgen.cli.serve.answers import limited
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.fields import Items, Some, Strict, wrong
-from fastgen.cli.serve.posts import Post
-from fastgen.cli.serve.protocol import INT32
+from fastgen.cli.serve.http_responses import limited
+from fastgen.cli.serve.openai_input import INT32
+from fastgen.cli.serve.routes import Post
 from fastgen.cli.serve.service import Service
+from fastgen.cli.serve.validation import ApiError, Items, Some, Strict, wrong
 from fastgen.processes.errors import DepartedError
 from fastgen.request import Completion, Event
 from fastgen.rl.bodies import completion_of

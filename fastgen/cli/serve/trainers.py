@@ -11,11 +11,10 @@ from starlette.responses import Response
 
 from fastgen import __version__
 from fastgen.async_engine.client import AsyncGenerator
-from fastgen.cli.serve.compat.sglang import SglangEngine
-from fastgen.cli.serve.compat.vllm_adapters import VllmAdapters
-from fastgen.cli.serve.compat.vllm_control import VllmControl
-from fastgen.cli.serve.posts import Post
+from fastgen.cli.serve.dialects.sglang import SglangEngine
+from fastgen.cli.serve.dialects.vllm import VllmAdapters, VllmControl
 from fastgen.cli.serve.rollout import ModelRequest, Rollout
+from fastgen.cli.serve.routes import Post
 from fastgen.cli.serve.service import Service
 from fastgen.request import MAX_LOGPROBS
 

@@ -19,10 +19,9 @@ from pydantic_core import to_json
 from starlette.datastructures import QueryParams
 
 from fastgen.async_engine.client import AsyncGenerator, EventStream, joined
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.fields import Items, Strict, wrong
 from fastgen.cli.serve.rollout import EventResponse, ModelRequest, Rollout
 from fastgen.cli.serve.service import Service
+from fastgen.cli.serve.validation import ApiError, Items, Strict, wrong
 from fastgen.request import SHARED, Completion, Event, Prompt, RequestOutput
 
 NO_IMAGES = "images are not supported"

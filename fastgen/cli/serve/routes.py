@@ -9,8 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fastgen.cli.serve.checking import Limits, check_counts, check_request, parse
-from fastgen.cli.serve.fields import FieldPolicy, Strict
+from fastgen.cli.serve.validation import FieldPolicy, Limits, Strict, check_counts, check_request, parse
 
 LimitsOf = Callable[[Any], Limits]
 Answerer = Callable[[Any, Request], Awaitable[Response]]  # answers a post, given its checked body

@@ -12,13 +12,11 @@ from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from fastgen.cli.serve import prompts
-from fastgen.cli.serve.checking import ApiError, check_request
-from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, thought, translated
-from fastgen.cli.serve.fields import Body, Items, Strict, wrong
-from fastgen.cli.serve.parts import reasoning_texts
-from fastgen.cli.serve.prompts import ModelFacts
-from fastgen.cli.serve.protocol import ChatRequest, Reasoning
+from fastgen.cli.serve import engine_input
+from fastgen.cli.serve.dialects.translation import Block, BlockReply, called, merged, text_of, thought, translated
+from fastgen.cli.serve.engine_input import ModelFacts
+from fastgen.cli.serve.openai_input import ChatRequest, Reasoning, reasoning_texts
+from fastgen.cli.serve.validation import ApiError, Body, Items, Strict, check_request, wrong
 from fastgen.request import MAX_LOGPROBS
 
 # {field of a chat that an error may name: its name in /responses}
@@ -159,7 +157,7 @@ class ResponseRequest(Body):
 
 def count_tokens(request: ResponseRequest, model: ModelFacts) -> dict[str, Any]:
     """Answer /responses/input_tokens. Raises ApiError."""
-    return {"object": "response.input_tokens", "input_tokens": prompts.count_tokens(request.chat(), model)}
+    return {"object": "response.input_tokens", "input_tokens": engine_input.count_tokens(request.chat(), model)}
 
 
 # ------------------------------------------------------------------------------------------------- responses

@@ -15,9 +15,8 @@ from typing import Any, Literal
 from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import from_json, to_json
 
-from fastgen.cli.serve import prompts
-from fastgen.cli.serve.checking import ApiError, check_request
-from fastgen.cli.serve.compat.translation import (
+from fastgen.cli.serve import engine_input
+from fastgen.cli.serve.dialects.translation import (
     Block,
     BlockReply,
     called,
@@ -28,10 +27,9 @@ from fastgen.cli.serve.compat.translation import (
     thought,
     translated,
 )
-from fastgen.cli.serve.fields import Body, Items, Some, Strict, wrong
-from fastgen.cli.serve.parts import TEXT_ONLY
-from fastgen.cli.serve.prompts import ModelFacts
-from fastgen.cli.serve.protocol import INT32, ChatRequest, Thinking
+from fastgen.cli.serve.engine_input import ModelFacts
+from fastgen.cli.serve.openai_input import INT32, TEXT_ONLY, ChatRequest, Thinking
+from fastgen.cli.serve.validation import ApiError, Body, Items, Some, Strict, check_request, wrong
 from fastgen.request import SamplingParams
 
 ERRORS = {
@@ -207,7 +205,7 @@ class _Chat(ChatRequest):
 
 def count_tokens(request: CountRequest, model: ModelFacts) -> dict[str, int]:
     """Answer /messages/count_tokens. Raises ApiError."""
-    return {"input_tokens": prompts.count_tokens(request.chat(), model)}
+    return {"input_tokens": engine_input.count_tokens(request.chat(), model)}
 
 
 # ------------------------------------------------------------------------------------------------- responses

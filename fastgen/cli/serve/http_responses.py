@@ -15,13 +15,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastgen.async_engine.client import EventStream
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.compat import messages, responses
+from fastgen.cli.serve.dialects import anthropic, openai_responses
+from fastgen.cli.serve.engine_input import GenerationRequest, grammar_field, prepare
 from fastgen.cli.serve.metrics import Meter
-from fastgen.cli.serve.prompts import GenerationRequest, grammar_field, prepare
-from fastgen.cli.serve.protocol import ChatRequest
-from fastgen.cli.serve.replies import ChatReply
+from fastgen.cli.serve.openai_input import ChatRequest
+from fastgen.cli.serve.openai_output import ChatReply
 from fastgen.cli.serve.service import Service, engine_error, expire
+from fastgen.cli.serve.validation import ApiError
 from fastgen.request import Event
 
 log = logging.getLogger(__name__)
@@ -50,9 +50,9 @@ def error_response(error: ApiError, scope: Scope, headers: dict[str, str] | None
         headers["Retry-After"] = str(RETRY_SECONDS)
     body = error.body
     if is_anthropic(scope):
-        body = messages.error_body(error)
+        body = anthropic.error_body(error)
     elif scope["path"].endswith(("/responses", "/responses/input_tokens")):
-        body = responses.renamed(error).body
+        body = openai_responses.renamed(error).body
     return json_response(body, error.status, headers)
 
 
