@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 from pydantic import BeforeValidator, Field, FiniteFloat, WithJsonSchema, field_validator, model_validator
 from typing_extensions import TypedDict
 
-from fastgen.cli.serve.validation import FILL_GAP, Body, History, Items, Some, Strict, wrong
+from fastgen.cli.serve.validation import Body, History, Items, Some, Strict, wrong
 from fastgen.request import MAX_BIASES, MAX_LOGPROBS, SamplingParams
 from fastgen.text.grammar import MAX_GRAMMAR, lark_grammar
 
@@ -28,7 +28,6 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    without_effect = frozenset({"include_obfuscation"})
 
 
 class TextPart(TypedDict):
@@ -265,11 +264,6 @@ class GenerationFields(Body):
     """The fields that both generating endpoints share. SamplingParams documents most of them. Fields about billing,
     caching and safety and hints for other models have no effect."""
 
-    without_effect = frozenset({
-        "best_of", "metadata", "modalities", "prediction", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "verbosity",
-    }) | Body.without_effect  # fmt: skip
-
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)  # must equal n
     modalities: Items[Literal["text"]] | None = None
     model: str | None = None
@@ -399,14 +393,12 @@ class Reasoning(Strict):
     effort: str | None = None
     enabled: bool | None = None
     exclude: bool | None = None
-    without_effect = frozenset({"max_tokens", "summary", "generate_summary", "context", "mode"})
 
 
 class Thinking(Strict):
     """The switch of thinking in the form of Anthropic and DeepSeek. The number of reasoning tokens is not limited."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    without_effect = frozenset({"budget_tokens", "display"})
 
 
 class ChatRequest(GenerationFields):
@@ -415,12 +407,7 @@ class ChatRequest(GenerationFields):
     separate_reasoning: false leaves the reasoning in the content, as the model has written it.
     """
 
-    without_effect = GenerationFields.without_effect - {"reasoning_effort"}
     spoken = ("messages", "tools")
-    neutral = Body.neutral | {
-        "add_special_tokens": (False, "a chat template has its own special tokens"),
-        "echo": (False, "use continue_final_message, and join the texts"),
-    }
 
     messages: Some[ChatMessage] = Field(examples=[[{"role": "user", "content": "a"}]])
     max_tokens: int | None = Field(None, ge=1)
@@ -515,9 +502,7 @@ _Prompts = str | Some[str] | Some[_Id] | Some[Some[_Id]]
 class CompletionRequest(GenerationFields):
     """A request to /completions. logprobs: number of alternatives per token. echo: answers begin with the prompt."""
 
-    without_effect = GenerationFields.without_effect | {"include_reasoning", "separate_reasoning"}
     batch = "prompt"
-    neutral = Body.neutral | {"add_special_tokens": (True, "give the prompt as ids"), "suffix": ("", FILL_GAP)}
 
     prompt: _Prompts
     max_tokens: int | None = Field(None, ge=0)

@@ -152,7 +152,7 @@ class Service:
     """All models of a server. rank: its number among replicas, whose engines draw different samples.
 
     loaded: set when every model has started. expired: True once `expire` was called. deadlines: the timeouts of the
-    running requests. work: the threads that work for requests.
+    running requests. updating: the engines whose weights are being updated. work: the threads that work for requests.
     """
 
     def __init__(self, options: Options, rank: int = 0) -> None:
@@ -166,6 +166,7 @@ class Service:
         self.loaded = asyncio.Event()
         self.expired = False
         self.deadlines: set[asyncio.Timeout] = set()
+        self.updating: set[AsyncGenerator] = set()
         self.work = WorkThreads()
         self._computed = 0  # number of requests to routes about tokens that wait or run
 

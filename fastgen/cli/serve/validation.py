@@ -1,8 +1,7 @@
 """The validation of requests: limits of bodies, strict checks of fields, lists of fields that are not used, and errors.
 
 A field that other servers know is accepted where its value changes nothing here. Fields of which a user might expect
-something are named in the log, once each. The lists hold fields of vLLM, SGLang, llama.cpp, Ollama, OpenRouter and
-LiteLLM.
+something are named in the log, once each. fastgen/names.toml has their names.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Annotated, Any, ClassVar, LiteralString, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from fastgen.names import nearest
+from fastgen.names import foreign_names, nearest
 
 UNSUPPORTED = "is not supported; leave it out"
 MAX_NAMED = 200  # maximum number of fields that the log names, since clients may make up any number of them
@@ -28,68 +27,16 @@ _T = TypeVar("_T")
 Items = Annotated[list[_T], Field(fail_fast=True)]  # checked up to the first wrong item: a body may have very many
 Some = Annotated[list[_T], Field(min_length=1, fail_fast=True)]
 
-UNUSED = frozenset({
-    "spaces_between_special_tokens",  # of text that shows no special tokens
-    "length_penalty", "early_stopping",  # of a beam search, and below of samplers that are off
-    "mirostat_tau", "mirostat_eta", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_sequence_breakers",
-    "request_id", "rid", "session_id", "chat_id", "trace", "tags", "custom_labels",  # names in other logs
-    "litellm_metadata", "litellm_call_id", "litellm_session_id", "litellm_trace_id", "no-log",
-    "guided_decoding_backend", "cache_prompt", "extra_key", "id_slot", "timings_per_token",  # how, not what
-    "num_keep", "use_mmap", "use_mlock", "low_vram", "numa", "main_gpu",  # Ollama's, which Open WebUI sends
-    "drop_params", "additional_drop_params", "allowed_openai_params", "caching", "cache", "num_retries", "max_retries",
-    "custom_llm_provider",  # of a LiteLLM in between
-    "stream_reasoning",
-})  # fmt: skip
+_FIELDS = foreign_names()["fields"]
+UNUSED = frozenset(_FIELDS["unused"])
 """Fields that change no answer, whatever their value is."""
-
-NOTED = {
-    "cache_salt": "all clients share the cache of prefixes",
-    "priority": "requests are served in their order",
-    "num_ctx": "the length of the context is set at the start, by --max-model-len",
-    "keep_alive": "models stay loaded",
-    **dict.fromkeys(("num_gpu", "num_thread", "num_batch"), "the device is set at the start"),
-    **dict.fromkeys(("provider", "models", "route", "fallbacks"), "requests are not sent on to others"),
-    **dict.fromkeys(("timeout", "stream_timeout"), "--request-timeout limits the time of a request"),
-    "transforms": "a prompt that is too long is a 400",
-    "usage": "stream_options asks for the usage at the end of a stream",
-    **dict.fromkeys(("thinking_budget", "thinking_token_budget"), "the number of reasoning tokens is not limited"),
-}  # {field: what holds instead}
-"""Fields that are ignored as a user would expect, and named in the log."""
-
-_SAMPLER = "this sampler does not exist here; use temperature, top_p, top_k or min_p"
-NEUTRAL: dict[str, tuple[Any, str]] = {
-    "skip_special_tokens": (True, "texts never show special tokens; return_token_ids returns their ids"),
-    "no_stop_trim": (False, "use include_stop_str_in_output"),
-    "use_beam_search": (False, "there is no beam search"),
-    "return_hidden_states": (False, "hidden states stay in the engine"),
-    "plugins": ([], "the server runs no tools itself"),
-    "repeat_last_n": (-1, "repetition_penalty sees all tokens, which is -1"),
-    "no_repeat_ngram_size": (0, "use repetition_penalty or frequency_penalty"),
-    **dict.fromkeys(("typical_p", "tfs_z"), (1, _SAMPLER)),
-    **dict.fromkeys(
-        ("top_a", "mirostat", "xtc_probability", "dry_multiplier", "dynatemp_range", "smoothing_factor"), (0, _SAMPLER)
-    ),
-}
+NOTED: dict[str, str] = _FIELDS["noted"]
+"""{field that is ignored as a user would expect, and named in the log: what holds instead}"""
+Neutral = Mapping[str, tuple[Any, str]]
+NEUTRAL: Neutral = {name: tuple(pair) for name, pair in _FIELDS["neutral"].items()}
 """{field: (the only value that changes nothing here, what to do instead of another value)}"""
-
-FILL_GAP = "write the tokens of your model for a text before and after a gap into the prompt"
-_OLD_CALLS = "is the old form of tool calls, which is not supported; use tools, tool_choice and tool_calls"
-HINTS = {
-    "functions": _OLD_CALLS,
-    "function_call": _OLD_CALLS,
-    "suffix": f"is not supported; {FILL_GAP}",
-    "truncate_prompt_tokens": "is not supported; shorten the prompt",
-    "stop_regex": "is not supported; use stop",
-    "structural_tag": "is not supported; use structured_outputs with json, regex, choice or grammar",
-    "chat_template": "is not supported; start the server with --chat-template",
-    "documents": "is not supported; give variables of the template as chat_template_kwargs",
-    "thinking": "is not supported; use reasoning_effort or chat_template_kwargs",
-    **dict.fromkeys(("think", "reasoning_format"), "is not supported; use enable_thinking or separate_reasoning"),
-    "lora_path": "is not supported; start the server with --adapter",
-    "options": "is Ollama's own form, which is not supported; give the options as fields of the request",
-    "format": "is Ollama's own form, which is not supported; use response_format",
-    **dict.fromkeys(("num_predict", "n_predict", "max_new_tokens"), "is not supported; use max_tokens"),
-}  # {unsupported field: what to do instead}
+HINTS: dict[str, str] = _FIELDS["hints"]
+"""{unsupported field: what to do instead}"""
 
 
 def is_neutral(value: Any, neutral: Any) -> bool:
@@ -145,7 +92,8 @@ class Strict(BaseModel):
     null means that a field is left out. The validation's context may be a FieldPolicy.
 
     without_effect: names of fields that are accepted and dropped; those that the class also declares are checked.
-    neutral: as NEUTRAL, of fields that are accepted with one value.
+    neutral: as NEUTRAL, of fields that are accepted with one value. Both are those of the base class and, for classes
+    of fastgen, what names.toml adds under the name of the class.
     spoken: names of fields whose items become tokens of one prompt. batch: name of a field with a list of prompts.
     """
 
@@ -153,9 +101,16 @@ class Strict(BaseModel):
         extra="forbid", strict=True, frozen=True, protected_namespaces=(), json_schema_extra=_describe
     )
     without_effect: ClassVar[frozenset[str]] = frozenset()
-    neutral: ClassVar[Mapping[str, tuple[Any, str]]] = {}
+    neutral: ClassVar[Neutral] = {}
     spoken: ClassVar[tuple[str, ...]] = ()
     batch: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("fastgen."):
+            part = foreign_names()["parts"].get(cls.__name__, {})
+            cls.without_effect = cls.without_effect | frozenset(part.get("without_effect", ()))
+            cls.neutral = {**cls.neutral, **{name: tuple(pair) for name, pair in part.get("neutral", {}).items()}}
 
     @model_validator(mode="before")
     @classmethod

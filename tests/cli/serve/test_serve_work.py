@@ -15,6 +15,8 @@ from starlette.types import Message
 
 from fastgen.cli.serve import app, http_responses, routes
 from fastgen.cli.serve.app import make_app
+from fastgen.cli.serve.dialects.anthropic import MessageRequest
+from fastgen.cli.serve.dialects.openai_responses import ResponseRequest
 from fastgen.cli.serve.options import read_options
 from fastgen.cli.serve.routes import Post
 from fastgen.cli.serve.service import LARGE_THREADS, ServedModel, Service, WorkThreads
@@ -84,8 +86,8 @@ async def ask(path: str, body: dict[str, Any], leaves: Callable[[], bool], *flag
     [
         (routes, "check_request", "/completions", {"prompt": LARGE}),
         (Post, "read", "/responses", {"input": LARGE}),
-        (app.ResponseRequest, "chat", "/responses", {"input": "a"}),
-        (app.MessageRequest, "chat", "/messages", {"messages": [{"role": "user", "content": LARGE}], "max_tokens": 1}),
+        (ResponseRequest, "chat", "/responses", {"input": "a"}),
+        (MessageRequest, "chat", "/messages", {"messages": [{"role": "user", "content": LARGE}], "max_tokens": 1}),
         (http_responses, "prepare", "/completions", {"prompt": "a"}),
         (app, "tokenize", "/tokenize", {"prompt": "a"}),
     ],

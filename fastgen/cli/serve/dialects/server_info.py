@@ -1,48 +1,32 @@
-"""All routes for trainers: our own, and those that trainers of other engines call."""
+"""/server_info and /model_info, which vLLM and SGLang both have, with the fields that trainers and SGLang's router
+read."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.datastructures import QueryParams
-from starlette.requests import Request
-from starlette.responses import Response
 
 from fastgen import __version__
 from fastgen.async_engine.client import AsyncGenerator
-from fastgen.cli.serve.dialects.sglang import SglangEngine
-from fastgen.cli.serve.dialects.vllm import VllmAdapters, VllmControl
-from fastgen.cli.serve.rollout import ModelRequest, Rollout
-from fastgen.cli.serve.routes import Post
+from fastgen.cli.serve.rollout import ModelRequest, TrainerRoutes
+from fastgen.cli.serve.routes import Routes
 from fastgen.cli.serve.service import Service
 from fastgen.request import MAX_LOGPROBS
 
-
-class Routes(Protocol):
-    """Routes by their paths."""
-
-    @property
-    def posts(self) -> Mapping[str, Post]: ...
-
-    @property
-    def gets(self) -> Mapping[str, Callable[[Request], Awaitable[Response]]]: ...
+PATHS = ("/server_info", "/get_server_info", "/model_info", "/get_model_info")
 
 
-class ServerInfo:
-    """/server_info, which vLLM and SGLang both have, and /model_info, with the fields that trainers and SGLang's router
-    read in either."""
+class ServerInfo(TrainerRoutes):
+    """The routes that describe the server."""
 
-    def __init__(self, rollout: Rollout, service: Service) -> None:
-        self._service = service
-        info = rollout.get(self._describe)
-        self.posts: dict[str, Post] = {}
-        self.gets = dict.fromkeys(("/server_info", "/get_server_info", "/model_info", "/get_model_info"), info)
+    def routes(self) -> Routes:
+        return Routes(gets=dict.fromkeys(PATHS, self.get(self._describe)))
 
     async def _describe(self, engine: AsyncGenerator, wanted: ModelRequest, _: QueryParams) -> dict[str, Any]:
         state = await engine.call("transfer_state")
-        model = self._service.choose(wanted.model)
-        name, length, mode = model.name, model.facts.max_model_len, self._service.options.logprobs_mode
+        model = self.service.choose(wanted.model)
+        name, length, mode = model.name, model.facts.max_model_len, self.service.options.logprobs_mode
         names = dict.fromkeys(("model_path", "tokenizer_path", "served_model_name"), name)
         sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "world_size")
         return {
@@ -70,13 +54,5 @@ class ServerInfo:
         }
 
 
-def trainer_routes(service: Service) -> list[Routes]:
-    """Return all routes for trainers. Later ones replace earlier ones of the same path, whose bodies they take, too."""
-    rollout = Rollout(service)
-    return [
-        rollout,
-        VllmControl(rollout, service.options),
-        VllmAdapters(rollout),
-        SglangEngine(rollout),
-        ServerInfo(rollout, service),
-    ]
+def routes(service: Service) -> Routes:
+    return ServerInfo(service).routes()
