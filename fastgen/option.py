@@ -16,7 +16,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args, get_type_hints
 
-from fastgen.names import ADVICE, nearest
+from fastgen.names import advice, nearest
 
 Owner = TypeVar("Owner")
 Given = TypeVar("Given", bound="Options")
@@ -109,7 +109,7 @@ class Options:
             near = nearest(name, known)
             other = f"the nearest one is {near!r}" if near else f"the options are {', '.join(sorted(known))}"
             owner = cls.__name__.removesuffix("Options")
-            raise TypeError(f"{owner} has no option {name!r}; {ADVICE.get(name, other)}")
+            raise TypeError(f"{owner} has no option {name!r}; {advice('argument').get(name, other)}")
         return super().__new__(cls)
 
     def check(self) -> None:

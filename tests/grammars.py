@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from fastgen.cli.serve.parts import ResponseFormat
-from fastgen.cli.serve.prompts import answer_rule
+from fastgen.cli.serve.engine_input import answer_rule
+from fastgen.cli.serve.openai_input import ResponseFormat
 from fastgen.request import TokenMask
 from fastgen.text.tokenizer import Tokenizer
 

@@ -32,7 +32,7 @@ HTTP = httpx.Client(verify=False, timeout=30, limits=httpx.Limits(max_keepalive_
 def read_request(kind: Any, body: bytes, policy: Any = None) -> Any:
     """Return a request of the class `kind`, parsed and checked as fgserve does. Raises ApiError, which names the wrong
     field."""
-    from fastgen.cli.serve.checking import check_request, parse  # which need the extra `serve`
+    from fastgen.cli.serve.validation import check_request, parse  # which need the extra `serve`
 
     return check_request(kind, parse(body), policy)
 

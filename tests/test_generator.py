@@ -374,7 +374,7 @@ def test_names_of_other_libraries_are_errors_that_say_ours(gen: Generator) -> No
             method("hello", normalize=True)  # type: ignore[operator]
         with pytest.raises(TypeError, match=f"^Generator.{method.__name__}: missing a required argument: "):
             method()  # type: ignore[operator]
-    assert not names.ADVICE.keys() & (OPTIONS.keys() | SamplingParams.__dataclass_fields__.keys())
+    assert not names.advice("argument").keys() & (OPTIONS.keys() | SamplingParams.__dataclass_fields__.keys())
 
 
 # Streams.

@@ -268,7 +268,7 @@ def test_nothing_is_left_for_later(module: str) -> None:
 def test_no_interval_is_measured_by_a_clock_that_jumps() -> None:
     """The time of day is only a field of answers."""
     read = {module for module, path in SOURCES.items() if re.search(r"\btime\.time\b", path.read_text("utf-8"))}
-    assert {module.rpartition(".")[0] for module in read} == {"fastgen.cli.serve", "fastgen.cli.serve.compat"}
+    assert {module.rpartition(".")[0] for module in read} == {"fastgen.cli.serve", "fastgen.cli.serve.dialects"}
 
 
 def test_the_modules_without_torch_do_not_name_it() -> None:

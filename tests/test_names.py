@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastgen import AsyncGenerator
-from fastgen.names import explains_names
+from fastgen.names import explains_names, foreign_names
 from fastgen.request import Completion, RequestOutput
 from fastgen.rl.remote import RemoteGenerator
 
@@ -58,3 +60,14 @@ def test_an_error_within_a_property_stays_and_copies_are_made_as_before() -> Non
     with pytest.raises(ValueError, match="failed: too long"):
         RequestOutput("r0", [], [Completion(0, [], "", "error", error="too long")]).text  # noqa: B018
     assert copy.deepcopy(OUTPUT) == pickle.loads(pickle.dumps(OUTPUT)) == OUTPUT
+
+
+def test_the_guide_for_users_of_vllm_has_the_tables_of_the_data_file() -> None:
+    """If names.toml has changed, copy its tables from this test's message into the page."""
+    page = (Path(__file__).parents[1] / "docs" / "from-vllm.md").read_text(encoding="utf-8")
+    for title, table in foreign_names()["tables"].items():
+        rows = [table["header"], ["---"] * 2, *([row["theirs"], row["ours"]] for row in table["rows"])]
+        text = "".join(f"| {left} | {right} |\n" for left, right in rows).replace("| --- | --- |", "|---|---|")
+        found = re.search(rf"^## {title}\n\n((?:\|.*\n)+)", page, re.MULTILINE)
+        assert found is not None
+        assert found[1] == text

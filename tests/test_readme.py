@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.names import ADVICE, FOREIGN
+from fastgen.names import advice
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts" / "docs"))
@@ -67,7 +67,7 @@ def test_the_messages_of_the_troubleshooting_guide_exist() -> None:
 def test_the_guide_for_users_of_vllm_has_all_names_that_errors_explain() -> None:
     guide = (ROOT / "docs" / "from-vllm.md").read_text(encoding="utf-8").replace("--", "").replace("-", "_")
     rows = [(set(re.findall(r"\w+", left)), right) for left, right in re.findall(r"^\| (.*) \| (.*) \|$", guide, re.M)]
-    words = {name: re.findall(r"\w+", text) for name, text in (ADVICE | FOREIGN).items()}
+    words = {name: re.findall(r"\w+", text) for name, text in (advice("argument") | advice("attribute")).items()}
     ours = {name: found[1] if found[0] == "use" else "no" for name, found in words.items()}
     assert [name for name in ours if not any(name in left and ours[name] in right for left, right in rows)] == []
     useless = {name for left, right in rows if right.startswith("nothing") for name in left}

@@ -16,7 +16,7 @@ from fastgen import __version__
 from fastgen.cli.command import needed, one_line
 from fastgen.engine.options import OPTIONS
 from fastgen.model.config import GENERATION_CONFIG
-from fastgen.names import ADVICE, nearest
+from fastgen.names import advice, nearest
 from fastgen.option import Option
 from fastgen.request import SAMPLING_OPTIONS
 
@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
         if (parameter := name.replace("-", "_")) in SAMPLING_OPTIONS:
             return f"there is no {given}; {parameter} is a parameter of each request (SamplingParams in Python)"
         near = nearest(name, (known[2:] for known in self._option_string_actions))
-        ours = ADVICE.get(name.replace("-", "_"), f"use --{near}" if near else "")
+        ours = advice("argument").get(name.replace("-", "_"), f"use --{near}" if near else "")
         ours = re.sub(r"[a-z]+(_[a-z]+)+", lambda name: flag(name[0]), ours)
         return f"there is no {given}" + (f"; {ours}" if ours else "")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fastgen.model.quantization import Int4, Quantization, method_of, parse_quantization
-from fastgen.names import ADVICE
+from fastgen.names import advice
 from fastgen.option import Option
 from fastgen.request import SAMPLING_OPTIONS
 
@@ -377,8 +377,9 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     path = folder / "generation_config.json"
     generation = _read_json(path) or {}
     if unused := [name for name, plain in _NOT_USED.items() if generation.get(name) not in (None, *plain)]:
-        advice = (f"{name} ({ADVICE[name]})" if name in ADVICE else name for name in unused)
-        log.warning("%s has fields that are not used: %s", path, ", ".join(advice))
+        ours = advice("argument")
+        listed = (f"{name} ({ours[name]})" if name in ours else name for name in unused)
+        log.warning("%s has fields that are not used: %s", path, ", ".join(listed))
     samples = generation.get("do_sample", generation.get("temperature") is not None)
     fields = GENERATION_CONFIG if samples else ("repetition_penalty",)
     try:

@@ -55,17 +55,15 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("kernels.work_tiles", "tests/kernels/test_kernels_attention.py"): [
         ("_twin", "np.count_nonzero(lens) <= most_split", "len(lens) <= most_split"),
     ],
-    ("cli.serve.fields", "tests/cli/serve/test_serve_fields.py"): [
+    ("cli.serve.validation", "tests/cli/serve/test_serve_fields.py"): [
         ("is_neutral", "and isinstance(value, bool) == isinstance(neutral, bool)", ""),
         ("FieldPolicy.note", "self._named.add(field)", "self._named.add(reason)"),
         ("Strict._read_fields", "if unused and name in NOTED and not policy.strict:",
          "if unused and not policy.strict:"),
         ("History._refuse", "super()._refuse(name, FieldPolicy())", "super()._refuse(name, policy)"),
     ],
-    ("cli.serve.protocol", "tests/cli/serve/test_serve_fields.py"): [
+    ("cli.serve.openai_input", "tests/cli/serve/test_serve_fields.py"): [
         ("GenerationFields._sampling_params", 'if self.stop == "":', "if self.stop is None:"),
-    ],
-    ("cli.serve.parts", "tests/cli/serve/test_serve_fields.py"): [
         ("ChatMessage._check_role", 'if self.content == [] and self.role != "assistant":', "if self.content == []:"),
     ],
     ("engine.outputs", CALLS): [
@@ -140,11 +138,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("TextGuard._spells", "or (self._normalize and self._parts.search(self._normalize(text)))", ""),
         ("CUT", '|\\Z', ""),
     ],
-    ("cli.serve.work", "tests/cli/serve/test_serve_work.py"): [
+    ("cli.serve.service", "tests/cli/serve/test_serve_work.py"): [
         ("WorkThreads.run", "block.stop()", "pass"),
         ("WorkThreads.run", "self._large if large else self._small", "self._large"),
     ],
-    ("cli.serve.checking", "tests/cli/serve/test_serve_checking.py"): [
+    ("cli.serve.validation", "tests/cli/serve/test_serve_checking.py"): [
         ("check_counts", "limits.context, INNER)) > limits.context:", "limits.context, INNER)) > limits.context + 1:"),
         ("parse", "if len(found[0]) == 1", "if True"),
     ],

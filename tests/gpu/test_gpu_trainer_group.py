@@ -35,8 +35,8 @@ GPU = f"cuda:{min(torch.cuda.device_count(), 2) - 1}"  # the server's GPU
 PATIENCE = 10.0  # seconds that the server waits for its trainer
 PATCHED = f"""
 from fastgen.cli.serve import main
-from fastgen.cli.serve.compat import vllm_control
-vllm_control.TRANSFER_SECONDS = {PATIENCE}
+from fastgen.cli.serve.dialects import vllm
+vllm.TRANSFER_SECONDS = {PATIENCE}
 main.main()
 """
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)

@@ -18,9 +18,9 @@ from tokenizers import AddedToken
 
 from fastgen import Generator, SamplingParams
 from fastgen.async_engine.loop import EngineLoop, StepEnded, Submit
-from fastgen.cli.serve.prompts import ModelFacts, prepare
-from fastgen.cli.serve.protocol import ChatRequest
-from fastgen.cli.serve.replies import Vocabulary
+from fastgen.cli.serve.engine_input import ModelFacts, prepare
+from fastgen.cli.serve.openai_input import ChatRequest
+from fastgen.cli.serve.openai_output import Vocabulary
 from fastgen.request import Event
 from fastgen.text.detokenizer import Detokenizer
 from fastgen.text.grammar import Compiler

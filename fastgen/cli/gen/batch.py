@@ -7,11 +7,17 @@ from typing import Any, Literal
 
 from fastgen.cli.gen.rows import Row
 from fastgen.cli.gen.work import Model, Record, RowRequests, batch_record, check_json
-from fastgen.cli.serve.checking import ApiError, check_request
-from fastgen.cli.serve.fields import Strict
-from fastgen.cli.serve.prompts import GenerationReply, GenerationRequest, ModelFacts, grammar_field, prepare
-from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, refused
-from fastgen.cli.serve.replies import Vocabulary
+from fastgen.cli.serve.engine_input import (
+    GenerationReply,
+    GenerationRequest,
+    ModelFacts,
+    grammar_field,
+    prepare,
+    refused,
+)
+from fastgen.cli.serve.openai_input import ChatRequest, CompletionRequest
+from fastgen.cli.serve.openai_output import Vocabulary
+from fastgen.cli.serve.validation import ApiError, Strict, check_request
 from fastgen.engine.seeds import seed_of
 from fastgen.request import SHARED, Event, RequestOutput, SamplingParams
 

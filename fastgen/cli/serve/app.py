@@ -24,28 +24,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastgen import __version__
 from fastgen.cli.command import note
-from fastgen.cli.serve.answers import (
+from fastgen.cli.serve.engine_input import GenerationRequest, detokenize, needed, tokenize, tokenizer_info
+from fastgen.cli.serve.http_responses import (
     GenerationResponse,
     as_api_error,
+    compute,
     error_response,
     is_anthropic,
     json_response,
     limited,
 )
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.compat import messages, responses
-from fastgen.cli.serve.compat.messages import CountRequest, MessageReply, MessageRequest
-from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
-from fastgen.cli.serve.compat.translation import BlockReply
-from fastgen.cli.serve.embeddings import EmbeddingRequest, embed
-from fastgen.cli.serve.fields import FieldPolicy, Strict
+from fastgen.cli.serve.openai_input import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from fastgen.cli.serve.options import LOCAL, ServerOptions
-from fastgen.cli.serve.page import chat_page, docs_page
-from fastgen.cli.serve.posts import Answerer, Post
-from fastgen.cli.serve.prompts import GenerationRequest, detokenize, needed, tokenize, tokenizer_info
-from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from fastgen.cli.serve.routes import ANTHROPIC, MODULES, TRAINER_MODULES, Answerer, Post, Routes, RouteTable
 from fastgen.cli.serve.service import ServedModel, Service
-from fastgen.cli.serve.trainers import trainer_routes
+from fastgen.cli.serve.validation import ApiError, FieldPolicy, Strict
+from fastgen.cli.serve.web_pages import chat_page, docs_page
 
 PROBES = ("/health", "/ping", "/ready")
 OPEN = ("/", "/docs", "/openapi.json", "/metrics", *PROBES)  # routes that need no API key
@@ -56,8 +50,6 @@ ABSOLUTE = re.compile(rb"https?://([^/]+)(/.*)?", re.IGNORECASE | re.DOTALL)
 LARGE = 65536  # size in bytes of a body above which its work is large
 # A body above the size limit is read up to this multiple of the limit, so that its client receives the error.
 DISCARDED = 8
-
-Handler = Callable[[Request], Awaitable[Response] | Response]
 
 
 def make_app(service: Service, engines: Callable[[], Awaitable[list[str]]] | None = None) -> Starlette:
@@ -262,66 +254,44 @@ class _Routes:
         options = service.options
         self._policy = FieldPolicy(options.strict, options.ignore_unknown, partial(note, "fgserve"))
         self._created = int(time.time())
-        posts: dict[str, tuple[type[Strict], Answerer]] = {
-            "/chat/completions": (ChatRequest, self._generate),
-            "/completions": (CompletionRequest, self._generate),
-            "/embeddings": (EmbeddingRequest, self._embed),
-            "/responses": (ResponseRequest, partial(self._translate, ResponseReply)),
-            "/responses/input_tokens": (ResponseRequest, partial(self._compute, responses.count_tokens)),
-            "/messages": (MessageRequest, partial(self._translate, MessageReply)),
-            "/messages/count_tokens": (CountRequest, partial(self._compute, messages.count_tokens)),
-            "/tokenize": (TokenizeRequest, partial(self._compute, tokenize)),
-            "/detokenize": (DetokenizeRequest, partial(self._compute, detokenize)),
-        }
-        self._posts = {path: Post(kind, answer) for path, (kind, answer) in posts.items()}
-        self._gets: dict[str, Handler] = {
-            "/models": self.models,
-            "/models/{name:path}": self.model,
-            "/tokenizer_info": self.tokenizer_info,
-            "/version": lambda _: json_response({"version": __version__}),
-            "/health": self.health,
-            "/ping": self.health,
-            "/ready": self.ready,
-            "/metrics": self.metrics,
-            "/openapi.json": self.openapi,
-        }
-        if engines is not None:
-            self._gets["/engines"] = self.engines
-        elif service.options.rollout:
-            for routes in trainer_routes(service):
-                self._posts |= routes.posts
-                self._gets |= routes.gets
+        own = Routes(
+            posts={
+                "/chat/completions": Post(ChatRequest, self._generate),
+                "/completions": Post(CompletionRequest, self._generate),
+                "/tokenize": Post(TokenizeRequest, partial(compute, service, tokenize)),
+                "/detokenize": Post(DetokenizeRequest, partial(compute, service, detokenize)),
+            },
+            gets={
+                "/models": self.models,
+                "/models/{name:path}": self.model,
+                "/tokenizer_info": self.tokenizer_info,
+                "/version": self.version,
+                "/health": self.health,
+                "/ping": self.health,
+                "/ready": self.ready,
+                "/metrics": self.metrics,
+                "/openapi.json": self.openapi,
+                **({} if engines is None else {"/engines": self.engines}),
+            },
+        )
+        trains = service.options.rollout and engines is None
+        self._table = RouteTable(service, own, MODULES + (TRAINER_MODULES if trains else ()))
 
     def under(self, prefix: str) -> list[Route]:
         """Return all routes, with a prefix of their paths."""
-        posts = [
-            Route(prefix + path, partial(self._post, post), methods=["POST"]) for path, post in self._posts.items()
-        ]
-        return posts + [Route(prefix + path, handler, methods=["GET"]) for path, handler in self._gets.items()]
+        posts = [Route(prefix + path, partial(self._post, path), methods=["POST"]) for path in self._table.posts]
+        return posts + [Route(prefix + path, partial(self._get, path), methods=["GET"]) for path in self._table.gets]
 
-    async def _post(self, post: Post, request: Request) -> Response:
-        wanted, answer = await self._read(post, request)
+    async def _post(self, path: str, request: Request) -> Response:
+        wanted, answer = await self._read(await self._table.post(path), request)
         return await answer(wanted, request)
+
+    async def _get(self, path: str, request: Request) -> Response:
+        handle = await self._table.get(path)
+        return await handle(request)
 
     async def _generate(self, wanted: GenerationRequest, request: Request) -> Response:
         return GenerationResponse(self._service, wanted.with_mode(self._service.options.logprobs_mode))
-
-    async def _translate(
-        self, reply: Callable[..., BlockReply], wanted: ResponseRequest | MessageRequest, request: Request
-    ) -> Response:
-        async with limited(self._service, request.scope, request.receive):
-            chat = await self._service.work.run(request.scope["large"], wanted.chat)
-        return GenerationResponse(self._service, chat, partial(reply, wanted))
-
-    async def _embed(self, wanted: EmbeddingRequest, request: Request) -> Response:
-        async with limited(self._service, request.scope, request.receive):
-            return json_response(await embed(self._service, wanted, request.scope["large"]))
-
-    async def _compute(self, function: Callable[..., Any], wanted: Any, request: Request) -> Response:
-        service, large = self._service, request.scope["large"]
-        facts = service.choose(wanted.model).facts
-        async with limited(service, request.scope, request.receive):
-            return json_response(await service.compute(large, function, wanted, facts))
 
     async def tokenizer_info(self, request: Request) -> Response:
         model = self._service.choose(request.query_params.get("model"))
@@ -331,7 +301,7 @@ class _Routes:
         """List the models that are ready, for Anthropic's clients in the form of their API."""
         cards = [self._card(model, request) for model in self._service.models.values() if model.ready]
         return json_response(
-            messages.model_list(cards) if is_anthropic(request.scope) else {"object": "list", "data": cards}
+            ANTHROPIC.load().model_list(cards) if is_anthropic(request.scope) else {"object": "list", "data": cards}
         )
 
     async def model(self, request: Request) -> Response:
@@ -342,7 +312,8 @@ class _Routes:
 
     def _card(self, model: ServedModel, request: Request) -> dict[str, Any]:
         if is_anthropic(request.scope):
-            return messages.model_card(model.name, self._created, model.facts.max_model_len)
+            card: dict[str, Any] = ANTHROPIC.load().model_card(model.name, self._created, model.facts.max_model_len)
+            return card
         return {
             "id": model.name,
             "object": "model",
@@ -350,6 +321,9 @@ class _Routes:
             "owned_by": "fastgen",
             "max_model_len": model.facts.max_model_len,
         }
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
 
     async def health(self, request: Request) -> Response:
         """Answer 200 as long as all engines are idle or make progress. Trainers of other engines, whose ports open
@@ -381,12 +355,13 @@ class _Routes:
         answers: dict[str, Any] = {"200": {"description": "An answer", "content": {"*/*": {}}}}
         answers["default"] = {"description": "An error", "content": {"application/json": {"schema": error}}}
         paths: dict[str, Any] = {
-            "/v1" + path.replace(":path", ""): {"get": {"responses": answers}} for path in self._gets
+            "/v1" + path.replace(":path", ""): {"get": {"responses": answers}} for path in self._table.gets
         }
         text = {"schema": {"type": "string"}}
         paths["/v1/models/{name}"]["parameters"] = [{"name": "name", "in": "path", "required": True, **text}]
         paths["/v1/tokenizer_info"]["parameters"] = [{"name": "model", "in": "query", **text}]
-        for path, post in self._posts.items():
+        for path in self._table.posts:
+            post = await self._table.post(path)
             for kind in post.kinds:
                 schema = kind.model_json_schema(ref_template=f"{place}{{model}}")
                 schemas |= {**schema.pop("$defs", {}), kind.__name__: schema}

@@ -6,9 +6,14 @@ import base64
 import struct
 from typing import Any, Literal, cast
 
-from fastgen.cli.serve.fields import Some, Strict
-from fastgen.cli.serve.prompts import ModelFacts, check_length, encode_text
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fastgen.cli.serve.engine_input import ModelFacts, check_length, encode_text
+from fastgen.cli.serve.http_responses import json_response, limited
+from fastgen.cli.serve.routes import Post, Routes
 from fastgen.cli.serve.service import Service, engine_error
+from fastgen.cli.serve.validation import Some, Strict
 
 PROMPTS = 32  # number of inputs per call of the engine, which sends other requests' tokens between two calls
 
@@ -16,7 +21,6 @@ PROMPTS = 32  # number of inputs per call of the engine, which sends other reque
 class EmbeddingRequest(Strict):
     """A request to /embeddings. encoding_format: "base64" means the bytes of little-endian float32 numbers."""
 
-    without_effect = frozenset({"user"})
     batch = "input"
 
     model: str | None = None
@@ -56,3 +60,11 @@ async def embed(service: Service, request: EmbeddingRequest, large: bool) -> dic
     count = sum(map(len, inputs))
     usage = {"prompt_tokens": count, "total_tokens": count}
     return {"object": "list", "model": model.name, "data": data, "usage": usage}
+
+
+def routes(service: Service) -> Routes:
+    async def answer(wanted: EmbeddingRequest, request: Request) -> Response:
+        async with limited(service, request.scope, request.receive):
+            return json_response(await embed(service, wanted, request.scope["large"]))
+
+    return Routes({"/embeddings": Post(EmbeddingRequest, answer)})

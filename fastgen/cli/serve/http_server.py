@@ -13,7 +13,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fastgen.cli.serve.answers import FAREWELL_SECONDS
+from fastgen.cli.serve.http_responses import FAREWELL_SECONDS
 from fastgen.cli.serve.options import ServerOptions
 
 UNREAD_SECONDS = 120  # a connection is closed if the client has read nothing for this long

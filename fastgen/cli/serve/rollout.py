@@ -15,12 +15,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastgen.async_engine.client import AsyncGenerator, EngineError, EventStream
-from fastgen.cli.serve.answers import limited
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.fields import Items, Some, Strict, wrong
-from fastgen.cli.serve.posts import Post
-from fastgen.cli.serve.protocol import INT32
+from fastgen.cli.serve.http_responses import limited
+from fastgen.cli.serve.openai_input import INT32
+from fastgen.cli.serve.routes import Handler, Post, Routes
 from fastgen.cli.serve.service import Service
+from fastgen.cli.serve.validation import ApiError, Items, Some, Strict, wrong
 from fastgen.processes.errors import DepartedError
 from fastgen.request import Completion, Event
 from fastgen.rl.bodies import completion_of
@@ -164,35 +163,17 @@ Call = Callable[[AsyncGenerator, Any, QueryParams], Awaitable[Any]]
 """A function that answers a checked request and its query by calls of its model's engine."""
 
 
-class Rollout:
-    """The routes for a trainer. posts: {path: post}."""
+class TrainerRoutes:
+    """Base class of routes for a trainer, each of which calls the engine of a model."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self._updating: set[AsyncGenerator] = set()
-        self.posts = {
-            "/generate": self.post(GenerateRequest, self._generate, timed=True),
-            "/init_weight_group": self.post(GroupRequest, self._init_group),
-            "/close_weight_group": self.post(
-                CloseRequest, lambda engine, wanted, _: engine.call("close_weight_group", wanted.group)
-            ),
-            "/abort": self.post(AbortRequest, lambda engine, wanted, _: engine.cut_off(wanted.ids)),
-            "/score": self.post(ScoreRequest, _score),
-            "/fleet_seed": self.post(ModelRequest, self._fleet_seed),
-            "/update_weights": self.post(UpdateRequest, self._update),
-            "/update_adapter": self.post(AdapterRequest, self._update_adapter),
-            "/pause": self.post(ModelRequest, lambda engine, *_: engine.pause()),
-            "/resume": self.post(ModelRequest, lambda engine, *_: engine.resume()),
-            "/sleep": self.post(SleepRequest, sleep),
-            "/wake": self.post(WakeRequest, lambda engine, wanted, _: engine.call("wake", wanted.tags)),
-        }
-        self.gets = {"/weight_version": self.get(lambda engine, *_: engine.call("weight_state"))}
 
     def post(self, kind: type[ModelRequest], call: Call, *, bodiless: bool = False, timed: bool = False) -> Post:
         """Return a post that a call answers. timed: it is subject to the time limit of requests."""
         return Post(kind, partial(self._answer, call, timed), bodiless=bodiless)
 
-    def get(self, call: Call) -> Callable[[Request], Awaitable[Response]]:
+    def get(self, call: Call) -> Handler:
         """Return a handler of GETs that a call answers. Their query may name the model."""
 
         async def handle(request: Request) -> Response:
@@ -219,6 +200,37 @@ class Rollout:
             return result
         body = to_json({} if result is None else result, inf_nan_mode="constants")  # as Python's json module reads them
         return Response(body, media_type="application/json")
+
+    @contextmanager
+    def updating(self, engine: AsyncGenerator) -> Iterator[None]:
+        """Mark the weights of an engine as being updated. Raises RuntimeError if they are already."""
+        if engine in self.service.updating:
+            raise RuntimeError("another update of the weights runs; send this one when it has ended")
+        self.service.updating.add(engine)
+        try:
+            yield
+        finally:
+            self.service.updating.discard(engine)
+
+
+class Rollout(TrainerRoutes):
+    """Our own routes for a trainer. /pause, /resume and /sleep are among vLLM's, whose bodies they take too."""
+
+    def routes(self) -> Routes:
+        posts = {
+            "/generate": self.post(GenerateRequest, self._generate, timed=True),
+            "/init_weight_group": self.post(GroupRequest, self._init_group),
+            "/close_weight_group": self.post(
+                CloseRequest, lambda engine, wanted, _: engine.call("close_weight_group", wanted.group)
+            ),
+            "/abort": self.post(AbortRequest, lambda engine, wanted, _: engine.cut_off(wanted.ids)),
+            "/score": self.post(ScoreRequest, _score),
+            "/fleet_seed": self.post(ModelRequest, self._fleet_seed),
+            "/update_weights": self.post(UpdateRequest, self._update),
+            "/update_adapter": self.post(AdapterRequest, self._update_adapter),
+            "/wake": self.post(WakeRequest, lambda engine, wanted, _: engine.call("wake", wanted.tags)),
+        }
+        return Routes(posts, {"/weight_version": self.get(weight_version)})
 
     async def _generate(self, engine: AsyncGenerator, wanted: GenerateRequest, _: QueryParams) -> Any:
         self.check_samples((wanted.params or {}).get("n"))
@@ -252,17 +264,6 @@ class Rollout:
             else:
                 version = await engine.call("receive_adapter", wanted.group, wanted.tensors, wanted.config, options)
         return {"weight_version": version}
-
-    @contextmanager
-    def updating(self, engine: AsyncGenerator) -> Iterator[None]:
-        """Mark the weights of an engine as being updated. Raises RuntimeError if they are already."""
-        if engine in self._updating:
-            raise RuntimeError("another update of the weights runs; send this one when it has ended")
-        self._updating.add(engine)
-        try:
-            yield
-        finally:
-            self._updating.discard(engine)
 
 
 class EventResponse(Response):
@@ -329,3 +330,12 @@ async def sleep(engine: AsyncGenerator, wanted: SleepRequest, _: QueryParams) ->
     """Answer /sleep."""
     tags = {} if wanted.tags is None else {"tags": wanted.tags}
     return {"freed": await engine.call("sleep", **tags, keep_weights=wanted.keep_weights)}
+
+
+async def weight_version(engine: AsyncGenerator, *_: Any) -> Any:
+    """Answer /weight_version."""
+    return await engine.call("weight_state")
+
+
+def routes(service: Service) -> Routes:
+    return Rollout(service).routes()

@@ -9,21 +9,21 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastgen.async_engine.client import AsyncGenerator, EngineError
 from fastgen.cli.command import note
-from fastgen.cli.serve.checking import ApiError, Limits
+from fastgen.cli.serve.engine_input import ModelFacts, refused
 from fastgen.cli.serve.metrics import Metrics, Throughput
+from fastgen.cli.serve.openai_output import Vocabulary
 from fastgen.cli.serve.options import ModelOptions, Options
-from fastgen.cli.serve.prompts import ModelFacts
-from fastgen.cli.serve.protocol import refused
-from fastgen.cli.serve.replies import Vocabulary
-from fastgen.cli.serve.work import WorkThreads
+from fastgen.cli.serve.validation import ApiError, Limits
 from fastgen.engine.seeds import replica_seed, seed_of
 from fastgen.engine.stats import Stats
+from fastgen.processes.stopping import Stoppable
 from fastgen.text.reasoning import template_parser
 from fastgen.text.tokenizer import TOKENIZER_OPTIONS, Tokenizer, importing
 
@@ -152,7 +152,7 @@ class Service:
     """All models of a server. rank: its number among replicas, whose engines draw different samples.
 
     loaded: set when every model has started. expired: True once `expire` was called. deadlines: the timeouts of the
-    running requests. work: the threads that work for requests.
+    running requests. updating: the engines whose weights are being updated. work: the threads that work for requests.
     """
 
     def __init__(self, options: Options, rank: int = 0) -> None:
@@ -166,6 +166,7 @@ class Service:
         self.loaded = asyncio.Event()
         self.expired = False
         self.deadlines: set[asyncio.Timeout] = set()
+        self.updating: set[AsyncGenerator] = set()
         self.work = WorkThreads()
         self._computed = 0  # number of requests to routes about tokens that wait or run
 
@@ -287,3 +288,38 @@ def import_tokenizers() -> None:
         finally:
             del sys.modules["torch"]
             logger.removeFilter(silence)
+
+
+# ------------------------------------------------------------------------------------------------- threads
+
+Result = TypeVar("Result")
+
+SMALL_THREADS = 4
+LARGE_THREADS = 2
+
+
+class WorkThreads:
+    """Threads that work for requests. Small work and large work have threads of their own, so that the former, which
+    takes milliseconds, does not wait for the latter, which may take seconds."""
+
+    def __init__(self) -> None:
+        self._small = ThreadPoolExecutor(SMALL_THREADS, "fastgen-small")
+        self._large = ThreadPoolExecutor(LARGE_THREADS, "fastgen-large")
+
+    async def run(self, large: bool, function: Callable[..., Result], *args: object) -> Result:
+        """Call a function in a thread and return its result. A cancellation ends the call too: it does not begin, or it
+        stops at its next Python instruction."""
+        block = Stoppable()
+
+        def call() -> Result:
+            with block:
+                try:
+                    return function(*args)
+                except ApiError as error:
+                    raise error.with_traceback(None) from None  # whose frames hold what was parsed
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._large if large else self._small, call)
+        except asyncio.CancelledError:
+            block.stop()
+            raise

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from fastgen.cli.serve.parts import ChatMessage, ChosenTools, NamedTool, Tool, ToolMode
+from fastgen.cli.serve.openai_input import ChatMessage, ChosenTools, NamedTool, Tool, ToolMode
 from fastgen.cli.serve.tool_grammars import call_rules, calls_rule
 from fastgen.text.grammar import quoted
 from fastgen.text.tokenizer import Tokenizer

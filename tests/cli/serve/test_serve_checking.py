@@ -1,4 +1,4 @@
-"""checking.py: bodies with too many of anything are refused before they are checked."""
+"""validation.py: bodies with too many of anything are refused before they are checked."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from fastgen.cli.serve import checking, posts
+from fastgen.cli.serve import routes, validation
 from fastgen.cli.serve.app import make_app
-from fastgen.cli.serve.checking import ApiError, parse
 from fastgen.cli.serve.options import read_options
 from fastgen.cli.serve.service import ServedModel, Service
+from fastgen.cli.serve.validation import ApiError, parse
 
 CONTEXT = 40
 ASKED: list[Any] = [{"role": "user", "content": "a"}]
@@ -26,9 +26,9 @@ CALLED = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
     """A client of a server whose model has a small context; a body that is checked is a 500."""
-    monkeypatch.setattr(posts, "check_request", None)
+    monkeypatch.setattr(routes, "check_request", None)
     monkeypatch.setattr(ServedModel, "facts", SimpleNamespace(max_model_len=CONTEXT, vocab_size=100), raising=False)
-    monkeypatch.setattr(checking, "MAX_VALUES", 50)
+    monkeypatch.setattr(validation, "MAX_VALUES", 50)
     application = make_app(Service(read_options(["--max-queued-requests=30"], {})))
     return TestClient(application, "http://localhost", raise_server_exceptions=False)
 
@@ -74,7 +74,7 @@ def test_ids_may_be_as_many_as_the_vocabulary_has(client: TestClient) -> None:
 
 
 def test_too_many_lists_and_objects_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "MAX_CONTAINERS", 50)
+    monkeypatch.setattr(validation, "MAX_CONTAINERS", 50)
     few: list[Any] = [[[]] * 49, [{}] * 49, ["[{"] * 90, '[{\\"' * 90, ['"[{', "\\"] * 30, [["]"]] * 49]
     for value in few:
         assert parse(json.dumps(value).encode()) == value

@@ -15,7 +15,7 @@ from serving import FGSERVE, Server
 
 from fastgen import Generator
 from fastgen.cli.serve import embeddings
-from fastgen.cli.serve.checking import ApiError
+from fastgen.cli.serve.validation import ApiError
 
 pytestmark = pytest.mark.timeout(60)
 

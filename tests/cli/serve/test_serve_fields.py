@@ -1,4 +1,4 @@
-"""fields.py: fields of other servers, unknown fields, and what the log says about them."""
+"""validation.py: fields of other servers, unknown fields, and what the log says about them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from fastgen.cli.serve.app import plain_path
-from fastgen.cli.serve.checking import ApiError, check_request
-from fastgen.cli.serve.compat.messages import MessageRequest
-from fastgen.cli.serve.compat.responses import ResponseRequest
-from fastgen.cli.serve.fields import MAX_NAMED, NEUTRAL, NOTED, UNUSED, FieldPolicy, Strict
-from fastgen.cli.serve.parts import STRUCTURES
-from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest
+from fastgen.cli.serve.dialects.anthropic import MessageRequest
+from fastgen.cli.serve.dialects.openai_responses import ResponseRequest
+from fastgen.cli.serve.openai_input import STRUCTURES, ChatRequest, CompletionRequest
+from fastgen.cli.serve.validation import MAX_NAMED, NEUTRAL, NOTED, UNUSED, ApiError, FieldPolicy, Strict, check_request
 from fastgen.request import SamplingParams
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -22,10 +22,10 @@ from serving import STUB, Server, alive, request_bytes, until
 from starlette.testclient import TestClient
 
 from fastgen.cli.serve.app import make_app
-from fastgen.cli.serve.checking import ApiError
 from fastgen.cli.serve.main import main
 from fastgen.cli.serve.options import read_options
 from fastgen.cli.serve.service import MAX_COMPUTED, Service
+from fastgen.cli.serve.validation import ApiError
 from fastgen.processes import spawning as processes
 
 pytestmark = pytest.mark.timeout(60)
@@ -385,7 +385,7 @@ def test_a_second_signal_does_not_wait(start: Start) -> None:
 
 
 def test_a_signal_ends_a_server_whose_worker_threads_are_all_busy() -> None:
-    busy = "from fastgen.cli.serve import answers; answers.prepare = lambda *args: time.sleep(1000)"
+    busy = "from fastgen.cli.serve import http_responses as module; module.prepare = lambda *args: time.sleep(1000)"
     program = f"import sys, time; sys.path.insert(0, 'tests'); import serve_stub; {busy}; serve_stub.serve()"
     with Server(("-c", program), "--port=0", "--shutdown-timeout=0.2") as server:
         server.await_ready()

@@ -1,4 +1,4 @@
-"""messages.py: /messages as the anthropic package reads it, over a real socket."""
+"""anthropic.py: /messages as the anthropic package reads it, over a real socket."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from serving import Server, read_request
 
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.compat.messages import MessageReply, MessageRequest, error_body
-from fastgen.cli.serve.replies import PromptTokens
+from fastgen.cli.serve.dialects.anthropic import MessageReply, MessageRequest, error_body
+from fastgen.cli.serve.openai_output import PromptTokens
+from fastgen.cli.serve.validation import ApiError
 from fastgen.request import Event
 from fastgen.text.tools.formats import HERMES
 from fastgen.text.tools.parser import Function

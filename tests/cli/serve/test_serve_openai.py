@@ -15,8 +15,8 @@ from pydantic import BaseModel, Field
 from serving import FGSERVE, Server, until
 
 from fastgen import Generator
-from fastgen.cli.serve.prompts import needed
-from fastgen.cli.serve.replies import Vocabulary
+from fastgen.cli.serve.engine_input import needed
+from fastgen.cli.serve.openai_output import Vocabulary
 from fastgen.request import RequestOutput
 
 pytestmark = pytest.mark.timeout(120)

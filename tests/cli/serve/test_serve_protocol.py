@@ -1,4 +1,4 @@
-"""protocol.py and prompts.py: accepted fields, their sampling parameters, and errors that name a field."""
+"""openai_input.py and engine_input.py: accepted fields, their sampling parameters, and errors that name a field."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from openai.types.chat import completion_create_params as chat_params
 from pydantic import ValidationError
 from serving import ROOT, read_request
 
-from fastgen.cli.serve.checking import ApiError, check_request
-from fastgen.cli.serve.compat.messages import MessageRequest
-from fastgen.cli.serve.compat.responses import ResponseRequest
-from fastgen.cli.serve.fields import NOTED, FieldPolicy, Strict
-from fastgen.cli.serve.fields import UNUSED as FOREIGN
-from fastgen.cli.serve.prompts import ModelFacts, prepare
-from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from fastgen.cli.serve.dialects.anthropic import MessageRequest
+from fastgen.cli.serve.dialects.openai_responses import ResponseRequest
+from fastgen.cli.serve.engine_input import ModelFacts, prepare
+from fastgen.cli.serve.openai_input import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from fastgen.cli.serve.validation import NOTED, ApiError, FieldPolicy, Strict, check_request
+from fastgen.cli.serve.validation import UNUSED as FOREIGN
 from fastgen.request import SamplingParams
 
 HELLO = [{"role": "user", "content": "Hello"}]

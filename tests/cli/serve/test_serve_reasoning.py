@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from serve_stub import SCRIPT
 from serving import STUB, Server
 
-from fastgen.cli.serve.protocol import ChatRequest
+from fastgen.cli.serve.openai_input import ChatRequest
 from fastgen.text.detokenizer import Detokenizer
 from fastgen.text.tokenizer import Tokenizer
 

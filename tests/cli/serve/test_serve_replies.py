@@ -1,4 +1,4 @@
-"""replies.py with events that a small model rarely produces; test_serve_openai.py has those that it does."""
+"""openai_output.py with events that a small model rarely produces; test_serve_openai.py has those that it does."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from grammars import add
 
 from fastgen import Generator
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest
-from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
+from fastgen.cli.serve.openai_input import ChatRequest, CompletionRequest
+from fastgen.cli.serve.openai_output import ChatReply, CompletionReply, PromptTokens, Vocabulary
+from fastgen.cli.serve.validation import ApiError
 from fastgen.request import Event
 from fastgen.text.reasoning import AnswerParser
 from fastgen.text.tools.formats import HERMES

@@ -1,4 +1,4 @@
-"""responses.py and translation.py: /responses as the openai package reads it, over a real socket."""
+"""openai_responses.py and translation.py: /responses as the openai package reads it, over a real socket."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from serving import Server, read_request
 
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.compat.responses import ResponseReply, ResponseRequest
-from fastgen.cli.serve.fields import FieldPolicy
-from fastgen.cli.serve.protocol import ChatRequest
-from fastgen.cli.serve.replies import PromptTokens
+from fastgen.cli.serve.dialects.openai_responses import ResponseReply, ResponseRequest
+from fastgen.cli.serve.openai_input import ChatRequest
+from fastgen.cli.serve.openai_output import PromptTokens
+from fastgen.cli.serve.validation import ApiError, FieldPolicy
 from fastgen.request import Event
 from fastgen.text.tools.formats import HERMES
 from fastgen.text.tools.parser import Function

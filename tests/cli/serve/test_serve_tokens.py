@@ -1,4 +1,4 @@
-"""prompts.py, and the Vocabulary of replies.py: bytes of tokens, chats with variables, routes about tokenizers."""
+"""engine_input.py, and the Vocabulary of openai_output.py: bytes of tokens, chats, routes about tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from grammars import byte_level
 
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.compat.messages import CountRequest, MessageRequest, count_tokens
-from fastgen.cli.serve.compat.responses import ResponseRequest
-from fastgen.cli.serve.prompts import ModelFacts, detokenize, encode_chat, encode_text, tokenize
-from fastgen.cli.serve.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
-from fastgen.cli.serve.replies import Vocabulary
+from fastgen.cli.serve.dialects.anthropic import CountRequest, MessageRequest, count_tokens
+from fastgen.cli.serve.dialects.openai_responses import ResponseRequest
+from fastgen.cli.serve.engine_input import ModelFacts, detokenize, encode_chat, encode_text, tokenize
+from fastgen.cli.serve.openai_input import ChatRequest, DetokenizeRequest, TokenizeRequest
+from fastgen.cli.serve.openai_output import Vocabulary
 from fastgen.cli.serve.tools import Calling
+from fastgen.cli.serve.validation import ApiError
 from fastgen.model.loader import resolve
 from fastgen.request import SamplingParams
 from fastgen.text.tokenizer import Tokenizer

@@ -16,15 +16,14 @@ from serving import read_request
 
 from fastgen import SamplingParams
 from fastgen.cli.serve import tool_grammars
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.compat.messages import MessageRequest
-from fastgen.cli.serve.compat.responses import ResponseRequest
-from fastgen.cli.serve.parts import ChatMessage, ChosenTools, Tool
-from fastgen.cli.serve.prompts import ModelFacts, prepare
-from fastgen.cli.serve.prompts import calling_of as read_calling
-from fastgen.cli.serve.protocol import ChatRequest
+from fastgen.cli.serve.dialects.anthropic import MessageRequest
+from fastgen.cli.serve.dialects.openai_responses import ResponseRequest
+from fastgen.cli.serve.engine_input import ModelFacts, prepare
+from fastgen.cli.serve.engine_input import calling_of as read_calling
+from fastgen.cli.serve.openai_input import ChatMessage, ChatRequest, ChosenTools, Tool
 from fastgen.cli.serve.tool_grammars import call_rules
 from fastgen.cli.serve.tools import Calling
+from fastgen.cli.serve.validation import ApiError
 from fastgen.text.grammar import Compiler, json_rule
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tool_calls import parse_message

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from serving import FGSERVE, Server, until
 
 from fastgen import Generator, SamplingParams
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.compat.sglang import SglangRequest, SglangStream
+from fastgen.cli.serve.dialects.sglang import SglangRequest, SglangStream
 from fastgen.cli.serve.rollout import call_error
+from fastgen.cli.serve.validation import ApiError
 
 pytestmark = pytest.mark.timeout(120)
 

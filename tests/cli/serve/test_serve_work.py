@@ -1,4 +1,4 @@
-"""work.py and its users: large work delays nobody, and work ends with its request."""
+"""WorkThreads of service.py and its users: large work delays nobody, and work ends with its request."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from fastgen.cli.serve import answers, app, posts
+from fastgen.cli.serve import app, http_responses, routes
 from fastgen.cli.serve.app import make_app
-from fastgen.cli.serve.checking import ApiError
+from fastgen.cli.serve.dialects.anthropic import MessageRequest
+from fastgen.cli.serve.dialects.openai_responses import ResponseRequest
 from fastgen.cli.serve.options import read_options
-from fastgen.cli.serve.posts import Post
-from fastgen.cli.serve.service import ServedModel, Service
-from fastgen.cli.serve.work import LARGE_THREADS, WorkThreads
+from fastgen.cli.serve.routes import Post
+from fastgen.cli.serve.service import LARGE_THREADS, ServedModel, Service, WorkThreads
+from fastgen.cli.serve.validation import ApiError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -83,11 +84,11 @@ async def ask(path: str, body: dict[str, Any], leaves: Callable[[], bool], *flag
 @pytest.mark.parametrize(
     ("module", "name", "path", "body"),
     [
-        (posts, "check_request", "/completions", {"prompt": LARGE}),
+        (routes, "check_request", "/completions", {"prompt": LARGE}),
         (Post, "read", "/responses", {"input": LARGE}),
-        (app.ResponseRequest, "chat", "/responses", {"input": "a"}),
-        (app.MessageRequest, "chat", "/messages", {"messages": [{"role": "user", "content": LARGE}], "max_tokens": 1}),
-        (answers, "prepare", "/completions", {"prompt": "a"}),
+        (ResponseRequest, "chat", "/responses", {"input": "a"}),
+        (MessageRequest, "chat", "/messages", {"messages": [{"role": "user", "content": LARGE}], "max_tokens": 1}),
+        (http_responses, "prepare", "/completions", {"prompt": "a"}),
         (app, "tokenize", "/tokenize", {"prompt": "a"}),
     ],
 )
@@ -110,14 +111,14 @@ def test_work_ends_with_its_request(
 def test_all_parts_of_a_request_have_one_time_limit() -> None:
     async def main() -> None:
         service, scope = Service(read_options(["--request-timeout=0.1"], {})), dict[str, Any]()
-        async with answers.limited(service, scope):
+        async with http_responses.limited(service, scope):
             await asyncio.sleep(0.01)
         ends = scope["ends"]
         with pytest.raises(ApiError, match=r"took more than 0\.1 seconds"):
-            async with answers.limited(service, scope):
+            async with http_responses.limited(service, scope):
                 await asyncio.Event().wait()
         assert scope["ends"] == ends
-        async with answers.limited(service, scope, timed=False):
+        async with http_responses.limited(service, scope, timed=False):
             await asyncio.sleep(0.01)
 
     asyncio.run(main())

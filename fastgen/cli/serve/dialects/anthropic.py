@@ -15,9 +15,8 @@ from typing import Any, Literal
 from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import from_json, to_json
 
-from fastgen.cli.serve import prompts
-from fastgen.cli.serve.checking import ApiError, check_request
-from fastgen.cli.serve.compat.translation import (
+from fastgen.cli.serve import engine_input
+from fastgen.cli.serve.dialects.translation import (
     Block,
     BlockReply,
     called,
@@ -28,10 +27,12 @@ from fastgen.cli.serve.compat.translation import (
     thought,
     translated,
 )
-from fastgen.cli.serve.fields import Body, Items, Some, Strict, wrong
-from fastgen.cli.serve.parts import TEXT_ONLY
-from fastgen.cli.serve.prompts import ModelFacts
-from fastgen.cli.serve.protocol import INT32, ChatRequest, Thinking
+from fastgen.cli.serve.engine_input import ModelFacts
+from fastgen.cli.serve.http_responses import answer_as_chat, compute
+from fastgen.cli.serve.openai_input import INT32, TEXT_ONLY, ChatRequest, Thinking
+from fastgen.cli.serve.routes import Post, Routes
+from fastgen.cli.serve.service import Service
+from fastgen.cli.serve.validation import ApiError, Body, Items, Some, Strict, check_request, wrong
 from fastgen.request import SamplingParams
 
 ERRORS = {
@@ -93,7 +94,6 @@ class ToolDefinition(Strict):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    without_effect = frozenset({"defer_loading", "cache_control", "eager_input_streaming", "input_examples"})
 
     @model_validator(mode="before")
     @classmethod
@@ -128,15 +128,11 @@ class OutputFormat(Strict):
 
 class OutputConfig(Strict):
     format: OutputFormat | None = None
-    without_effect = frozenset({"effort"})
 
 
 class CountRequest(Body):
     """A request to /messages/count_tokens; its fields are also those of /messages."""
 
-    without_effect = frozenset({
-        "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
-    }) | Body.without_effect  # fmt: skip
     spoken = ("messages", "system", "tools")
 
     model: str | None = None
@@ -207,7 +203,7 @@ class _Chat(ChatRequest):
 
 def count_tokens(request: CountRequest, model: ModelFacts) -> dict[str, int]:
     """Answer /messages/count_tokens. Raises ApiError."""
-    return {"input_tokens": prompts.count_tokens(request.chat(), model)}
+    return {"input_tokens": engine_input.count_tokens(request.chat(), model)}
 
 
 # ------------------------------------------------------------------------------------------------- responses
@@ -309,7 +305,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message, "details": {"error_code": error.code}}}
 
 
-# ------------------------------------------------------------------------------------------------- models
+# ------------------------------------------------------------------------------------------------- models and routes
 
 
 def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
@@ -329,3 +325,8 @@ def model_list(cards: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the list of all models, which is a single page."""
     ids = [card["id"] for card in cards]
     return {"data": cards, "has_more": False, "first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
+
+
+def routes(service: Service) -> Routes:
+    answer, count = partial(answer_as_chat, service, MessageReply), partial(compute, service, count_tokens)
+    return Routes({"/messages": Post(MessageRequest, answer), "/messages/count_tokens": Post(CountRequest, count)})

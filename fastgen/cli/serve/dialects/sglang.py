@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, chain
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import to_json
 from starlette.datastructures import QueryParams
 
 from fastgen.async_engine.client import AsyncGenerator, EventStream, joined
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.fields import Items, Strict, wrong
-from fastgen.cli.serve.rollout import EventResponse, ModelRequest, Rollout
+from fastgen.cli.serve.rollout import EventResponse, ModelRequest, TrainerRoutes, weight_version
+from fastgen.cli.serve.routes import Routes
 from fastgen.cli.serve.service import Service
+from fastgen.cli.serve.validation import ApiError, Items, Strict, wrong
 from fastgen.request import SHARED, Completion, Event, Prompt, RequestOutput
 
-NO_IMAGES = "images are not supported"
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
 
 RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
@@ -40,8 +38,6 @@ class CustomParams(Strict):
 
 class SglangSampling(Strict):
     """SGLang's sampling_params, as far as they are supported; SamplingParams describes them."""
-
-    without_effect = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "stream_interval"})
 
     max_new_tokens: int | None = Field(None, ge=0)
     min_new_tokens: int | None = None
@@ -82,16 +78,6 @@ class SglangRequest(ModelRequest):
     none. A teacher scores a sequence with max_new_tokens=0. The fields without effect are added by SGLang's router.
     """
 
-    without_effect = frozenset({"log_metrics", "no_logs"})
-    neutral: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "image_data": ([], NO_IMAGES),
-        "return_routed_experts": (False, "there are no experts"),
-        "return_hidden_states": (False, "hidden states stay in the engine"),
-        "return_text_in_logprobs": (False, "ids stand for themselves"),
-        **dict.fromkeys(("background", "return_bytes", "return_entropy"), (False, "it does not exist here")),
-        "top_logprobs_num": (0, "give prompt and params, with logprobs, for alternatives"),
-    }
-
     input_ids: Items[int] | None = None
     text: str | None = None
     sampling_params: SglangSampling | None = None
@@ -121,9 +107,6 @@ class DiskRequest(ModelRequest):
     """A request to /update_weights_from_disk. weight_version: if it is a number, the version of the new weights.
     abort_all_request: the same as abort_all_requests, as AReaL spells it."""
 
-    without_effect = frozenset({"flush_cache", "is_async", "torch_empty_cache", "keep_pause"})
-    neutral: ClassVar[Any] = {"load_format": ("auto", "give whole weights: slime's --update-weight-mode full")}
-
     model_path: str
     abort_all_requests: bool = False
     abort_all_request: bool = False
@@ -149,21 +132,17 @@ class MemoryRequest(ModelRequest):
 class AbortRidRequest(ModelRequest):
     """A request to /abort_request."""
 
-    without_effect = frozenset({"abort_message", "finished_reason"})
-
     rid: str = ""
     abort_all: bool = False
 
 
-class SglangEngine:
-    """The routes of a service. posts: {path: post}. gets: {path: handler}."""
+class SglangEngine(TrainerRoutes):
+    """The routes of an SGLang server."""
 
-    def __init__(self, rollout: Rollout) -> None:
-        self._rollout = rollout
-        post = rollout.post
+    def routes(self) -> Routes:
+        post = self.post
         generate = post(SglangRequest, self._generate, timed=True)
-        self.posts = {
-            "/generate": replace(rollout.posts["/generate"], dialects={"input_ids": generate, "text": generate}),
+        posts = {
             "/update_weights_from_disk": post(DiskRequest, self._update),
             "/pause_generation": post(PauseRequest, _pause, bodiless=True),
             "/continue_generation": post(ModelRequest, _continue, bodiless=True),
@@ -172,22 +151,23 @@ class SglangEngine:
             "/resume_memory_occupation": post(MemoryRequest, _take, bodiless=True),
             "/abort_request": post(AbortRidRequest, _abort),
         }
-        version = rollout.gets["/weight_version"]
-        self.gets = {
-            "/flush_cache": rollout.get(_flush),
+        version = self.get(weight_version)
+        gets = {
+            "/flush_cache": self.get(_flush),
             "/get_weight_version": version,
-            "/loads": rollout.get(_loads),
+            "/loads": self.get(_loads),
             "/health_generate": version,  # an engine that answers a call runs its loop
         }
+        return Routes(posts, gets, {"/generate": {"input_ids": generate, "text": generate}})
 
     async def _generate(self, engine: AsyncGenerator, wanted: SglangRequest, _: QueryParams) -> Any:
         params = {} if wanted.sampling_params is None else wanted.sampling_params.params
         if wanted.scored:
             params["prompt_logprobs"] = 0
-        self._rollout.check_samples(params.get("n"))
+        self.check_samples(params.get("n"))
         greedy = params.get("temperature", engine.info.default_params.temperature) == 0
         if wanted.stream:
-            return SglangStream(self._rollout.service, partial(engine.submit, [wanted.prompt], params), wanted, greedy)
+            return SglangStream(self.service, partial(engine.submit, [wanted.prompt], params), wanted, greedy)
         output = await engine.generate(wanted.prompt, params, wanted.rid)
         found = [_answer(wanted, output, completion, greedy) for completion in output.completions]
         return found[0] if params.get("n", 1) == 1 else found
@@ -196,7 +176,7 @@ class SglangEngine:
         named = str(wanted.weight_version)
         in_flight = "abort" if wanted.abort_all_requests or wanted.abort_all_request else "keep"
         options = {"version": int(named) if named.isdecimal() else None, "partial": False, "in_flight": in_flight}
-        with self._rollout.updating(engine):
+        with self.updating(engine):
             version = await engine.call("read_weights", wanted.model_path, options)
         return {"success": True, "message": f"the weights have version {version}", "weight_version": str(version)}
 
@@ -304,3 +284,7 @@ async def _abort(engine: AsyncGenerator, wanted: AbortRidRequest, _: QueryParams
 async def _loads(engine: AsyncGenerator, *_: Any) -> Any:
     stats = engine.stats
     return {"loads": [{"num_running_reqs": stats.running, "num_waiting_reqs": stats.waiting}]}
+
+
+def routes(service: Service) -> Routes:
+    return SglangEngine(service).routes()

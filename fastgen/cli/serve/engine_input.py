@@ -5,16 +5,22 @@ The routes about tokens are here, too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.parts import ResponseFormat
-from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, refused
-from fastgen.cli.serve.replies import ChatReply, CompletionReply, PromptTokens, Vocabulary
+from fastgen.cli.serve.openai_input import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponseFormat,
+    TokenizeRequest,
+)
+from fastgen.cli.serve.openai_output import ChatReply, CompletionReply, PromptTokens, Vocabulary
 from fastgen.cli.serve.tools import Calling
+from fastgen.cli.serve.validation import ApiError
 from fastgen.request import SamplingParams
 from fastgen.text.grammar import MAX_GRAMMAR, json_rule, params_rule
 from fastgen.text.reasoning import AnswerParser, ReasoningCounter, find_reasoning, starts_open
@@ -160,6 +166,19 @@ def needed(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
         raise ApiError(400, "this model has no tokenizer files; give the prompt as token ids", code="invalid_value")
     return tokenizer
+
+
+def refused(error: ValueError | TypeError, param: str | None = None) -> ApiError:
+    """Return the ApiError for an error of the engine, a template or a grammar.
+
+    param: the field that is at fault, which replaces the engine's name `grammar` in the message. None: a field that the
+    message begins with, if any.
+    """
+    message = re.sub("^grammar: ", f"{param}: " if param else "", str(error))
+    named = re.match(r"[a-z]+(_[a-z]+)*", message)
+    if param is None and named and named[0] in ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys():
+        param = named[0]
+    return ApiError(400, message, param, "invalid_value")
 
 
 # ------------------------------------------------------------------------------------------------- checks

@@ -19,8 +19,8 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from fastgen.async_engine.client import joined
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.protocol import ChatRequest, CompletionRequest
+from fastgen.cli.serve.openai_input import ChatRequest, CompletionRequest
+from fastgen.cli.serve.validation import ApiError
 from fastgen.request import Event
 from fastgen.text.reasoning import AnswerParser, ReasoningCounter
 from fastgen.text.tokenizer import Tokenizer

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 from pydantic import Field, model_validator
 from starlette.datastructures import QueryParams
 
 from fastgen.async_engine.client import AsyncGenerator
-from fastgen.cli.serve.fields import FieldPolicy, Items, Strict, wrong
-from fastgen.cli.serve.options import ServerOptions
-from fastgen.cli.serve.parts import StructuredOutputs
-from fastgen.cli.serve.protocol import drawn_name
-from fastgen.cli.serve.replies import LOWEST, token_name
-from fastgen.cli.serve.rollout import ModelRequest, Rollout, SleepRequest, sleep
+from fastgen.cli.serve.openai_input import StructuredOutputs, drawn_name
+from fastgen.cli.serve.openai_output import LOWEST, token_name
+from fastgen.cli.serve.rollout import ModelRequest, SleepRequest, TrainerRoutes, sleep
+from fastgen.cli.serve.routes import Post, Routes
+from fastgen.cli.serve.service import Service
+from fastgen.cli.serve.validation import ApiError, FieldPolicy, Items, Strict, wrong
 from fastgen.request import Completion, RequestOutput, SamplingParams
 
 STRUCTURED = "structured_outputs"
@@ -110,8 +110,6 @@ class TransferRequest(ModelRequest):
 class StartRequest(ModelRequest):
     """A request to /start_weight_update. Tensors have the names of a checkpoint."""
 
-    neutral: ClassVar[Any] = {"is_checkpoint_format": (True, "send tensors by the names of a checkpoint")}
-
 
 class FinishRequest(ModelRequest):
     """A request to /finish_weight_update. weight_version: has no effect, since versions count up; the response has
@@ -129,16 +127,9 @@ class FolderRequest(ModelRequest):
 class ResetRequest(ModelRequest):
     """A request to /reset_prefix_cache. The cache never gives KV of old weights, so nothing has to be done."""
 
-    without_effect = frozenset({"reset_running_requests", "reset_external", "reset_connector"})
-
 
 class VllmSampling(Strict):
     """vLLM's sampling_params, as far as they are supported; SamplingParams describes them."""
-
-    without_effect = frozenset({
-        "output_kind", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "skip_clone",
-        "skip_reading_prefix_cache", "extra_args", "routed_experts_prompt_start",
-    })  # fmt: skip
 
     n: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -176,9 +167,6 @@ class VllmSampling(Strict):
 class TokensRequest(ModelRequest):
     """A request to /inference/v1/generate: ids in, ids out. request_id: its name for /abort."""
 
-    without_effect = frozenset({"cache_salt", "priority", "kv_transfer_params", "stream_options"})
-    neutral: ClassVar[Mapping[str, tuple[Any, str]]] = {"stream": (False, "use /generate of fgserve")}
-
     token_ids: Items[int]
     sampling_params: VllmSampling
     request_id: str | None = None
@@ -187,16 +175,19 @@ class TokensRequest(ModelRequest):
 # ------------------------------------------------------------------------------------------------- routes
 
 
-class VllmControl:
-    """The routes of a service. posts: {path: post}. gets: {path: handler}."""
+class VllmControl(TrainerRoutes):
+    """The routes of a vLLM server, but those of adapters."""
 
-    def __init__(self, rollout: Rollout, options: ServerOptions) -> None:
-        self._rollout, self._mode = rollout, options.logprobs_mode
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._mode = service.options.logprobs_mode
         # Engines between the start and the finish of an update, which run no steps and are to run again after it.
         self._holding: set[AsyncGenerator] = set()
-        post = rollout.post
+
+    def routes(self) -> Routes:
+        post = self.post
         update = {"update_info": post(TransferRequest, self._update), "weight_dir": post(FolderRequest, self._read)}
-        self.posts = {
+        posts = {
             "/pause": post(ModelRequest, self._pause, bodiless=True),
             "/resume": post(ModelRequest, self._resume, bodiless=True),
             "/sleep": post(SleepRequest, _sleep, bodiless=True),
@@ -204,11 +195,10 @@ class VllmControl:
             "/reset_prefix_cache": post(ResetRequest, _reset, bodiless=True),
             "/init_weight_transfer_engine": post(InitRequest, self._init),
             "/start_weight_update": post(StartRequest, self._start, bodiless=True),
-            "/update_weights": replace(rollout.posts["/update_weights"], dialects=update),
             "/finish_weight_update": post(FinishRequest, self._finish, bodiless=True),
             "/inference/v1/generate": post(TokensRequest, self._generate, timed=True),
         }
-        self.gets = {"/get_world_size": rollout.get(_world_size)}
+        return Routes(posts, {"/get_world_size": self.get(_world_size)}, {"/update_weights": update})
 
     async def _pause(self, engine: AsyncGenerator, _: ModelRequest, query: QueryParams) -> Any:
         mode = query.get("mode", "keep")  # without a mode, it is our own /pause
@@ -244,7 +234,7 @@ class VllmControl:
 
     async def _update(self, engine: AsyncGenerator, wanted: TransferRequest, _: QueryParams) -> Any:
         info = wanted.update_info
-        with self._rollout.updating(engine):
+        with self.updating(engine):
             version = await engine.call("receive_packed", info.header, info.buffer_bytes)
         return {"message": "Weights updated", "weight_version": version}
 
@@ -257,13 +247,13 @@ class VllmControl:
 
     async def _read(self, engine: AsyncGenerator, wanted: FolderRequest, _: QueryParams) -> Any:
         options = {"version": None, "partial": False, "in_flight": "keep"}
-        with self._rollout.updating(engine):
+        with self.updating(engine):
             version = await engine.call("read_weights", wanted.weight_dir, options)
         return {"status": "ok", "weight_version": version}
 
     async def _generate(self, engine: AsyncGenerator, wanted: TokensRequest, _: QueryParams) -> Any:
         params = wanted.sampling_params.params
-        self._rollout.check_samples(params.n)
+        self.check_samples(params.n)
         output = await engine.generate(wanted.token_ids, params, wanted.request_id)
         logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         choices = [
@@ -332,3 +322,68 @@ def _prompt_scores(output: RequestOutput) -> list[dict[str, Any] | None]:
         }
         for token, value, top in zip(output.prompt_token_ids, values, tops, strict=True)
     ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- adapters
+
+CONFIG = "adapter_config.json"
+
+
+class LoadRequest(ModelRequest):
+    """A request to load an adapter from a folder that PEFT has saved, or to replace the one of this name."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadRequest(ModelRequest):
+    lora_name: str
+
+
+class VllmAdapters(TrainerRoutes):
+    """The routes that load and unload LoRA adapters, as prime-rl and SkyRL call them.
+
+    An adapter is merged into the weights: it holds for all requests, whichever model they name, and there is one at a
+    time.
+    """
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._merged: dict[AsyncGenerator, tuple[str, int]] = {}  # name, and version of the weights with it
+
+    def posts(self) -> dict[str, Post]:
+        load, unload = self.post(LoadRequest, self._load), self.post(UnloadRequest, self._unload)
+        return {
+            "/load_lora_adapter": load,
+            "/skyrl/v1/load_lora_adapter": load,
+            "/unload_lora_adapter": unload,
+        }
+
+    async def _load(self, engine: AsyncGenerator, wanted: LoadRequest, _: QueryParams) -> Any:
+        with self.updating(engine):
+            merged = await self._name(engine)
+            if merged not in (None, wanted.lora_name):
+                raise RuntimeError(f"one adapter is merged at a time; POST /unload_lora_adapter {merged!r} first")
+            if not (Path(wanted.lora_path).expanduser() / CONFIG).is_file():  # which prime-rl tries again
+                raise ApiError(404, f"there is no {CONFIG} in the folder {wanted.lora_path}", "lora_path", "not_found")
+            version = await engine.call("read_adapter", wanted.lora_path, {"in_flight": "keep"})
+            self._merged[engine] = wanted.lora_name, version
+        return {"status": "ok", "weight_version": version}
+
+    async def _unload(self, engine: AsyncGenerator, wanted: UnloadRequest, _: QueryParams) -> Any:
+        with self.updating(engine):
+            if await self._name(engine) != wanted.lora_name:
+                raise ApiError(404, f"no adapter {wanted.lora_name!r} is merged", "lora_name", "not_found")
+            version = await engine.call("update_adapter", None, in_flight="keep")
+            del self._merged[engine]
+        return {"status": "ok", "weight_version": version}
+
+    async def _name(self, engine: AsyncGenerator) -> str | None:
+        """Return the name of the adapter in the weights. None: there is none, also after another update."""
+        name, version = self._merged.get(engine, (None, None))
+        return name if version == (await engine.call("weight_state"))["weight_version"] else None
+
+
+def routes(service: Service) -> Routes:
+    routes = VllmControl(service).routes()
+    return replace(routes, posts={**routes.posts, **VllmAdapters(service).posts()})

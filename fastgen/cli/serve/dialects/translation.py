@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.parts import TEXT_ONLY
-from fastgen.cli.serve.replies import ChatReply
+from fastgen.cli.serve.openai_input import TEXT_ONLY
+from fastgen.cli.serve.openai_output import ChatReply
+from fastgen.cli.serve.validation import ApiError
 from fastgen.request import Event
 
 SYSTEM = ("system", "developer")

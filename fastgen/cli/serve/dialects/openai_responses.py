@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from fastgen.cli.serve import prompts
-from fastgen.cli.serve.checking import ApiError, check_request
-from fastgen.cli.serve.compat.translation import Block, BlockReply, called, merged, text_of, thought, translated
-from fastgen.cli.serve.fields import Body, Items, Strict, wrong
-from fastgen.cli.serve.parts import reasoning_texts
-from fastgen.cli.serve.prompts import ModelFacts
-from fastgen.cli.serve.protocol import ChatRequest, Reasoning
+from fastgen.cli.serve import engine_input
+from fastgen.cli.serve.dialects.translation import Block, BlockReply, called, merged, text_of, thought, translated
+from fastgen.cli.serve.engine_input import ModelFacts
+from fastgen.cli.serve.http_responses import answer_as_chat, compute
+from fastgen.cli.serve.openai_input import ChatRequest, Reasoning, reasoning_texts
+from fastgen.cli.serve.routes import Post, Routes
+from fastgen.cli.serve.service import Service
+from fastgen.cli.serve.validation import ApiError, Body, Items, Strict, check_request, wrong
 from fastgen.request import MAX_LOGPROBS
 
 # {field of a chat that an error may name: its name in /responses}
@@ -28,10 +30,10 @@ PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}  # of the ids of ite
 TEXTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}  # names of events
 
 
-def renamed(error: ApiError) -> ApiError:
-    """Return an error of a chat with the name that its field has in /responses."""
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error of a chat, with the name that its field has in /responses."""
     name = NAMES.get(error.param or "", error.param)
-    return ApiError(error.status, error.message, name, error.code)
+    return ApiError(error.status, error.message, name, error.code).body
 
 
 # ------------------------------------------------------------------------------------------------- requests
@@ -87,16 +89,11 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 class Text(Strict):
     format: dict[str, Any] | None = None
-    without_effect = frozenset({"verbosity"})
 
 
 class ResponseRequest(Body):
     """A request to /responses. Its items and tools are checked after they have been translated to a chat."""
 
-    without_effect = frozenset({
-        "client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention", "safety_identifier", "service_tier", "store", "stream_options", "user",
-    }) | Body.without_effect  # fmt: skip
     spoken = ("input", "tools")
 
     model: str | None = None
@@ -159,7 +156,7 @@ class ResponseRequest(Body):
 
 def count_tokens(request: ResponseRequest, model: ModelFacts) -> dict[str, Any]:
     """Answer /responses/input_tokens. Raises ApiError."""
-    return {"object": "response.input_tokens", "input_tokens": prompts.count_tokens(request.chat(), model)}
+    return {"object": "response.input_tokens", "input_tokens": engine_input.count_tokens(request.chat(), model)}
 
 
 # ------------------------------------------------------------------------------------------------- responses
@@ -286,3 +283,9 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }
+
+
+def routes(service: Service) -> Routes:
+    answer, count = partial(answer_as_chat, service, ResponseReply), partial(compute, service, count_tokens)
+    posts = {"/responses": Post(ResponseRequest, answer), "/responses/input_tokens": Post(ResponseRequest, count)}
+    return Routes(posts)

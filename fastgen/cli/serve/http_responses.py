@@ -6,22 +6,23 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from pydantic_core import to_json
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastgen.async_engine.client import EventStream
-from fastgen.cli.serve.checking import ApiError
-from fastgen.cli.serve.compat import messages, responses
+from fastgen.cli.serve.engine_input import GenerationRequest, ModelFacts, grammar_field, prepare
 from fastgen.cli.serve.metrics import Meter
-from fastgen.cli.serve.prompts import GenerationRequest, grammar_field, prepare
-from fastgen.cli.serve.protocol import ChatRequest
-from fastgen.cli.serve.replies import ChatReply
+from fastgen.cli.serve.openai_input import ChatRequest
+from fastgen.cli.serve.openai_output import ChatReply
+from fastgen.cli.serve.routes import ANTHROPIC, RESPONSES
 from fastgen.cli.serve.service import Service, engine_error, expire
+from fastgen.cli.serve.validation import ApiError
 from fastgen.request import Event
 
 log = logging.getLogger(__name__)
@@ -39,8 +40,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 def is_anthropic(scope: Scope) -> bool:
     """Return whether a request is one of Anthropic's API, by its path or by the header that its clients send."""
-    path = scope["path"]
-    return path.endswith(("/messages", "/messages/count_tokens")) or "anthropic-version" in Headers(scope=scope)
+    return scope["path"].endswith(ANTHROPIC.posts) or "anthropic-version" in Headers(scope=scope)
 
 
 def error_response(error: ApiError, scope: Scope, headers: dict[str, str] | None = None) -> Response:
@@ -48,11 +48,8 @@ def error_response(error: ApiError, scope: Scope, headers: dict[str, str] | None
     headers = dict(headers or {})
     if error.status == 503:
         headers["Retry-After"] = str(RETRY_SECONDS)
-    body = error.body
-    if is_anthropic(scope):
-        body = messages.error_body(error)
-    elif scope["path"].endswith(("/responses", "/responses/input_tokens")):
-        body = responses.renamed(error).body
+    own_form = ANTHROPIC if is_anthropic(scope) else RESPONSES if scope["path"].endswith(RESPONSES.posts) else None
+    body = error.body if own_form is None else own_form.load().error_body(error)
     return json_response(body, error.status, headers)
 
 
@@ -165,6 +162,30 @@ class GenerationResponse(Response):
         headers = [(b"content-type", kind.encode()), header]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._begun = True
+
+
+class _Translated(Protocol):
+    """A request of another API."""
+
+    def chat(self) -> ChatRequest: ...
+
+
+async def answer_as_chat(
+    service: Service, make_reply: Callable[..., ChatReply], wanted: _Translated, request: Request
+) -> Response:
+    """Answer a request of another API, which is translated to a chat. make_reply: class of its reply."""
+    async with limited(service, request.scope, request.receive):
+        chat = await service.work.run(request.scope["large"], wanted.chat)
+    return GenerationResponse(service, chat, partial(make_reply, wanted))
+
+
+async def compute(
+    service: Service, function: Callable[[Any, ModelFacts], Any], wanted: Any, request: Request
+) -> Response:
+    """Answer a request about tokens by a function of its checked body and its model."""
+    facts = service.choose(wanted.model).facts
+    async with limited(service, request.scope, request.receive):
+        return json_response(await service.compute(request.scope["large"], function, wanted, facts))
 
 
 def _many(events: list[Event]) -> bool:

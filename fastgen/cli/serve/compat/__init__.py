@@ -1,1 +1,0 @@
-"""Dialects of other APIs: Anthropic's messages and OpenAI's responses, by translation to chat completions."""
