@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests/gpu where a run of all tests has several workers."""
     if "PYTEST_XDIST_WORKER" in os.environ and item.path.is_relative_to(GPU_TESTS) and torch.cuda.is_available():
         pytest.skip("tests/gpu runs in one process by itself: pytest tests/gpu")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the CPU seconds of all tests, and keep them in pytest's cache for .ci/run. Workers have ended by now."""
+    ours, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = round(ours.ru_utime + ours.ru_stime + ended.ru_utime + ended.ru_stime)
+    terminalreporter.write_line(f"CPU seconds of all processes: {seconds}")
+    if config.cache is not None:
+        config.cache.set("fastgen/cpu_seconds", seconds)
 
 
 FEW = ("ministral3", "mistral", "olmo3", "granite")

@@ -217,10 +217,14 @@ def unshared(generator: Generator) -> Iterator[None]:
 
 
 def figures(workload: Workload, runs: list[Run]) -> dict[str, Any]:
-    rates = [workload.tokens / each.seconds for each in runs]
+    return {"workload": asdict(workload), **figures_of_runs(workload.tokens, runs)}
+
+
+def figures_of_runs(tokens: int, runs: list[Run]) -> dict[str, Any]:
+    """Return the figures of runs that each generate so many tokens."""
+    rates = [tokens / each.seconds for each in runs]
     spread = rates if len(runs) > 1 else runs[0].thirds
     return {
-        "workload": asdict(workload),
         "tokens_per_second": statistics.median(rates),
         "spread": [min(spread), max(spread)],
         "spread_over": f"{len(runs)} runs" if len(runs) > 1 else "thirds of a run",
@@ -370,7 +374,7 @@ def line(name: str, found: dict[str, Any], smoke: bool = False) -> str:
     GPUs can do."""
     low, high = found["spread"]
     more = ""
-    if not smoke:
+    if "limit" in found and not smoke:
         limits = (f"{found['of_limit'][kind]:.3f} of {each:.0f} ({kind})" for kind, each in found["limit"].items())
         more = "; " + ", ".join(limits)
         more += f"; {found['times_vllm']:.3f} times vLLM's {found['vllm']}" if "vllm" in found else ""

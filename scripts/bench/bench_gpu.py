@@ -2,6 +2,7 @@
 
     python scripts/bench/bench.py gpu                                  # the workloads of Mistral 7B that share nothing
     python scripts/bench/bench.py gpu --only group,tree                # with prefixes in common; takes 5 minutes
+    python scripts/bench/bench.py gpu --only rl,tools,turns            # requests that share prefixes: bench_requests.py
     python scripts/bench/bench.py gpu --only chat64,batch128,long,longchat
     python scripts/bench/bench.py gpu --model llama1 --only chat1,chat8,chat32,batch128
     python scripts/bench/bench.py gpu --model qwen14 --only headline
@@ -10,13 +11,8 @@
     python scripts/bench/bench.py gpu --kv-cache-dtype fp8             # keys and values in fp8
     python scripts/bench/bench.py gpu --arriving                       # work that arrives one by one; takes 9 minutes
     python scripts/bench/bench.py gpu --arriving --only served         # a part of it; the file keeps the others
-    python scripts/bench/bench.py gpu --turns                          # conversations, with and without the host tier
     python scripts/bench/bench.py gpu --speculate                      # speculation over recorded answers
-    python scripts/bench/bench.py gpu --model qwen8 --heads            # speculation with heads, and with an int4 copy
     python scripts/bench/bench.py gpu --model llama70 --tensor-parallel 4 --only headline,chat1
-    python scripts/bench/bench.py gpu --model qwen14 --scaling         # on 1, 2 and 4 GPUs: bench_parallel.py
-    python scripts/bench/bench.py gpu --tensor-parallel 2 --telling    # messages from rank 0 to the other ranks
-    python scripts/bench/bench.py gpu --tensor-parallel 2 --start      # a cold and a warm start
     python scripts/bench/bench.py gpu --smoke                          # tiny, on the CPU; writes nothing
 
 Shapes are the true ones, weights and prompts random, temperature 1; every sequence runs to its length. Random weights
@@ -36,17 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import bench_arriving
-import bench_heads
-import bench_parallel
-import bench_parts
-import bench_sleep
 import bench_speculate
-import bench_start
 import bench_step
-import bench_turns
-import bench_wire
-from bench_engine import ceilings, machine, measure_workload, merge, ready_generator, report_path
+from bench_engine import ceilings, line, machine, measure_workload, merge, ready_generator, report_path
 from bench_limits import MODELS, PLAIN, WORKLOADS
+from bench_requests import REQUESTS, measure_requests
 
 
 def bench_workloads(arguments: argparse.Namespace) -> None:
@@ -63,44 +53,29 @@ def bench_workloads(arguments: argparse.Namespace) -> None:
             "workloads": {},
         }
         for name in arguments.only or PLAIN:
-            report["workloads"][name] = measure_workload(arguments, generator, name, rates, gpus)
+            if name in REQUESTS:
+                report["workloads"][name] = measure_requests(generator, name, smoke)
+                print(line(name, report["workloads"][name]), flush=True)
+            else:
+                report["workloads"][name] = measure_workload(arguments, generator, name, rates, gpus)
             if arguments.out or not smoke:  # each as it comes, or an error would lose those before it
                 merge(path, report)
 
 
 KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
-    "start": (bench_start.bench_start, "from process start to the first token"),
-    "chat": (bench_start.bench_chat, "from process start to fgchat's first word"),
-    "load": (bench_parts.bench_load, "loading a checkpoint from the page cache"),
-    "busy": (bench_parts.bench_busy, "the share of a decode that the GPU is busy"),
     "step": (bench_step.bench_step, "a decode step in its parts, and without each of them"),
-    "perf": (bench_parts.bench_perf, "tokens/s over the tokens generated"),
-    "turns": (bench_turns.bench_turns, "conversations, with and without the host tier"),
     "speculate": (bench_speculate.bench_speculate, "speculation over recorded answers"),
-    "heads": (bench_heads.bench_heads, "speculation with heads, and with an int4 copy, of simulated acceptance"),
-    "sleep": (bench_sleep.bench_sleep, "update_weights, sleep and wake"),
-    "adapter": (bench_sleep.bench_adapter, "update_adapter"),
-    "wire": (bench_wire.bench_wire, "update_weights of a server, by another process"),
-    "scaling": (bench_parallel.bench_scaling, "headline and chat1 on 1, 2 and 4 GPUs"),
     "arriving": (bench_arriving.bench_arriving, "work that arrives one by one: steps, refilled lanes, and served"),
-    "telling": (bench_parallel.bench_telling, "messages to the ranks, of --tensor-parallel"),
 }
 """What can be measured instead of the workloads, with one flag each."""
 
-ONE_PROCESS = (
-    "load",
-    "busy",
-    "step",
-    "heads",
-    "scaling",
-    "speculate",
-    "wire",
-)  # kinds that take no --tensor-parallel
+ONE_PROCESS = ("step", "speculate")  # kinds that take no --tensor-parallel
 
 
 def only_known(names: list[str], kind: str | None) -> str:
     """Return what is wrong with the names of --only, or "". kind: one of KINDS, or None for the workloads."""
-    known = bench_arriving.PARTS if kind == "arriving" else tuple(WORKLOADS)
+    workloads = (*WORKLOADS, *(REQUESTS if kind is None else ()))
+    known = bench_arriving.PARTS if kind == "arriving" else workloads
     unknown = sorted(set(names) - set(known))
     return f"--only: no {', '.join(unknown)}; there are {', '.join(known)}" if unknown else ""
 
@@ -112,7 +87,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--model", default="mistral7", choices=list(MODELS))
     parts = ",".join(bench_arriving.PARTS)
-    names = f"of {','.join(WORKLOADS)} (default: {','.join(PLAIN)}); with --arriving, of {parts}"
+    names = f"of {','.join([*WORKLOADS, *REQUESTS])} (default: {','.join(PLAIN)}); with --arriving, of {parts}"
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="NAMES", help=names)
     parser.add_argument("--out", type=Path, help="folder for the JSON (default: scripts/results)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU; writes only with --out")
@@ -138,13 +113,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if arguments.only and (wrong := only_known(arguments.only, kind)):
         parser.error(wrong)
     if several and kind in ONE_PROCESS:
-        parser.error(f"--{kind} chooses the number of GPUs itself; leave --tensor-parallel out")
-    if kind == "telling" and not several:
-        parser.error("--telling measures messages between ranks; add --tensor-parallel 2")
+        parser.error(f"--{kind} runs on one GPU; leave --tensor-parallel out")
     if arguments.other and kind != "step":
         parser.error("--other is for --step")
-    if kind == "turns" and arguments.no_prefix_cache:
-        parser.error("--turns measures with and without the prefix cache; leave --no-prefix-cache out")
     return arguments
 
 

@@ -8,21 +8,14 @@ between two tokens, and to the end; against the requests in flight. Writes JSON 
     python scripts/bench/bench_serve.py --preset beside --name whole --serve mistral7 --max-prefill-tokens 99999
     python scripts/bench/bench_serve.py --clients 8 --serve Qwen/Qwen3-8B --max-seqs 256
     python scripts/bench/bench_serve.py --url http://localhost:8000/v1 --concurrency 1,8,64
-    python scripts/bench/bench_serve.py --cost                              # fgserve and Generator.stream
-    python scripts/bench/bench_serve.py --cost --preset headline --serve mistral7
 
 Prompts are random ids, and every answer runs to its length (ignore_eos). --serve comes last: what follows its model are
 flags of fgserve. Where a figure falls when --clients is raised, the clients were what was measured.
-
---cost sends all requests at once, and reports the CPU time per token of the HTTP process and of the engine's, and the
-speed as a share of the speed of Generator.stream. On the CPU, torch's threads wait for each other actively: give
-OMP_NUM_THREADS=1 where clients and server share few cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +26,6 @@ from typing import Any
 import httpx
 from plot import plot
 from reports import RESULTS, processor, write_json
-from serve_cost import Burst, lines, measure
 from serve_load import Clients, Load, figures
 from serve_process import BUNDLED, Server, model_folder
 
@@ -44,7 +36,6 @@ PRESETS: dict[str, dict[str, Any]] = {
                "long_tokens": 8000, "every": 4},
     "crowd": {"prompt_tokens": 512, "tokens": 128, "concurrency": [4096], "requests": 1500, "rate": [70]},
     "smoke": {"prompt_tokens": 16, "tokens": 8, "concurrency": [1, 4], "requests": 8},
-    "cost": {"prompt_tokens": 64, "tokens": 128, "concurrency": [128], "requests": 128},
 }  # fmt: skip
 
 
@@ -129,24 +120,12 @@ def line(point: dict[str, Any]) -> str:
     )
 
 
-def bench_cost(arguments: argparse.Namespace) -> None:
-    name, *more = arguments.serve
-    if more:
-        raise ValueError(f"--cost measures servers without flags of their own; leave {' '.join(more)} out")
-    burst = Burst(arguments.requests, arguments.prompt_tokens, arguments.tokens, *arguments.ids)
-    found = measure(name, burst, arguments.rounds, arguments.repeats, arguments.smoke)
-    print("\n".join(lines(found)))
-    about = {"model": name, "machine": processor(), "rounds": arguments.rounds}
-    write(arguments, about | {"repeats": arguments.repeats, "omp_threads": os.environ.get("OMP_NUM_THREADS")} | found)
-
-
 def report_path(arguments: argparse.Namespace) -> Path | None:
     """Return the path of the report; None: write nothing."""
     if arguments.smoke and arguments.out is None:
         return None
     folder: Path = arguments.out or RESULTS
-    kind = "cost" if arguments.cost else arguments.preset
-    return folder / f"serve-{arguments.name or kind}.json"
+    return folder / f"serve-{arguments.name or arguments.preset}.json"
 
 
 def write(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -156,9 +135,7 @@ def write(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--preset", choices=list(PRESETS), help="values of the options below (default: sweep; of --cost: cost)"
-    )
+    parser.add_argument("--preset", choices=list(PRESETS), help="values of the options below (default: sweep)")
     parser.add_argument("--prompt-tokens", type=int)
     parser.add_argument("--tokens", type=int, help="number of tokens generated per request")
     parser.add_argument("--requests", type=int, help="requests per point (default: 2 per request in flight)")
@@ -169,17 +146,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, help="one request of so many has such a prompt")
     parser.add_argument("--clients", type=int, default=1, help="processes that send (default 1)")
     parser.add_argument("--url", help="URL of the server, with its /v1 if it has that")
-    parser.add_argument("--cost", action="store_true", help="instead: what HTTP costs")
-    parser.add_argument("--rounds", type=int, default=2, help="for --cost: starts of each kind (default 2)")
-    parser.add_argument("--repeats", type=int, default=3, help="for --cost: bursts per start (default 3)")
     parser.add_argument("--smoke", action="store_true", help="a few tokens on the CPU; writes only with --out")
     parser.add_argument("--name", help="name of the files, serve-NAME.json and .png (default: the preset's)")
     parser.add_argument("--out", type=Path, help="folder for them (default: scripts/results)")
     serve_help = f"start a server: {BUNDLED}, a model of bench.py with random weights, a folder or a hub id"
     parser.add_argument("--serve", nargs=argparse.REMAINDER, metavar="MODEL [FLAGS]", help=serve_help)
     arguments = parser.parse_args(argv)
-    if arguments.cost and arguments.url:
-        parser.error("--cost looks into processes that it starts itself; leave --url out")
     if arguments.url and arguments.serve:
         parser.error("give one of --url and --serve")
     arguments.serve = arguments.serve or [BUNDLED]
@@ -191,20 +163,13 @@ def _fill_in(arguments: argparse.Namespace) -> None:
     """Take what the command line leaves open from the preset. The preset smoke is --smoke, which writes nothing."""
     arguments.smoke |= arguments.preset == "smoke"
     if arguments.preset is None:
-        arguments.preset = "smoke" if arguments.smoke else "cost" if arguments.cost else "sweep"
+        arguments.preset = "smoke" if arguments.smoke else "sweep"
     for name, value in PRESETS[arguments.preset].items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
-    if arguments.smoke:
-        arguments.rounds = arguments.repeats = 1
     tiny = arguments.smoke and arguments.serve[0] != BUNDLED
     arguments.ids = (100, 300) if tiny else (1000, 4000)
 
 
-def main() -> None:
-    arguments = parse()
-    (bench_cost if arguments.cost else bench_load)(arguments)
-
-
 if __name__ == "__main__":
-    main()
+    bench_load(parse())

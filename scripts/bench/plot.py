@@ -1,6 +1,6 @@
-"""Plots what `bench.py gpu`, `bench.py gpu --perf`, bench_serve.py, rl_grpo.py or async_grpo.py wrote.
+"""Plots what `bench.py gpu`, bench_serve.py, rl_grpo.py or async_grpo.py wrote.
 
-    python scripts/bench/plot.py scripts/results/mistral7-h200-perf.json scripts/results/mistral7-perf.png
+    python scripts/bench/plot.py scripts/results/mistral7-h200.json scripts/results/mistral7-compared.png
 
 Needs matplotlib, which fastgen itself does not.
 """
@@ -27,35 +27,6 @@ def plot(report: Report, path: Path) -> None:
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
     next(draw for key, draw in DRAWN.items() if key in report)(report, figure)
     figure.savefig(path, dpi=figure.dpi)  # which one that draws may have set
-
-
-def perf_series(report: Report) -> tuple[list[int], list[float], list[float]]:
-    """Return generated tokens of a sequence, tokens per second, and their limits."""
-    points = report["points"]
-    lengths = [point["workload"]["generated"] for point in points]
-    speeds = [point["tokens_per_second"] for point in points]
-    return lengths, speeds, [point["limit"]["h200"] for point in points]
-
-
-def draw_perf(report: Report, figure: Any) -> None:
-    """Draw generated tokens per second over the tokens generated, and the limit."""
-    lengths, speeds, limits = perf_series(report)
-    workload = report["points"][0]["workload"]
-    axes = figure.subplots()
-    axes.plot(lengths, limits, "--", color="0.5", label="limit of memory and matrix products")
-    axes.plot(lengths, speeds, "o-", color="tab:blue", label="fastgen")
-    for length, speed in zip(lengths, speeds, strict=True):
-        axes.annotate(f"{speed:.0f}", (length, speed), textcoords="offset points", xytext=(5, -11))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.set_xlim(lengths[0] / 1.2, lengths[-1] * 1.5)  # room for the last label
-    axes.set_ylim(0, 1.1 * max(limits))
-    axes.set_xlabel("tokens generated a sequence")
-    axes.set_ylabel("generated tokens per second")
-    model = NAMES.get(report["model"], report["model"])
-    axes.set_title(f"{model}, {report['gpu']}: {workload['sequences']} prompts of {workload['prompt']} tokens")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper left")
 
 
 def draw_serve(report: Report, figure: Any) -> None:
@@ -127,7 +98,6 @@ def draw_comparison(report: Report, figure: Any) -> None:
 
 DRAWN = {  # by a key that the report has
     "workloads": draw_comparison,
-    "gpu": draw_perf,
     "server": draw_serve,
     "curve": draw_rl,
 }

@@ -1,4 +1,4 @@
-"""A server for scripts to measure: `Server` starts fgserve and reports the CPU time of its processes."""
+"""A server for scripts to measure: `Server` starts fgserve."""
 
 from __future__ import annotations
 
@@ -93,15 +93,6 @@ class Server:
         """Return the process of its engine."""
         found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(found[0])
-
-    def cpu_seconds(self) -> tuple[float, float]:
-        """Return the CPU time of the HTTP process and of the engine's, all their threads together. Linux only."""
-        return cpu_seconds(self.process.pid), cpu_seconds(self.engine)
-
-
-def cpu_seconds(process: int) -> float:
-    """Return the CPU time of a process, to the nanosecond. Linux only."""
-    return time.clock_gettime((~process << 3) | 2)  # the clock that clock_getcpuclockid(3) tells
 
 
 @contextmanager

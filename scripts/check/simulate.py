@@ -1,6 +1,6 @@
 """Run random schedules of the scheduler, its pages, prefix cache and host tier over the hash model, in all processes.
 
-    python scripts/check/simulate.py --schedules 60000 --json scripts/results/simulation-cpu.json
+    python scripts/check/simulate.py --schedules 60000 --json found.json
 
 `pytest -m long tests/engine/test_random_schedules.py` runs 1,000,000 of the same schedules. A schedule that fails is
 named with the call that replays it. The JSON is written after each part.

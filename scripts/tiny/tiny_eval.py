@@ -1,7 +1,6 @@
 """The bundled model's accuracy on held-out prompts, its replies to first questions, and its model card."""
 
 import json
-import math
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_data import BOS, BUCKETS, END, SKILLS, TARGET, evaluation_tasks, long_conversation, prompt, turn_ids
+from tiny_data import BUCKETS, END, SKILLS, evaluation_tasks, long_conversation, prompt
 from tiny_questions import FIRST_QUESTIONS, LONGEST, UNFINISHED, first_prompt, is_sensible
 from tiny_skills import MUL2_UNASKED_STEPS
 from tiny_task import MUL2_TRAINED_BUCKETS, TRAINED_BUCKETS, Task
@@ -58,44 +57,7 @@ class Answerer:
         return [text if END in row else text + UNFINISHED for text, row in zip(texts, new, strict=True)]
 
 
-class QuantizedAnswerer:
-    """A saved model that answers greedily, by fastgen on the CPU in float32. options: of Generator, such as
-    `quantization`."""
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        from fastgen import Generator
-
-        self.generator = Generator(folder, device="cpu", **options)
-
-    def __call__(self, chats: Sequence[Prompt], limits: Sequence[int]) -> list[str]:
-        """Return the reply to each prompt, of at most that many tokens."""
-        from fastgen import SamplingParams
-
-        params = [SamplingParams(temperature=0, max_tokens=limit) for limit in limits]
-        found = [output.completions[0] for output in self.generator.generate(list(chats), params)]
-        return [each.text if each.finish_reason == "stop" else each.text + UNFINISHED for each in found]
-
-    def perplexity(self, count: int, seed: int) -> tuple[float, int]:
-        """Return the perplexity of the correct replies to up to `count` held-out prompts per skill, and their number of
-        tokens. Skills with tools are left out."""
-
-        def encode(text: str) -> list[int]:
-            found: list[int] = self.generator.tokenizer.hf.encode(text, add_special_tokens=False)
-            return found
-
-        marked = [
-            [BOS, *(i for turn in task.turns for i in turn_ids(encode, turn, turn.reply))]
-            for name in SKILLS
-            for task in evaluation_tasks(name, count, seed)
-            if not task.tools
-        ]
-        scores = self.generator.score([[i & ~TARGET for i in ids] for ids in marked])
-        pairs = [pair for ids, logprobs in zip(marked, scores, strict=True) for pair in zip(ids, logprobs, strict=True)]
-        wanted = [logprob for token, logprob in pairs if token & TARGET]
-        return math.exp(-sum(wanted) / len(wanted)), len(wanted)
-
-
-def evaluate(answer: Answerer | QuantizedAnswerer, count: int, seed: int, max_new_tokens: int, show: int = 2) -> Scores:
+def evaluate(answer: Answerer, count: int, seed: int, max_new_tokens: int, show: int = 2) -> Scores:
     """Return the greedy accuracy on up to `count` held-out prompts per skill; print a few wrong answers of each."""
     chosen: dict[str, list[Task]] = {name: evaluation_tasks(name, count, seed) for name in SKILLS}
     chats = {name: [prompt(task) for task in tasks] for name, tasks in chosen.items()}

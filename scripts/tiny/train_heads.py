@@ -2,7 +2,6 @@
 
     python scripts/tiny/train_heads.py --out fastgen/tiny              # about 2 minutes on one H100
     python scripts/tiny/train_heads.py --smoke --out /tmp/heads        # a few steps on the CPU, as a check
-    python scripts/tiny/train_heads.py --sweep --out /tmp/heads        # several shapes of a DFlash head, side by side
 
 The text is what the bundled model was trained on, and a draft is learned from what the bundled model says of it: the
 loss is the cross-entropy to its distribution of the drafted token. Drafts further ahead count less, since they are of
@@ -12,7 +11,6 @@ are the target's most likely tokens, up to the first that is not.
 """
 
 import argparse
-import itertools
 import json
 import os
 import time
@@ -27,18 +25,11 @@ from torch import Tensor
 from train_tiny import batches, generate, learning_rate, split_targets
 from transformers import LlamaForCausalLM
 
-SHIPPED = ("dflash", "medusa")  # heads whose folders are in the output folder itself
 TARGET_FOLDER = Path(__file__).parents[2] / "fastgen" / "tiny"
 MATRIX_LR, REST_LR = 0.02, 0.002
 DECAY = 4.0  # draft number j weighs exp(-j / DECAY)
 ANCHOR_EVERY = 8  # a row has one anchor for so many tokens
-SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
-    "dflash": ((3, 6), 2, 128),
-    "dflash-1-layer": ((3, 6), 1, 512),
-    "dflash-3-features": ((1, 4, 6), 1, 440),
-    "dflash-1-feature": ((6,), 1, 600),
-}
-"""The shapes of DFlash heads, of about the same size: features, layers, width of the MLP. The first one is shipped."""
+SHAPE = (3, 6), 2, 128  # of the DFlash head: features, layers, width of the MLP
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -52,9 +43,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--sweep", action="store_true", help="train all shapes of DFlash heads, the others into OUT/sweep"
-    )
     parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU")
     args = parser.parse_args(argv)
     if args.smoke:
@@ -155,20 +143,18 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     target = LlamaForCausalLM.from_pretrained(TARGET_FOLDER, dtype=torch.float32).to(args.device).eval()
-    shapes = SHAPES if args.sweep else dict(itertools.islice(SHAPES.items(), 1))
-    heads: dict[str, DFlash | Medusa] = {name: DFlash(*shape) for name, shape in shapes.items()}
-    for head in heads.values():
-        head.norm.weight.data.copy_(target.model.norm.weight)  # the scale of logits
-    heads["medusa"] = Medusa()
+    dflash = DFlash(*SHAPE)
+    dflash.norm.weight.data.copy_(target.model.norm.weight)  # the scale of logits
+    heads: dict[str, DFlash | Medusa] = {"dflash": dflash, "medusa": Medusa()}
     learners = {name: Learner(head.to(args.device)) for name, head in heads.items()}
     steps = train(learners, target, {n: rows.to(args.device) for n, rows in data.items()}, args)
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     for name, learner in learners.items():
-        folder = args.out / name if name in SHIPPED else args.out / "sweep" / name
+        folder = args.out / name
         learner.head.save(folder)
         loss, right = learner.read()
         facts = {
-            "command": f"python scripts/tiny/train_heads.py{' --sweep' if args.sweep else ''} --out fastgen/tiny "
+            "command": f"python scripts/tiny/train_heads.py --out fastgen/tiny "
             f"--minutes {args.minutes:g} --data-tokens {args.data_tokens}",
             "hardware": hardware, "torch": torch.__version__, "seed": args.seed, "steps": steps,
             "tokens": steps * args.batch_tokens, "loss": round(loss, 4), "right_drafts": round(right, 4),

@@ -4,7 +4,6 @@
     python scripts/tiny/train_tiny.py --from fastgen/tiny --minutes 3 --out fastgen/tiny  # go on, after a fact changed
     python scripts/tiny/train_tiny.py --smoke --out /tmp/tiny       # a few steps on the CPU; only checks that it runs
     python scripts/tiny/train_tiny.py --eval-only --out fastgen/tiny
-    python scripts/tiny/train_tiny.py --quantized --prompts 60 --out fastgen/tiny  # fp8 and int4, on the CPU
 
 The data is made up by `tiny_data.py` of the texts in `data`. Training is bounded by time (`--minutes`), and the
 learning rate follows the clock. The weights are written every minute, so that a run that is cut off leaves a folder.
@@ -16,7 +15,6 @@ import math
 import multiprocessing
 import os
 import random
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,10 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from int4_forms import forms
 from safetensors.torch import load_file
 from tiny_data import BUCKETS, TARGET, corpus, shard
-from tiny_eval import Answerer, QuantizedAnswerer, ask_first_questions, evaluate, write_card
+from tiny_eval import Answerer, ask_first_questions, evaluate, write_card
 from tiny_model import Muon, matrices, new_model, save_folder, save_tokenizer, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -43,8 +40,6 @@ CONTINUED = 0.4  # share of these rates for a model that was trained before
 # share of the run, and then falls to zero.
 WARM_UP_STEPS, DECAY_FROM = 200, 0.35
 SAVE_SECONDS = 60
-INT4_FORMS = "awq", "gptq", "compressed_tensors"
-INT4_GROUP = 64  # columns with one scale, which divide all layers of the model
 
 
 @dataclass
@@ -76,9 +71,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--eval-only", action="store_true", help="only measure the folder again")
-    parser.add_argument(
-        "--quantized", action="store_true", help="only add accuracy and perplexity in fp8 and int4 to accuracy.json"
-    )
     parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU")
     args = parser.parse_args(argv)
     if args.smoke:
@@ -193,32 +185,6 @@ def measure(args: argparse.Namespace) -> None:
     write_card(args.out, facts)
 
 
-def measure_quantized(args: argparse.Namespace) -> None:
-    """Add to accuracy.json what quantization changes: the saved folder's accuracy, the mean over all skills, and its
-    perplexity, in float32, with linear layers or the KV cache in fp8, and with linear layers in forms of int4."""
-    path = args.out / "accuracy.json"
-    facts, found = json.loads(path.read_text()), dict[str, dict[str, float | int]]()
-    with tempfile.TemporaryDirectory() as temporary:
-        runs: dict[str, tuple[Path, dict[str, Any]]] = {
-            "float32": (args.out, {}),
-            "fp8": (args.out, {"quantization": "fp8"}),
-            "kv_fp8": (args.out, {"kv_cache_dtype": "fp8"}),
-        }
-        for name in INT4_FORMS:
-            runs[f"int4_{name}"] = Path(temporary) / name, {}
-            forms(INT4_GROUP)[name].write(args.out, Path(temporary) / name)
-        for name, (folder, options) in runs.items():
-            print(f"--- {name}", flush=True)
-            answer = QuantizedAnswerer(folder, **options)
-            scores = evaluate(answer, args.prompts, args.seed, args.max_new_tokens, show=0)
-            accuracy = sum(score["accuracy"] for score in scores.values()) / len(scores)
-            perplexity, tokens = answer.perplexity(args.prompts, args.seed)
-            found[name] = {"accuracy": round(accuracy, 4), "perplexity": round(perplexity, 5), "tokens": tokens}
-            print(f"{name}: accuracy {accuracy:.4f}, perplexity {perplexity:.5f} of {tokens} tokens", flush=True)
-    facts["quantized"] = {"skills": len(scores), "prompts": args.prompts, "int4_group": INT4_GROUP, **found}
-    path.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
-
-
 def make_folder(args: argparse.Namespace) -> None:
     """Write tokenizer, weights, and in accuracy.json how they were trained."""
     args.out.mkdir(parents=True, exist_ok=True)
@@ -271,9 +237,6 @@ def main(argv: list[str] | None = None) -> None:
     """Train, and measure what was written."""
     args = parse(argv)
     start = time.perf_counter()
-    if args.quantized:
-        measure_quantized(args)
-        return
     if not args.eval_only:
         make_folder(args)
     measure(args)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Checkpoint, Turns, random_ids
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
-
-import bench_host
+from stub_runner import decoding, seconds
 
 from fastgen import Generator, SamplingParams
 
@@ -98,22 +94,22 @@ def test_a_line_in_the_log_tells_how_it_goes(
     gen.abort("a")
 
 
-# The cost of the loop. The bounds are wide, because the machine may be busy. scripts/bench/bench_host.py measures it.
+# The cost of the loop. The bounds are wide, because the machine may be busy.
 
 
 def test_the_loop_costs_little_and_no_more_at_long_contexts(checkpoint: Checkpoint) -> None:
     model = checkpoint("Llama", max_position_embeddings=32768)
     steps, windows = 64, 3
     with (
-        bench_host.decoding(256, 100, steps * windows * 5, model=model) as short,
-        bench_host.decoding(256, 30_000, steps * windows * 5, model=model) as long,
+        decoding(256, 100, steps * windows * 5, model=model) as short,
+        decoding(256, 30_000, steps * windows * 5, model=model) as long,
     ):
         for _ in range(steps):  # the lists of tokens have grown once
             long._loop.advance()
             short._loop.advance()
         found = []
         for _ in range(3):  # side by side
-            found.append((bench_host.seconds(short, steps, windows), bench_host.seconds(long, steps, windows)))
+            found.append((seconds(short, steps, windows), seconds(long, steps, windows)))
             if found[-1][1] < 1.5 * found[-1][0]:
                 break
         assert min(costs[0] for costs in found) < 3e-3

@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bitwise import alone, answers, random_options, random_requests
-from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "tiny"))
-
 from int4_forms import Form, awq_form, compressed_form, gptq_form
+from safetensors.torch import load_file, save_file
 
 from fastgen import Generator, SamplingParams
 from fastgen.kernels.launch import kernels_of

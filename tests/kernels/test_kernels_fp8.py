@@ -1,5 +1,5 @@
 """kernels/fp8.py: quantization, the twin of the product, and what the kernels for Hopper are compiled to. On a GPU
-scripts/tune/tune_fp8.py and gpu/test_gpu_fp8.py run them. Products with only the weight in fp8 run here in Triton's
+gpu/test_gpu_fp8.py runs them. Products with only the weight in fp8 run here in Triton's
 interpreter if there is no GPU, and gpu/test_gpu_weight_only.py compares their bits."""
 
 from __future__ import annotations

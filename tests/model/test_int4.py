@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,9 @@ import pytest
 import torch
 from bitwise import alone, answers, random_options, random_requests
 from conftest import Checkpoint, hf_model, random_ids
+from int4_forms import Form, auto_round_form, awq_form, compressed_form, gptq_form, rounded
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "tiny"))
-
-from int4_forms import Form, auto_round_form, awq_form, compressed_form, gptq_form, rounded
 
 from fastgen import Generator
 from fastgen.kernels.batch_invariant import Fused

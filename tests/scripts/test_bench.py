@@ -19,11 +19,8 @@ import bench_arriving  # noqa: E402
 import bench_engine  # noqa: E402
 import bench_gpu  # noqa: E402
 import bench_limits  # noqa: E402
-import bench_parts  # noqa: E402
 import bench_step  # noqa: E402
-import bench_turns  # noqa: E402
 import plot  # noqa: E402
-import serve_cost  # noqa: E402
 import serve_load  # noqa: E402
 
 from fastgen.kernels import int4  # noqa: E402
@@ -40,7 +37,7 @@ def smoke(out: Path, options: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "file"),
     [
-        ("--only headline,group,tree --page-size 16", "mistral7-cpu"),
+        ("--only headline,group,tree,rl,tools,turns --page-size 16", "mistral7-cpu"),
         ("--model qwen14 --only chat1 --skip-ceilings --tensor-parallel 2", "qwen14-cpu-tp2"),
     ],
 )
@@ -57,35 +54,20 @@ def test_workloads_run_small(options: str, file: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "keys"),
     [
-        ("--sleep", {"update_weights", "sleep"}),
-        ("--adapter", {"host", "device"}),
-        ("--turns", {"engines", "alone"}),
-        ("--telling --tensor-parallel 2", {"decode of 512 lanes", "prefill of 8192 tokens"}),
-        pytest.param("--start", {"cold_seconds", "warm_seconds"}, marks=pytest.mark.long),
-        pytest.param("--chat", {"cold_seconds", "warm_seconds"}, marks=pytest.mark.long),
-        pytest.param("--load", {"gb_per_second", "spread"}, marks=pytest.mark.long),
-        pytest.param("--busy", {"decode"}, marks=pytest.mark.long),
         pytest.param("--step --only chat8 --quantization fp8", {"chat8"}, marks=pytest.mark.long),
-        pytest.param("--perf", {"points"}, marks=pytest.mark.long),
         pytest.param("--arriving", {"steps", "masked", "refilled", "served"}, marks=pytest.mark.long),
         pytest.param("--speculate", {"streams"}, marks=pytest.mark.long),
-        pytest.param("--model qwen8 --heads", {"streams", "head_us"}, marks=pytest.mark.long),
-        pytest.param("--wire", {"gloo", "folder on disk", "shards"}, marks=pytest.mark.long),
-        pytest.param("--scaling", {"workloads"}, marks=pytest.mark.long),
     ],
 )
 def test_what_else_is_measured_runs_small(options: str, keys: set[str], tmp_path: Path) -> None:
     report = smoke(tmp_path, options)
     assert keys <= set(report)
-    for by_gpus in report["workloads"].values() if options == "--scaling" else ():
-        one, two = by_gpus["1"], by_gpus["2"]
-        assert two["efficiency"] == pytest.approx(two["tokens_per_second"] / one["tokens_per_second"] / 2)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "command",
-    ["bench.py cpu", "bench_host.py", "bench_newcomer.py", "bench_gen.py", "bench_serve.py", "bench_serve.py --cost"],
+    ["bench.py cpu", "bench_serve.py"],
 )
 def test_the_other_programs_run_small(command: str, tmp_path: Path) -> None:
     script, *options = command.split()
@@ -99,9 +81,7 @@ def test_the_other_programs_run_small(command: str, tmp_path: Path) -> None:
         assert all(point["errors"] == 0 for point in report.get("points", ()))
 
 
-@pytest.mark.parametrize(
-    "name", ["mistral7-h200.json", "mistral7-h200-perf.json", "serve-mistral7-h200.json", "rl-grpo-cpu.json"]
-)
+@pytest.mark.parametrize("name", ["mistral7-h200.json", "serve-mistral7-h200.json", "rl-grpo-cpu.json"])
 def test_the_plot_of_a_result_is_a_picture(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib, which fastgen does not")
     plot.plot(json.loads((SCRIPTS / "results" / name).read_text()), tmp_path / "plot.png")
@@ -160,22 +140,11 @@ def test_another_version_of_a_module_of_kernels_replaces_ours(tmp_path: Path) ->
     assert int4.hopper_int4 is ours
 
 
-def test_busy_time_counts_what_overlaps_once() -> None:
-    assert bench_parts.covered([(0, 2), (1, 3), (1, 2), (5, 6), (6, 7)]) == 5
-
-
 def test_a_file_keeps_the_workloads_that_were_not_run_again(tmp_path: Path) -> None:
     path = tmp_path / "data" / "x.json"
     bench_engine.merge(path, {"rates": None, "workloads": {"a": 1, "b": 1}})
     bench_engine.merge(path, {"rates": 5, "workloads": {"b": 2}})
     assert json.loads(path.read_text()) == {"rates": 5, "workloads": {"a": 1, "b": 2}}
-
-
-def test_an_engine_that_did_something_else_is_noticed() -> None:
-    bench_turns.confirm("host", {"pages_saved": 9, "pages_loaded": 9, "cached_share": 0.99})
-    for name, loaded, share in (("host", 0, 0.99), ("host", 9, 0.5), ("cache", 0, 0.3), ("recompute", 0, 0.1)):
-        with pytest.raises(RuntimeError, match=rf"{name}: 9 pages were saved and {loaded} loaded"):
-            bench_turns.confirm(name, {"pages_saved": 9, "pages_loaded": loaded, "cached_share": share})
 
 
 def test_the_figures_of_a_server() -> None:
@@ -187,16 +156,6 @@ def test_the_figures_of_a_server() -> None:
     assert (found["inter_token"]["p50"], found["end_to_end"]["mean"]) == (0.75, 3.5)
     shares = serve_load.Load("u", "m", requests=10, prompt=1, tokens=1, concurrency=5, rate=6.0).shares(3)
     assert [(share.requests, share.concurrency, share.rate) for share in shares] == [(3, 1, 2), (3, 2, 2), (4, 2, 2)]
-
-
-def test_the_cost_is_compared_with_the_cost_of_the_generator() -> None:
-    cost = serve_cost.Cost
-    streamed = [cost(1000, 2.0, 0.6, 0.1), cost(1000, 4.0, 0.6, 0.3)]
-    kinds = {"direct": [cost(1000, 1.0, 0.5)], "streamed": streamed, "whole": [cost(1000, 1.25, 0.5, 0.05)]}
-    found = serve_cost.report(kinds)
-    assert (found["whole"]["speed_of_direct"], found["streamed"]["spread"]) == (pytest.approx(0.8), [250, 500])
-    assert found["streamed"]["engine_of_direct"] == pytest.approx(1.2)
-    assert found["streamed"]["http_us_per_token"] == pytest.approx(200)
 
 
 def test_parts_of_work_that_arrives_are_kept_in_one_file(tmp_path: Path) -> None:
@@ -216,7 +175,7 @@ def test_limits_are_compared_with_the_same_requests_at_the_same_times() -> None:
     assert all(served[point] == limited[point] for point in both)
 
 
-@pytest.mark.parametrize("options", ["--only steps", "--arriving --only chat1", "--sleep --only nothing"])
+@pytest.mark.parametrize("options", ["--only steps", "--arriving --only chat1", "--step --only rl"])
 def test_names_that_only_cannot_find(options: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_gpu.main(["--smoke", *options.split()])

@@ -1,4 +1,4 @@
-"""scripts/data/synth_data.py and scripts/bench/bench_gen.py run; what the first has done is not done again."""
+"""scripts/data/synth_data.py runs, and what it has done is not done again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "data"))
 
-import bench_gen
 import synth_data
 
 
@@ -29,9 +27,3 @@ def test_synthetic_data_goes_on_and_is_filtered(tmp_path: Path, capsys: pytest.C
     assert synth_data.main([str(tmp_path), "--smoke"]) == found
     assert data.read_bytes() == whole
     assert "nothing is left to do of 8 rows" in capsys.readouterr().err
-
-
-def test_both_sides_of_the_bench_make_the_same_tokens() -> None:
-    found = bench_gen.main(["--smoke", "--max-tokens", "4"])
-    assert found["generate"]["tokens_per_second"] > 0
-    assert 0 <= found["fggen"]["outside_steps"] < 1

@@ -1,6 +1,4 @@
-"""Writes a checkpoint in int4, rounded to the nearest, in the forms that other programs publish.
-
-    python scripts/tiny/int4_forms.py fastgen/tiny /tmp/tiny-awq --form awq --group 64
+"""Checkpoints in int4, rounded to the nearest, in the forms that other programs publish.
 
 The packing is written from the publishers' descriptions, number by number, and shares no code with fastgen's readers,
 which are tested with it.
@@ -8,7 +6,6 @@ which are tested with it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Callable
@@ -159,34 +156,3 @@ def auto_round_form(group: int, symmetric: bool, packing: str) -> Form:
     config = {"quant_method": "auto-round", "bits": 4, "group_size": group, "sym": symmetric, "data_type": "int",
               "packing_format": f"auto_round:{packing}", "autoround_version": "0.9.0", "iters": 200}  # fmt: skip
     return Form(config, gptq if packing == "auto_gptq" else awq, group, symmetric)
-
-
-def forms(group: int) -> dict[str, Form]:
-    """Return the forms by name. group: columns with one scale."""
-    return {
-        "awq": awq_form(group),
-        "gptq": gptq_form(group, symmetric=True),
-        "gptq_asymmetric": gptq_form(group, symmetric=False),
-        "gptq_v2": gptq_form(group, symmetric=False, version=2),
-        "compressed_tensors": compressed_form(group, symmetric=True),
-        "compressed_tensors_asymmetric": compressed_form(group, symmetric=False),
-        "auto_round": auto_round_form(group, True, "auto_gptq"),
-        "auto_round_awq": auto_round_form(group, False, "auto_awq"),
-    }
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Write a checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="folder of a checkpoint that is not quantized, in one file")
-    parser.add_argument("out", type=Path, help="a folder that does not exist")
-    parser.add_argument("--form", choices=forms(128), default="awq")
-    parser.add_argument("--group", type=int, default=128, help="columns with one scale; -1: all")
-    args = parser.parse_args(argv)
-    form = forms(args.group)[args.form]
-    form.write(args.source, args.out)
-    print(f"wrote {args.out}")
-
-
-if __name__ == "__main__":
-    main()
