@@ -26,6 +26,7 @@ ROOMS = (
     "async_engine",
     "generator",
     "tasks",
+    "start",
     "ranks",
     "engine",
     "model",
