@@ -39,7 +39,6 @@ from fastgen.request import Completion, Event, Message, Params, Prompt, Request,
 from fastgen.start import agreeing, log_start, resolve_options, start_runner
 from fastgen.tasks import PromptTasks
 from fastgen.text.tokenizer import TOKENIZER_OPTIONS, chat_arguments
-from fastgen.text.tool_calls import parse_message
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +176,8 @@ class Generator(PromptTasks):
 
         Raises ValueError if the model's chat template has no known form of calls, and there are tools or no reasoning.
         """
+        from fastgen.text.tool_calls import parse_message  # with all parsers, which generating does not need
+
         return parse_message(text, self.tokenizer, tools, prompt)
 
     def stream(
