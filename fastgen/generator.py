@@ -24,6 +24,7 @@ from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.outputs import OutputQueue, error_output
 from fastgen.engine.prompts import prompt_list, request_source
 from fastgen.engine.stats import Stats, with_progress
+from fastgen.engine.team import Team, on_all_ranks
 from fastgen.engine.weight_changes import WeightChanges
 from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.config import read_config, sampling_defaults
@@ -34,12 +35,10 @@ from fastgen.model.tied import Tie
 from fastgen.model.weights import TAGS, Tensors, Update, WeightState
 from fastgen.names import explains_names
 from fastgen.option import takes_fields_of
-from fastgen.ranks.protocol import Follower, Leader, on_all_ranks
-from fastgen.ranks.start import agreeing, log_start, resolve_options, start_runner
 from fastgen.request import Completion, Event, Message, Params, Prompt, Request, RequestOutput, SamplingParams
+from fastgen.start import agreeing, log_start, resolve_options, start_runner
 from fastgen.tasks import PromptTasks
 from fastgen.text.tokenizer import TOKENIZER_OPTIONS, chat_arguments
-from fastgen.text.tool_calls import parse_message
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class Generator(PromptTasks):
                 raise
         self._runner = cast(StepRunner, runner)  # a Follower replays the leader's steps, and none is launched here
         # None without a tp_group, even if spawned ranks run.
-        self._team = None if options.tp_group is None else cast(Leader | Follower, runner)
+        self._team = None if options.tp_group is None else cast(Team, runner)
         self.config = runner.config  # only now is it known how large the KV pool is
         self.max_model_len = self.config.max_model_len
         log_start(self.folder.name, time.perf_counter() - start, self.config, self.model_config)
@@ -177,6 +176,8 @@ class Generator(PromptTasks):
 
         Raises ValueError if the model's chat template has no known form of calls, and there are tools or no reasoning.
         """
+        from fastgen.text.tool_calls import parse_message  # with all parsers, which generating does not need
+
         return parse_message(text, self.tokenizer, tools, prompt)
 
     def stream(
@@ -295,7 +296,7 @@ class Generator(PromptTasks):
     @property
     def unfinished(self) -> int:
         """The number of requests in the engine, and of requests whose last events the next `step` returns."""
-        if isinstance(self._team, Follower):
+        if self._team is not None and self._team.follows:
             stats = self.stats
             return stats.requests - stats.finished - stats.aborted
         return len(self._loop.active.keys() | {event.id for event in self._loop.events})
@@ -303,7 +304,7 @@ class Generator(PromptTasks):
     @property
     def stats(self) -> Stats:
         """Counts since the start, and the current state; on ranks above 0, as of the end of the last call."""
-        if isinstance(self._team, Follower):
+        if self._team is not None and self._team.follows:
             return self._team.status or Stats()
         return self._loop.stats
 
@@ -315,7 +316,9 @@ class Generator(PromptTasks):
         Raises ValueError (in a tp_group on rank 0) for steps below 1, for a path in no folder, and where a trace is
         being recorded already.
         """
-        return nullcontext() if isinstance(self._team, Follower) else self._loop.tracer.block(path, steps)
+        if self._team is not None and self._team.follows:
+            return nullcontext()
+        return self._loop.tracer.block(path, steps)
 
     def update_weights(
         self,

@@ -13,9 +13,9 @@ from fastgen.engine.loop import Loop
 from fastgen.engine.outputs import OutputQueue
 from fastgen.engine.prompt_scores import pair_scores
 from fastgen.engine.prompts import prompt_list
+from fastgen.engine.team import on_all_ranks
 from fastgen.model.config import ModelConfig
 from fastgen.option import check_items
-from fastgen.ranks.protocol import on_all_ranks
 from fastgen.request import Prompt, PromptScore, Request, SamplingParams
 from fastgen.text.detokenizer import Detokenizer
 from fastgen.text.tokenizer import Tokenizer, encode_prompt

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from fastgen import Generator, RequestOutput, SamplingParams
-from fastgen.parallel.group import gather_objects
+from fastgen.parallel.rank_group import gather_objects
 
 PROMPTS = [random_ids(9, seed=1), random_ids(30, seed=2), random_ids(4, seed=3)]
 PARAMS = SamplingParams(n=2, max_tokens=12, seed=5, ignore_eos=True)

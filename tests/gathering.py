@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgen.kernels.norm import RMSNorm, sum_norm
-from fastgen.parallel.group import Group
 from fastgen.parallel.overlap import Exchange, PendingGather
+from fastgen.parallel.rank_group import RankGroup
 
 DONE: Any = SimpleNamespace(wait=lambda: None)
 """An event that has happened."""
@@ -20,7 +20,7 @@ DONE: Any = SimpleNamespace(wait=lambda: None)
 class GatheringExchange(Exchange):
     """The exchange of a rank by collectives that wait. tokens: maximum number of tokens in a half."""
 
-    def __init__(self, group: Group, tokens: int) -> None:
+    def __init__(self, group: RankGroup, tokens: int) -> None:
         self.rank, self.size, self.tokens = group.rank, group.size, tokens
         self._group = group
         self._interrupted = False
@@ -40,10 +40,10 @@ class GatheringExchange(Exchange):
         return parts
 
 
-prepare = Group.prepare
+prepare = RankGroup.prepare
 
 
-def prepare_and_cut(self: Group, hidden: int, dtype: torch.dtype, half: int = 0) -> None:
+def prepare_and_cut(self: RankGroup, hidden: int, dtype: torch.dtype, half: int = 0) -> None:
     """Prepare a group for steps that are cut in two, also on the CPU."""
     prepare(self, hidden, dtype, half)
     if half:
@@ -52,4 +52,4 @@ def prepare_and_cut(self: Group, hidden: int, dtype: torch.dtype, half: int = 0)
 
 def cut_steps() -> None:
     """Make all groups that are made from now on cut steps on the CPU too."""
-    Group.prepare = prepare_and_cut  # type: ignore[method-assign]
+    RankGroup.prepare = prepare_and_cut  # type: ignore[method-assign]

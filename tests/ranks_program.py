@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fastgen import Generator, Request, RequestOutput, SamplingParams
 from fastgen.engine import halves as step_halves
 from fastgen.engine import runner
-from fastgen.parallel.group import Group, gather_objects
+from fastgen.parallel.rank_group import RankGroup, gather_objects
 from fastgen.ranks import start
 from fastgen.request import Completion
 
@@ -210,8 +210,8 @@ class Program:
 
         step_halves.cut = noted
         found = []
-        for prepare in (Group.prepare, prepare_and_cut):
-            Group.prepare = prepare  # type: ignore[method-assign]
+        for prepare in (RankGroup.prepare, prepare_and_cut):
+            RankGroup.prepare = prepare  # type: ignore[method-assign]
             with Generator(self.folder, tp_group=dist.group.WORLD, **OPTIONS, prefix_cache=False) as gen:
                 found.append(list(map(contents, answers(gen, FEW))))
                 found.append([contents(*answers(gen, [request])) for request in FEW])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from fastgen.device.memory import IpcMemory
-from fastgen.parallel.group import Group
+from fastgen.parallel.rank_group import RankGroup
 from fastgen.processes.errors import DepartedError
 
 ALIGNMENT = 16  # alignment in bytes of the tensors in a bucket
@@ -75,7 +75,7 @@ class Wire:
         self._store, self._rank = PrefixStore(f"{key}/", store), rank
         self._device = torch.device("cpu") if backend == "gloo" else device
         self._seconds, self._bucket_bytes = seconds, bucket_bytes
-        self._group: Group | None = None
+        self._group: RankGroup | None = None
         self._memory: IpcMemory | None = None
         self._meetings = 0
 
@@ -146,7 +146,7 @@ class Wire:
         elif self._group is None:
             limit = timedelta(seconds=2 * self._seconds)  # longer than the limit of `_wait`, whose error is clearer
             with _departing():
-                self._group = Group.join(self._store, self.key, self._rank, 2, self._device, False, limit)
+                self._group = RankGroup.join(self._store, self.key, self._rank, 2, self._device, False, limit)
 
     def _share(self) -> IpcMemory:
         """Return memory for one bucket, which the sender allocates and the receiver opens."""

@@ -15,8 +15,7 @@ from fastgen.device.processor import fast_bfloat16
 from fastgen.engine.speculation.options import Speculation
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.option import Options, option, options_of
-from fastgen.text.reasoning import PARSERS
-from fastgen.text.tools.formats import FORMATS
+from fastgen.text.syntax_names import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_SEQS = 8192  # limit of the kernels that list the work of a step
@@ -43,10 +42,10 @@ class GeneratorOptions(Options):
     )
     reasoning_parser: str | None = option(
         None, "syntax of the reasoning in answers, by its own name or vLLM's; off: all of an answer is content, and "
-        "grammars hold from its first token", choices=tuple(PARSERS), unset="the one in the chat template",
+        "grammars hold from its first token", choices=REASONING_PARSERS, unset="the one in the chat template",
     )  # fmt: skip
     tool_call_parser: str | None = option(
-        None, "format of the tool calls in answers, by the name that vLLM uses", choices=tuple(FORMATS),
+        None, "format of the tool calls in answers, by the name that vLLM uses", choices=TOOL_CALL_PARSERS,
         unset="the one in the chat template",
     )  # fmt: skip
     adapter: str | Path | None = option(

@@ -60,6 +60,9 @@ from fastgen.parallel.group import Group
 
 log = logging.getLogger(__name__)
 
+BuildArguments = tuple[ModelConfig, GeneratorOptions, Path]
+"""The first arguments of `build_rank`."""
+
 GRAPH_BYTES = 4e6  # memory of one graph, without its tensors
 
 

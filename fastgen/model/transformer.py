@@ -27,7 +27,7 @@ from fastgen.model.kv_pool import KVPool
 from fastgen.model.parameters import Parameters
 from fastgen.model.rope import query_scales, rope_tables
 from fastgen.model.weights import Tensors
-from fastgen.parallel.residual import ReplicatedResidual, Residual, begin
+from fastgen.parallel.residual import ReplicatedResidual, Residual
 
 
 @dataclass(eq=False)
@@ -111,7 +111,7 @@ class Transformer:
             x = embed(part.token_ids, embedding, self.group.rank * len(embedding) if self.group.size > 1 else None)
             if self.config.embedding_scale != 1:
                 x.mul_(self.config.embedding_scale)
-            part.residual = begin(self.group, sizes, number, x, norm)
+            part.residual = self.group.begin_residual(sizes, number, x, norm)
 
     def project_qkv(self, part: StepPart, number: int, pool: KVPool) -> Tensor:
         """Return a layer's queries [T, H, D], and write its keys and values into the pool."""

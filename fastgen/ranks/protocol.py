@@ -28,10 +28,9 @@ from collections.abc import Generator as PyGenerator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import wraps
 from operator import attrgetter
 from queue import Empty
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,7 +40,7 @@ from fastgen.engine.runner import Runner
 from fastgen.engine.step import Launched
 from fastgen.model.live_weights import LiveWeights
 from fastgen.model.weights import Tensors, Update
-from fastgen.parallel.group import Group
+from fastgen.parallel.rank_group import RankGroup
 from fastgen.processes.channel import Failed, Peers
 from fastgen.processes.errors import DepartedError, portable, raise_first
 from fastgen.processes.spawning import describe_exit, end_processes
@@ -49,7 +48,6 @@ from fastgen.ranks.weights import SharedMemory, Weight, check_same_names
 from fastgen.request import Batch, StepResult
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 CAUSE_SECONDS = 3.0  # how long the leader waits for the failure that caused another one
 CAUSE_SECONDS_OF_FOLLOWER = 8.0  # how long a follower waits for the leader to report the cause
@@ -167,9 +165,15 @@ def perform(request: Invoke | WriteGiven, runner: Runner, update: Update | None)
 
 
 class Rank(ABC):
-    """One rank. Its failure ends the group; every later call, on any rank, raises a RuntimeError."""
+    """One rank, with the interface of a Team. Its failure ends the group; every later call, on any rank, raises a
+    RuntimeError."""
 
-    def __init__(self, build: Callable[[], Runner], peers: Peers, group: Group, spawned: Spawned | None = None) -> None:
+    follows = False
+    status: Any = None
+
+    def __init__(
+        self, build: Callable[[], Runner], peers: Peers, group: RankGroup, spawned: Spawned | None = None
+    ) -> None:
         self._peers = peers
         self._group = group
         self._spawned = spawned
@@ -244,7 +248,7 @@ class Leader(Rank):
         self,
         build: Callable[[], Runner],
         peers: Peers,
-        group: Group,
+        group: RankGroup,
         spawned: Spawned | None = None,
         status: Callable[[], Any] = lambda: None,
     ) -> None:
@@ -288,7 +292,7 @@ class Leader(Rank):
             self._runner.sample(launched, masks)
 
     def collect(self, launched: Launched) -> StepResult:
-        """Wait for a step and return its results. A follower's failure ends the wait (`Group.interrupt`)."""
+        """Wait for a step and return its results. A follower's failure ends the wait (`RankGroup.interrupt`)."""
         try:
             result = self._runner.collect(launched)
         except DepartedError as error:
@@ -420,11 +424,12 @@ class WeightsOfRanks:
 
 
 class Follower(Rank):
-    """Any rank but 0. status: the leader's status at the end of the last call."""
+    """Any rank but 0."""
 
-    def __init__(self, build: Callable[[], Runner], peers: Peers, group: Group) -> None:
+    follows = True
+
+    def __init__(self, build: Callable[[], Runner], peers: Peers, group: RankGroup) -> None:
         super().__init__(build, peers, group)
-        self.status: Any = None
         self._unsampled: Launched | None = None
 
     @property
@@ -497,7 +502,7 @@ class Follower(Rank):
         return error
 
 
-def _end(runner: Runner, peers: Peers, group: Group, spawned: Spawned | None, owner: int) -> None:
+def _end(runner: Runner, peers: Peers, group: RankGroup, spawned: Spawned | None, owner: int) -> None:
     """End a rank. owner: id of the process that made it; in a fork of that process, nothing is ended."""
     if os.getpid() != owner:
         return
@@ -525,22 +530,3 @@ def _wait_for_closing(peers: Peers, leads: bool) -> None:
             missing -= peers.receive(left)[1] is Signal.CLOSING
     if leads:
         peers.send(Signal.CLOSING)
-
-
-# ------------------------------------------------------------------------------------------------ calls on all ranks
-
-
-def on_all_ranks(method: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a method of Generator that all ranks of a tp_group call: rank 0 executes it, the others replay its
-    steps, and all return the same value. Ctrl-C is deferred until the method ends."""
-
-    @wraps(method)
-    def call(*args: P.args, **options: P.kwargs) -> T:
-        generator: Any = args[0]
-        with generator._interrupt:
-            if generator._team is None:
-                return method(*args, **options)
-            result: T = generator._team.call(method.__name__.lstrip("_"), lambda: method(*args, **options))
-            return result
-
-    return call

@@ -1,4 +1,4 @@
-"""The start of a Generator's ranks: a single one in this process, several spawned by it, or the ranks of a program.
+"""The start of a Generator's ranks: several spawned by this process, or the ranks of a program.
 
 `python -m fastgen.ranks.start RANK FD` runs a follower; FD is the file descriptor of its end of a socket pair.
 """
@@ -14,10 +14,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,85 +24,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastgen.device.chip import current
 from fastgen.device.find import find_device
-from fastgen.engine.interface import StepRunner
-from fastgen.engine.options import EngineConfig, GeneratorOptions
-from fastgen.engine.speculation.heads import HeadConfig, SelfDraftConfig, read_head
-from fastgen.engine.speculation.options import Speculation
-from fastgen.engine.startup import build_rank
-from fastgen.model.config import BUNDLED_NAME, ModelConfig
-from fastgen.model.loader import BUNDLED, resolve
-from fastgen.parallel.group import Group, gather_objects
+from fastgen.engine.startup import BuildArguments, build_rank
+from fastgen.parallel.rank_group import RankGroup, gather_objects
 from fastgen.processes.channel import Failed, Peers, Start
 from fastgen.processes.spawning import end_with_parent, spawn
 from fastgen.ranks.protocol import Follower, Leader, Signal, Spawned, error_of
 from fastgen.ranks.weights import SharedMemory
-
-log = logging.getLogger(__name__)
 
 FOLLOWER = ("-m", "fastgen.ranks.start")  # Python's arguments
 KEY_BYTES = 32
 KEY_SECONDS = 5.0  # time limit for a connecting rank to send its key
 CONNECT_SECONDS = 60.0  # how long the leader waits for the followers of a program to connect
 
-BuildArguments = tuple[ModelConfig, GeneratorOptions, Path]
-"""The first arguments of `build_rank`."""
 
-
-def resolve_options(model_config: ModelConfig, options: GeneratorOptions) -> GeneratorOptions:
-    """Check the options against the model and this machine. Return options that can be sent to other ranks: with this
-    process's device and the number of ranks, and without tp_group. Raises ValueError or TypeError."""
-    tp_group = options.tp_group
-    if tp_group is not None and options.tensor_parallel != 1:
-        raise ValueError(f"tp_group has its ranks already; leave tensor_parallel={options.tensor_parallel!r} out")
-    size = options.tensor_parallel if tp_group is None else process_group_of(tp_group).size()
-    sharded = model_config.split(size)
-    device = find_device(options.device, ranks=options.tensor_parallel)
-    speculate = with_head(Speculation.of(options.speculate), model_config, size, options.load)
-    options = replace(options, device=device, tensor_parallel=size, tp_group=None, speculate=speculate)
-    EngineConfig.make(sharded, options)
-    return options
-
-
-def with_head(given: Speculation | None, target: ModelConfig, ranks: int, load: str) -> Speculation | None:
-    """Return options of speculation in which the name of a head is replaced by its configuration. Raises ValueError for
-    a head that cannot be used. load: see GeneratorOptions."""
-    if given is None or given.head is None or isinstance(given.head, HeadConfig):
-        return given
-    if ranks > 1:
-        raise ValueError(f"speculate={str(given.head)!r} needs tensor_parallel=1; leave it out, or take 'auto'")
-    if given.head == "int4":
-        if target.quantization:
-            raise ValueError("speculate='int4' needs a model that is not quantized; leave it out, or take 'auto'")
-        return replace(given, head=SelfDraftConfig())
-    return replace(given, head=read_head(find_head(given.head, weights=load == "auto"), target))
-
-
-def find_head(name: str | Path, weights: bool) -> Path:
-    """Return the local folder of a head: BUNDLED_NAME/NAME (one that drafts for the bundled model), a folder, or a hub
-    id; see `loader.resolve`."""
-    model, _, head = str(name).partition("/")
-    if model == BUNDLED_NAME and isinstance(name, str):
-        own = {each.name: each for each in BUNDLED.iterdir() if each.is_dir()}
-        if head in own:
-            return own[head]
-        if not Path(name).is_dir():
-            heads = ", ".join(sorted(own))
-            raise ValueError(f"{name!r} is neither a folder nor a head that drafts for {model}, which has {heads}")
-    return resolve(name, weights=weights)
-
-
-def start_runner(arguments: BuildArguments, tp_group: Any, status: Callable[[], Any]) -> StepRunner | Follower:
-    """Load the weights on all ranks. Return the Runner, Leader or Follower of this rank.
-
-    arguments: contain the options that `resolve_options` returned. tp_group: the program's process group or DeviceMesh,
-    or None. status: see Leader.
-    """
-    device, ranks = str(arguments[1].device), arguments[1].tensor_parallel
+def start_ranks(arguments: BuildArguments, tp_group: Any, device: str, status: Callable[[], Any]) -> Leader | Follower:
+    """Load the weights on all ranks: of a program's tp_group, or spawned here. Return the Leader or Follower of this
+    rank. See `fastgen.start.start_runner`."""
     if tp_group is not None:
         return _join(process_group_of(tp_group), arguments, device, status)
-    if ranks > 1:
-        return start_followers(ranks, arguments, device)
-    return build_rank(*arguments, device, Group())
+    return start_followers(arguments[1].tensor_parallel, arguments, device)
 
 
 def _join(
@@ -113,7 +51,7 @@ def _join(
     """Start a rank of a program. All ranks use rank 0's arguments, except that each has its own folder."""
     with current(torch.device(device)):
         model_config, options, _ = gather_objects(arguments, given)[0]
-        group = Group.beside(given, torch.device(device))
+        group = RankGroup.beside(given, torch.device(device))
         try:
             peers = connect(given, group.one_host)
             peers.on_failure = group.interrupt
@@ -126,21 +64,11 @@ def _join(
             raise
 
 
-def log_start(name: str, seconds: float, config: EngineConfig, model_config: ModelConfig) -> None:
-    """Log the duration of a start and the configuration. Warn if the KV pool is smaller than the model's context."""
-    log.info("%s in %.1f s: %s", name, seconds, config)
-    if not config.context_given and config.max_model_len < model_config.max_position:
-        log.warning(
-            "the KV pool holds a context of %d tokens, and the model's is %d; raise kv_cache_gb or memory_fraction",
-            config.max_model_len,
-            model_config.max_position,
-        )
-
-
 def agreeing(tp_group: Any) -> AbstractContextManager[None]:
     """Return a context manager: an error within its block, on any rank of a tp_group, is raised on all ranks."""
-    known = isinstance(tp_group, DeviceMesh | dist.ProcessGroup)  # anything else raises an error within the block
-    return Group(process_group_of(tp_group) if known else None).agreeing()
+    if not isinstance(tp_group, DeviceMesh | dist.ProcessGroup):  # which raises an error within the block
+        return nullcontext()
+    return RankGroup(process_group_of(tp_group)).agreeing()
 
 
 def process_group_of(tp_group: Any) -> dist.ProcessGroup:
@@ -182,7 +110,7 @@ def start_followers(size: int, arguments: BuildArguments, device: str) -> Leader
                 raise error_of(rank, message, spawned)
             assert message is Signal.READY
         with current(torch.device(device)):
-            group = Group.join(store, name, 0, size, torch.device(device))
+            group = RankGroup.join(store, name, 0, size, torch.device(device))
             peers.on_failure = group.interrupt
             return Leader(partial(build_rank, *arguments, device, group), peers, group, spawned)
     except BaseException:
@@ -205,7 +133,7 @@ def follow(
         torch.set_num_threads(max(torch.get_num_threads() // size, 1) if kind == "cpu" else 1)
         peers.send(Signal.READY)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
-        group = Group.join(store, name, rank, size, device)
+        group = RankGroup.join(store, name, rank, size, device)
     except BaseException as error:
         peers.send(Failed.of(error))
         raise

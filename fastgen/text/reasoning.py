@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from fastgen.text.detokenizer import Detokenizer, overlap
 from fastgen.text.grammar import quoted
+from fastgen.text.syntax_names import REASONING_PARSERS
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tools.parser import BLANK, HELD, ToolParser, without_blank
 
@@ -37,12 +38,10 @@ class ReasoningSyntax:
 THINK = ReasoningSyntax("<think>", "</think>")
 MISTRAL = ReasoningSyntax("[THINK]", "[/THINK]")
 PARSERS: dict[str, ReasoningSyntax | None] = {
+    **dict.fromkeys(REASONING_PARSERS, THINK),
     OFF: None,
-    "think": THINK,
     "mistral": MISTRAL,
-    **dict.fromkeys(("deepseek_r1", "deepseek-r1", "deepseek_v3", "qwen3", "qwen3-thinking", "olmo3", "glm45"), THINK),
 }
-"""The values of the option `reasoning_parser`: names of our own, then those that vLLM and SGLang use."""
 
 
 def find_reasoning(tokenizer: Tokenizer) -> ReasoningSyntax | None:

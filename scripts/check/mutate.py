@@ -152,9 +152,9 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("Stoppable.stop", "self._thread = True, 0", "self._outer = True, None"),
         ("Stoppable.__enter__", "raise StoppedError", "pass"),
     ],
-    ("text.tokenizer", "tests/text/test_tokenizer.py"): [
-        ("Tokenizer._reads_parts", "not as_text and", ""),
-        ("Tokenizer._reads_parts", "or as_user", ""),
+    ("text.chat", "tests/text/test_tokenizer.py"): [
+        ("ChatTemplate._reads_parts", "not as_text and", ""),
+        ("ChatTemplate._reads_parts", "or as_user", ""),
         ("_probing", "[_text_part(\"a\")] if parts else \"a\"", "\"a\""),
     ],
     ("text.grammar", "tests/text/test_grammar.py"): [

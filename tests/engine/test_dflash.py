@@ -21,7 +21,7 @@ from fastgen import Generator, SamplingParams, Speculation
 from fastgen.engine.warm_up import capture
 from fastgen.model.loader import BUNDLED
 from fastgen.model.packed import PACKED_ROW_TILE
-from fastgen.ranks.start import find_head
+from fastgen.start import find_head
 
 LENGTHS = (1, 70, 33, 5, 64, 96)
 PROMPTS = [random_ids(length) for length in LENGTHS[:-1]]

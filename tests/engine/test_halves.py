@@ -14,7 +14,7 @@ from handmade import make_runner, start, table
 from fastgen import SamplingParams
 from fastgen.engine.halves import CUT_MULTIPLE, cut
 from fastgen.engine.step import StepSequences
-from fastgen.parallel.group import Group
+from fastgen.parallel.rank_group import RankGroup
 from fastgen.request import Batch, Prefill
 
 
@@ -58,7 +58,7 @@ def test_only_the_first_half_of_a_step_has_the_decodes_that_share_prefixes(
     pages = tuple(entry for lane in range(4) for entry in table(lane, [4 + 3 * lane, 5 + 3 * lane]))
     runner.collect(runner.launch(Batch(prefills=tuple(lanes[:2]), starts=starts, page_updates=pages)))
     # The model stays that of one rank, but steps are cut.
-    runner.group = Group(cast(Any, SimpleNamespace(rank=lambda: 0, size=lambda: 2)))
+    runner.group = RankGroup(cast(Any, SimpleNamespace(rank=lambda: 0, size=lambda: 2)))
     runner.group.exchange = cast(Any, object())
     monkeypatch.setattr(runner.group, "broadcast", lambda x: None)
     runner.prefixes = cast(Any, SimpleNamespace(update=lambda *_: True))

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.distributed import HashStore, PrefixStore
 
-from fastgen.parallel.group import Group, RendezvousStore
+from fastgen.parallel.rank_group import RankGroup, RendezvousStore
 
 
 def test_ranks_meet_whose_processes_have_counted_differently() -> None:
@@ -41,7 +41,7 @@ class Resettable:
 
 
 def test_a_group_resets_graphs_when_it_ends_and_does_not_keep_them() -> None:
-    group = Group.join(HashStore(), "graphs", 0, 1, torch.device("cpu"))
+    group = RankGroup.join(HashStore(), "graphs", 0, 1, torch.device("cpu"))
     kept, dropped = Resettable(), Resettable()
     for graphs in (kept, dropped):
         group.register_graphs(graphs)

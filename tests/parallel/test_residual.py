@@ -12,7 +12,7 @@ from fastgen.engine import halves
 from fastgen.engine.step import StepSequences
 from fastgen.parallel.group import Group
 from fastgen.parallel.overlap import Exchange, ExchangeLayout, PeerMemory
-from fastgen.parallel.residual import ShardedResidual
+from fastgen.parallel.sharded import ShardedResidual
 
 
 def alone(rank: int) -> Exchange:

@@ -16,7 +16,7 @@ import pytest
 from test_ranks_protocol import FakeRunner
 
 import fastgen
-from fastgen.parallel.group import Group
+from fastgen.parallel.rank_group import RankGroup
 from fastgen.processes import spawning
 from fastgen.ranks import start
 from fastgen.ranks.protocol import Leader
@@ -33,7 +33,7 @@ class Absent(ModuleType):
         return type(name, (), {"__init__": lambda *_, **__: None})
 
 names = (
-    "device.find", "device.memory", "parallel.group", "engine.runner", "engine.startup", "engine.step",
+    "device.find", "device.memory", "parallel.rank_group", "engine.runner", "engine.startup", "engine.step",
     "model.live_weights", "model.loader", "model.weights", "kernels", "kernels.launch",
 )
 for name in ("torch", "torch.distributed", "torch.distributed.device_mesh", *(f"fastgen.{name}" for name in names)):
@@ -42,7 +42,7 @@ sys.modules["torch"].distributed = sys.modules["torch.distributed"]
 sys.modules["torch"].get_num_threads = lambda: 1
 sys.modules["torch"].set_num_threads = print
 group = SimpleNamespace(process_group=None, leave=lambda: None)
-sys.modules["fastgen.parallel.group"].Group = SimpleNamespace(join=lambda *_: group)
+sys.modules["fastgen.parallel.rank_group"].RankGroup = SimpleNamespace(join=lambda *_: group)
 
 from fastgen.ranks import start
 
@@ -60,7 +60,7 @@ start.main()
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(process_group=None, leave=lambda: None, interrupt=lambda: None)
-    monkeypatch.setattr(Group, "join", lambda *_: group)
+    monkeypatch.setattr(RankGroup, "join", lambda *_: group)
     monkeypatch.setattr(start, "build_rank", lambda *_: FakeRunner())
     monkeypatch.setattr(start, "FOLLOWER", ("-c", FAKE))
 
@@ -149,7 +149,7 @@ def test_an_interrupt_while_ranks_start_leaves_none(monkeypatch: pytest.MonkeyPa
 CALLER = """
 import os, signal, sys, time
 from types import SimpleNamespace
-from fastgen.parallel.group import Group
+from fastgen.parallel.rank_group import RankGroup
 from fastgen.ranks import start
 
 def lead():
@@ -157,7 +157,7 @@ def lead():
     print(*(process.pid for process in leader._spawned.processes), flush=True)
     return leader
 
-Group.join = lambda *_: SimpleNamespace(process_group=None, leave=lambda: None, interrupt=lambda: None)
+RankGroup.join = lambda *_: SimpleNamespace(process_group=None, leave=lambda: None, interrupt=lambda: None)
 start.build_rank, start.FOLLOWER = (lambda *_: SimpleNamespace(config=None)), ("-c", sys.argv[1])
 forked = os.fork()
 if forked:

@@ -318,8 +318,9 @@ def test_parts_are_found_with_the_variables_that_a_template_needs(
 ) -> None:
     tokenizer = Tokenizer(talker)
     tokenizer.hf.chat_template = "{{ raise_exception('no day') if not day }}" + EACH + LOOP + "{% endfor %}"
-    render, rendered = tokenizer._render, []
-    monkeypatch.setattr(tokenizer, "_render", lambda *args, **kwargs: (rendered.append(1), render(*args, **kwargs))[1])
+    template, rendered = tokenizer._template, []
+    render = template.render
+    monkeypatch.setattr(template, "render", lambda *args, **kwargs: (rendered.append(1), render(*args, **kwargs))[1])
     with pytest.raises(ValueError, match="no day"):
         tokenizer.render_chat([{"role": f"r{number}", "content": "hello"} for number in range(100)])
     assert len(rendered) < 10, "what failed is tried once for all messages"

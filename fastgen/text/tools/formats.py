@@ -39,10 +39,7 @@ FORMATS: dict[str, Syntax | None] = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
 }
-"""The values of the option `tool_call_parser`, which vLLM has too, except the three versions of Mistral's; None: the
-template tells which of these."""
-
-CALL_MARKS = frozenset(mark for syntax in FORMATS.values() if syntax is not None for mark in syntax.marks)
+"""The formats by the values of the option `tool_call_parser`; None: the template tells which of Mistral's three."""
 
 
 def find_format(template: str | None, name: str | None = None) -> Syntax | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fastgen.engine.options import GeneratorOptions
+from fastgen.text.syntax_names import CALL_MARKS, TOOL_CALL_PARSERS
 from fastgen.text.tools.formats import (
-    CALL_MARKS,
     FORMATS,
     GRANITE,
     HERMES,
@@ -51,6 +51,11 @@ def test_the_template_tells_the_version_of_mistral(template: str, syntax: object
 )
 def test_the_template_tells_the_format(template: str, syntax: object) -> None:
     assert find_format(template) is syntax
+
+
+def test_names_and_marks_are_known_without_the_parsers() -> None:
+    assert tuple(FORMATS) == TOOL_CALL_PARSERS
+    assert {mark for syntax in FORMATS.values() if syntax is not None for mark in syntax.marks} == CALL_MARKS
 
 
 def test_marks_that_models_have_as_tokens_are_known() -> None:
