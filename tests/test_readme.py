@@ -38,8 +38,11 @@ def test_the_table_and_the_picture_of_speed_are_those_of_the_measured_files() ->
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
-def test_the_code_of_a_guide_runs_and_its_links_lead_somewhere(page: str) -> None:
+def test_the_code_of_a_guide_runs_and_its_links_lead_somewhere(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks that begin with ```python run one after the other; those with ```python no-test are excerpts."""
+    monkeypatch.chdir(tmp_path)  # some write files
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     names: dict[str, object] = {}
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
