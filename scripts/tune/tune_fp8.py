@@ -3,7 +3,7 @@
     python scripts/tune/tune_fp8.py --out fp8.json
 
 For the products of Mistral 7B (or of --model) and numbers of tokens: the library's choice, tiles of few tokens
-(hopper_products.py) and both kinds of tiles of many tokens (hopper_fp8.py), in CUDA graphs over several layers'
+(hopper/products.py) and both kinds of tiles of many tokens (hopper/fp8.py), in CUDA graphs over several layers'
 weights, which no L2 cache holds. Quantizing is not part of it; SwiGLU and the addition after a product are.
 """
 
@@ -22,9 +22,13 @@ from torch import Tensor
 from tune_products import LAYERS, PRODUCTS, Product, timed
 
 from fastgen.device.chip import Chip
-from fastgen.kernels import fp8, hopper_fp8, hopper_products
-from fastgen.kernels.ahead import compile_ahead
-from fastgen.kernels.batch_invariant import Fused, ProductConfig
+from fastgen.kernels import fp8
+from fastgen.kernels.batch_invariant import Fused
+from fastgen.kernels.hopper import fp8 as hopper_fp8
+from fastgen.kernels.hopper import products as hopper_products
+from fastgen.kernels.triton import fp8 as fp8_kernels
+from fastgen.kernels.triton.batch_invariant import ProductConfig
+from fastgen.kernels.triton.compile_ahead import compile_ahead
 
 TOKENS = (128, 256, 64, 96, 192)
 TILES = ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (32, 128, 4))
@@ -70,7 +74,7 @@ class Bench:
 
     def run(self, kind: ProductConfig | int, tokens: int, weight: fp8.Quantized, add: Tensor | None) -> Tensor:
         fused = Fused(add=add, swiglu=self.product.swiglu, out_dtype=torch.bfloat16)
-        return fp8.launch_as(kind, self.x[:tokens], self.x_scales[:tokens], weight, None, fused)
+        return fp8_kernels.launch_as(kind, self.x[:tokens], self.x_scales[:tokens], weight, None, fused)
 
     def result(self, kind: ProductConfig | int, tokens: int) -> Tensor:
         return self.run(kind, tokens, self.weights[0], self.added(tokens))
@@ -80,7 +84,7 @@ class Bench:
 
     def own(self, tokens: int) -> ProductConfig | int:
         """Return the library's choice."""
-        return fp8.kind_of(tokens, self.product.outputs, self.product.inputs, Chip.of(self.x.device))
+        return fp8_kernels.kind_of(tokens, self.product.outputs, self.product.inputs, Chip.of(self.x.device))
 
     def microseconds(self, kind: ProductConfig | int, tokens: int) -> float:
         add = self.added(tokens)

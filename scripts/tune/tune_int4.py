@@ -1,4 +1,4 @@
-"""Times products with weights of 4 bits (fastgen/kernels/int4.py) on this GPU, over configurations.
+"""Times products with weights of 4 bits (fastgen/kernels/triton/int4.py) on this GPU, over configurations.
 
     python scripts/tune/tune_int4.py --out int4.json
     python scripts/tune/tune_int4.py --out int4.json --own     # only the library's own choices
@@ -26,10 +26,12 @@ from torch import Tensor
 from tune_products import PRODUCTS, Product, timed
 
 from fastgen.device.chip import Chip
-from fastgen.kernels import batch_invariant, hopper_int4, int4
-from fastgen.kernels.ahead import compile_ahead
+from fastgen.kernels import batch_invariant, int4
 from fastgen.kernels.batch_invariant import Fused
-from fastgen.kernels.hopper_int4 import Tile
+from fastgen.kernels.hopper import int4 as hopper_int4
+from fastgen.kernels.hopper.int4 import Tile
+from fastgen.kernels.triton import int4 as int4_kernels
+from fastgen.kernels.triton.compile_ahead import compile_ahead
 
 BANDWIDTH = 3.02e12  # of an H100, in bytes per second
 GROUP, BYTES = 128, 200e6
@@ -94,7 +96,7 @@ class Bench:
             return lambda layer: int4.int4_product.launch(x, *self.weights[layer], None, fused)  # type: ignore[no-any-return]
         tile = None if how == "triton" else how
         assert not isinstance(tile, str)
-        return lambda layer: int4.launch_as(tile, x, *self.weights[layer], None, fused)
+        return lambda layer: int4_kernels.launch_as(tile, x, *self.weights[layer], None, fused)
 
     def same(self, how: str | Tile, tokens: int) -> bool:
         if how == "dequantize":
