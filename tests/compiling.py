@@ -18,7 +18,8 @@ from compile_kernels import CHIPS, Compiled
 
 def show(self, name, kernel):
     made = {{name: kernel.asm[name] for name in ("ptx", "ttgir")}}
-    made |= {{"cubin": kernel.asm["cubin"].hex(), "shared": kernel.metadata.shared, "kernel": name.split(".")[-2]}}
+    module = ".".join(name.split(".")[-3:-1])
+    made |= {{"cubin": kernel.asm["cubin"].hex(), "shared": kernel.metadata.shared, "kernel": module}}
     print(json.dumps(made | about))
 
 Compiled.add = show

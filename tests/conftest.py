@@ -32,7 +32,7 @@ from families import FAMILIES, SIZES, VOCAB, save_random
 from invariants import check_scheduler
 
 from fastgen import Generator
-from fastgen.kernels import batch_invariant
+from fastgen.kernels.triton import batch_invariant
 
 if os.environ.get("TRITON_INTERPRET"):
     with suppress(ImportError):

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastgen.kernels.norm import RMSNorm, sum_norm
+from fastgen.kernels.norm import RMSNorm
+from fastgen.kernels.sum_norm import sum_norm
 from fastgen.parallel.overlap import Exchange, PendingGather
 from fastgen.parallel.rank_group import RankGroup
 

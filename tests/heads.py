@@ -18,7 +18,7 @@ from fastgen.engine.speculation.drafting import Drafting
 from fastgen.engine.speculation.head import Head
 from fastgen.engine.speculation.planning import DraftPlan
 from fastgen.kernels.drafts import StepDraws
-from fastgen.kernels.sampler_rows import gumbel
+from fastgen.kernels.noise import gumbel
 
 DIALECTS = ("z-lab", "DeepSpec", "speculators")
 HEADS, INNER, EPS, THETA, MASK = 6, 80, 1e-5, 3000.0, 7

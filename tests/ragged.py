@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.kernels import pages as pages_in_fp8
+from fastgen.kernels import fp8_pages as pages_in_fp8
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.kv_pool import KVPool

@@ -168,8 +168,8 @@ def test_kernels_are_not_needed() -> None:
 import importlib, pkgutil, sys
 sys.modules["triton"] = None
 import fastgen.model.attention.paged, fastgen.kernels
-for found in pkgutil.iter_modules(fastgen.kernels.__path__):
-    importlib.import_module(f"fastgen.kernels.{found.name}")
+for found in pkgutil.walk_packages(fastgen.kernels.__path__, "fastgen.kernels."):
+    importlib.import_module(found.name)
 assert fastgen.kernels.launch.triton is None
 print("imported")
 """

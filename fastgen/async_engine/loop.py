@@ -403,7 +403,7 @@ def main() -> None:
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         logging.getLogger("fastgen").setLevel(start.log_level)
         if start.log_level <= logging.WARNING:  # the default shows what a first start waits for
-            logging.getLogger("fastgen.kernels.ahead").setLevel(min(start.log_level, logging.INFO))
+            logging.getLogger("fastgen.kernels.triton.compile_ahead").setLevel(min(start.log_level, logging.INFO))
         from fastgen.generator import Generator  # importing torch takes seconds
 
         gen = Generator(**start.arguments)

@@ -17,7 +17,7 @@ from fastgen.device.profiling import span
 from fastgen.engine.cuda_graphs import Graphs, smallest_size
 from fastgen.engine.step import Lanes
 from fastgen.engine.uploads import StepArrays, StepMemory, StepTensors
-from fastgen.kernels.state import begin_step
+from fastgen.kernels.lane_updates import begin_step
 from fastgen.model.attention.interface import CapturableAttention, StepLayout
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.transformer import StepPart, Transformer

@@ -20,7 +20,7 @@ from fastgen.engine.options import EngineConfig
 from fastgen.engine.prefill_graphs import PrefillGraphs
 from fastgen.engine.step import Lanes, Launched, RowSource, StepFeature, StepSequences
 from fastgen.engine.uploads import StepArrays, StepTensors
-from fastgen.kernels.state import DecodeInput, begin_step
+from fastgen.kernels.lane_updates import DecodeInput, begin_step
 from fastgen.model.attention.interface import Attention, StepLayout
 from fastgen.model.chosen import alternatives_of
 from fastgen.model.kv_pool import KVPool

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastgen.device.pinned import upload, upload_together
 from fastgen.engine.cuda_graphs import Graphs
 from fastgen.engine.options import EngineConfig
-from fastgen.kernels.state import DecodeInput, advance
+from fastgen.kernels.lane_updates import DecodeInput, advance
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.sampler import LaneState, SampleOutput, SamplePlan
 from fastgen.request import Batch, SamplingParams, StepResult

@@ -26,15 +26,12 @@ from fastgen.engine.runner import Runner
 from fastgen.engine.speculation.drafting import Drafting, speculative_sizes
 from fastgen.engine.speculation.planning import DraftPlan
 from fastgen.engine.speculation.self_draft import SelfDraft
-from fastgen.kernels import batch_invariant, scoring
-from fastgen.kernels.ahead import compile_ahead
+from fastgen.kernels import scoring
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.rope import SlotMapping
 from fastgen.model.attention.interface import CapturableAttention
-from fastgen.model.int4_linear import Int4Linear
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.linear import Linear
-from fastgen.model.quantized import Fp8Linear, WeightOnlyFp8
 from fastgen.model.transformer import Transformer
 from fastgen.request import Batch, LaneStart, Prefill, SamplingParams
 
@@ -45,7 +42,9 @@ CPU_RATE_TOKENS = 64  # tokens of the step that measures the speed of prefills o
 
 
 def compile_kernels(runner: Runner) -> None:
-    """Compile the kernels that steps need."""
+    """Compile the kernels that steps need. Imported here, since only GPUs load them."""
+    from fastgen.kernels.triton.compile_ahead import compile_ahead
+
     show = sys.stderr.isatty() and runner.group.rank == 0
     compile_ahead(partial(_launch_all, runner), runner.device, show)
 
@@ -53,6 +52,8 @@ def compile_kernels(runner: Runner) -> None:
 def _launch_all(runner: Runner) -> None:
     """Launch each kernel that a step may need: in the largest steps, in decodes of all sizes, and in products of all
     sizes that have kernels of their own."""
+    from fastgen.kernels.triton import batch_invariant  # as above
+
     config, model = runner.config, runner.model
     run_largest_steps(runner)
     if runner.attention.capturable:
@@ -86,6 +87,10 @@ def launch_products(
     """Launch the kernels of linear layers: fp8 products, and int4 and batch-invariant products for steps of these
     numbers of tokens, on which their tiles depend. more: linear layers in addition to the model's, as in
     `products_of`."""
+    from fastgen.kernels.triton import batch_invariant  # as above
+    from fastgen.model.int4_linear import Int4Linear
+    from fastgen.model.quantized import Fp8Linear, WeightOnlyFp8
+
     device = pool.keys.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     for linear, fused in (*products_of(model, model.slot_mapping(pool, zero, zero - 1, 1), pool), *more):

@@ -1,2 +1,2 @@
-"""Kernels in Triton and Gluon. Each has a launch that checks its arguments, and a torch twin as its specification and
-fallback."""
+"""Kernels, each with a torch twin as its specification and fallback. The twins are here. The kernels in Triton and in
+Gluon, with launch functions that check their arguments, are in `triton` and `hopper`, which only GPUs load."""

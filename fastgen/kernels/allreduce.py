@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from fastgen.device.chip import Chip, power_of_two
-from fastgen.kernels.launch import jit, tl
+from fastgen.kernels.triton.jit import jit, tl
 
 ONE_TRIP = 3 << 16
 """Maximum number of words, over all receivers, that a rank sends in one trip."""

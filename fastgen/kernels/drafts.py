@@ -30,8 +30,9 @@ from torch import Tensor
 
 from fastgen.device.chip import power_of_two
 from fastgen.device.pinned import upload
-from fastgen.kernels.launch import Kernel, jit, tl
-from fastgen.kernels.state import DecodeInput
+from fastgen.kernels.lane_updates import DecodeInput
+from fastgen.kernels.launch import Kernel
+from fastgen.kernels.triton.jit import jit, tl
 from fastgen.request import Prefill
 
 LONGEST_MATCH = 16
@@ -500,7 +501,7 @@ def _choose_twin(lanes: Tensor, drafts: Drafts, found: Tensor, active: int) -> N
     found[1] = torch.where(counts > 0, tokens[:, 0], -1)
 
 
-spread = Kernel(_spread_launch, _spread_twin)
-follow = Kernel(_follow_launch, _follow_twin)
-recall = Kernel(_recall_launch, _recall_twin)
-choose = Kernel(_choose_launch, _choose_twin)
+spread = Kernel(_spread_twin, "fastgen.kernels.drafts:_spread_launch")
+follow = Kernel(_follow_twin, "fastgen.kernels.drafts:_follow_launch")
+recall = Kernel(_recall_twin, "fastgen.kernels.drafts:_recall_launch")
+choose = Kernel(_choose_twin, "fastgen.kernels.drafts:_choose_launch")

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fastgen.device.pinned import Pinned, on_stream, upload
-from fastgen.kernels.state import copy_pages
+from fastgen.kernels.page_copies import copy_pages
 from fastgen.model.kv_pool import KVPool
 
 STAGING_BYTES = 1 << 28

@@ -91,10 +91,12 @@ class Int4Linear(Linear):
     def launch_all(self, fused: Fused, dtype: torch.dtype, sizes: Iterable[int]) -> None:
         """Launch the kernels of products of these numbers of tokens, with one row. fused: see `apply`. dtype: dtype of
         the input."""
+        from fastgen.kernels.triton.int4 import launch_for, sizes_of  # only on a GPU
+
         x = self.weight.new_zeros(1, self.weight.shape[1] * NIBBLES, dtype=dtype)
         arguments = x, self.weight, self.scales, self.zeros, self.bias, fused
-        for size in (*int4.sizes_of(x, self.weight, self.scales, fused), *sizes):
-            int4.launch_for(size, *arguments)
+        for size in (*sizes_of(x, self.weight, self.scales, fused), *sizes):
+            launch_for(size, *arguments)
 
     def shards(self, name: str, part: Part, rows: slice, stored: str) -> dict[str, Shard]:
         """Return the shards of a module's tensors. rows: the rows of this layer that are `part` of its weight.

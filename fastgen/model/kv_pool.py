@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fastgen.device.memory import memory_on
-from fastgen.kernels import pages
-from fastgen.kernels.state import copy_pages
+from fastgen.kernels import fp8_pages
+from fastgen.kernels.page_copies import copy_pages
 
 
 class KVPool:
@@ -20,7 +20,7 @@ class KVPool:
     num_pages is allocated: no sequence holds page `spare`, and padding is written there.
 
     dtype: dtype of the numbers that attention multiplies. fp8: keys and values are stored in E4M3; `whole` is then
-    uint8 and includes the scales (fastgen.kernels.pages).
+    uint8 and includes the scales (fastgen.kernels.fp8_pages).
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class KVPool:
         shape = (2, num_layers, num_pages + 1, num_kv_heads)
         self.memory = memory_on(device, huge_pages=False)  # a new sequence is often the first to touch its pages
         if fp8:
-            memory = self.memory.zeros((*shape, pages.head_bytes(page_size, head_size)), torch.uint8)
-            both = pages.numbers_of(memory, page_size, head_size)
+            memory = self.memory.zeros((*shape, fp8_pages.head_bytes(page_size, head_size)), torch.uint8)
+            both = fp8_pages.numbers_of(memory, page_size, head_size)
         else:
             memory = both = self.memory.zeros((*shape, page_size, head_size), dtype)
         self.keys, self.values = both.unbind(0)

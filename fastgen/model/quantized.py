@@ -12,7 +12,7 @@ from fastgen.device.chip import Chip
 from fastgen.kernels import fp8
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.launch import kernels_of
-from fastgen.kernels.norm import RMSNorm, rms_norm_fp8
+from fastgen.kernels.norm import RMSNorm
 from fastgen.model.config import ModelConfig
 from fastgen.model.linear import UNFUSED, Linear
 from fastgen.model.quantization import Quantization, SizeError
@@ -56,7 +56,7 @@ class Fp8Linear(Linear):
     def apply(
         self, x: Tensor, fused: Fused = UNFUSED, norm: RMSNorm | None = None, delta: Tensor | None = None
     ) -> Tensor:
-        values, scales = fp8.quantize(x) if norm is None else rms_norm_fp8(x, norm.weight, norm.eps, delta)
+        values, scales = fp8.quantize(x) if norm is None else fp8.rms_norm_fp8(x, norm.weight, norm.eps, delta)
         product = fp8.product.launch if self.batch_invariant else fp8.product
         fused = fused._replace(out_dtype=fused.out_dtype or x.dtype)
         y: Tensor = product(values, scales, fp8.Quantized(self.weight, self.scales), self.bias, fused)
@@ -88,11 +88,13 @@ class Fp8Linear(Linear):
     def launch_all(self, fused: Fused, dtype: torch.dtype) -> None:
         """Launch each kind of kernel that the layer's products may use, with one row. fused: see `apply`. dtype: dtype
         of the input and the result."""
+        from fastgen.kernels.triton.fp8 import kinds_of, launch_as  # only on a GPU
+
         outputs, inputs = self.weight.shape
         x, weight = self.weight.new_zeros(1, inputs), fp8.Quantized(self.weight, self.scales)
         fused = fused._replace(out_dtype=fused.out_dtype or dtype)
-        for kind in fp8.kinds_of(outputs, inputs, Chip.of(x.device)):
-            fp8.launch_as(kind, x, self.scales.new_ones(1), weight, self.bias, fused)
+        for kind in kinds_of(outputs, inputs, Chip.of(x.device)):
+            launch_as(kind, x, self.scales.new_ones(1), weight, self.bias, fused)
 
 
 @dataclass(eq=False)

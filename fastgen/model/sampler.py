@@ -2,14 +2,15 @@
 
 A token is drawn by the Gumbel-max trick: among the tokens that truncation keeps, it is the token with the largest
 logit / temperature + noise. The noise is a function of (seed, sample index, position, token id), see
-fastgen.kernels.sampler_rows. So a draw is a function of these and of the row's logits. The other rows of the batch
+fastgen.kernels.noise. So a draw is a function of these and of the row's logits. The other rows of the batch
 do not change a bit of it, since a maximum is the same in any order, and sums over a row have an order of their own. A
 `SamplePlan` does not either, since it leaves out only operations that would change no row.
 
 A logit and its token id make one integer, the rank key, larger for a larger logit and, among equals, for the lower id.
 So "the k most likely tokens" are always exactly k, and top_k=1 draws the greedy token.
 
-On a GPU the kernels of fastgen.kernels.sampling do this; the torch code below is their twin.
+On a GPU the kernels of fastgen.kernels.triton.sampling do this (see gpu_sampler.py); the torch code below is their
+twin.
 
 Shapes: R rows (the samples drawn in a step), V vocabulary, S lanes. Nothing here waits for the device.
 """
@@ -18,19 +19,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fastgen.device.pinned import upload
-from fastgen.kernels import sampling, scoring
+from fastgen.kernels import scoring
 from fastgen.kernels.launch import Kernel
-from fastgen.kernels.sampler_rows import TEMPERATURE, TOP_P, gumbel
+from fastgen.kernels.noise import gumbel
 from fastgen.kernels.scoring import ids_of_keys, rank_keys_of
 from fastgen.model.chosen import ChosenTokens
 from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
+
+if TYPE_CHECKING:
+    from fastgen.kernels.triton.sampling import Scratch
 
 REACH = 30.5  # top-k and top-p cut tokens that are more than exp(REACH) times less likely than the most likely one
 MAX_VOCAB = 2**18  # a rank key has 18 bits for the token id
@@ -167,13 +171,15 @@ class LaneState:
         self.counts = torch.zeros(cells, dtype=torch.int32, device=device)
         self.in_prompt = torch.zeros(cells, dtype=torch.bool, device=device)
         self.chosen = ChosenTokens(max_seqs if samples else 0, device)
-        self._workspace: sampling.Scratch | None = None
+        self._workspace: Scratch | None = None
 
     @torch.inference_mode(False)  # as above
-    def workspace(self, rows: int) -> sampling.Scratch:
+    def workspace(self, rows: int) -> Scratch:
         """Return scratch memory of the kernels for at least `rows` rows; the same memory until more rows need it."""
         if self._workspace is None or self._workspace.rows < rows:
-            self._workspace = sampling.Scratch.make(rows, self.vocab_size, self.last_token.device)
+            from fastgen.kernels.triton.sampling import Scratch  # only kernels need it
+
+            self._workspace = Scratch.make(rows, self.vocab_size, self.last_token.device)
         return self._workspace
 
     @torch.inference_mode(False)
@@ -234,8 +240,9 @@ class LaneState:
     def rows(self, lanes: Tensor) -> _Rows:
         """Return the parameters of lanes [R]."""
         entries = self.table[lanes]
-        integers, float32s = entries[:, :TEMPERATURE], entries[:, TEMPERATURE:TOP_P].view(torch.float64).float()
-        top_p = entries[:, TOP_P:].view(torch.float64)
+        floats = _Rows._fields.index("seed")  # the number of columns that hold floats, the last ones of the table
+        integers, float32s = entries[:, :-floats], entries[:, -floats:-1].view(torch.float64).float()
+        top_p = entries[:, -1:].view(torch.float64)
         return _Rows._make([*float32s[..., None].unbind(1), top_p, *integers[..., None].unbind(1)])
 
     def drew(self, lanes: Tensor, tokens: Tensor, penalized: Tensor | None) -> None:
@@ -245,27 +252,6 @@ class LaneState:
         self.last_token[lanes] = tokens
         if penalized is not None:
             self.counts.view(-1).index_add_(0, lanes * self.vocab_size + tokens, penalized.int())
-
-
-def _launch_draw(
-    logits: Tensor, state: LaneState, lanes: Tensor, positions: Tensor, plan: SamplePlan, mask: Tensor | None,
-    to_host: bool = False,
-) -> SampleOutput:  # fmt: skip
-    cut = plan.sorted_tokens > 0
-    host = torch.empty(4, len(lanes), dtype=torch.int32, pin_memory=lanes.is_cuda) if to_host else None
-    out, kept = sampling.draw(
-        logits, state, lanes, positions, state.workspace(len(lanes)),
-        edited=plan.edits, truncated=cut or plan.min_p, cut=cut, mask=mask, keep=plan.keep_mask, host=host,
-    )  # fmt: skip
-    output = SampleOutput(out[:4], host=host)
-    if kept is not None:
-        output.kept = _kept(kept, state.rows(lanes), output.tokens)
-    totals = out[4:].view(torch.float32)
-    if plan.chosen:
-        output.chosen = state.chosen.logprobs(logits, lanes, plan.chosen, totals)
-    if plan.top_logprobs:
-        output.top_ids, output.top_logprobs = scoring.alternatives.launch(logits, plan.top_logprobs, totals)
-    return output
 
 
 def _draw_twin(
@@ -296,7 +282,7 @@ def _draw_twin(
     packed = torch.cat((tokens.int(), logprobs.view(torch.int32), raw_logprobs.view(torch.int32)), dim=1)
     output = SampleOutput(packed.T.contiguous())
     if plan.keep_mask:
-        output.kept = _kept(edited > float("-inf") if kept is None else kept, rows, output.tokens)
+        output.kept = kept_tokens(edited > float("-inf") if kept is None else kept, rows, output.tokens)
     if plan.chosen:
         output.chosen = state.chosen.logprobs(logits, lanes, plan.chosen)
     if plan.top_logprobs:
@@ -304,7 +290,7 @@ def _draw_twin(
     return output
 
 
-draw = Kernel(_launch_draw, _draw_twin)
+draw = Kernel(_draw_twin, "fastgen.model.gpu_sampler:draw")
 
 
 def _edit(
@@ -393,7 +379,7 @@ def _likeliest(edited: Tensor, best: Tensor, rows: _Rows, temperature: Tensor, m
     return cut.logical_or_(everything)
 
 
-def _kept(kept: Tensor, rows: _Rows, tokens: Tensor) -> Tensor:
+def kept_tokens(kept: Tensor, rows: _Rows, tokens: Tensor) -> Tensor:
     """Return the tokens that each row could draw, [R, V] bool, given those that truncation kept and tokens [R]."""
     chosen = torch.arange(kept.shape[1], device=kept.device) == tokens[:, None]
     return torch.where(rows.temperature == 0, chosen, kept)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fastgen.kernels import fp8
+from fastgen.kernels.fp8_pages import E4M3
 from fastgen.model.deltas import DELTA, Delta
 from fastgen.model.tied import EMBEDDING, HEAD, OTHER, Tie
 
@@ -110,8 +110,8 @@ class Shard:
 
     def takes(self, dtype: torch.dtype | str) -> bool:
         """Return whether a tensor of this dtype can be written."""
-        is_fp8 = self.view.dtype == fp8.E4M3 and self.scales is None
-        return dtype == fp8.E4M3 if is_fp8 else dtype in FLOATS.values()
+        is_fp8 = self.view.dtype == E4M3 and self.scales is None
+        return dtype == E4M3 if is_fp8 else dtype in FLOATS.values()
 
     def staged_as(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a tensor of `dtype` is copied to the device."""
@@ -143,8 +143,10 @@ class Shard:
         if self.scales is None:
             self.view.copy_(part)
             return
+        from fastgen.kernels.fp8 import quantize_weight  # only for weights in fp8
+
         for piece, rows in self.pieces(part, QUANTIZED_BYTES):  # quantizing takes several times the memory
-            found = fp8.quantize_weight(rows.to(device), self.scales.dim() > 1)
+            found = quantize_weight(rows.to(device), self.scales.dim() > 1)
             piece.view.copy_(found.values)
             assert piece.scales is not None
             piece.scales.copy_(found.scales)
@@ -207,7 +209,7 @@ class TensorMatcher:
         if not shard.takes(dtype):
             supported = "bfloat16, float16, float32 and float64 weights are supported"
             if dtype in FLOATS.values():
-                held = "fp8" if shard.view.dtype == fp8.E4M3 else "words of int32"
+                held = "fp8" if shard.view.dtype == E4M3 else "words of int32"
                 supported = f"quantization_config says that it is in {held}"
             raise ValueError(f"tensor {name!r} is {dtype}; {supported}")
         return shard

@@ -44,7 +44,8 @@ import torch
 from torch import Tensor
 
 from fastgen.device import cuda_driver
-from fastgen.kernels.norm import RMSNorm, sum_norm
+from fastgen.kernels.norm import RMSNorm
+from fastgen.kernels.sum_norm import sum_norm
 from fastgen.processes.errors import DepartedError
 
 HALVES = 2

@@ -97,7 +97,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         kinds.add_argument(f"--{name}", dest="kind", action="store_const", const=name, help=f"instead: {what}")
     parser.add_argument(
         "--other", type=Path, action="append", default=[], metavar="FILE",
-        help="for --step: a file with another version of a module in fastgen/kernels, under the module's name",
+        help="for --step: a file with another version of a module of fastgen.kernels, hopper/NAME.py or triton/NAME.py",
     )  # fmt: skip
     options = parser.add_argument_group("options of Generator")
     for name in ("--max-seqs", "--max-step-tokens", "--page-size", "--max-model-len"):

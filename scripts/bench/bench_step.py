@@ -73,7 +73,7 @@ def like_fp8(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 def without_norms(stack: ExitStack) -> None:
     stack.enter_context(patch.object(linear, "rms_norm", lambda x, *_: like(x)))
-    stack.enter_context(patch.object(quantized, "rms_norm_fp8", like_fp8))
+    stack.enter_context(patch.object(fp8, "rms_norm_fp8", like_fp8))
 
 
 def without_quantizing(stack: ExitStack) -> None:
@@ -108,9 +108,9 @@ def parts_of(generator: Generator) -> dict[str, Patch]:
 
 
 def with_other(path: Path) -> Patch:
-    """Replace a module of fastgen.kernels by another version of it, in a file of the same name. What other modules have
-    imported from the module by name stays as it is."""
-    original = importlib.import_module(f"fastgen.kernels.{path.stem}")
+    """Replace a module of fastgen.kernels.hopper or triton by another version of it, in a file and a folder of the same
+    names. What other modules have imported from the module by name stays as it is."""
+    original = importlib.import_module(f"fastgen.kernels.{path.parent.name}.{path.stem}")
     spec = importlib.util.spec_from_file_location(f"other_{path.parent.name}_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

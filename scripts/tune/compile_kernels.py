@@ -43,9 +43,9 @@ from triton.runtime.driver import driver
 
 from fastgen.device.chip import Chip
 from fastgen.engine.options import EngineConfig
-from fastgen.kernels import launch
-from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.launch import Kernel
+from fastgen.kernels.triton import jit
+from fastgen.kernels.triton.compile_ahead import compile_ahead
 
 if TYPE_CHECKING:
     from fastgen.kernels.batch_invariant import Fused
@@ -76,28 +76,28 @@ ACCEPTED: dict[str, dict[str, int]] = {
     # A tile's queries, sums and scores fill all 255 registers; 5 query heads per KV head spill most, also in the loop
     # over keys. On an H200, whose figures include it, only shapes without a kernel in Gluon and shared prefixes come
     # here. Smaller tiles would read keys more often. No other chip was measured.
-    "attention._attention_kernel": {
+    "triton.attention._attention_kernel": {
         "A100": 280, "RTX A5000": 712, "RTX 4090": 712, "H200": 64, "B200": 208, "RTX 5090": 256,
     },
     # On Ampere and Ada at most 56, in the tiles for many tokens; more in results of earlier states, whose products read
     # by descriptors there. On B200 a few numbers, although there are registers left.
-    "batch_invariant._product_kernel": {
+    "triton.batch_invariant._product_kernel": {
         "A100": 4200, "RTX A5000": 3960, "RTX 4090": 3960, "B200": 64, "RTX 5090": 8,
     },
     # A number of the warp that loads, which has 40 registers, before its loop: the place of the first tile.
-    "hopper_products._product_kernel": {"H200": 8},
-    "int4._product_kernel": {"B200": 32},
+    "hopper.products._product_kernel": {"H200": 8},
+    "triton.int4._product_kernel": {"B200": 32},
     # Limited to 168 registers, so that 12 warps fit. Compiled with Triton 3.8.0 and later versions it spills nothing.
-    "hopper_prefill._prefill_kernel": {"H200": 112},
+    "hopper.prefill._prefill_kernel": {"H200": 112},
     # Limited to 128 and 80 registers, so that two and three programs share a processor: a read of the logits costs more
     # than the few bytes that stay in the L1 cache.
-    "truncation.cut_kernel": {
+    "triton.truncation.cut_kernel": {
         "A100": 88, "RTX A5000": 80, "RTX 4090": 80, "H200": 80, "B200": 72, "RTX 5090": 88,
     },
-    "sampling._edit_kernel": {"A100": 24},
+    "triton.sampling._edit_kernel": {"A100": 24},
     # A few numbers per program, outside of loops; with Triton 3.8.0 and later versions nothing.
-    "norm._rms_norm_kernel": dict.fromkeys(CHIPS, 8),
-    "rope._rope_kernel": {"RTX A5000": 24, "RTX 4090": 24},
+    "triton.norm._rms_norm_kernel": dict.fromkeys(CHIPS, 8),
+    "triton.rope._rope_kernel": {"RTX A5000": 24, "RTX 4090": 24},
     "drafts._follow_kernel": {"RTX 5090": 16},  # in results of earlier states
     "drafts._recall_kernel": {"RTX 5090": 16},
 }  # fmt: skip
@@ -137,7 +137,7 @@ class Compiled:
         self.late: set[str] = set()  # hashes of kernels that were compiled at a launch, and not ahead of it
         self._seen: set[str] = set()
         driver.set_active(Target(chip))
-        compiled, quick = self, launch.quick
+        compiled, quick = self, jit.quick
 
         def compiling(base: Any) -> Any:
             class Compile(quick(base)):  # type: ignore[misc]
@@ -155,8 +155,8 @@ class Compiled:
 
             return Compile
 
-        launch.quick = compiling  # type: ignore[assignment]  # before a module with kernels is imported
-        launch.launcher = lambda kernel: None  # there is nothing to load it onto
+        jit.quick = compiling  # type: ignore[assignment]  # before a module with kernels is imported
+        jit.launcher = lambda kernel: None  # there is nothing to load it onto
         torch.cuda.current_device = lambda: 0
 
     def add(self, name: str, kernel: Any) -> None:

@@ -5,8 +5,8 @@
 
 A case runs its layers in a CUDA graph, each over its own random keys and values in shuffled pages, so many of them that
 the L2 cache does not hold them. A decode's rate is of the bytes of keys and values; a prefill's of the products that
-causality leaves. The best settings go by hand into HOPPER_SHAPES and the like of kernels/attention.py: all phases must
-have as many keys, and the same instruction.
+causality leaves. The best settings go by hand into HOPPER_SHAPES and the like of kernels/triton/attention.py: all
+phases must have as many keys, and the same instruction.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tune_products import timed
 
 from fastgen.device.chip import Chip
 from fastgen.kernels import attention, work_tiles
+from fastgen.kernels.triton import attention as attention_kernels
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention
 from fastgen.model.kv_pool import KVPool
@@ -152,8 +153,8 @@ def configured(setup: Setup, rows: int, warps: int, stages: int, peel: bool) -> 
     """Return a configuration with the values that follow from the others."""
     chip, dims = Chip.of(setup.q.device), 1 << (setup.q.shape[2] - 1).bit_length()
     own = setup.paged.configs[attention.DECODE if setup.case.decodes else attention.PREFILL]
-    size = attention.shared_bytes(rows, own.keys, stages, dims, torch.bfloat16, chip)
-    programs = attention.programs_of(size, warps, chip)
+    size = attention_kernels.shared_bytes(rows, own.keys, stages, dims, torch.bfloat16, chip)
+    programs = attention_kernels.programs_of(size, warps, chip)
     changed = replace(own, rows=rows, warps=warps, stages=stages, programs=programs, peel=peel)
     return replace(changed, specialized=False, streamed=False)
 

@@ -1,4 +1,4 @@
-"""Times batch-invariant products (fastgen/kernels/batch_invariant.py) on this GPU, and cuBLAS on the same products.
+"""Times batch-invariant products (kernels/triton/batch_invariant.py) on this GPU, and cuBLAS on the same products.
 
     python scripts/tune/tune_products.py --out products.json
     python scripts/tune/tune_products.py --out products.json --own    # only our own configurations; takes a minute
@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.device.chip import Chip
-from fastgen.kernels import hopper_products
-from fastgen.kernels.ahead import compile_ahead
-from fastgen.kernels.batch_invariant import Fused, ProductConfig, config, launch_as
+from fastgen.kernels.batch_invariant import Fused
+from fastgen.kernels.launch import GLUON
+from fastgen.kernels.triton.batch_invariant import ProductConfig, config, launch_as
+from fastgen.kernels.triton.compile_ahead import compile_ahead
 
 LAYERS = 4
 """Number of layers whose weights (400 MB each) are read in turn, so that none is left in the L2 cache."""
@@ -108,8 +109,8 @@ def timed(work: Callable[[], Any], repeats: int = 5) -> float:
 def shapes(tokens: int) -> Iterator[tuple[int, int, int, int, bool]]:
     """Return (tokens, rows, depth, warps, swap) to try, likely ones first."""
     if tokens <= 64:
-        padded = max(8 if hopper_products.GLUON else 16, 1 << (tokens - 1).bit_length())
-        if hopper_products.GLUON:
+        padded = max(8 if GLUON else 16, 1 << (tokens - 1).bit_length())
+        if GLUON:
             yield padded, 32, 256, 4, True
         for rows, depth, warps in ((64, 128, 4), (64, 256, 4), (128, 128, 4), (64, 64, 4), (128, 64, 4), (128, 128, 8)):
             yield padded, rows, depth, warps, True

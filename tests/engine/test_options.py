@@ -12,7 +12,8 @@ import torch
 from fastgen.device.chip import Chip
 from fastgen.engine.options import DEFAULT_KV_CACHE_GB, EngineConfig, GeneratorOptions
 from fastgen.engine.speculation.options import Speculation
-from fastgen.kernels import hopper_decode, hopper_products
+from fastgen.kernels import launch
+from fastgen.kernels.hopper import decode as hopper_decode
 from fastgen.model.config import ModelConfig, RopeConfig
 
 MODEL = ModelConfig(
@@ -182,7 +183,7 @@ def test_equal_bits_where_they_cost_little() -> None:
 
 def test_where_bits_are_always_equal_all_kernels_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Gluon kernels for decode attention and products must take every shape."""
-    monkeypatch.setattr(hopper_products, "GLUON", True)
+    monkeypatch.setattr(launch, "GLUON", True)
     chip = Chip((9, 0), 132, 232_448)
     on = set()
     for head_size, group, page_size, dtype, kv_dtype in product(
@@ -199,7 +200,7 @@ def test_where_bits_are_always_equal_all_kernels_are_fast(monkeypatch: pytest.Mo
             on.add((head_size, group, page_size, kv_dtype))
             item_size = 1 if kv_dtype == "fp8" else 2
             assert hopper_decode.streams(chip, getattr(torch, dtype), group, head_size, page_size, item_size)
-            assert hopper_products.runs_on(chip, getattr(torch, dtype))
+            assert launch.gluon_runs_on(chip, getattr(torch, dtype))
     assert {(64, 1, 64, "auto"), (72, 5, 128, "auto"), (80, 5, 128, "fp8"), (128, 32, 64, "auto")} <= on
 
 

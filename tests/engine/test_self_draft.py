@@ -23,7 +23,7 @@ from torch import Tensor
 from fastgen import Generator, RequestOutput, SamplingParams, Speculation
 from fastgen.engine.speculation.self_draft import SelfDraft
 from fastgen.engine.warm_up import capture
-from fastgen.kernels.sampler_rows import gumbel
+from fastgen.kernels.noise import gumbel
 from fastgen.model.int4_layouts import dequantize, quantize
 from fastgen.model.packed import PACKED_ROW_TILE
 from fastgen.model.quantization import Int4

@@ -22,9 +22,11 @@ from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.pages import PageMoves
 from fastgen.engine.startup import build_model, make_runner, measure_pages
 from fastgen.engine.warm_up import largest_batches, launch_products, products_of, run_largest_steps
-from fastgen.kernels import batch_invariant, fp8, hopper_products
-from fastgen.kernels.batch_invariant import Fused, ProductConfig
+from fastgen.kernels import fp8, launch
+from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.launch import Kernel
+from fastgen.kernels.triton import batch_invariant
+from fastgen.kernels.triton.batch_invariant import ProductConfig
 from fastgen.model.config import ModelConfig, read_config
 from fastgen.model.host_tier import HostTier
 from fastgen.model.kv_pool import KVPool
@@ -89,7 +91,7 @@ def products(config: ModelConfig) -> tuple[Transformer, KVPool, list[tuple[Linea
 def test_deterministic_products_of_all_sizes_are_launched_at_the_start(
     llama: Path, gluon: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper_products, "GLUON", gluon)
+    monkeypatch.setattr(launch, "GLUON", gluon)
     hopper, ran = Chip((9, 0), 132, 232_448), set()
     model, pool, linears = products(read_config(llama))
 

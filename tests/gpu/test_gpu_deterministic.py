@@ -15,10 +15,12 @@ from torch import Tensor
 
 from fastgen import Generator
 from fastgen.device.chip import Chip
-from fastgen.kernels import batch_invariant, hopper_decode, hopper_products
-from fastgen.kernels.ahead import compile_ahead
+from fastgen.kernels import batch_invariant, launch
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
+from fastgen.kernels.hopper import decode as hopper_decode
 from fastgen.kernels.rope import SlotMapping
+from fastgen.kernels.triton import batch_invariant as product_kernels
+from fastgen.kernels.triton.compile_ahead import compile_ahead
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention
 from fastgen.model.kv_pool import KVPool
@@ -54,7 +56,7 @@ class Product:
         self.slots = torch.randperm(MOST, device="cuda")
         self.pool = torch.zeros(2, MOST // 64, 8, 64, 128, device="cuda", dtype=dtype)
 
-    def rows(self, tokens: int, chosen: batch_invariant.ProductConfig | None = None) -> list[Tensor]:
+    def rows(self, tokens: int, chosen: product_kernels.ProductConfig | None = None) -> list[Tensor]:
         """Return all results of the product for the first tokens, with one row per token."""
         fused = Fused(
             add=self.residual[:tokens].clone() if self.name in ("o", "down") else None,
@@ -64,7 +66,7 @@ class Product:
         )
         given = self.x[:tokens], self.weight, None if fused.out_dtype else self.bias, fused
         self.pool.zero_()
-        out = batch_invariant.launch_as(chosen, *given) if chosen else batch_invariant.product.launch(*given)
+        out = product_kernels.launch_as(chosen, *given) if chosen else batch_invariant.product.launch(*given)
         if self.name != "qkv":
             return [out]
         slots = self.slots[:tokens]
@@ -86,15 +88,15 @@ def test_a_row_of_a_product_does_not_depend_on_their_number(name: str, dtype: to
             assert torch.equal(found, want[:tokens]), f"{tokens} tokens"
 
 
-@pytest.mark.parametrize("gluon", sorted({hopper_products.GLUON, False}))
+@pytest.mark.parametrize("gluon", sorted({launch.GLUON, False}))
 @pytest.mark.parametrize("name", ["qkv", "o", "gate_up"])
 @pytest.mark.usefixtures("fresh_configs")
 def test_all_configurations_give_the_same_bits(name: str, gluon: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     product = Product(name, torch.bfloat16)
     expected = product.rows(1000)
-    monkeypatch.setattr(hopper_products, "GLUON", gluon)
+    monkeypatch.setattr(launch, "GLUON", gluon)
     shapes = [(tokens, outputs) for tokens in TOKENS for outputs in (4096, 6144, 28672)]
-    several = {batch_invariant.config(*shape, 4096, torch.bfloat16, Chip.of(GPU)) for shape in shapes}
+    several = {product_kernels.config(*shape, 4096, torch.bfloat16, Chip.of(GPU)) for shape in shapes}
     counts = {
         chosen: min(chosen.tokens * chosen.token_tiles, 77) if gluon and chosen.swap else 77 for chosen in several
     }
@@ -105,7 +107,7 @@ def test_all_configurations_give_the_same_bits(name: str, gluon: bool, monkeypat
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available() and not hopper_products.runs_on(Chip.of(torch.device("cuda", 0)), torch.bfloat16),
+    torch.cuda.is_available() and not launch.gluon_runs_on(Chip.of(torch.device("cuda", 0)), torch.bfloat16),
     reason="needs Hopper, and Gluon",
 )
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from torch import Tensor
 from fastgen import Generator, SamplingParams
 from fastgen.device.chip import Chip
 from fastgen.kernels import fp8
-from fastgen.kernels.ahead import compile_ahead
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.launch import kernels_of
+from fastgen.kernels.triton import fp8 as fp8_kernels
+from fastgen.kernels.triton.compile_ahead import compile_ahead
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or kernels_of(torch.device("cuda", 0)) != "gluon", reason="there is no Hopper GPU"
@@ -61,14 +62,14 @@ def test_all_kinds_of_kernels_give_the_same_bits(name: str, blocks: bool) -> Non
     x, x_scales = fp8.quantize(torch.randn(256, inputs, device="cuda", dtype=torch.bfloat16))
     residual = torch.randn(256, outputs, device="cuda", dtype=torch.bfloat16)
 
-    def rows(kind: fp8.Kind) -> Tensor:
+    def rows(kind: fp8_kernels.Kind) -> Tensor:
         tokens = 256 if isinstance(kind, int) else kind.tokens * kind.token_tiles
         tokens -= tokens > 8  # so that a tile is not full
         add = residual[:tokens].clone() if name == "o" else None
         fused = Fused(add=add, swiglu=name.startswith("gate_up"), out_dtype=torch.bfloat16)
-        return fp8.launch_as(kind, x[:tokens], x_scales[:tokens].clone(), weight, None, fused)
+        return fp8_kernels.launch_as(kind, x[:tokens], x_scales[:tokens].clone(), weight, None, fused)
 
-    kinds = fp8.kinds_of(outputs, inputs, Chip.of(x.device))
+    kinds = fp8_kernels.kinds_of(outputs, inputs, Chip.of(x.device))
     compile_ahead(lambda: [rows(kind) for kind in kinds], x.device)
     expected = rows(kinds[-1])
     for kind in kinds:

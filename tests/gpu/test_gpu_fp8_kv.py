@@ -13,7 +13,7 @@ from bitwise import alone, answers, preempting, random_options, random_requests
 from test_gpu_fp8 import folder  # noqa: F401
 
 from fastgen import Generator, SamplingParams
-from fastgen.kernels import pages
+from fastgen.kernels import fp8_pages
 from fastgen.kernels.rope import SlotMapping, rope_write
 from fastgen.model.attention import shared
 
@@ -30,8 +30,8 @@ def test_bytes_are_those_of_the_twin() -> None:
     mapping = SlotMapping(torch.arange(300, device="cuda"), slots, angles.cos(), angles.sin(), 300, 2, 64)
     found = []
     for run in (rope_write.launch, rope_write.twin):
-        memory = torch.zeros(2, 10, 2, pages.head_bytes(64, 128), dtype=torch.uint8, device="cuda")
-        run(qkv, mapping, *pages.numbers_of(memory, 64, 128))
+        memory = torch.zeros(2, 10, 2, fp8_pages.head_bytes(64, 128), dtype=torch.uint8, device="cuda")
+        run(qkv, mapping, *fp8_pages.numbers_of(memory, 64, 128))
         found.append(memory)
     assert torch.equal(found[0][1], found[1][1]), "values"
     assert (found[0] != found[1]).float().mean() < 1e-3, "keys, which the kernel rotates without fused multiply-adds"

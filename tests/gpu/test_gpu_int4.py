@@ -9,10 +9,12 @@ from test_gpu_deterministic import SHAPES
 from torch import Tensor
 
 from fastgen.device.chip import Chip
-from fastgen.kernels import batch_invariant, hopper_int4, int4
-from fastgen.kernels.ahead import compile_ahead
+from fastgen.kernels import batch_invariant, int4
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
+from fastgen.kernels.hopper import int4 as hopper_int4
 from fastgen.kernels.rope import SlotMapping
+from fastgen.kernels.triton import int4 as int4_kernels
+from fastgen.kernels.triton.compile_ahead import compile_ahead
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 
@@ -65,7 +67,7 @@ class Product:
             out = int4.int4_product.launch(x, *self.weight, self.bias, fused)
         else:
             assert not isinstance(how, str)
-            out = int4.launch_as(how, x, *self.weight, self.bias, fused)
+            out = int4_kernels.launch_as(how, x, *self.weight, self.bias, fused)
         if self.name != "qkv":
             return [out]
         kept = self.pool.transpose(2, 3).flatten(1, 2)[:, self.slots[:tokens]]  # [keys and values, tokens, K, D]

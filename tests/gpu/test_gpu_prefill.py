@@ -9,10 +9,11 @@ from ragged import LAYER, Ragged, assert_within
 from torch import Tensor
 
 from fastgen.device.chip import Chip
-from fastgen.kernels import attention, hopper_prefill
+from fastgen.kernels import attention, launch
+from fastgen.kernels.triton import attention as attention_kernels
 from fastgen.model.attention.paged import PagedAttention
 
-ON_HOPPER = torch.cuda.is_available() and hopper_prefill.runs_on(Chip.of(torch.device("cuda", 0)), torch.bfloat16)
+ON_HOPPER = torch.cuda.is_available() and launch.gluon_runs_on(Chip.of(torch.device("cuda", 0)), torch.bfloat16)
 pytestmark = pytest.mark.skipif(not ON_HOPPER, reason="needs Hopper, and Gluon")
 
 EDGES = ([31, 32, 33, 127, 128, 129, 300, 1], [31, 95, 33, 190, 192, 257, 1300, 65])  # query lengths; KV lengths
@@ -27,7 +28,7 @@ def attend(case: Ragged, window: int, triton: bool) -> Tensor:
     assert paged.configs[attention.PREFILL].specialized
     if triton:
         shape = paged.group, q.shape[2], q.dtype, paged.chip
-        paged.configs[attention.PREFILL] = attention.configure(attention.PREFILL, *shape)
+        paged.configs[attention.PREFILL] = attention_kernels.configure(attention.PREFILL, *shape)
     with torch.inference_mode():
         answer, again = (paged.attend(paged.plan(case.layout("cuda")), LAYER, q, window) for _ in range(2))
     assert torch.equal(answer, again), "a race"

@@ -21,11 +21,11 @@ from test_gpu_fp8 import SIZES
 from torch import Tensor
 
 from fastgen import Generator, SamplingParams
-from fastgen.kernels import batch_invariant, fp8, hopper_products
-from fastgen.kernels.ahead import compile_ahead
+from fastgen.kernels import batch_invariant, fp8, launch
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.launch import kernels_of
 from fastgen.kernels.rope import SlotMapping
+from fastgen.kernels.triton.compile_ahead import compile_ahead
 from fastgen.model import quantized
 from fastgen.model.quantized import WeightOnlyFp8
 
@@ -52,7 +52,7 @@ sys.exit(pytest.main(["-n", "0", "-v", *sys.argv[1:]]))
 @pytest.fixture(autouse=True)
 def without_gluon() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper_products, "GLUON", False)
+        patch.setattr(launch, "GLUON", False)
         patch.setattr(quantized, "kernels_of", lambda device: "triton")
         yield
 

@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.kernels import launch, pages
-from fastgen.kernels.embedding import MOST_BLOCK, embed
+from fastgen.kernels import fp8_pages, launch
+from fastgen.kernels.embedding import embed
 from fastgen.kernels.epilogue import swiglu
+from fastgen.kernels.lane_updates import DecodeInput, advance, begin_step
 from fastgen.kernels.launch import Kernel
 from fastgen.kernels.merge import merge
-from fastgen.kernels.norm import rms_norm, sum_norm
+from fastgen.kernels.norm import rms_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
-from fastgen.kernels.state import DecodeInput, advance, begin_step
+from fastgen.kernels.sum_norm import sum_norm
+from fastgen.kernels.triton.embedding import MOST_BLOCK
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter truncates to bfloat16
@@ -132,15 +134,15 @@ def test_rope_into_a_pool_in_fp8(dtype: torch.dtype) -> None:
     mapping = SlotMapping(slots.clamp(min=0), slots, angles.cos(), angles.sin(), 5, num_kv, page_size)
     found = []
     for run in (rope_write.launch, rope_write.twin):
-        memory = torch.full((2, 6, num_kv, pages.head_bytes(page_size, head_size)), 255, dtype=torch.uint8)
+        memory = torch.full((2, 6, num_kv, fp8_pages.head_bytes(page_size, head_size)), 255, dtype=torch.uint8)
         memory = memory.to(DEVICE)
-        pool = pages.numbers_of(memory, page_size, head_size)
+        pool = fp8_pages.numbers_of(memory, page_size, head_size)
         run(qkv.to(dtype), mapping, *pool)
         found.append(memory)
         for kept, part in zip(pool, qkv.view(6, -1, head_size)[:5, heads:].chunk(2, 1), strict=True):
-            read = pages.read(kept, mapping.rows.flatten(), 1)
+            read = fp8_pages.read(kept, mapping.rows.flatten(), 1)
             assert torch.equal(read.view(5, num_kv, head_size), part.float())
-            assert (pages.scales_of(kept) != 255).sum() == 5 * num_kv
+            assert (fp8_pages.scales_of(kept) != 255).sum() == 5 * num_kv
     assert torch.equal(*found)
 
 
@@ -149,18 +151,18 @@ def test_heads_in_fp8(magnitude: float) -> None:
     """Rounding errors are at most half of the distance of neighbours in E4M3, whatever the largest number is."""
     heads = randn(20, 2, 32) * magnitude
     heads[0] = 0
-    memory = torch.zeros(10, 2, pages.head_bytes(4, 32), dtype=torch.uint8, device=DEVICE)
-    pool = pages.numbers_of(memory, 4, 32)
+    memory = torch.zeros(10, 2, fp8_pages.head_bytes(4, 32), dtype=torch.uint8, device=DEVICE)
+    pool = fp8_pages.numbers_of(memory, 4, 32)
     rows = torch.randperm(80, generator=torch.Generator().manual_seed(0))[:40].to(DEVICE).view(20, 2)
-    pages.put(pool, rows, heads)
-    found = pages.read(pool, rows.flatten(), 1).view(heads.shape)
+    fp8_pages.put(pool, rows, heads)
+    found = fp8_pages.read(pool, rows.flatten(), 1).view(heads.shape)
     largest = heads.abs().amax(-1, keepdim=True)
     assert ((found - heads).abs() <= heads.abs() / 16 + largest * 2**-17).all()
-    everything = pages.read(pool, torch.arange(40, device=DEVICE), 2).view(80, 32)
-    pages.check(pages.numbers_of(memory[:, :1].contiguous(), 4, 32))
+    everything = fp8_pages.read(pool, torch.arange(40, device=DEVICE), 2).view(80, 32)
+    fp8_pages.check(fp8_pages.numbers_of(memory[:, :1].contiguous(), 4, 32))
     assert torch.equal(everything[rows], found)
-    pages.put(pool, rows, found)
-    assert torch.equal(pages.read(pool, rows.flatten(), 1).view(heads.shape), found)
+    fp8_pages.put(pool, rows, found)
+    assert torch.equal(fp8_pages.read(pool, rows.flatten(), 1).view(heads.shape), found)
 
 
 def test_begin_step() -> None:
@@ -219,7 +221,8 @@ def test_a_kernel_that_does_not_compile_falls_back_to_its_twin_once(
     def refused(x: Tensor, by: int) -> Tensor:
         raise errors.pop()
 
-    kernel = Kernel(refused, lambda x, by: x * by)
+    kernel = Kernel(lambda x, by: x * by, "")
+    kernel.launch = refused
     monkeypatch.setattr(Kernel, "runs_on", lambda self, device: device not in self.refused)
     assert kernel(torch.tensor(3), 4) == 12
     assert kernel(torch.tensor(3), 5) == 15
@@ -233,6 +236,6 @@ def test_a_kernel_that_does_not_compile_falls_back_to_its_twin_once(
 def test_a_kernel_that_does_not_compile_for_one_device_runs_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not rms_norm.runs_on(torch.device("cpu"))
     monkeypatch.setattr(launch, "triton", object())
-    kernel = Kernel(lambda x: x, lambda x: x)
+    kernel = Kernel(lambda x: x, "")
     kernel.refused.add(torch.device("cuda:0"))
     assert [kernel.runs_on(torch.device(name)) for name in ("cuda:0", "cuda:1", "cpu")] == [False, True, False]

@@ -1,5 +1,5 @@
-"""kernels/ahead.py with a fake Triton that counts compilations and launches. scripts/tune/compile_kernels.py uses the
-real one."""
+"""kernels/triton/compile_ahead.py with a fake Triton that counts compilations and launches.
+scripts/tune/compile_kernels.py uses the real one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.kernels import ahead, launch
-from fastgen.kernels.ahead import compile_ahead
+from fastgen.kernels.triton import compile_ahead as ahead
+from fastgen.kernels.triton import jit
+from fastgen.kernels.triton.compile_ahead import compile_ahead
 
 CPU = torch.device("cpu")
 
@@ -64,7 +65,7 @@ class Triton:
         monkeypatch.setattr(JITFunction, "_do_compile", do_compile)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-        self.kernel = launch.quick(JITFunction)(_doubled, do_not_specialize=("count",))
+        self.kernel = jit.quick(JITFunction)(_doubled, do_not_specialize=("count",))
 
     def steps(self) -> None:
         for count in range(3):

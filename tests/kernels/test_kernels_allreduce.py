@@ -253,7 +253,9 @@ def test_a_step_number_is_written_after_all_warps_have_read_it() -> None:
 
 
 NORMS = """
-from fastgen.kernels.norm import rms_norm, rms_norm_fp8, sum_norm
+from fastgen.kernels.fp8 import rms_norm_fp8
+from fastgen.kernels.norm import rms_norm
+from fastgen.kernels.sum_norm import sum_norm
 x, weight = zeros(300, 4096), zeros(4096)
 rms_norm.launch(x, weight, 1e-5)
 rms_norm.launch(x, weight, 1e-5, x)

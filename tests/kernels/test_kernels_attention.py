@@ -19,6 +19,7 @@ from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels import attention as kernel
 from fastgen.kernels import work_tiles
 from fastgen.kernels.launch import Kernel, triton
+from fastgen.kernels.triton import attention as attention_kernels
 from fastgen.kernels.work_tiles import BEGIN, END, FIELDS, FIRST, HEADER, PART, SPLIT, SPLITS, TOKENS
 from fastgen.model.attention.paged import PagedAttention
 from fastgen.model.attention.reference import ReferenceAttention
@@ -304,14 +305,16 @@ def test_a_query_has_one_answer(window: int, dtype: torch.dtype, fp8: bool) -> N
 
 
 LAUNCHES = """
-from fastgen.kernels import attention, work_tiles
+from fastgen.kernels import attention
+from fastgen.kernels.triton import attention as attention_kernels
+from fastgen.kernels import work_tiles
 
 cpu, tiles = torch.device("cpu"), zeros(work_tiles.HEADER + 4 * work_tiles.FIELDS, dtype=torch.int32)
 for dims in (128, 64):
     q, (keys, values) = zeros(4, 32, dims), zeros(2, 1, 4, 8, 64, dims)
     partial = attention.PartialResults.empty(4, 32, 8, dims, cpu)
     for phase in (attention.DECODE, attention.PREFILL, attention.GROUP):
-        listed = attention.TileList(tiles, 4, attention.configure(phase, 4, dims, torch.bfloat16, chip))
+        listed = attention.TileList(tiles, 4, attention_kernels.configure(phase, 4, dims, torch.bfloat16, chip))
         attention.attention.launch(q, q, keys, values, zeros(4, 2, dtype=torch.int32), listed, partial, 0, 0)
 """
 
@@ -336,11 +339,13 @@ def test_configurations_fit_the_chip_and_have_the_same_bits(chip: Chip, dtype: t
     """On Hopper, 64 rows and four warps decide the instruction; in float32, rows and warps decide the order of sums."""
     for head_size, group in itertools.product((32, 64, 80, 96, 128, 256), (1, 4, 5, 7, 8, 12, 16)):
         phases = kernel.DECODE, kernel.PREFILL, kernel.GROUP
-        configs = [kernel.configure(phase, group, head_size, dtype, chip) for phase in phases]
+        configs = [attention_kernels.configure(phase, group, head_size, dtype, chip) for phase in phases]
         for config in configs:
-            size = kernel.shared_bytes(config.rows, config.keys, config.stages, power_of_two(head_size), dtype, chip)
+            size = attention_kernels.shared_bytes(
+                config.rows, config.keys, config.stages, power_of_two(head_size), dtype, chip
+            )
             assert size * config.programs <= chip.shared_memory + 1024
-            assert kernel.REGISTERS * 32 * config.warps * config.programs <= 65536
+            assert attention_kernels.REGISTERS * 32 * config.warps * config.programs <= 65536
             assert config.rows >= max(group, 16)
             assert work_tiles.ALIGN % config.keys == 0
             small = head_size == 256 and chip.shared_memory < 101_376
@@ -354,4 +359,4 @@ def test_configurations_fit_the_chip_and_have_the_same_bits(chip: Chip, dtype: t
 
 def test_a_chip_that_is_too_small_is_named() -> None:
     with pytest.raises(ValueError, match="20000 bytes of shared memory; use attention='reference'"):
-        kernel.configure(kernel.PREFILL, 4, 256, torch.float32, Chip((7, 0), 10, 20_000))
+        attention_kernels.configure(kernel.PREFILL, 4, 256, torch.float32, Chip((7, 0), 10, 20_000))

@@ -14,10 +14,13 @@ from compiling import compiled
 from torch import Tensor
 
 from fastgen.device.chip import Chip
-from fastgen.kernels import batch_invariant, hopper_products, rope
-from fastgen.kernels.batch_invariant import Fused, ProductConfig, RopeWrite, config, launch_as, pays, product
+from fastgen.kernels import launch, rope
+from fastgen.kernels.batch_invariant import Fused, RopeWrite, pays, product
 from fastgen.kernels.launch import triton
 from fastgen.kernels.rope import SlotMapping
+from fastgen.kernels.triton import batch_invariant
+from fastgen.kernels.triton import rope as rope_kernels
+from fastgen.kernels.triton.batch_invariant import ProductConfig, config, launch_as
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALVES = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]  # the interpreter truncates
@@ -102,7 +105,7 @@ def test_rope_fused_with_the_product(tokens: int, dtype: torch.dtype, heads: int
     within = launch_as(chosen, x, weight, bias, Fused(rope=RopeWrite(mapping, *alone)))
     assert torch.equal(within, out), "the same bits as the separate kernel"
     assert torch.equal(alone, pool)
-    gluon = hopper_products.runs_on(Chip.of(x.device), dtype)
+    gluon = launch.gluon_runs_on(Chip.of(x.device), dtype)
     assert batch_invariant.fuses_rope(tokens, dtype, Chip.of(x.device)) == (tokens <= (32 if gluon else 64))
 
 
@@ -114,7 +117,7 @@ def test_rope_is_compiled_without_fused_multiply_adds(monkeypatch: pytest.Monkey
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *arguments, **options: asked.update(options)
 
-    monkeypatch.setattr(rope, "_rope_kernel", Recorded())
+    monkeypatch.setattr(rope_kernels, "_rope_kernel", Recorded())
     cell = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     mapping = SlotMapping(cell, cell, torch.ones(1, 8, device=DEVICE), torch.ones(1, 8, device=DEVICE), 1, 1, 16)
     pool = torch.zeros(2, 1, 1, 16, 16, device=DEVICE)
@@ -134,7 +137,7 @@ def test_any_tile_gives_the_same_bits(swap: bool) -> None:
 
 def test_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """If bits may depend on the schedule, these products are used for few tokens, and in Gluon for more."""
-    monkeypatch.setattr(hopper_products, "GLUON", True)
+    monkeypatch.setattr(launch, "GLUON", True)
     for chip, most in ((H200, 128), (A100, 32), (replace(H200, capability=(10, 0)), 32)):
         assert [pays(tokens, 4096, torch.bfloat16, chip) for tokens in (1, most, most + 1)] == [True, True, False]
         assert not pays(1, 4097, torch.bfloat16, chip), "rows that are not aligned"
@@ -158,11 +161,12 @@ def test_config(chip: Chip) -> None:
 
 LAUNCHES = """
 from dataclasses import asdict
-from fastgen.kernels import hopper_products
-from fastgen.kernels.batch_invariant import Fused, RopeWrite, config, launch_as
+from fastgen.kernels import launch
+from fastgen.kernels.batch_invariant import Fused, RopeWrite
+from fastgen.kernels.triton.batch_invariant import config, launch_as
 from fastgen.kernels.rope import SlotMapping
 
-hopper_products.GLUON = False
+launch.GLUON = False
 several = dict.fromkeys(
     config(tokens, outputs, 4096, torch.bfloat16, chip)
     for tokens in (1, 17, 64, 65, 100, 256, 512, 1000, 8192) for outputs in (4096, 28672)

@@ -18,15 +18,20 @@ from test_kernels_batch_invariant import H200
 from torch import Tensor
 
 from fastgen.device.chip import power_of_two
-from fastgen.kernels import gluon, hopper_decode, pages, softmax, work_tiles
+from fastgen.kernels import fp8_pages, work_tiles
 from fastgen.kernels.attention import PartialResults
+from fastgen.kernels.hopper import decode as hopper_decode
+from fastgen.kernels.hopper import gluon
+from fastgen.kernels.triton import fp8_pages as fp8_page_kernels
+from fastgen.kernels.triton import softmax
+from fastgen.kernels.triton import work_tiles as work_tile_kernels
 
 Attend = Callable[..., Tensor]
 
 
 @pytest.fixture
 def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
-    gluon_on_cpu.put(monkeypatch, "_decode_kernel", hopper_decode, gluon, softmax, work_tiles, pages)
+    gluon_on_cpu.put(monkeypatch, "_decode_kernel", hopper_decode, gluon, softmax, work_tile_kernels, fp8_page_kernels)
     monkeypatch.setattr(hopper_decode, "Chip", SimpleNamespace(of=lambda device: replace(H200, processors=3)))
 
     def run(case: Ragged, window: int, shared: int = 0) -> Tensor:
@@ -91,14 +96,14 @@ def test_partial_results_of_shared_keys(fp8: bool, attend: Attend) -> None:
 )
 def test_splits_are_combined_in_order(splits: int, head_size: int, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few splits, and more than are loaded at once, with partial results of others next to them."""
-    gluon_on_cpu.put(monkeypatch, "_decode_kernel", hopper_decode, gluon, softmax, work_tiles, pages)
+    gluon_on_cpu.put(monkeypatch, "_decode_kernel", hopper_decode, gluon, softmax, work_tile_kernels, fp8_page_kernels)
     heads, dims, own = 3, power_of_two(head_size), slice(4, 4 + splits)
     partial = PartialResults.empty(splits + 9, heads, 1, head_size, torch.device("cpu"))
     for each, values in ((partial.parts, 1.0), (partial.peaks, 5.0), (partial.totals, 1.0)):
         each.fill_(torch.nan)
         each[own] = torch.randn(each[own].shape).abs() * values
     out = torch.full((2, heads, head_size), 7.0)
-    ks = gluon_on_cpu.allocate(pages.E4M3 if fp8 else torch.bfloat16, [3, 1, hopper_decode.KEYS, dims], None)
+    ks = gluon_on_cpu.allocate(fp8_pages.E4M3 if fp8 else torch.bfloat16, [3, 1, hopper_decode.KEYS, dims], None)
     tensors = out, partial.parts, partial.peaks, partial.totals
     results = *(gluon_on_cpu.Pointer(each.view(-1)) for each in tensors), None
     for head, dim in itertools.product(range(heads), range(0, dims, hopper_decode.SPAN)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastgen.kernels.drafts import Drafts, StepDraws, Texts, choose, follow, recall, spread
-from fastgen.kernels.state import DecodeInput
+from fastgen.kernels.lane_updates import DecodeInput
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else CPU

@@ -15,11 +15,14 @@ from test_kernels_hopper import check_hand_over
 from torch import Tensor
 
 from fastgen.device.chip import Chip
-from fastgen.kernels import fp8, hopper_products
-from fastgen.kernels.batch_invariant import Fused, ProductConfig, RopeWrite, fuses_rope
+from fastgen.kernels import fp8, launch
+from fastgen.kernels.batch_invariant import Fused, RopeWrite
+from fastgen.kernels.fp8 import rms_norm_fp8
 from fastgen.kernels.launch import KNOWN, triton
-from fastgen.kernels.norm import rms_norm, rms_norm_fp8
+from fastgen.kernels.norm import rms_norm
 from fastgen.kernels.rope import SlotMapping
+from fastgen.kernels.triton import fp8 as fp8_kernels
+from fastgen.kernels.triton.batch_invariant import ProductConfig, fuses_rope
 
 PRODUCTS = """
 from fastgen.kernels import fp8
@@ -39,7 +42,7 @@ for outputs, inputs, swiglu in [(4096, 14336, False), (28672, 4096, True)]:
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_products_are_compiled_for_hopper() -> None:
     several = compiled(PRODUCTS)
-    assert {each["kernel"] for each in several} == {"hopper_products", "hopper_fp8"}
+    assert {each["kernel"] for each in several} == {"hopper.products", "hopper.fp8"}
     assert len(several) == 16
     for made in several:
         check_hand_over(made["ptx"])
@@ -53,18 +56,18 @@ def test_products_are_compiled_for_hopper() -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 14336), (28672, 4096), (6144, 4096), (2048, 8192)])
 def test_every_kind_of_product_is_known_ahead(outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `kinds_of` returns is compiled at the start."""
-    monkeypatch.setattr(hopper_products, "GLUON", True)
-    known = fp8.kinds_of(outputs, inputs, H200)
+    monkeypatch.setattr(launch, "GLUON", True)
+    known = fp8_kernels.kinds_of(outputs, inputs, H200)
     for tokens in range(1, 400):
-        kind = fp8.kind_of(tokens, outputs, inputs, H200)
+        kind = fp8_kernels.kind_of(tokens, outputs, inputs, H200)
         assert kind in known
         if isinstance(kind, ProductConfig):
             assert kind.swap
             assert tokens <= kind.tokens * kind.token_tiles < tokens + kind.tokens or tokens < 8
             most = kind.tokens * kind.token_tiles
             assert fuses_rope(most, fp8.E4M3, H200) == fuses_rope(tokens, torch.bfloat16, H200)
-    assert isinstance(fp8.kind_of(64, outputs, inputs, H200), ProductConfig)
-    assert isinstance(fp8.kind_of(257, outputs, inputs, H200), int)
+    assert isinstance(fp8_kernels.kind_of(64, outputs, inputs, H200), ProductConfig)
+    assert isinstance(fp8_kernels.kind_of(257, outputs, inputs, H200), int)
 
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -228,11 +231,11 @@ def test_rope_fused_with_the_product(heads: int, num_kv: int, head_size: int) ->
 
 
 WEIGHT_ONLY = """
-from fastgen.kernels import batch_invariant, fp8
+from fastgen.kernels import batch_invariant, fp8, launch
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.rope import SlotMapping
 
-batch_invariant.hopper_products.GLUON = False
+launch.GLUON = False
 for outputs, inputs, what in [(4096, 4096, "add"), (28672, 4096, "swiglu"), (6144, 4096, "rope")]:
     for tokens in (1, 17, 64):
         x, fused = zeros(tokens, inputs), Fused(zeros(tokens, outputs) if what == "add" else None, what == "swiglu")

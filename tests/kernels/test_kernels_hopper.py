@@ -15,13 +15,18 @@ from control_flow import BARRIER, ControlFlow, instructions
 from test_kernels_batch_invariant import A100, H200
 
 from fastgen.device.chip import power_of_two
-from fastgen.kernels import batch_invariant, hopper_decode, hopper_prefill, hopper_products
-from fastgen.kernels.gluon import ANY_BOXES, HALVES
+from fastgen.kernels import launch
+from fastgen.kernels.hopper import decode as hopper_decode
+from fastgen.kernels.hopper import prefill as hopper_prefill
+from fastgen.kernels.hopper import products as hopper_products
+from fastgen.kernels.hopper.gluon import ANY_BOXES, HALVES
 from fastgen.kernels.launch import KNOWN
+from fastgen.kernels.triton import batch_invariant
 
 PRODUCTS = """
 from dataclasses import asdict
-from fastgen.kernels.batch_invariant import Fused, RopeWrite, config, product
+from fastgen.kernels.batch_invariant import Fused, RopeWrite, product
+from fastgen.kernels.triton.batch_invariant import config
 from fastgen.kernels.rope import SlotMapping
 
 for tokens, outputs, inputs, half, what in [
@@ -51,7 +56,9 @@ for tokens, outputs, inputs, half, what in [
 """
 ATTENTION = """
 from fastgen.device.chip import power_of_two
-from fastgen.kernels import hopper_decode, hopper_prefill, work_tiles
+from fastgen.kernels.hopper import decode as hopper_decode
+from fastgen.kernels.hopper import prefill as hopper_prefill
+from fastgen.kernels import work_tiles
 from fastgen.kernels.attention import PartialResults
 from fastgen.model.kv_pool import KVPool
 
@@ -212,11 +219,11 @@ def test_prefills_are_compiled(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("fresh_configs")
 def test_they_run_only_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_products, "GLUON", True)
-    assert hopper_products.runs_on(H200, torch.bfloat16)
-    assert not hopper_products.runs_on(H200, torch.float32)
-    assert not hopper_products.runs_on(A100, torch.bfloat16)
-    assert not hopper_products.runs_on(replace(H200, capability=(10, 0)), torch.bfloat16), "which has no wgmma"
+    monkeypatch.setattr(launch, "GLUON", True)
+    assert launch.gluon_runs_on(H200, torch.bfloat16)
+    assert not launch.gluon_runs_on(H200, torch.float32)
+    assert not launch.gluon_runs_on(A100, torch.bfloat16)
+    assert not launch.gluon_runs_on(replace(H200, capability=(10, 0)), torch.bfloat16), "which has no wgmma"
     assert hopper_decode.streams(H200, torch.bfloat16, 4, 128, 64)
     for group, head_size, page_size in ((4, 128, 32), (4, 32, 64), (4, 256, 64), (40, 128, 64), (4, 100, 64)):
         assert not hopper_decode.streams(H200, torch.bfloat16, group, head_size, page_size)
@@ -229,8 +236,8 @@ def test_they_run_only_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not hopper_prefill.runs(H200, torch.bfloat16, group, head_size, page_size)
     assert batch_invariant.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 8
     assert batch_invariant.config(1, 6144, 4096, torch.bfloat16, A100).tokens == 16
-    monkeypatch.setattr(hopper_products, "GLUON", False)
-    assert not hopper_products.runs_on(H200, torch.bfloat16), "as with an unknown Triton"
+    monkeypatch.setattr(launch, "GLUON", False)
+    assert not launch.gluon_runs_on(H200, torch.bfloat16), "as with an unknown Triton"
     batch_invariant.config.cache_clear()
     assert batch_invariant.config(1, 6144, 4096, torch.bfloat16, H200).tokens == 16
 

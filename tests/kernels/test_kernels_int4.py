@@ -4,7 +4,6 @@ kernel in Gluon makes, and what the kernels are compiled to. gpu/test_gpu_int4.p
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,13 @@ from test_kernels_hopper import LOAD, WAIT, check_hand_over, places
 from torch import Tensor
 
 from fastgen.device.chip import Chip
-from fastgen.kernels import batch_invariant, hopper_int4, hopper_products, int4
+from fastgen.kernels import int4, launch
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
+from fastgen.kernels.hopper import int4 as hopper_int4
 from fastgen.kernels.launch import KNOWN, triton
 from fastgen.kernels.rope import SlotMapping
+from fastgen.kernels.triton import batch_invariant
+from fastgen.kernels.triton import int4 as int4_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXACT = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter truncates to bfloat16
@@ -183,7 +185,7 @@ for outputs, inputs, group, what, dtype in [
 @pytest.mark.long
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_products_are_compiled_for_hopper() -> None:
-    several: list[dict[str, Any]] = [each for each in compiled(LAUNCHES) if each["kernel"] == "hopper_int4"]
+    several: list[dict[str, Any]] = [each for each in compiled(LAUNCHES) if each["kernel"] == "hopper.int4"]
     for dtype in ("bf16", "f16"):
         assert sum(made["dtype"] == dtype for made in several) >= 10
     for made in several:
@@ -214,16 +216,17 @@ def test_products_are_compiled_for_older_chips(chip: str) -> None:
 
 
 def test_a_scratch_copy_is_read_after_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of hopper_products load the first tiles of a weight before the previous kernel has ended."""
+    """Kernels of hopper.products load the first tiles of a weight before the previous kernel has ended."""
     chip, chosen = Chip((9, 0), 132, 232_448), list[batch_invariant.ProductConfig]()
     monkeypatch.setattr(Chip, "of", lambda device: chip)
-    monkeypatch.setattr(hopper_products, "GLUON", True)
-    copy = SimpleNamespace(launch=lambda words, scales, zeros, dtype: torch.zeros(len(words), 256, dtype=dtype))
-    monkeypatch.setattr(int4, "dequantize", copy)
+    monkeypatch.setattr(launch, "GLUON", True)
+    monkeypatch.setattr(
+        int4_kernels, "dequantize", lambda words, scales, zeros, dtype: torch.zeros(len(words), 256, dtype=dtype)
+    )
     monkeypatch.setattr(batch_invariant, "launch_as", lambda found, *others: chosen.append(found))
     weight = torch.zeros(4096, 32, dtype=torch.int32), torch.ones(4096, 2), None  # no Gluon with scales in float32
     for tokens in range(65, 600):
-        int4.launch_for(tokens, torch.zeros(1, 256, dtype=torch.bfloat16), *weight, None, Fused())
+        int4_kernels.launch_for(tokens, torch.zeros(1, 256, dtype=torch.bfloat16), *weight, None, Fused())
     assert len(chosen) == 535
     assert not any(found.swap for found in chosen)
     assert batch_invariant.config(65, 4096, 256, torch.bfloat16, chip).swap
@@ -304,12 +307,11 @@ def test_one_row_launches_the_kernels_of_all_numbers_of_tokens(what: str, monkey
     def run(tokens: int, rows: int) -> None:
         x = torch.zeros(rows, 256, dtype=torch.bfloat16)
         fused = Fused(add=torch.zeros(rows, 4096) if what == "add" else None, swiglu=what == "swiglu")
-        sizes = int4.sizes_of(x, words, scales, fused) if tokens == 0 else [tokens]
+        sizes = int4_kernels.sizes_of(x, words, scales, fused) if tokens == 0 else [tokens]
         for each in sizes:
-            int4.launch_for(each, x, words, scales, None, None, fused)
+            int4_kernels.launch_for(each, x, words, scales, None, None, fused)
 
-    copy = SimpleNamespace(launch=lambda words, scales, zeros, dtype: torch.zeros(1))
-    monkeypatch.setattr(int4, "dequantize", copy)
+    monkeypatch.setattr(int4_kernels, "dequantize", lambda words, scales, zeros, dtype: torch.zeros(1))
     for kernel, several in zip(kernels, ((0,), range(1, 4097)), strict=True):
         copies = kernel.copies
         monkeypatch.setattr(hopper_int4, "_product_kernel", kernel)

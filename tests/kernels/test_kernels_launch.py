@@ -1,8 +1,10 @@
-"""The lookup of compiled kernels at a launch. (The fallback to twins is in test_kernels.py.)"""
+"""The lookup of launch functions, and of compiled kernels. (The fallback to twins is in test_kernels.py.)"""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import pkgutil
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,27 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.kernels import launch
+from fastgen import kernels
+from fastgen.kernels.launch import Kernel
+from fastgen.kernels.triton import jit
+from fastgen.model import sampler
+
+
+def test_the_launch_of_every_kernel_is_found_and_takes_the_arguments_of_its_twin() -> None:
+    modules = [
+        importlib.import_module(each.name) for each in pkgutil.walk_packages(kernels.__path__, "fastgen.kernels.")
+    ]
+    found = {
+        f"{module.__name__}.{name}": value
+        for module in (*modules, sampler)
+        for name, value in vars(module).items()
+        if isinstance(value, Kernel)
+    }
+    assert len(set(found.values())) > 20
+    for name, kernel in found.items():
+        twin, launch = (list(inspect.signature(each).parameters) for each in (kernel.twin, kernel.launch))
+        assert launch[: len(twin)] == twin, name
+        assert kernel.launch is kernel.launch, "imported once"
 
 
 def _noted(p, q, count, size, block):
@@ -43,7 +65,7 @@ def test_a_kernel_runs_again_only_if_triton_would_not_compile_another_one(
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, grid, warmup, **options: Compiled())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    kernel = launch.quick(JITFunction)(_noted, do_not_specialize=("count",))
+    kernel = jit.quick(JITFunction)(_noted, do_not_specialize=("count",))
     memory = torch.zeros(64, dtype=torch.float16)
     tensors = [memory, memory[1:], memory[8:], memory.float(), memory.to(torch.int32), None]
     values = [
@@ -89,7 +111,7 @@ def key_on_disk(path: Path, text: str) -> str:
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    key: str = launch.quick(JITFunction)(module.copy).cache_key
+    key: str = jit.quick(JITFunction)(module.copy).cache_key
     return key
 
 

@@ -16,7 +16,11 @@ from ragged import KV_HEADS, LAYER, Ragged, assert_within
 from test_kernels_batch_invariant import H200
 from torch import Tensor
 
-from fastgen.kernels import gluon, hopper_prefill, softmax, work_tiles
+from fastgen.kernels import work_tiles
+from fastgen.kernels.hopper import gluon
+from fastgen.kernels.hopper import prefill as hopper_prefill
+from fastgen.kernels.triton import softmax
+from fastgen.kernels.triton import work_tiles as work_tile_kernels
 
 Attend = Callable[..., Tensor]
 EDGES = [31, 32, 33, 127, 130, 2]
@@ -24,7 +28,7 @@ EDGES = [31, 32, 33, 127, 130, 2]
 
 @pytest.fixture
 def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
-    gluon_on_cpu.put(monkeypatch, "_prefill_kernel", hopper_prefill, gluon, softmax, work_tiles)
+    gluon_on_cpu.put(monkeypatch, "_prefill_kernel", hopper_prefill, gluon, softmax, work_tile_kernels)
     monkeypatch.setattr(hopper_prefill, "Chip", SimpleNamespace(of=lambda device: replace(H200, processors=3)))
 
     def run(case: Ragged, window: int) -> Tensor:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.kernels import sampler_rows, scoring
-from fastgen.kernels import sampler_rows as layout
-from fastgen.kernels.launch import INTERPRETED, jit, tl
-from fastgen.kernels.sampler_rows import as_mass, key_ids, key_logits, rank_keys, scale_of, weigh
+from fastgen.kernels import noise, scoring
+from fastgen.kernels.launch import INTERPRETED
+from fastgen.kernels.triton import sampler_rows as layout
+from fastgen.kernels.triton.jit import jit, tl
+from fastgen.kernels.triton.sampler_rows import as_mass, key_ids, key_logits, rank_keys, scale_of, weigh
 from fastgen.model import sampler
 from fastgen.model.sampler import LaneState, SampleOutput, SamplePlan
 from fastgen.request import LaneStart, SamplingParams
@@ -104,7 +105,7 @@ class Draw:
         assert rows.temperature > 0, self.params[row]
         kept = sampler._draw(edited, best, rows, position[:, None], plan)[2]
         assert kept is not None
-        drawn = sampler_rows.gumbel(rows.seed, rows.sample_index, position[:, None], edited.shape[1])
+        drawn = noise.gumbel(rows.seed, rows.sample_index, position[:, None], edited.shape[1])
         scores = ((edited - best) / rows.temperature + drawn).where(kept, -math.inf)[0]
         assert scores[token] >= scores.max() - 3e-5, self.params[row]
 
@@ -171,7 +172,7 @@ def test_rank_keys_order_as_the_twins_and_go_back() -> None:
 @jit()
 def _noise_kernel(table_ptr, positions_ptr, out_ptr, count: tl.constexpr):
     row, chunk = tl.program_id(0), tl.program_id(1)
-    drawn = sampler_rows.noise(table_ptr + row * layout.ENTRY, tl.load(positions_ptr + row), chunk * count, count)
+    drawn = layout.noise(table_ptr + row * layout.ENTRY, tl.load(positions_ptr + row), chunk * count, count)
     tl.store(out_ptr + (row * tl.num_programs(1) + chunk) * count + tl.arange(0, count), drawn)
 
 
@@ -182,7 +183,7 @@ def test_noise_is_the_twins() -> None:
     table[:, 0], table[:, 1] = seed, index
     out = torch.empty(len(inputs), 2 * 4096, dtype=torch.float32, device=DEVICE)
     _noise_kernel[(len(inputs), 2)](table, position.contiguous(), out, 4096)
-    twin = sampler_rows.gumbel(seed[:, None], index[:, None], position[:, None], 2 * 4096)
+    twin = noise.gumbel(seed[:, None], index[:, None], position[:, None], 2 * 4096)
     torch.testing.assert_close(out * math.log(2) - math.log(math.log(2)), twin, atol=1e-5, rtol=1e-6)
 
 

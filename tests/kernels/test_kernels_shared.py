@@ -13,7 +13,8 @@ from test_kernels_attention import DEVICE, H200, HALF, close, launched, tiles_of
 from torch import Tensor
 
 from fastgen.kernels import attention as kernel
-from fastgen.kernels import hopper_decode, work_tiles
+from fastgen.kernels import work_tiles
+from fastgen.kernels.hopper import decode as hopper_decode
 from fastgen.kernels.launch import Kernel
 from fastgen.model.attention import shared
 from fastgen.model.attention.interface import StepLayout

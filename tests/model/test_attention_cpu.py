@@ -10,7 +10,7 @@ import torch
 from ragged import KV_HEADS, LAYER, Ragged, assert_within
 from torch import Tensor
 
-from fastgen.kernels import pages
+from fastgen.kernels import fp8_pages
 from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.reference import ReferenceAttention
@@ -56,7 +56,7 @@ def test_it_reads_keys_in_fp8(page_size: int) -> None:
     pool = KVPool(2, plain.spare, KV_HEADS, page_size, 64, torch.bfloat16, torch.device("cpu"), fp8=True)
     rows = torch.arange((plain.spare + 1) * KV_HEADS * page_size)[:, None]
     for source, target in ((plain.keys, pool.keys), (plain.values, pool.values)):
-        pages.put(target[LAYER], rows, source[LAYER].nan_to_num().view(-1, 1, 64))
+        fp8_pages.put(target[LAYER], rows, source[LAYER].nan_to_num().view(-1, 1, 64))
     out, expected = (
         attention.attend(attention.plan(case.layout()), LAYER, case.q.float(), 20)
         for attention in (CpuAttention(pool, case.q.shape[1]), ReferenceAttention(pool, case.q.shape[1]))

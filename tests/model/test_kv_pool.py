@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.kernels import pages
-from fastgen.kernels.state import copy_pages
+from fastgen.kernels import fp8_pages
+from fastgen.kernels.page_copies import copy_pages
 from fastgen.model.kv_pool import KVPool
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,10 +50,10 @@ def test_keys_and_values_are_views_of_whole_pages(fp8: bool) -> None:
     rows = torch.arange(6 * 3 * 4)[:, None]
     for layer in range(2):
         for part in (pool.keys, pool.values):
-            pages.put(part[layer], rows, torch.randn(72, 1, 16).abs() + 1)
+            fp8_pages.put(part[layer], rows, torch.randn(72, 1, 16).abs() + 1)
 
     def read(part: Tensor, page: int) -> Tensor:
-        return torch.stack([pages.read(part[layer], rows[12 * page : 12 * page + 12, 0], 1) for layer in range(2)])
+        return torch.stack([fp8_pages.read(part[layer], rows[12 * page : 12 * page + 12, 0], 1) for layer in range(2)])
 
     pool.copy(torch.tensor([1, 1]), torch.tensor([3, 4]))
     pool.wipe(torch.tensor([4]))

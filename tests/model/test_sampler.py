@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.kernels import sampler_rows
-from fastgen.kernels.sampler_rows import gumbel, philox
+from fastgen.kernels import noise
+from fastgen.kernels.noise import gumbel, philox
 from fastgen.model import sampler
 from fastgen.model.sampler import LaneState, SampleOutput, SamplePlan
 from fastgen.request import MAX_BIASES, LaneStart, SamplingParams
@@ -166,7 +166,7 @@ def test_draws_follow_the_exact_distribution(name: str) -> None:
         # Random123, kat_vectors: philox4x32.
         (7, [0] * 4, [0] * 2, [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]),
         (10, [0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-        (10, [sampler_rows.WORD] * 4, [sampler_rows.WORD] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (10, [noise.WORD] * 4, [noise.WORD] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
         (
             10,
             [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
@@ -202,9 +202,9 @@ def test_seeds_have_64_bits_with_or_without_a_sign() -> None:
     assert len(set(drawn.values())) == 4
 
 
-@pytest.mark.parametrize("word", [0, sampler_rows.WORD])
+@pytest.mark.parametrize("word", [0, noise.WORD])
 def test_the_least_and_the_largest_word_draw_possible_tokens(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_rows, "philox", lambda counter, key: (torch.full((1, 1), word),) * 4)
+    monkeypatch.setattr(noise, "philox", lambda counter, key: (torch.full((1, 1), word),) * 4)
     zero = torch.zeros(1, 1, dtype=torch.int64)
     assert gumbel(zero, zero, zero, VOCAB).isfinite().all()
     logits = torch.zeros(VOCAB)

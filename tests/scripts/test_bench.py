@@ -23,7 +23,7 @@ import bench_step  # noqa: E402
 import plot  # noqa: E402
 import serve_load  # noqa: E402
 
-from fastgen.kernels import int4  # noqa: E402
+from fastgen.kernels.triton import int4  # noqa: E402
 from fastgen.model.config import parse_config  # noqa: E402
 
 
@@ -131,7 +131,8 @@ def test_the_products_of_a_step_are_told_apart() -> None:
 
 
 def test_another_version_of_a_module_of_kernels_replaces_ours(tmp_path: Path) -> None:
-    ours, path = int4.hopper_int4, tmp_path / "hopper_int4.py"
+    ours, path = int4.hopper_int4, tmp_path / "hopper" / "int4.py"
+    path.parent.mkdir()
     path.write_text("FEW = 'the other version'")
     change = bench_step.with_other(path)
     with ExitStack() as stack:

@@ -25,7 +25,7 @@ def test_spills_are_those_that_are_accepted() -> None:
     for path in (SCRIPTS / "results").glob("kernels-compiled-*.json"):
         for name, chip in json.loads(path.read_text())["chips"].items():
             assert compile_kernels.faults(name, chip["kernels"]) == []
-    fine = {"kernel": "fastgen.kernels.norm._rms_norm_kernel", "shared": 16, "spilled": 8, "late": False}
+    fine = {"kernel": "fastgen.kernels.triton.norm._rms_norm_kernel", "shared": 16, "spilled": 8, "late": False}
     faults = [fine | {"spilled": 16}, fine | {"kernel": "new", "spilled": 8}, fine | {"shared": 1 << 18}]
     faults.append(fine | {"late": True})
     assert compile_kernels.faults("H200", [fine, *faults]) == faults

@@ -25,7 +25,7 @@ from fastgen.engine.speculation.planning import HISTORY, LONGEST, Drafted, Draft
 from fastgen.engine.speculation.self_draft import SelfDraftWeights
 from fastgen.engine.step import Lanes, Launched, StepFeature
 from fastgen.kernels.drafts import Drafts, StepDraws, Texts, choose, follow, recall, spread
-from fastgen.kernels.state import DecodeInput
+from fastgen.kernels.lane_updates import DecodeInput
 from fastgen.model.attention.interface import Attention
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.parameters import Parameters

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,10 +33,12 @@ from torch import Tensor
 from fastgen.device import mkl
 from fastgen.device.processor import is_intel
 from fastgen.device.threads import at_most
-from fastgen.kernels import pages
+from fastgen.kernels import fp8_pages
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.kv_pool import KVPool
+
+if TYPE_CHECKING:
+    from fastgen.model.attention.shared import SharedPrefixes
 
 INTEL_AVX2 = is_intel() and torch.backends.cpu.get_cpu_capability() == "AVX2"
 """True on an Intel processor with AVX2 only. There, MKL divides the rows of a matrix among threads if a batch has fewer
@@ -207,7 +210,7 @@ class _Copied:
 
     def _blocks(self, pool: Tensor) -> Tensor:
         """Return the block of each pair, float32 [M, KEY_BLOCK, D], padded."""
-        copy = pages.read(pool, self._runs, KEY_BLOCK // self._tiles.runs.shape[1])
+        copy = fp8_pages.read(pool, self._runs, KEY_BLOCK // self._tiles.runs.shape[1])
         return F.pad(copy.view(-1, KEY_BLOCK, pool.shape[-1]), self._padding)
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastgen.model.attention.shared import SharedPrefixes
+if TYPE_CHECKING:
+    from fastgen.model.attention.shared import SharedPrefixes
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from torch import Tensor
 from fastgen.device.chip import Chip
 from fastgen.device.pinned import upload_together
 from fastgen.kernels import attention as kernel
-from fastgen.kernels import hopper_decode, work_tiles
+from fastgen.kernels import work_tiles
+from fastgen.kernels.hopper import decode as hopper_decode
+from fastgen.kernels.triton.attention import configure
 from fastgen.kernels.work_tiles import SharedRows
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.shared import SharedPrefixes
@@ -67,7 +69,7 @@ class PagedAttention:
         self.chip = Chip.of(device)
         self.group = num_heads // num_kv
         self.configs = {
-            phase: kernel.configure(phase, self.group, head_size, dtype, self.chip, page_size, pool.fp8)
+            phase: configure(phase, self.group, head_size, dtype, self.chip, page_size, pool.fp8)
             for phase in (kernel.DECODE, kernel.PREFILL, kernel.GROUP)
         }
         self._launch = kernel.attention.launch if deterministic else kernel.attention

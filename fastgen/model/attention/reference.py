@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.kernels import pages
+from fastgen.kernels import fp8_pages
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.kv_pool import KVPool
+
+if TYPE_CHECKING:
+    from fastgen.model.attention.shared import SharedPrefixes
 
 
 @dataclass(frozen=True)
@@ -78,5 +81,5 @@ class ReferenceAttention:
 
     def _gather(self, pool: Tensor, rows: Tensor) -> Tensor:
         """Return the keys or values of a sequence for each query head: float32 [L, H, D]."""
-        found = pages.read(pool, rows.flatten(), 1).view(*rows.shape, self._head_size)
+        found = fp8_pages.read(pool, rows.flatten(), 1).view(*rows.shape, self._head_size)
         return found.repeat_interleave(self._group, dim=1)

@@ -1,4 +1,4 @@
-"""Decode attention on Hopper, in Gluon, with the same bits as fastgen.kernels.attention.
+"""Decode attention on Hopper, in Gluon, with the same bits as fastgen.kernels.triton.attention.
 
 The blocks of keys of all tasks of a program form one stream: one warp loads the next blocks to shared memory (by TMA),
 including the first blocks of the next task, while four other warps compute. In Triton's loop each task would have to
@@ -10,9 +10,9 @@ their results than all programs take to load the keys.
 
 If a step has only decodes, its only new keys are at the positions of its own tokens, and its lists and page tables were
 written before its embedding. Therefore the first blocks load before the previous kernel has ended (see
-fastgen.kernels.hopper_products).
+fastgen.kernels.hopper.products).
 
-Keys and values in fp8 (fastgen.kernels.pages) are converted to 2-byte numbers in the registers of the warps that
+Keys and values in fp8 (fastgen.kernels.fp8_pages) are converted to 2-byte numbers in the registers of the warps that
 multiply. Each thread reads contiguous bytes, so the 16 columns of keys (or 16 rows of values) of an instruction have a
 different order than in memory. All numbers and scales are exact, so the bits are the same as with these keys and values
 in bfloat16, unless the elements of a query span more than a factor of 2**31.
@@ -30,12 +30,15 @@ import torch
 from torch import Tensor
 
 from fastgen.device.chip import Chip, power_of_two
-from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, next_stage, nvidia, reinterpret
-from fastgen.kernels.hopper_products import LOADING_REGISTERS, REGISTERS, SIDE, WARPS, described, runs_on
-from fastgen.kernels.launch import constant, tl
-from fastgen.kernels.pages import E4M3, power_of, scales_of
-from fastgen.kernels.softmax import combine, load_partial
-from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS, read_tile, schedule
+from fastgen.kernels.fp8_pages import E4M3, scales_of
+from fastgen.kernels.hopper.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, next_stage, nvidia, reinterpret
+from fastgen.kernels.hopper.products import LOADING_REGISTERS, REGISTERS, SIDE, WARPS, described
+from fastgen.kernels.launch import gluon_runs_on
+from fastgen.kernels.triton.fp8_pages import power_of
+from fastgen.kernels.triton.jit import constant, tl
+from fastgen.kernels.triton.softmax import combine, load_partial
+from fastgen.kernels.triton.work_tiles import read_tile, schedule
+from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS
 
 KEYS = 64  # keys of a block, as in all attention kernels
 SOME = constant(16)  # keys that an instruction sums; a sequence's last block is padded to a multiple of these
@@ -74,7 +77,7 @@ def streams(
         return False
     loads = page_size % KEYS == 0 and head_size * item_size % 16 == 0  # a requirement of TMA
     fits = loads and 64 <= dims <= 128 and group <= MOST_GROUP
-    return fits and runs_on(chip, dtype) and stages_of(group, dims, item_size, chip) > 1
+    return fits and gluon_runs_on(chip, dtype) and stages_of(group, dims, item_size, chip) > 1
 
 
 @gluon_jit("layer", "num_pages", "table_width", "split", "alone")
@@ -508,7 +511,8 @@ def launch(
     q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: Tensor, most: int, split: bool,
     alone: bool, private: bool, memory: tuple[Tensor, ...], layer: int, window: int, scale: float,
 ) -> None:  # fmt: skip
-    """Launch the kernel; fastgen.kernels.attention has checked the arguments, and its twin says what it computes.
+    """Launch the kernel. fastgen.kernels.triton.attention has checked the arguments, and the twin of
+    fastgen.kernels.attention says what it computes.
 
     tiles: the list of work tiles. most: maximum number of work tiles. split: whether some may be splits. alone: see
     fastgen.model.attention.interface.Attention.plan_decode. private: whether the list is PRIVATE. memory: the tensors

@@ -1,5 +1,5 @@
 """Products of many tokens in fp8 on Hopper, in Gluon, with the same bits as products of few tokens in
-fastgen.kernels.hopper_products.
+fastgen.kernels.hopper.products.
 
 Hopper's tensor cores add fp8 products in an accumulator of about 14 bits. Therefore they sum each 128 inputs from zero
 (with four instructions of 32 inputs), and these sums are added in float32, in order. If the weight has one scale per
@@ -15,11 +15,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastgen.device.chip import Chip
-from fastgen.kernels.batch_invariant import GROUP
-from fastgen.kernels.epilogue import added, gated, read_rows
-from fastgen.kernels.gluon import gl, gluon_jit, load_tile, next_stage, nvidia, store_tile
-from fastgen.kernels.hopper_products import described
-from fastgen.kernels.launch import constant, tl
+from fastgen.kernels.hopper.gluon import gl, gluon_jit, load_tile, next_stage, nvidia, store_tile
+from fastgen.kernels.hopper.products import described
+from fastgen.kernels.triton.batch_invariant import GROUP
+from fastgen.kernels.triton.epilogue import added, gated, read_rows
+from fastgen.kernels.triton.jit import constant, tl
 
 CHUNK = 128
 """Number of inputs that the tensor cores sum; also rows and inputs per block with one scale."""

@@ -12,8 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.kernels.launch import jit, tl
-
 E4M3 = torch.float8_e4m3fn
 
 
@@ -75,29 +73,3 @@ def read(pages: Tensor, runs: Tensor, size: int) -> Tensor:
 def _power_of(exponents: Tensor) -> Tensor:
     """Return the scales of int32 exponents."""
     return (exponents << 23).view(torch.float32)
-
-
-@jit()
-def quantized_heads(first, second):
-    """Return the halves of heads, [HEADS, HALF] each, in E4M3, and the exponents of their scales, [HEADS, 1], as bytes
-    of the type E4M3."""
-    first = first.to(tl.float32)
-    second = second.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))[:, None]
-    exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, 1)
-    power = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    bits = exponent.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    return (first * power).to(tl.float8e4nv), (second * power).to(tl.float8e4nv), bits
-
-
-@jit()
-def dequantized(numbers, bits, DTYPE: tl.constexpr):
-    """Return numbers times their scales in DTYPE. numbers, bits: as loaded, with the type E4M3."""
-    numbers = numbers.to(tl.float32)  # the direct conversion takes one slow instruction per number
-    return numbers.to(DTYPE) * power_of(bits).to(DTYPE)
-
-
-@jit()
-def power_of(bits):
-    """Return the scales, in float32, of exponents as loaded, with the type E4M3. Kernels in Gluon call this, too."""
-    return (bits.to(tl.uint8, bitcast=True).to(tl.int32) << 23).to(tl.float32, bitcast=True)

@@ -1,8 +1,8 @@
 """Gluon, Triton's language with explicit layouts. This module hides the differences between its versions.
 
 Gluon is experimental, and its names change between versions of Triton. Kernels in Gluon therefore run only with the
-versions in `launch.KNOWN_TRITON`, and not in Triton's interpreter. Without Gluon, `gl` and `nvidia` are None, and a
-kernel is a plain function that nothing calls.
+versions in `fastgen.kernels.launch.KNOWN_TRITON`, and not in Triton's interpreter. Without Gluon, `gl` and `nvidia`
+are None, and a kernel is a plain function that nothing calls.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from fastgen.kernels import launch
-from fastgen.kernels.launch import GLUON
+from fastgen.kernels.launch import GLUON, optional, version
+from fastgen.kernels.triton import jit
 
-gl: Any = launch.optional("triton.experimental.gluon.language") if GLUON else None
-nvidia: Any = launch.optional("triton.experimental.gluon.language.nvidia.hopper") if GLUON else None
+gl: Any = optional("triton.experimental.gluon.language") if GLUON else None
+nvidia: Any = optional("triton.experimental.gluon.language.nvidia.hopper") if GLUON else None
 
 barrier: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier", None)
 """Synchronize the threads of a partition. Triton 3.6 has only the second name."""
@@ -31,8 +31,8 @@ _memory: Any = getattr(gl, "shared_memory_descriptor", None)
 reinterpret: Any = getattr(_memory, "reinterpret", None) or getattr(_memory, "_reinterpret", None)
 """View shared memory in another shape. Triton 3.9 has only the first name, earlier versions only the second."""
 
-_VERSION = launch.version()
-_SLICES = launch.constant(_VERSION >= (3, 9))
+_VERSION = version()
+_SLICES = jit.constant(_VERSION >= (3, 9))
 """True if a buffer of any number of tiles can be sliced, which lets a view begin between two larger tiles."""
 
 HALVES = _VERSION != (3, 8)
@@ -42,10 +42,10 @@ ANY_BOXES = _VERSION < (3, 8)
 """True if `side_of` can view a tile whose number of boxes is not a power of two: until 3.7, by a view larger than its
 source."""
 
-EVICTS = launch.constant(hasattr(nvidia, "CachePolicy"))
+EVICTS = jit.constant(hasattr(nvidia, "CachePolicy"))
 """True if TMA loads take a policy for the L2 cache, as with Triton 3.9."""
 
-ONCE: Any = launch.constant(
+ONCE: Any = jit.constant(
     nvidia.CachePolicy(l2=nvidia.FractionalEvictionPolicy("evict_first", 1.0))
     if hasattr(nvidia, "CachePolicy")
     else None
@@ -54,11 +54,11 @@ ONCE: Any = launch.constant(
 
 
 def gluon_jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return `launch.jit`'s counterpart for kernels in Gluon."""
+    """Return `jit.jit`'s counterpart for kernels in Gluon."""
     if not GLUON:
         return lambda function: function
     base = importlib.import_module("triton.experimental.gluon._runtime").GluonJITFunction
-    return lambda function: launch.quick(base)(function, do_not_specialize=unspecialized)
+    return lambda function: jit.quick(base)(function, do_not_specialize=unspecialized)
 
 
 @gluon_jit()

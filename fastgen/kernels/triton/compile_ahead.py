@@ -20,7 +20,8 @@ import torch
 from tqdm import tqdm
 
 from fastgen.device.chip import current
-from fastgen.kernels.launch import KNOWN, Notes, launcher, noting, triton
+from fastgen.kernels.launch import KNOWN, triton
+from fastgen.kernels.triton.jit import Notes, launcher, noting
 
 log = logging.getLogger(__name__)
 

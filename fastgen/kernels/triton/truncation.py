@@ -1,4 +1,4 @@
-"""Top-k and top-p without a sort, for the sampler's kernels (fastgen.kernels.sampling says when they run).
+"""Top-k and top-p without a sort, for the sampler's kernels (fastgen.kernels.triton.sampling says when they run).
 
 Both keep the tokens whose rank key is at least a certain key: the k-th largest key, or the largest key for which the
 kept tokens hold top_p of the probability mass. Both also drop tokens whose probability is more than a factor of
@@ -16,9 +16,9 @@ Therefore top-p may cut in any of a few bins, and the tokens of all of these are
 
 from __future__ import annotations
 
-from fastgen.kernels import sampler_rows as layout
-from fastgen.kernels.launch import constant, jit, tl
-from fastgen.kernels.sampler_rows import (
+from fastgen.kernels.triton import sampler_rows as layout
+from fastgen.kernels.triton.jit import constant, jit, tl
+from fastgen.kernels.triton.sampler_rows import (
     NO_KEY,
     as_mass,
     is_cut,

@@ -1,12 +1,12 @@
 """Products of up to 256 tokens on Hopper, in Gluon, with the same bits as the kernels for many tokens: those of
-fastgen.kernels.batch_invariant in Triton, and of fastgen.kernels.hopper_fp8.
+fastgen.kernels.triton.batch_invariant, and of fastgen.kernels.hopper.fp8.
 
 One warp of a program loads the tiles (by TMA) that four other warps multiply. Otherwise memory would be idle for 3 us
 between each two kernels of a decode step. Therefore the first tiles of a weight load before the previous kernel has
 ended (programmatic dependent launch), and the tiles of x load afterwards. This is safe because no kernel of a step
 writes weights, and earlier writes have ended when a step's first product begins: the embedding waits for all of them
-(see fastgen.kernels.embedding). The next kernel may start before this one has waited (EARLY = 2); each kernel ends
-after the one ahead of it, so waiting for one is waiting for all. Triton's pipeline cannot treat the two sides
+(see fastgen.kernels.triton.embedding). The next kernel may start before this one has waited (EARLY = 2); each kernel
+ends after the one ahead of it, so waiting for one is waiting for all. Triton's pipeline cannot treat the two sides
 differently: it can only wait before loading either.
 
 Narrow products have one program per tile, at most one per processor, and each can use all of the processor's shared
@@ -24,9 +24,21 @@ import torch
 from torch import Tensor
 
 from fastgen.device.chip import Chip, power_of_two
-from fastgen.kernels.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
-from fastgen.kernels.gluon import ANY_BOXES, EVICTS, HALVES, ONCE, gl, gluon_jit, load_tile, next_stage, nvidia, side_of
-from fastgen.kernels.launch import GLUON, constant, tl
+from fastgen.kernels.batch_invariant import FEW_IN_GLUON
+from fastgen.kernels.hopper.gluon import (
+    ANY_BOXES,
+    EVICTS,
+    HALVES,
+    ONCE,
+    gl,
+    gluon_jit,
+    load_tile,
+    next_stage,
+    nvidia,
+    side_of,
+)
+from fastgen.kernels.triton.epilogue import finish_pairs, finish_rows, read_pairs, read_rows
+from fastgen.kernels.triton.jit import constant, tl
 
 SIDE = 64  # minimum number of rows of the instruction's left side
 PIECE = 128  # bytes of a row of shared memory
@@ -52,7 +64,7 @@ TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128))
 """Choices of tokens and rows of a tile for more tokens than WIDE has. A tile of x loads for each tile of the weight."""
 
 MOST = 256  # tokens up to which some products are faster here than in the kernels for many tokens
-ALL = {1: 64, 2: 128}  # ... and up to which all are, by bytes per input
+ALL = {1: 64, 2: FEW_IN_GLUON}  # ... and up to which all are, by bytes per input
 AT_ONCE = {1: 2, 2: 1}  # maximum number of programs per processor for more than ALL tokens, by bytes per input
 ROPE = 32  # tokens up to which rope inside a product is faster than a kernel of its own
 EVEN = 0.95  # number of programs, in units of two per processor, from which all processors have about equal work
@@ -63,14 +75,9 @@ AHEAD, AHEAD_ROPE = 64, 32  # sums per thread up to which the epilogue's inputs 
 LEAST = 3  # the larger depth is taken if more stages than this fit
 
 
-def runs_on(chip: Chip, dtype: torch.dtype) -> bool:
-    """Return whether these kernels run on a chip with inputs of a dtype."""
-    return GLUON and chip.capability == (9, 0) and dtype.itemsize <= 2
-
-
 def takes(tokens: int, outputs: int, item_size: int, chip: Chip) -> bool:
     """Return whether a product of `tokens` tokens is faster here than in the kernels for many tokens, which are in
-    Triton or, for fp8, in fastgen.kernels.hopper_fp8.
+    Triton or, for fp8, in fastgen.kernels.hopper.fp8.
 
     It is for up to ALL tokens, and for up to MOST tokens if all tiles run at the same time, AT_ONCE per processor.
     item_size: bytes per input.

@@ -6,14 +6,14 @@ heads per KV head, D head size, DIMS: D rounded up to a power of two.
 
 Results have the same bits, whichever programs compute their blocks. Each block of keys has its own softmax, and these
 are combined in the order of their positions. Query rows are the left side of products, where Hopper's instruction needs
-at least 64 rows. In fastgen.kernels.hopper_decode they are the right side (SWAP), since a decode has few rows. Either
+at least 64 rows. In fastgen.kernels.hopper.decode they are the right side (SWAP), since a decode has few rows. Either
 way a product sums over the same dimension in the same order. For the same reason the weights of a block, rounded to the
 dtype of the values, are summed by a product too.
 """
 
 from __future__ import annotations
 
-from fastgen.kernels.launch import constant, jit, tl
+from fastgen.kernels.triton.jit import constant, jit, tl
 
 LEAST = constant(64)  # minimum number of rows of a product's left side
 FEWEST = constant(16)  # minimum number of columns of its right side

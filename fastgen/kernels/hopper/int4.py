@@ -1,5 +1,5 @@
 """Products with weights of 4 bits (fastgen.kernels.int4) on Hopper, in Gluon, with the same bits as products with the
-dequantized weight in fastgen.kernels.hopper_products, whose structure this kernel has.
+dequantized weight in fastgen.kernels.hopper.products, whose structure this kernel has.
 
 One warp of a program loads tiles of packed words and of x (by TMA). The other warps dequantize in registers, which hold
 the left side of the tensor core instructions: a prepared word has the 8 weights that a thread holds of 16 x 16 weights.
@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from fastgen.device.chip import Chip
-from fastgen.kernels.epilogue import finish_pairs, finish_rows
-from fastgen.kernels.gluon import gl, gluon_jit, load_tile, next_stage, nvidia, reinterpret
-from fastgen.kernels.hopper_products import described, origin, read_ahead
-from fastgen.kernels.launch import GLUON, constant, tl
+from fastgen.kernels.hopper.gluon import gl, gluon_jit, load_tile, next_stage, nvidia, reinterpret
+from fastgen.kernels.hopper.products import described, origin, read_ahead
+from fastgen.kernels.launch import GLUON
+from fastgen.kernels.triton.epilogue import finish_pairs, finish_rows
+from fastgen.kernels.triton.jit import constant, tl
 
 FEW = (8, 16, 32, 64)  # tokens of a tile for few tokens
 WIDE = (128, 256, 4, 64, 2)  # the other sizes of a Tile, for weights with at least one such tile per processor
@@ -216,7 +217,7 @@ def _product_kernel(
     """Compute the product of one tile of the weight's rows with one tile of tokens per program.
 
     Shape letters: see fastgen.kernels.batch_invariant; GROUP: columns per group. CHUNK: see Tile. APART: see
-    Tile.apart. AHEAD, EARLY: see hopper_products. Programs with the same tile of the weight are neighbours.
+    Tile.apart. AHEAD, EARLY: see hopper.products. Programs with the same tile of the weight are neighbours.
     """
     PAIRS: gl.constexpr = ROWS // 2 // HEADS
     first_token, head, first_row = origin(T, HALF, TOKENS, ROWS, HEADS, True)
@@ -528,7 +529,7 @@ def launch(
 ) -> None:  # fmt: skip
     """Multiply x [T, K] by a weight in the prepared form. The caller has checked the arguments.
 
-    half, heads, tiles, others, sizes: see fastgen.kernels.batch_invariant.Epilogue.
+    half, heads, tiles, others, sizes: see fastgen.kernels.triton.batch_invariant.Epilogue.
     """
     (tokens, inputs), outputs = x.shape, len(words)
     group, token_tiles = inputs // scales.shape[1], -(-tokens // tile.tokens)

@@ -2,10 +2,10 @@
 
 1. edit applies penalties, biases, min_tokens (by forbidding stop ids) and masks, and stores each row's largest logits.
    It runs for batches that are edited or truncated.
-2. bin and cut (fastgen.kernels.truncation) find the smallest rank key that top-k and top-p keep. They run for batches
-   with top-k or top-p.
+2. bin and cut (fastgen.kernels.triton.truncation) find the smallest rank key that top-k and top-p keep. They run for
+   batches with top-k or top-p.
 3. draw reads the logits once. Each chunk finds its largest score, logit / temperature + noise, among the tokens that
-are kept, and its sums. The last program of a row combines the chunks.
+   are kept, and its sums. The last program of a row combines the chunks.
 
 Batches that are neither edited nor truncated use the plain variant of the draw, which gives a row the same bits.
 """
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from fastgen.device.chip import Chip, power_of_two
-from fastgen.kernels import sampler_rows as layout
-from fastgen.kernels.launch import jit, tl
-from fastgen.kernels.sampler_rows import (
+from fastgen.kernels.triton import sampler_rows as layout
+from fastgen.kernels.triton.jit import jit, tl
+from fastgen.kernels.triton.sampler_rows import (
     LOG2E,
     NO_KEY,
     chunk_sum,
@@ -38,7 +38,7 @@ from fastgen.kernels.sampler_rows import (
     scale_of,
     weigh,
 )
-from fastgen.kernels.truncation import BINS, LISTED, bin_kernel, cut_kernel, find_best
+from fastgen.kernels.triton.truncation import BINS, LISTED, bin_kernel, cut_kernel, find_best
 
 EDIT_REGISTERS = 80  # per thread, so that three programs fit on a processor
 DRAW_REGISTERS = 128  # so that two programs fit
@@ -49,9 +49,9 @@ CUT_REGISTERS = 128  # so that two programs of each of bin and cut fit
 class Lanes(Protocol):
     """The state of L lanes that the kernels read and write (fastgen.model.sampler.LaneState).
 
-    table: int64 [L, 14], see fastgen.kernels.sampler_rows. token_ids: int64 [L, width], a lane's biased tokens followed
-    by its stop ids. addends: float32 [L, width], what is added to their logits. last_token: int64 [L]. counts: int32
-    [L, V], how often each token is in the answer. in_prompt: bool [L, V].
+    table: int64 [L, 14], see fastgen.kernels.triton.sampler_rows. token_ids: int64 [L, width], a lane's biased tokens
+    followed by its stop ids. addends: float32 [L, width], what is added to their logits. last_token: int64 [L].
+    counts: int32 [L, V], how often each token is in the answer. in_prompt: bool [L, V].
     """
 
     table: Tensor
@@ -64,7 +64,7 @@ class Lanes(Protocol):
 
 @dataclass(frozen=True)
 class Scratch:
-    """The scratch memory of the kernels for up to `rows` rows (fastgen.kernels.sampler_rows)."""
+    """The scratch memory of the kernels for up to `rows` rows (fastgen.kernels.triton.sampler_rows)."""
 
     rows: int
     chunks: Tensor

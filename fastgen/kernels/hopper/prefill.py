@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from fastgen.device.chip import Chip, power_of_two
-from fastgen.kernels.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, next_stage, nvidia, reinterpret
-from fastgen.kernels.hopper_products import described, runs_on
-from fastgen.kernels.launch import constant, tl
-from fastgen.kernels.work_tiles import FIELDS, HEADER, next_task, read_tile
+from fastgen.kernels.hopper.gluon import barrier, clear_rows, gl, gluon_jit, load_tile, next_stage, nvidia, reinterpret
+from fastgen.kernels.hopper.products import described
+from fastgen.kernels.launch import gluon_runs_on
+from fastgen.kernels.triton.jit import constant, tl
+from fastgen.kernels.triton.work_tiles import next_task, read_tile
+from fastgen.kernels.work_tiles import FIELDS, HEADER
 
 SIDE = 64  # rows of a group
 UNIT = 8  # minimum number of rows of a unit, the period of the bank swizzle
@@ -54,7 +56,7 @@ def stages_of(dims: int, item_size: int, chip: Chip) -> int:
 def runs(chip: Chip, dtype: torch.dtype, group: int, head_size: int, page_size: int) -> bool:
     """Return whether this kernel computes prefills of this shape."""
     loads = page_size % KEYS == 0 and head_size * dtype.itemsize % 16 == 0  # a requirement of TMA
-    return loads and runs_on(chip, dtype) and 64 <= power_of_two(head_size) <= 128 and tokens_of(group) > 0
+    return loads and gluon_runs_on(chip, dtype) and 64 <= power_of_two(head_size) <= 128 and tokens_of(group) > 0
 
 
 @gluon_jit("layer", "num_pages", "table_width")
@@ -447,7 +449,8 @@ def launch(
     q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: Tensor, most: int, layer: int,
     window: int, scale: float,
 ) -> None:  # fmt: skip
-    """Launch the kernel; fastgen.kernels.attention has checked the arguments, and its twin says what it computes.
+    """Launch the kernel. fastgen.kernels.triton.attention has checked the arguments, and the twin of
+    fastgen.kernels.attention says what it computes.
 
     tiles: the list of work tiles of up to `tokens_of` tokens each, whose key ranges begin at multiples of KEYS. Keys
     are not split. most: maximum number of work tiles.

@@ -1,0 +1,1 @@
+"""Kernels in Gluon for Hopper with their launch functions. The launches in Triton load them."""
