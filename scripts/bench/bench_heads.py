@@ -28,8 +28,9 @@ from bench_limits import settings
 from bench_speculate import Stream, recorded, requests
 
 from fastgen import Generator, SamplingParams, Speculation
-from fastgen.engine.speculation.head import Head
-from fastgen.engine.warm_up import drafting_of
+from fastgen.speculation.drafting import Drafting
+from fastgen.speculation.head import Head
+from fastgen.speculation.planning import DraftPlan
 
 ACCEPTANCE = {"DFlash": 3.1, "EAGLE-3": 2.6, "int4": 3.44}
 """Tokens per step: of heads for Qwen3-8B on MT-Bench at temperature 1 (DSpark's paper, table 1), and of an int4 copy
@@ -69,8 +70,8 @@ def head_folder(model: str, kind: str, smoke: bool) -> Iterator[Path | str]:
 
 
 def head_of(generator: Generator) -> Head:
-    drafting = drafting_of(generator._runner)
-    assert drafting is not None
+    drafting = generator._runner.features[DraftPlan]
+    assert isinstance(drafting, Drafting)
     assert drafting.head is not None
     return drafting.head
 
