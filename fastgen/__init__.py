@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastgen.async_engine.client import AsyncGenerator, EngineError
-    from fastgen.engine.speculation.options import Speculation
     from fastgen.generator import Generator
     from fastgen.request import Completion, Event, Request, RequestOutput, SamplingParams, TokenMask
+    from fastgen.speculation.options import Speculation
 
 __version__ = "0.2.0"
 __all__ = [
@@ -28,7 +28,7 @@ _HOMES = {
     "AsyncGenerator": "fastgen.async_engine.client",
     "EngineError": "fastgen.async_engine.client",
     "Generator": "fastgen.generator",
-    "Speculation": "fastgen.engine.speculation.options",
+    "Speculation": "fastgen.speculation.options",
 }
 
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 from fastgen.device.memory import release_memory
 from fastgen.display import engine_line
 from fastgen.engine.inputs import InputProcessor
-from fastgen.engine.interface import StepRunner
+from fastgen.engine.interface import History, StepRunner
 from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.loop import Loop
 from fastgen.engine.options import GeneratorOptions
@@ -97,7 +97,11 @@ class Generator(PromptTasks):
         self._changes = WeightChanges(self._loop, options.adapter_base)
         can_untie = self.config.device == "cpu"
         self._tie = Tie(self.model_config.own_head, can_untie) if self.model_config.tied else None
-        self.history = self._loop.scheduler.history
+
+    @functools.cached_property
+    def history(self) -> History:
+        """Outputs of earlier requests, from which tokens are drafted; `history.clear()` removes them."""
+        return self._loop.scheduler.history
 
     # --------------------------------------------------------------------------------------- whole answers
 

@@ -437,8 +437,9 @@ class Batch:
     decodes: lanes that continue with the token they drew last; the step computes them first. prefills: the prefill
     chunks, which follow. starts: lanes that begin with a new sequence. page_updates: changed entries of page tables, as
     (lane, index of the first page, pages). copies: (page, page), partly filled pages to copy for forks when the step
-    has computed. masked: a lane that draws has a TokenMask, so that the sampler waits for the tokens of the previous
-    step. features: the payloads of features, each of its own type; see engine.step.StepFeature.
+    has computed. fresh: newly allocated pages, whose contents are undefined. masked: a lane that draws has a TokenMask,
+    so that the sampler waits for the tokens of the previous step. features: the payloads of features, each of its own
+    type; see engine.step.StepFeature.
     """
 
     decodes: tuple[int, ...] = ()
@@ -446,6 +447,7 @@ class Batch:
     starts: tuple[LaneStart, ...] = ()
     page_updates: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    fresh: tuple[int, ...] = ()
     masked: bool = False
     features: tuple[Any, ...] = ()
 

@@ -9,16 +9,14 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastgen.device.find import find_device
+from fastgen.engine.features import read_options
 from fastgen.engine.interface import StepRunner
 from fastgen.engine.options import EngineConfig, GeneratorOptions
-from fastgen.engine.speculation.options import Speculation
 from fastgen.engine.startup import BuildArguments, build_rank
-from fastgen.model.config import BUNDLED_NAME, ModelConfig
-from fastgen.model.loader import BUNDLED, resolve
+from fastgen.model.config import ModelConfig
 from fastgen.parallel.group import Group
 
 if TYPE_CHECKING:  # only for several ranks
@@ -66,42 +64,10 @@ def resolve_options(model_config: ModelConfig, options: GeneratorOptions) -> Gen
     size = options.tensor_parallel if tp_group is None else number_of_ranks(tp_group)
     sharded = model_config.split(size)
     device = find_device(options.device, ranks=options.tensor_parallel)
-    speculate = with_head(Speculation.of(options.speculate), model_config, size, options.load)
-    options = replace(options, device=device, tensor_parallel=size, tp_group=None, speculate=speculate)
+    options = replace(options, device=device, tensor_parallel=size, tp_group=None)
+    options = read_options(options, model_config, size)
     EngineConfig.make(sharded, options)
     return options
-
-
-def with_head(given: Speculation | None, target: ModelConfig, ranks: int, load: str) -> Speculation | None:
-    """Return options of speculation in which the name of a head is replaced by its configuration. Raises ValueError for
-    a head that cannot be used. load: see GeneratorOptions. The module of heads loads only if there is one."""
-    if given is None or given.head is None:
-        return given
-    from fastgen.engine.speculation.heads import HeadConfig, SelfDraftConfig, read_head
-
-    if isinstance(given.head, HeadConfig):
-        return given
-    if ranks > 1:
-        raise ValueError(f"speculate={str(given.head)!r} needs tensor_parallel=1; leave it out, or take 'auto'")
-    if given.head == "int4":
-        if target.quantization:
-            raise ValueError("speculate='int4' needs a model that is not quantized; leave it out, or take 'auto'")
-        return replace(given, head=SelfDraftConfig())
-    return replace(given, head=read_head(find_head(given.head, weights=load == "auto"), target))
-
-
-def find_head(name: str | Path, weights: bool) -> Path:
-    """Return the local folder of a head: BUNDLED_NAME/NAME (one that drafts for the bundled model), a folder, or a hub
-    id; see `loader.resolve`."""
-    model, _, head = str(name).partition("/")
-    if model == BUNDLED_NAME and isinstance(name, str):
-        own = {each.name: each for each in BUNDLED.iterdir() if each.is_dir()}
-        if head in own:
-            return own[head]
-        if not Path(name).is_dir():
-            heads = ", ".join(sorted(own))
-            raise ValueError(f"{name!r} is neither a folder nor a head that drafts for {model}, which has {heads}")
-    return resolve(name, weights=weights)
 
 
 def log_start(name: str, seconds: float, config: EngineConfig, model_config: ModelConfig) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.loop import Loop
 from fastgen.engine.outputs import OutputQueue
-from fastgen.engine.prompt_scores import pair_scores
-from fastgen.engine.prompts import prompt_list
+from fastgen.engine.prompts import pair_scores, prompt_list
 from fastgen.engine.team import on_all_ranks
 from fastgen.model.config import ModelConfig
 from fastgen.option import check_items

@@ -66,7 +66,7 @@ class CapturableOnCpu(CpuAttention):
 
 def capturable(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a Runner captures from now on is `Called`."""
-    for module in ("warm_up", "prefill_graphs"):
-        monkeypatch.setattr(f"fastgen.engine.{module}.Graphs", Called)
+    for module in ("engine.warm_up", "engine.prefill_graphs", "speculation.drafting"):
+        monkeypatch.setattr(f"fastgen.{module}.Graphs", Called)
     for name in ("capturable", "lists", "list_sizes", "plan_lists", "attend"):
         monkeypatch.setattr(CpuAttention, name, getattr(CapturableOnCpu, name), raising=False)

@@ -52,4 +52,4 @@ def adversary_on_device(monkeypatch: pytest.MonkeyPatch, gen: Generator, outputs
         tokens[lanes] = torch.where(wrong, torch.randint(0, vocab, drafted.shape, device=device), drafted)
         counts[lanes] = torch.randint(0, tokens.shape[1] + 1, lanes.shape, device=device, dtype=torch.int32)
 
-    monkeypatch.setattr("fastgen.engine.speculation.drafting.recall", recall)
+    monkeypatch.setattr("fastgen.speculation.drafting.recall", recall)

@@ -11,13 +11,15 @@ import numpy as np
 from hash_model import hopeful
 
 from fastgen import Generator
+from fastgen.engine.features import read_options
+from fastgen.engine.host_pages import PageMoves
 from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.page_moves import PageMover
-from fastgen.engine.pages import PageMoves
 from fastgen.engine.prompt_scores import ScorePlan, ScoreRequest
 from fastgen.engine.runner import Runner
 from fastgen.engine.startup import build_runner
 from fastgen.model.config import read_config
+from fastgen.model.host_tier import HostTier
 from fastgen.parallel.group import Group
 from fastgen.request import Batch, LaneStart, Prefill, SamplingParams, StepResult
 
@@ -36,7 +38,8 @@ def make_runner(folder: Path, **options: Any) -> Runner:
     settings: dict[str, Any] = {"max_seqs": 8, "max_step_tokens": 256, "page_size": PAGE, "num_pages": 64, **options}
     model = read_config(folder)
     given = GeneratorOptions(**{"device": "cpu", **settings})
-    return build_runner(model, EngineConfig.make(model, given), folder, "auto", Group())
+    config = EngineConfig.make(model, read_options(given, model, 1))
+    return build_runner(model, config, folder, "auto", Group())
 
 
 def let_pages_run_out(gen: Generator) -> None:
@@ -50,6 +53,13 @@ def mover(runner: Runner) -> PageMover:
     found = runner.features[PageMoves]
     assert isinstance(found, PageMover)
     return found
+
+
+def add_host_tier(runner: Runner, host_pages: int) -> HostTier:
+    """Give the runner a host tier, which its options have not asked for."""
+    tier = HostTier(runner.pool, host_pages)
+    runner.features[PageMoves] = PageMover(tier)
+    return tier
 
 
 def start(lane: int, params: SamplingParams, tokens: Sequence[int], prompt_len: int, seed: int = 0) -> LaneStart:
@@ -106,7 +116,7 @@ def siblings(
             prefills=(Prefill(3, 0, tuple(others[3]), sample=True),),
             starts=tuple(starts[3:4]),
             page_updates=tuple(chain.from_iterable(table(lane, pages) for lane, pages in everyone)),
-            features=(PageMoves(fresh=tuple(sorted({page for _, pages in everyone for page in pages}))),),
+            fresh=tuple(sorted({page for _, pages in everyone for page in pages})),
         ),
     )
     first = Prefill(0, 0, tuple(prompt), sample=True, forks=(1, 2) if forked else ())
@@ -134,19 +144,21 @@ def continued(runner: Runner, prompt: Sequence[int], steps: int, moved: bool) ->
     params, full = PARAMS[1], (len(prompt) - 1) // PAGE
     pages = list(range(-(-(len(prompt) + steps) // PAGE)))
     first = (Prefill(0, 0, tuple(prompt), sample=False),)
-    run(runner, Batch(prefills=first, page_updates=table(0, pages), features=(PageMoves(tuple(pages)),)))
+    run(runner, Batch(prefills=first, page_updates=table(0, pages), fresh=tuple(pages)))
     rest, loads = [50 + page for page in pages[full:]], ()
     if moved:
         saves = tuple((page, 2 * page + 1) for page in pages[:full])
         over = Prefill(2, 0, tuple(reversed(prompt)), sample=False)
-        run(runner, Batch(prefills=(over,), page_updates=table(2, pages), features=(PageMoves(tuple(pages), saves),)))
+        moves = (PageMoves(saves),)
+        run(runner, Batch(prefills=(over,), page_updates=table(2, pages), fresh=tuple(pages), features=moves))
         loads = tuple((slot, 30 - page) for page, slot in saves)
     places = [page for _, page in loads] or pages[:full]
     batch = Batch(
         prefills=(Prefill(1, full * PAGE, tuple(prompt[full * PAGE :]), sample=True),),
         starts=(start(1, params, prompt, len(prompt), seed=3),),
         page_updates=table(1, [*places, *rest]),
-        features=(PageMoves(fresh=tuple(rest), loads=loads),),
+        fresh=tuple(rest),
+        features=(PageMoves(loads=loads),) if loads else (),
     )
     said = [run(runner, batch)[0]]
     return said + [run(runner, Batch(decodes=(1,)))[0] for _ in range(steps - 1)]

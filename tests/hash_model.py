@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from fastgen.engine.admission import LengthEstimate
+from fastgen.engine.host_pages import PageMoves
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.pages import PageMoves
 from fastgen.engine.prompt_scores import Scored, ScorePlan
 from fastgen.engine.scheduler import Scheduler
-from fastgen.engine.speculation.planning import Drafted, DraftPlan
 from fastgen.request import Batch, Drawn, LaneStart, PromptScore, SamplingParams, Sequence, StepResult
+from fastgen.speculation.planning import Drafted, DraftPlan
 
 VOCAB = 40  # a mask has two words
 POISON = VOCAB  # a token whose KV is not finite; it is never drawn
@@ -226,7 +226,7 @@ class HashRunner:
 
     def launch(self, batch: Batch) -> Launched:
         plan = draft_plan(batch)
-        self._move_pages(page_moves(batch))
+        self._move_pages(page_moves(batch), batch.fresh)
         for start in batch.starts:
             self.started[start.lane], self.counted[start.lane] = start, list(start.token_ids)
             self.texts.pop(start.lane, None)
@@ -273,15 +273,15 @@ class HashRunner:
         self.memory = [JUNK] * len(self.memory)
         self.host = [[JUNK] * self.config.page_size for _ in self.host]
 
-    def _move_pages(self, moves: PageMoves) -> None:
+    def _move_pages(self, moves: PageMoves, fresh: tuple[int, ...]) -> None:
         for page, slot in moves.saves:
             self.host[slot] = self.memory[self._page(page)]
             self.trip()
-        for page in moves.fresh:
-            self.memory[self._page(page)] = [JUNK] * self.config.page_size
         for slot, page in moves.loads:
             self.memory[self._page(page)] = self.host[slot]
             self.trip()
+        for page in fresh:
+            self.memory[self._page(page)] = [JUNK] * self.config.page_size
 
     def _page(self, page: int) -> slice:
         return slice(page * self.config.page_size, (page + 1) * self.config.page_size)

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fastgen import Generator, RequestOutput
-from fastgen.engine.speculation.drafting import Drafting
-from fastgen.engine.speculation.head import Head
-from fastgen.engine.speculation.planning import DraftPlan
 from fastgen.kernels.drafts import StepDraws
 from fastgen.kernels.noise import gumbel
+from fastgen.speculation.drafting import Drafting
+from fastgen.speculation.head import Head
+from fastgen.speculation.planning import DraftPlan
 
 DIALECTS = ("z-lab", "DeepSpec", "speculators")
 HEADS, INNER, EPS, THETA, MASK = 6, 80, 1e-5, 3000.0, 7

@@ -23,7 +23,6 @@ from hash_model import (
 )
 from invariants import check_scheduler
 
-from fastgen.engine.masks import fill_masks
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.scheduler import MAX_PREFILLS, RETRY_STEPS, Scheduler
 from fastgen.request import Batch, SamplingParams, Sequence, Status
@@ -126,7 +125,7 @@ class Simulation:
             self._trip()
             self._collect()
             if launched and batch and batch.masked:
-                masks = fill_masks([self.scheduler.lanes[lane] for lane in batch.sampling], VOCAB)
+                masks = self.scheduler.token_masks(batch, VOCAB)
                 self._check()
                 self.runner.sample(launched, masks)
             self.in_flight = launched
@@ -278,7 +277,7 @@ class Simulation:
         """Check that each page written before the step computes is written once, and not read after that."""
         moves = page_moves(batch)
         slots = [slot for _, slot in moves.saves]
-        written = [*moves.fresh, *(page for _, page in moves.loads), *(page for _, page in batch.copies)]
+        written = [*batch.fresh, *(page for _, page in moves.loads), *(page for _, page in batch.copies)]
         assert len(set(slots)) == len(slots)
         assert len(set(written)) == len(written)
         copied = {source for source, _ in batch.copies}

@@ -1,5 +1,5 @@
-"""The import budget: at most so many lines of fastgen are loaded, so that features, devices and ranks that a process does
-not use cost it nothing, and a reader has nothing else to read."""
+"""The import budget: a process loads at most so many lines of fastgen. Features, devices and ranks that it does not use
+cost it nothing, and a reader of its path has nothing else to read."""
 
 from __future__ import annotations
 

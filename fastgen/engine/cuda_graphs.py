@@ -116,6 +116,10 @@ class Graphs(Generic[Key]):
                 graph.reset()
             self._graphs.clear()
 
+    def size_for(self: Graphs[int], count: int) -> int:
+        """Return the smallest key that holds `count` lanes or tokens."""
+        return smallest_size(self.keys, count)
+
     def run(self, key: Key) -> None:
         """Replay a graph on the current stream. Raises DepartedError after `reset`."""
         with self._lock:

@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
-from fastgen.engine.pages import Node, PageAllocator, PageMoves
+from fastgen.engine.pages import Node, PageAllocator
+
+
+@dataclass(frozen=True, slots=True)
+class PageMoves:
+    """The payload of a Batch: page moves before a step computes.
+
+    saves: (page, host page), pages to copy to the host tier first. loads: (host page, page), pages to copy from the
+    host tier after the saves. A page that is loaded is not in `Batch.fresh`.
+    """
+
+    saves: tuple[tuple[int, int], ...] = ()
+    loads: tuple[tuple[int, int], ...] = ()
 
 
 class TieredPageAllocator(PageAllocator):
@@ -70,16 +83,11 @@ class TieredPageAllocator(PageAllocator):
         self._free_host_pages = list(range(self.host_pages))[::-1]
 
     def take_moves(self) -> PageMoves | None:
-        moves = super().take_moves()
+        """Return the moves of the batch that is now complete, if there are any."""
         if not (self._saves or self._loads):
-            return moves
+            return None
         saves = tuple((page, host_page) for host_page, page in self._saves.items())
-        moves = PageMoves(() if moves is None else moves.fresh, saves, tuple(self._loads.items()))
+        moves = PageMoves(saves, tuple(self._loads.items()))
         self._saves.clear()
         self._loads.clear()
         return moves
-
-
-def make_allocator(num_pages: int, page_size: int, host_pages: int) -> PageAllocator:
-    """Return a PageAllocator, with a host tier if it has pages."""
-    return TieredPageAllocator(num_pages, page_size, host_pages) if host_pages else PageAllocator(num_pages, page_size)

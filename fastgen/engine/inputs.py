@@ -7,8 +7,10 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from fastgen.engine.masks import MaskMaker, copy_mask
+from fastgen.engine.features import asks_for_mask
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue
 from fastgen.engine.prompts import params_list, prompt_list
 from fastgen.engine.seeds import seed_of
@@ -26,6 +28,9 @@ from fastgen.request import (
     params_of,
 )
 from fastgen.text.tokenizer import Tokenizer, check_needs, encode_prompt
+
+if TYPE_CHECKING:  # see InputProcessor._masks
+    from fastgen.engine.masks import MaskMaker
 
 
 class InputProcessor:
@@ -46,7 +51,13 @@ class InputProcessor:
         self.model, self.tokenizer, self.context, self.defaults = model, tokenizer, context, defaults
         self._seed = os.urandom(8) if seed is None else seed
         self._seeds = itertools.count()
-        self._masks = MaskMaker(model, tokenizer)
+
+    @cached_property
+    def _masks(self) -> MaskMaker:
+        """Makes the masks of requests; imported for the first request that asks for one, since it reads grammars."""
+        from fastgen.engine.masks import MaskMaker
+
+        return MaskMaker(self.model, self.tokenizer)
 
     def pair(
         self, prompts: Prompt | Iterable[Prompt], params: Params | Iterable[Params]
@@ -59,7 +70,8 @@ class InputProcessor:
         if params is None or isinstance(params, SamplingParams | Mapping):
             shared = params_of(params, self.defaults)
             self.check_params(shared)  # before anything runs
-            self._masks.mask_of(shared)
+            if asks_for_mask(shared):
+                self._masks.mask_of(shared)
             return [(prompt, shared) for prompt in many]
         each = params_list(params, len(many))
         return [(prompt, params_of(own, self.defaults)) for prompt, own in zip(many, each, strict=True)]
@@ -95,7 +107,7 @@ class InputProcessor:
         ids, text = encode_prompt(request.prompt, self.tokenizer)
         self._check_prompt(ids, params)
         stop_ids = self._stop_ids(params)
-        mask, rest = self._masks.mask_of(params, ids, stop_ids)
+        mask, rest = self._masks.mask_of(params, ids, stop_ids) if asks_for_mask(params) else (None, params)
         if score is None and params.prompt_logprobs is not None:
             score = (0, 1.0)
         if score is not None and not 0 <= score[0] <= len(ids):
@@ -114,7 +126,7 @@ class InputProcessor:
                 max_len=min(most, self.context),
                 seed=seed,
                 stop_ids=stop_ids,
-                mask=copy_mask(mask),
+                mask=None if mask is None else self._masks.copy(mask),
             )
             for index in (range(params.n) if resume is None else (resume.index,))
         ]

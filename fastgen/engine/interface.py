@@ -3,7 +3,7 @@ that the scheduler calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -11,7 +11,9 @@ import numpy as np
 from fastgen.engine.options import EngineConfig
 from fastgen.request import Batch, Prefill, Sequence, StepResult
 
-if TYPE_CHECKING:  # these modules import torch
+if TYPE_CHECKING:  # the scheduler imports this module too; step and weights import torch
+    from fastgen.engine.admission import LaneTable
+    from fastgen.engine.pages import PageAllocator
     from fastgen.engine.step import Launched
     from fastgen.model.weights import Tensors, Update
 
@@ -56,12 +58,49 @@ class StepRunner(Protocol):
     def close(self) -> None: ...
 
 
+class History(Protocol):
+    """Protocol of the outputs of earlier requests that a feature keeps. tokens: how many, prompts included."""
+
+    tokens: int
+
+    def add(self, prompt: list[int], output: list[int]) -> None: ...
+
+    def clear(self) -> None: ...
+
+
 class PlanFeature:
     """The hooks of a feature in the scheduler; see engine.step.StepFeature for the hooks in the runner.
 
-    `Scheduler.schedule` calls `chunk` for each prefill chunk, then `payload` once. `Scheduler.update` calls `update`
-    first, and then `finish` and `leave` for sequences that end.
+    `Scheduler.schedule` calls `plan_rows` of the feature with `plans_rows`, of which there is at most one, then `chunk`
+    for each prefill chunk, then `payload` once. `Scheduler.update` calls `update` first, `accepts` for each token of a
+    masked step, and `finish` and `leave` for sequences that end.
+
+    history: the outputs that it keeps of earlier requests, if it does. plans_rows: decodes may have several rows.
+    in_flight: number of steps of several rows that are not read; until then `computed` and `pending` of their sequences
+    are upper bounds.
     """
+
+    history: History | None = None
+    plans_rows = False
+    in_flight = 0
+
+    def make_allocator(self, config: EngineConfig) -> PageAllocator | None:
+        """Return an allocator of the pages, if the feature has its own."""
+        return None
+
+    def reset(self, lanes: LaneTable) -> None:
+        """Forget all sequences. lanes: a new table, which is empty."""
+
+    def plan_rows(
+        self, decoding: Collection[Sequence], prefills: bool, in_flight: int, room: Callable[[Sequence, int], int]
+    ) -> tuple[int, ...] | None:
+        """Return the maximum number of rows of each decode in the next batch; () for one row each. None if the step in
+        flight must be read first.
+
+        prefills: the batch may have prefill chunks too. in_flight: number of steps that are not read. room: returns how
+        many of a sequence's wanted rows its pages have room for.
+        """
+        return ()
 
     def chunk(self, chunk: Prefill, num_sequences: int) -> None:
         """Note a prefill chunk of the next batch. num_sequences: how many run or wait."""
@@ -69,9 +108,20 @@ class PlanFeature:
     def payload(self, batch: Batch) -> object | None:
         """Return the feature's payload for a batch whose other fields are complete, or None; forget what `chunk`
         noted."""
+        return None
+
+    def fill_masks(self, sequences: Iterable[Sequence], vocab_size: int) -> np.ndarray | None:
+        """Return the tokens that the sequences which draw in a masked step may draw, if the feature makes masks: int32
+        [R, ceil(V / 32)], see TokenMask. All must know their last token."""
+        return None
 
     def update(self, batch: Batch, result: StepResult) -> None:
         """Read the feature's results of a batch, before its tokens are appended to their sequences."""
+
+    def accepts(self, sequence: Sequence, token: int) -> bool:
+        """Return whether a sequence can go on with a token of a masked step, or with one that could not be drawn (-1);
+        if not, `sequence.error` may say why."""
+        return True
 
     def leave(self, sequence: Sequence) -> None:
         """Forget the lane of a sequence, which leaves it. `sequence.lane` is still set."""

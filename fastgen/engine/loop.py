@@ -12,9 +12,8 @@ from fastgen.device.profiling import Tracer, span
 from fastgen.engine.inputs import InputProcessor
 from fastgen.engine.interface import StepRunner
 from fastgen.engine.interrupts import OneCaller
-from fastgen.engine.masks import NOT_FINITE, fill_masks
 from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue
-from fastgen.engine.scheduler import Scheduler
+from fastgen.engine.scheduler import NOT_FINITE, Scheduler
 from fastgen.engine.stats import Stats
 from fastgen.engine.step import Launched
 from fastgen.model.weights import WeightState
@@ -75,8 +74,8 @@ class Loop:
         self._collect()
         if launched is not None and launched.batch.masked:
             with span("sample"):
-                drawing = [self.scheduler.lanes[lane] for lane in launched.batch.sampling]
-                self.runner.sample(launched, fill_masks(drawing, self._inputs.model.vocab_size))
+                vocab_size = self._inputs.model.vocab_size
+                self.runner.sample(launched, self.scheduler.token_masks(launched.batch, vocab_size))
         self.in_flight = launched
         if not self.active:  # the step in flight computes only tokens too many
             self._collect()

@@ -1,24 +1,23 @@
-"""Token masks in the engine: those that parameters ask for, and what they allow in a step. No torch here."""
+"""Token masks in the engine: those that parameters ask for, and the tokens that they allow in a step. No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from fastgen.engine.interface import PlanFeature
 from fastgen.model.config import ModelConfig
 from fastgen.request import SamplingParams, Sequence, Status, TokenMask
 from fastgen.text.grammar import Compiler, LaterEnd, TokenRules, named_error, params_grammar, structure_name, token_row
 from fastgen.text.reasoning import after_reasoning
 from fastgen.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # RemoteGenerator does not load NumPy
-    import numpy as np
-
-NOT_FINITE = "the logits are not finite"
 CACHED_RULES = 64  # number of pairs of allowed_token_ids and bad_words
 
 
@@ -65,44 +64,40 @@ class MaskMaker:
         row = token_row(self._model.vocab_size, allowed, [ids[0] for ids in known if len(ids) == 1])
         return row, [ids for ids in known if len(ids) > 1]
 
-
-def copy_mask(mask: TokenMask | None) -> TokenMask | None:
-    """Return a copy of a mask for one sample. Raises ValueError if the user's class cannot be copied."""
-    try:
-        return deepcopy(mask)
-    except Exception as error:
-        raise ValueError(f"the mask cannot be copied (copy.deepcopy): {error!r}") from error
-
-
-def fill_masks(sequences: SequenceOf[Sequence], vocab_size: int) -> np.ndarray:
-    """Return the allowed tokens of the sequences that draw: int32 [R, ceil(V / 32)]. All must know their last token.
-
-    If a mask raises, no token is allowed: the drawn token is then -1, which ends only this sequence.
-    """
-    import numpy as np
-
-    rows = np.full((len(sequences), -(-vocab_size // 32)), -1, dtype=np.int32)
-    for row, sequence in zip(rows, sequences, strict=True):
-        if sequence.mask is not None and sequence.status is Status.RUNNING:
-            try:
-                sequence.mask.fill(row)
-            except Exception as error:  # the user's code
-                sequence.error = f"the mask raised {error!r}"
-                row[:] = 0
-    return rows
+    def copy(self, mask: TokenMask) -> TokenMask:
+        """Return a copy of a mask for one sample. Raises ValueError if the user's class cannot be copied."""
+        try:
+            return deepcopy(mask)
+        except Exception as error:
+            raise ValueError(f"the mask cannot be copied (copy.deepcopy): {error!r}") from error
 
 
-def accepts(sequence: Sequence, token: int) -> bool:
-    """Advance a sequence's mask by its next token. Return False, with the reason in `error`, if the
-    sequence cannot continue with it."""
-    if token < 0:
-        reason = NOT_FINITE if sequence.mask is None else "the mask allowed no token"
-        sequence.error = sequence.error or reason
-        return False
-    if sequence.mask is not None:
+class Masks(PlanFeature):
+    """The masks of sequences in the steps that draw for them."""
+
+    def fill_masks(self, sequences: Iterable[Sequence], vocab_size: int) -> np.ndarray:
+        """If a mask raises, no token is allowed: the drawn token is then -1, which ends only this sequence."""
+        sequences = list(sequences)
+        rows = np.full((len(sequences), -(-vocab_size // 32)), -1, dtype=np.int32)
+        for row, sequence in zip(rows, sequences, strict=True):
+            if sequence.mask is not None and sequence.status is Status.RUNNING:
+                try:
+                    sequence.mask.fill(row)
+                except Exception as error:  # the user's code
+                    sequence.error = f"the mask raised {error!r}"
+                    row[:] = 0
+        return rows
+
+    def accepts(self, sequence: Sequence, token: int) -> bool:
+        """Advance the sequence's mask by a token that was drawn."""
+        if sequence.mask is None:
+            return True
+        if token < 0:
+            sequence.error = sequence.error or "the mask allowed no token"
+            return False
         try:
             sequence.mask.accept(token)
         except Exception as error:  # the user's code
             sequence.error = f"the mask raised {error!r}"
             return False
-    return True
+        return True

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.device.processor import fast_bfloat16
-from fastgen.engine.speculation.options import Speculation
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.option import Options, option, options_of
 from fastgen.text.syntax_names import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -22,11 +21,28 @@ MOST_SEQS = 8192  # limit of the kernels that list the work of a step
 MOST_GB = 1e9  # limit of memory sizes: 10^18 bytes
 LANE_BYTES = 22  # memory per lane and token of the vocabulary: penalty counts, logits and temporaries of the sampler
 DEFAULT_KV_CACHE_GB = 4.0  # on the CPU; on a GPU the free memory is measured
-GPU_ROWS, CPU_ROWS = 64, 32  # maximum rows of a speculative step; with more, arithmetic costs more than drafts save
-GPU_ROW_COST, CPU_ROW_COST = 0.004, 0.08  # time of one more row, relative to the time of a step
 PREFILL_TILE = 128  # tokens of a tile in the kernels for many tokens
 MIN_PREFILL_TOKENS = 256  # a smaller step takes about as long on a GPU, since it reads all weights
 DECODE_KEYS, DECODE_GROUP = 64, 32  # block size and maximum number of query heads per KV head of Gluon's decode kernel
+
+
+class FeatureOptions(Options):
+    """The options of a feature: what the value of an option that asks for it stands for; see engine/features.py."""
+
+    @property
+    def kv_layers(self) -> int:
+        """The number of layers that the feature needs in the KV pool, in addition to the model's."""
+        return 0
+
+    @property
+    def most_rows(self) -> int:
+        """Maximum number of rows in its steps of decodes; 0: as without the feature."""
+        return 0
+
+    def choose(self, gpu: bool, attention: str, kernels: str, max_step_tokens: int) -> FeatureOptions | None:
+        """Return these options with all values filled in; None if the feature cannot run. The arguments are those of
+        GeneratorOptions and EngineConfig; gpu: the device is not the CPU."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -185,7 +201,7 @@ class EngineConfig:
     kv_cache_dtype: str
     dtype_reason: str = ""
     adapter: str | Path | None = None
-    speculate: Speculation | None = None
+    speculate: FeatureOptions | None = None
     weights: str = ""
 
     @classmethod
@@ -197,8 +213,8 @@ class EngineConfig:
         kernels: str = "torch",
         processors: int = 0,
     ) -> EngineConfig:
-        """Return the configuration for checked options of one rank, with a device; tensor_parallel is the number of
-        ranks.
+        """Return the configuration for options of one rank which are checked and read (`features.read_options`), with a
+        device; tensor_parallel is the number of ranks.
 
         model: configuration of the model's part on this rank (`ModelConfig.split`). memory: bytes of the GPU's memory,
         0 on the CPU. kernels: fastest kind of kernels that the device runs ("gluon", "triton" or "torch"). processors:
@@ -223,8 +239,11 @@ class EngineConfig:
             raise ValueError("attention is 'flash', whose kernels do not read fp8; leave it or kv_cache_dtype out")
         max_seqs, max_step_tokens = _step_size(model, options, dtype, kv_dtype, memory, processors)
         limit = options.max_prefill_tokens
-        speculate = _speculation(options, max_step_tokens, gpu, kernels)
-        bytes_of_token = token_bytes(model, kv_dtype, speculate.kv_layers if speculate else 0)
+        features = {
+            name: given.choose(gpu, options.attention, kernels, max_step_tokens)
+            for name, given in feature_options(options).items()
+        }
+        bytes_of_token = token_bytes(model, kv_dtype, sum(each.kv_layers for each in features.values() if each))
         page_bytes = bytes_of_token * options.page_size * options.tensor_parallel  # on all ranks
         config = cls(
             device=options.device,
@@ -248,7 +267,7 @@ class EngineConfig:
             dtype_reason=dtype_reason,
             weights=model.quantization.name if model.quantization else "",
             adapter=options.adapter,
-            speculate=speculate,
+            **features,
         )
         pages = _num_pages(config, options, page_bytes, measured=gpu)
         return config.with_pages(pages) if pages else config
@@ -296,16 +315,22 @@ class EngineConfig:
     @property
     def more_kv_layers(self) -> int:
         """The number of layers in the KV pool in addition to the model's."""
-        return self.speculate.kv_layers if self.speculate else 0
+        return sum(each.kv_layers for each in feature_options(self).values())
 
     @property
     def most_rows(self) -> int:
         """Maximum number of rows in a step of decodes, including drafted tokens."""
-        return max(self.max_seqs, self.speculate.max_rows if self.speculate else 0)
+        return max(self.max_seqs, 0, *(each.most_rows for each in feature_options(self).values()))
 
     def useful_pages(self) -> int:
         """Return the number of pages that all lanes can fill, plus one."""
         return self.max_seqs * -(-self.max_model_len // self.page_size) + 1
+
+
+def feature_options(options: GeneratorOptions | EngineConfig) -> dict[str, FeatureOptions]:
+    """Return the options of features among options or in a configuration, by name."""
+    values = {name: getattr(options, name) for name in options.__dataclass_fields__}
+    return {name: value for name, value in values.items() if isinstance(value, FeatureOptions)}
 
 
 def _auto_dtype(model: ModelConfig, gpu: bool) -> tuple[str, str]:
@@ -347,19 +372,8 @@ def _deterministic(
     return options.deterministic
 
 
-def _speculation(options: GeneratorOptions, budget: int, gpu: bool, kernels: str) -> Speculation | None:
-    """Return the options of speculation with all values filled in. Return None if speculation is off, as on a GPU
-    without CUDA graphs of decodes (whose start warns that it is slower than possible)."""
-    found = Speculation.of(options.speculate)
-    if found is None or (gpu and (kernels == "torch" or options.attention == "reference")):
-        return None
-    rows, cost = (GPU_ROWS, GPU_ROW_COST) if gpu else (CPU_ROWS, CPU_ROW_COST)
-    rows, cost = min(found.max_rows or rows, budget), cost if found.row_cost is None else found.row_cost
-    return replace(found, max_rows=rows, row_cost=cost) if rows > 1 else None
-
-
 def _has_fast_kernels(model: ModelConfig, options: GeneratorOptions, dtypes: tuple[str, str], kernels: str) -> bool:
-    """Return whether Gluon kernels compute products and decodes (see `fastgen.kernels.hopper_decode.streams`). Their
+    """Return whether Gluon kernels compute products and decodes (see `fastgen.kernels.hopper.decode.streams`). Their
     results do not depend on the schedule, and no other kernel is faster."""
     dtype, kv_dtype = dtypes
     fp8 = kv_dtype == "fp8"

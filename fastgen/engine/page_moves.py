@@ -1,31 +1,29 @@
-"""The pages of a step: those that leave for the host tier, fresh ones, and those that come back."""
+"""The host tier in the runner: pages are saved before a step, and loaded while it runs."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator
 
-from fastgen.device.pinned import upload
-from fastgen.engine.pages import PageMoves
+from fastgen.engine.host_pages import PageMoves
+from fastgen.engine.options import EngineConfig
 from fastgen.engine.step import Launched, StepFeature
 from fastgen.model.host_tier import HostTier
-from fastgen.model.kv_pool import KVPool
 
 
 class PageMover(StepFeature[PageMoves]):
-    """Saves, wipes and loads pages before a step. wipes: see Attention.needs_clean_pages."""
+    """Moves pages to a host tier and back."""
 
-    def __init__(self, pool: KVPool, tier: HostTier | None, wipes: bool) -> None:
+    def __init__(self, tier: HostTier) -> None:
         self.tier = tier
-        self._pool, self._wipes = pool, wipes
 
     def before(self, step: Launched, payload: PageMoves) -> None:
         """Loads are only started; see HostTier.load."""
         if payload.saves:
-            assert self.tier is not None
             self.tier.save(payload.saves)
-        if payload.fresh and self._wipes:
-            self._pool.wipe(upload(np.array(payload.fresh, dtype=np.int64), self._pool.whole.device))
         if payload.loads:
-            assert self.tier is not None
             assert step.batch.prefills, "a CUDA graph cannot wait for loads"
             step.arrivals = self.tier.load(payload.loads)
+
+    def largest_payloads(self, config: EngineConfig, rows: int, top: int) -> Iterator[PageMoves]:
+        """The spare page goes to the host, and comes back."""
+        yield PageMoves(((config.num_pages, 0),), ((0, config.num_pages),))

@@ -1,29 +1,15 @@
 """The page allocator with its prefix cache: which sequences hold which pages of the KV pool, and the tokens in them.
 
-It handles page numbers only, no tensors. `take_moves` and `take_copies` return the work that a step must do on pages.
+It handles page numbers only, no tensors. `take_fresh` and `take_copies` return the work that a step must do on pages.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from dataclasses import dataclass
 
 NOT_INDEXED = -1
 """The value of `Sequence.indexed` from which on no pages of a sequence are added to the prefix cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class PageMoves:
-    """The changes of pages before a step computes: a payload of a Batch.
-
-    fresh: newly allocated pages, whose contents are undefined. saves: (page, host page), pages to copy to the host tier
-    first. loads: (host page, page), pages to copy from the host tier after the saves.
-    """
-
-    fresh: tuple[int, ...] = ()
-    saves: tuple[tuple[int, int], ...] = ()
-    loads: tuple[tuple[int, int], ...] = ()
 
 
 class Node:
@@ -217,13 +203,11 @@ class PageAllocator:
 
     # ------------------------------------------------------------------------------------------ once per step
 
-    def take_moves(self) -> PageMoves | None:
-        """Return the moves of the batch that is now complete, if there are any."""
-        if not self._fresh:
-            return None
-        moves = PageMoves(tuple(self._fresh))
+    def take_fresh(self) -> tuple[int, ...]:
+        """Return the pages that the batch which is now complete takes into use."""
+        fresh = tuple(self._fresh)
         self._fresh.clear()
-        return moves
+        return fresh
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """Return the copies that the end of the batch makes: (page, page)."""

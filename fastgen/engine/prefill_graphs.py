@@ -64,6 +64,10 @@ class PrefillGraphs:
             graphs.capture(partial(self._run_layers, shared=shared), compiled=True)
         self.ends.capture(self._finish, compiled=True)
 
+    def size_for(self, tokens: int) -> int:
+        """Return the smallest size that holds this number of tokens."""
+        return smallest_size(self.sizes, tokens)
+
     def run(self, arrays: StepArrays, layout: StepLayout) -> StepTensors:
         """Run a step whose number of tokens is one of `sizes` up to the attention of the last layer. Return the arrays,
         which the next step overwrites."""
@@ -76,7 +80,7 @@ class PrefillGraphs:
     def draw(self, count: int) -> None:
         """Write the logits of the `count` draws of the step that `run` has begun to the first rows of `logits`."""
         with span("graph"):
-            self.ends.run(smallest_size(self.ends.keys, count))
+            self.ends.run(self.ends.size_for(count))
 
     def finish(self, size: int, layout: StepLayout) -> Tensor:
         """Return the residual stream of all tokens, [T, hidden], after the step of `size` tokens that `run` has begun,

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from fastgen.device.pinned import to_host, upload
-from fastgen.engine.prompt_scores import Scored, ScorePlan
+from fastgen.engine.options import EngineConfig
+from fastgen.engine.prompt_scores import SCORE_ROWS, Scored, ScorePlan, ScoreRequest
 from fastgen.engine.step import Launched, StepFeature
 from fastgen.kernels import scoring
 from fastgen.kernels.norm import rms_norm
 from fastgen.model.sampler import LARGE
 from fastgen.model.transformer import Transformer
 from fastgen.request import Prefill, StepResult
-
-SCORE_ROWS = 512
-"""Prompts are scored in pieces of so many rows, whose logits over the whole vocabulary are in memory at a time."""
 
 
 class _Pending(NamedTuple):
@@ -80,3 +79,7 @@ class PromptScorer(StepFeature[ScorePlan]):
 
     def collect(self, step: Launched, payload: ScorePlan, result: StepResult) -> None:
         result.features += [pending.read() for pending in step.held[ScorePlan]]
+
+    def largest_payloads(self, config: EngineConfig, rows: int, top: int) -> Iterator[ScorePlan]:
+        if rows:
+            yield ScorePlan((ScoreRequest(0, 0, np.zeros(min(rows, SCORE_ROWS), dtype=np.int32), top),))

@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from numbers import Integral, Real
 
 import numpy as np
 
 from fastgen.engine.admission import LaneTable
 from fastgen.engine.interface import PlanFeature
-from fastgen.engine.prompts import prompt_list
-from fastgen.request import Batch, Prefill, Prompt, StepResult
+from fastgen.request import Batch, Prefill, StepResult
+
+SCORE_ROWS = 512
+"""Prompts are scored in pieces of so many rows, whose logits over the whole vocabulary are in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class Scored:
 class PromptScores(PlanFeature):
     """Plans the scores of prefill chunks, and writes the results into the `PromptScore` of their sequences."""
 
-    def __init__(self, lanes: LaneTable) -> None:
+    def reset(self, lanes: LaneTable) -> None:
         self._lanes = lanes
         self._requests: list[ScoreRequest] = []
 
@@ -86,19 +84,3 @@ class PromptScores(PlanFeature):
                     score.top_logprobs[scored.start : end] = scored.top_logprobs
                 if scored.embedding is not None:
                     score.embedding = scored.embedding
-
-
-def pair_scores(
-    sequences: Iterable[Prompt], start: int | SequenceOf[int], temperature: float
-) -> tuple[list[Prompt], list[int]]:
-    """Return the sequences to score, and the first position of each. Raises ValueError or TypeError for arguments that
-    do not fit together."""
-    if not (isinstance(temperature, Real) and 0 < float(temperature) < math.inf):
-        raise ValueError(f"temperature is {temperature}; scores need one above 0")
-    prompts = prompt_list(sequences)
-    starts = [start] * len(prompts) if isinstance(start, Integral) else start
-    if not isinstance(starts, Collection) or not all(isinstance(first, Integral) for first in starts):
-        raise TypeError(f"start must be an integer, or one for each sequence, not {start!r}")
-    if len(starts) != len(prompts):
-        raise ValueError(f"there are {len(prompts)} sequences and {len(starts)} starts; give one start per sequence")
-    return prompts, list(starts)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from fastgen.request import Params, Prompt, Request, SamplingParams
@@ -56,3 +57,19 @@ def request_source(items: Prompt | Iterable[Request | Prompt | None], params: Pa
 
     one = isinstance(items, str | Mapping) or (isinstance(items, list | tuple) and _begins_prompt(items))
     return map(request_of, [items] if one else items)
+
+
+def pair_scores(
+    sequences: Iterable[Prompt], start: int | SequenceOf[int], temperature: float
+) -> tuple[list[Prompt], list[int]]:
+    """Return the sequences to score, and the first position of each. Raises ValueError or TypeError for arguments that
+    do not fit together."""
+    if not (isinstance(temperature, Real) and 0 < float(temperature) < math.inf):
+        raise ValueError(f"temperature is {temperature}; scores need one above 0")
+    prompts = prompt_list(sequences)
+    starts = [start] * len(prompts) if isinstance(start, Integral) else start
+    if not isinstance(starts, Collection) or not all(isinstance(first, Integral) for first in starts):
+        raise TypeError(f"start must be an integer, or one for each sequence, not {start!r}")
+    if len(starts) != len(prompts):
+        raise ValueError(f"there are {len(prompts)} sequences and {len(starts)} starts; give one start per sequence")
+    return prompts, list(starts)

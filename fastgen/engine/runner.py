@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,10 +14,7 @@ from torch import Tensor
 from fastgen.device.chip import current
 from fastgen.device.pinned import to_host, upload, upload_together
 from fastgen.device.threads import FreeCores
-from fastgen.engine import halves
-from fastgen.engine.cuda_graphs import Graphs, smallest_size
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.prefill_graphs import PrefillGraphs
 from fastgen.engine.step import Lanes, Launched, RowSource, StepFeature, StepSequences
 from fastgen.engine.uploads import StepArrays, StepTensors
 from fastgen.kernels.lane_updates import DecodeInput, begin_step
@@ -30,6 +27,10 @@ from fastgen.model.transformer import StepPart, Transformer
 from fastgen.processes.errors import DepartedError
 from fastgen.request import Batch, StepResult
 
+if TYPE_CHECKING:  # only a GPU has graphs
+    from fastgen.engine.cuda_graphs import Graphs
+    from fastgen.engine.prefill_graphs import PrefillGraphs
+
 
 class Runner:
     """The model with its KV pool, and the lanes.
@@ -39,13 +40,21 @@ class Runner:
     and replayed by PrefillGraphs, or launched kernel by kernel if it has too many tokens for them. The CPU has no
     graphs, and uploads decodes of one row as well.
 
-    The start fills `features` (startup.make_runner), and `graphs` and `prefill_graphs` (warm_up.capture).
+    The start fills `features` with those that options ask for (startup.make_runner), and `graphs` and `prefill_graphs`
+    on a GPU (warm_up.capture).
 
     features: the features that act in steps, by the type of their payloads in a Batch. logits: float32 [most rows of a
     step of decodes, V], at a fixed address; no rows on ranks above 0.
     """
 
-    def __init__(self, model: Transformer, pool: KVPool, attention: Attention, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        pool: KVPool,
+        attention: Attention,
+        config: EngineConfig,
+        features: dict[type, StepFeature[Any]],
+    ) -> None:
         self.model, self.pool, self.attention, self.config = model, pool, attention, config
         self.group = model.group
         self.weights = LiveWeights(model, pool)
@@ -53,7 +62,7 @@ class Runner:
         vocab, samples = model.config.vocab_size, self.group.rank == 0  # other ranks have no logits
         self.lanes = Lanes(config, vocab, pool.page_size, pool.spare, self.device, samples)
         self.prefixes = attention.prefixes if config.max_seqs > 1 else None
-        self.features: dict[type, StepFeature[Any]] = {}
+        self.features = features
         self.graphs: dict[bool, Graphs[int]] = {}  # decode steps, by whether shared keys are read once
         self.prefill_graphs: PrefillGraphs | None = None
         self.logits = torch.empty(config.most_rows if samples else 0, vocab, device=self.device)  # for decode steps
@@ -89,6 +98,8 @@ class Runner:
         with self._step_context():
             for payload in batch.features:
                 self.features[type(payload)].before(step, payload)
+            if batch.fresh and self.attention.needs_clean_pages:
+                self.pool.wipe(upload(np.array(batch.fresh, dtype=np.int64), self.device))
             self.lanes.update_tables(batch)
             shared = self.prefixes is not None and self.prefixes.update(
                 batch.decodes, self.lanes.host_kv_lens, self.lanes.host_table
@@ -167,7 +178,7 @@ class Runner:
         """Launch a step of decodes that is made on the device, as a CUDA graph if there is one."""
         count = len(step.batch.decodes)
         if graphs is not None:
-            size = smallest_size(graphs.keys, count)
+            size = graphs.size_for(count)
             graphs.run(size)
             rows = source.filled(size, count)
         else:
@@ -193,7 +204,7 @@ class Runner:
         self, graphs: PrefillGraphs, step: Launched, sequences: StepSequences, layout: StepLayout
     ) -> Tensor | None:
         """Run a step as CUDA graphs. Return the residual stream [T, hidden size] if `step.all_rows` is set."""
-        padding = smallest_size(graphs.sizes, sequences.tokens) - sequences.tokens
+        padding = graphs.size_for(sequences.tokens) - sequences.tokens
         arrays = StepArrays.of(step.batch, sequences, self.lanes, padding)
         for event in step.arrivals.values():
             event.wait()
@@ -232,7 +243,7 @@ class Runner:
     def _parts(self, step: Launched, sequences: StepSequences, sent: StepTensors, layout: StepLayout) -> list[StepPart]:
         """Return the step as one part, or under tensor parallelism as two halves if it is long."""
         table, found = self.lanes.page_table, list[StepPart]()
-        for part in [sequences] if self.group.exchange is None else halves.cut(sequences, layout.decodes):
+        for part in [sequences] if self.group.exchange is None else self._halves(sequences, layout.decodes):
             start, count = sum(part.mapping.real for part in found), part.tokens
             end = len(sent.ids) if start + count == sequences.tokens else start + count  # with the step's padding
             # All decodes, which may share keys, are in the first part.
@@ -241,6 +252,12 @@ class Runner:
             mapping = self.model.slot_mapping(self.pool, sent.positions[start:end], sent.slots[start:end], count)
             found.append(StepPart(sent.ids[start:end], mapping, plan, step.arrivals))
         return found
+
+    def _halves(self, sequences: StepSequences, decodes: int) -> list[StepSequences]:
+        """Cut a long step in two. The import stands here because only tensor parallelism needs it."""
+        from fastgen.engine import halves
+
+        return halves.cut(sequences, decodes)
 
     def _sample(self, step: Launched, masks: np.ndarray | None) -> None:
         """Draw tokens, and start copying the step's results to the host."""

@@ -20,8 +20,8 @@ draw from its last row, and compute nothing. A last page that is partly filled i
 **Preemption.** If predictions were too low and pages run out, the youngest running sequence gives up its lane and
 its pages, and later computes again what is not cached. `running` is in order of arrival.
 
-**Features** add payloads to batches and read their results; see PlanFeature. Speculation also plans how many rows
-each decode has.
+**Features** add payloads to batches and read their results; see PlanFeature. One of them may plan how many rows each
+decode has. Those that requests ask for come with the first such request (`add`).
 """
 
 from __future__ import annotations
@@ -32,18 +32,16 @@ from collections.abc import Iterable
 import numpy as np
 
 from fastgen.engine.admission import LaneTable, LengthEstimate, PageReservations, begins_like, next_chunk
-from fastgen.engine.host_pages import make_allocator
-from fastgen.engine.interface import PlanFeature
-from fastgen.engine.masks import accepts
+from fastgen.engine.features import add_requested, features_of, history_of, make_allocator, token_masks
+from fastgen.engine.interface import History, PlanFeature
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.pages import NOT_INDEXED
-from fastgen.engine.prompt_scores import PromptScores
-from fastgen.engine.speculation.planning import History, Speculator
 from fastgen.engine.stats import Stats
 from fastgen.request import Batch, Prefill, Sequence, Status, StepResult
 
 MAX_PREFILLS = 8  # maximum number of sequences in the middle of their prefill
 RETRY_STEPS = 8  # from a rejected admission until the next attempt, if no sequence leaves meanwhile
+NOT_FINITE = "the logits are not finite"
 
 
 class Scheduler:
@@ -58,7 +56,8 @@ class Scheduler:
         self.estimate = estimate or LengthEstimate()
         self.complete = False  # True: nothing will be added before all current sequences have ended
         self.stats = Stats(pages=config.num_pages)
-        self.history = History(config.speculate.history_tokens if config.speculate else 0)
+        self._features: list[PlanFeature] = [feature.plan(self.stats) for feature in features_of(config)]
+        self._row_planner = next((feature for feature in self._features if feature.plans_rows), None)
         self.reset()
 
     def reset(self, sequences: Iterable[Sequence] = ()) -> None:
@@ -68,7 +67,7 @@ class Scheduler:
         flight. The contents of the prefix cache and of the host tier are dropped.
         """
         config = self.config
-        self.pages = make_allocator(config.num_pages, config.page_size, config.host_pages)
+        self.pages = make_allocator(config, self._features)
         self.reservations = PageReservations(config, self.pages, self.estimate)
         self.waiting = self.reservations.waiting
         self.running: list[Sequence] = []
@@ -80,8 +79,8 @@ class Scheduler:
         self._decoding: dict[int, Sequence] = {}
         self._decodes: tuple[int, ...] = ()  # lanes that decode in the last batch
         self._pause = 0  # number of steps without an attempt to admit
-        self._speculator = Speculator.of(config.speculate, config.device, self.history, self.lanes, self.stats)
-        self._features: list[PlanFeature] = [PromptScores(self.lanes), *filter(None, [self._speculator])]
+        for feature in self._features:
+            feature.reset(self.lanes)
         for sequence in [s for s in sequences if s.status is not Status.FINISHED]:
             self._requeue(sequence)
             if sequence.output_len:  # the exception may have come between the last token and the end
@@ -92,12 +91,18 @@ class Scheduler:
         return bool(self.waiting or self.running or self.in_flight)
 
     @property
+    def history(self) -> History:
+        """The outputs of earlier requests that a feature keeps."""
+        return history_of(self._features)
+
+    @property
     def wants_more(self) -> bool:
         """True if there are lanes and pages for more sequences than wait."""
         return len(self.waiting) <= len(self.lanes.free) and self.reservations.all_fit()
 
     def add(self, sequence: Sequence) -> None:
         """Append a sequence to the queue."""
+        add_requested(self._features, sequence, self.lanes)
         self.reservations.enqueue(sequence)
 
     def drop_prefixes(self) -> None:
@@ -131,13 +136,9 @@ class Scheduler:
         prefills = tuple(self._schedule_prefills(self.config.prefill_tokens(len(decodes))))
         if not decodes and not prefills:
             return None
-        batch = Batch(decodes, prefills, *self.lanes.take_changes(), self.pages.take_copies())
+        batch = Batch(decodes, prefills, *self.lanes.take_changes(), self.pages.take_copies(), self.pages.take_fresh())
         batch.masked = bool(self.lanes.masked) and not self.lanes.masked.isdisjoint(batch.sampling)
-        moves = self.pages.take_moves()
-        if moves is not None:
-            self.stats.pages_saved += len(moves.saves)
-            self.stats.pages_loaded += len(moves.loads)
-        payloads = (moves, *(feature.payload(batch) for feature in self._features))
+        payloads = (feature.payload(batch) for feature in self._features)
         batch.features = tuple(payload for payload in payloads if payload is not None)
         self.in_flight += 1
         return batch
@@ -148,9 +149,9 @@ class Scheduler:
             if sequence.lane >= 0 and not self._pass_limit(sequence):  # lane < 0: preempted for an older sequence
                 return None
         rows: tuple[int, ...] | None = ()
-        if self._speculator:
+        if self._row_planner is not None:
             prefills = bool(self.prefilling or (self.waiting and self.lanes.free and self._pause <= 1))
-            rows = self._speculator.plan_rows(self._decoding.values(), prefills, self.in_flight, self._room)
+            rows = self._row_planner.plan_rows(self._decoding.values(), prefills, self.in_flight, self._room)
         if rows is None:
             return None
         for sequence, count in zip(self._decoding.values(), rows or itertools.repeat(1), strict=False):
@@ -172,7 +173,7 @@ class Scheduler:
         """Give a sequence its next page, or stop decoding if its last token is in flight. Return False if it must wait
         for the step in flight."""
         if sequence.length >= sequence.max_len:
-            if self._speculator and self._speculator.in_flight:  # perhaps not all of its tokens are kept
+            if self._row_planner is not None and self._row_planner.in_flight:  # perhaps not all of its tokens are kept
                 return False
             del self._decoding[sequence.lane]
             return True
@@ -319,7 +320,7 @@ class Scheduler:
                     self._leave(sequence)
                 continue
             sequence.drawn.append(row)
-            if (masked or token < 0) and not accepts(sequence, token):
+            if (masked or token < 0) and not self._accepts(sequence, token):
                 dropped += 1
                 sequence.drawn.cut(sequence.output_len)
                 self.finish(sequence, "error")
@@ -341,6 +342,18 @@ class Scheduler:
                     changed.append(sequence)
         repeated = len(result.lanes) > len(batch.sampling)
         return list(dict.fromkeys(changed)) if repeated else changed
+
+    def _accepts(self, sequence: Sequence, token: int) -> bool:
+        """Return whether a sequence can go on with the token that it drew; if not, its `error` says why."""
+        accepted = all(feature.accepts(sequence, token) for feature in self._features)
+        if token < 0:
+            sequence.error = sequence.error or NOT_FINITE
+        return accepted and token >= 0
+
+    def token_masks(self, batch: Batch, vocab_size: int) -> np.ndarray:
+        """Return the tokens that the lanes of a masked batch may draw: int32 [R, ceil(V / 32)]; see TokenMask. The step
+        before must have been read."""
+        return token_masks(self._features, [self.lanes[lane] for lane in batch.sampling], vocab_size)
 
     def _end_at(self, sequence: Sequence, token: int) -> None:
         """Finish a sequence if its last token, `token`, ends it."""

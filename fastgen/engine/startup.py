@@ -22,39 +22,19 @@ from fastgen.device.chip import Chip, current
 from fastgen.device.find import first_line, is_out_of_memory
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.disk import naming_full_disk
-from fastgen.engine.halves import largest_half
+from fastgen.engine.features import Feature, StepFeatures, features_of
+from fastgen.engine.largest_steps import measure_prefill_tokens
 from fastgen.engine.options import EngineConfig, GeneratorOptions
-from fastgen.engine.page_moves import PageMover
-from fastgen.engine.pages import PageMoves
-from fastgen.engine.prompt_scorer import PromptScorer
-from fastgen.engine.prompt_scores import ScorePlan
 from fastgen.engine.runner import Runner
-from fastgen.engine.speculation.drafting import Drafting, weights_of
-from fastgen.engine.speculation.head import HeadWeights
-from fastgen.engine.speculation.planning import DraftPlan
-from fastgen.engine.warm_up import (
-    capture,
-    captured_prefills,
-    compile_kernels,
-    count_graphs,
-    measure_prefill_tokens,
-    run_largest_steps,
-)
 from fastgen.kernels.launch import kernels_of, slower_than_possible, triton
 from fastgen.model.adapter import AdapterUpdate
-from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.attention.interface import Attention
-from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.config import ModelConfig
-from fastgen.model.host_tier import HostTier
-from fastgen.model.int4_layouts import LAYOUTS
-from fastgen.model.int4_linear import check_int4
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.loader import fill_random, scale_dtype
 from fastgen.model.loader import load as load_checkpoint
 from fastgen.model.parameters import Parameters, checkpoint_shards
 from fastgen.model.quantization import Int4, explaining_sizes
-from fastgen.model.quantized import check_fp8
 from fastgen.model.transformer import Transformer
 from fastgen.parallel.group import Group
 
@@ -89,44 +69,54 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
 
 
 def check_quantized(model: ModelConfig, dtype: str) -> None:
-    """Raise ValueError if a GPU cannot run a model with quantized weights. model: config of one rank."""
+    """Raise ValueError if a GPU cannot run a model with quantized weights. model: config of one rank. Only the kind of
+    weights that the model has is imported."""
     if isinstance(model.quantization, Int4):
+        from fastgen.model.int4_linear import check_int4
+
         check_int4(model, model.quantization)
     else:
+        from fastgen.model.quantized import check_fp8
+
         check_fp8(model, dtype)
 
 
 def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, load: str, group: Group) -> Runner:
     """Load the model and its weights, size the KV pool, and return the runner; its `config` has the pool's size."""
-    device = torch.device(config.device)
+    device, features = torch.device(config.device), features_of(config)
     free = device_memory(config.device)
     kernels = os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache")
     remedy = "make room, or set TRITON_CACHE_DIR to a folder on another disk"
     with _explain_out_of_memory(config, free), naming_full_disk(kernels, remedy), current(device):
         with group.agreeing():  # if one rank cannot load its weights, the others must not wait for it
             model = build_model(model_config, config, folder, load, group)
-            head = load_head(model, config, load)
-        runner = make_runner(model, config, head) if device.type == "cpu" else _start_gpu(model, config, free, head)
+            for feature in features:
+                feature.load(model, load)
+        on_cpu = device.type == "cpu"
+        runner = make_runner(model, config, features) if on_cpu else _start_gpu(model, config, free, features)
         if not config.max_prefill_tokens:
             runner.config = replace(runner.config, max_prefill_tokens=measure_prefill_tokens(runner))
     return runner
 
 
-def _start_gpu(model: Transformer, config: EngineConfig, free: int, head: HeadWeights | None = None) -> Runner:
+def _start_gpu(model: Transformer, config: EngineConfig, free: int, features: list[Feature]) -> Runner:
     """Return a runner whose kernels are compiled and whose graphs are captured.
 
-    free: bytes of device memory that were free before the weights were loaded.
+    free: bytes of device memory that were free before the weights were loaded. Here and in `measure_pages` warm_up is
+    imported, since a CPU has nothing to warm up.
     """
+    from fastgen.engine import warm_up
+
     measured = not config.num_pages
     if measured:
-        config = config.with_pages(measure_pages(model, config, free, head))
-    runner = make_runner(model, config, head)
+        config = config.with_pages(measure_pages(model, config, free, features))
+    runner = make_runner(model, config, features)
     if not measured:  # measure_pages has not compiled the kernels
-        compile_kernels(runner)
-        run_largest_steps(runner)
+        warm_up.compile_kernels(runner)
+        warm_up.run_largest_steps(runner)
     if runner.attention.capturable:
-        capture(runner)
-    run_largest_steps(runner)
+        warm_up.capture(runner)
+    warm_up.run_largest_steps(runner)
     return runner
 
 
@@ -141,10 +131,11 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
     update = None
     if config.adapter is not None:  # before the weights are loaded, since it raises what is wrong with the adapter
         update = AdapterUpdate.read(config.adapter, checkpoint_shards(model_config))
-    half = largest_half(config.max_step_tokens) if model_config.adds_products else 0  # see `ShardedResidual.apply`
-    group.prepare(model_config.hidden_size, dtype, half)
+    group.prepare(model_config.hidden_size, dtype, _largest_half(model_config, config, group))
     form = model_config.quantization
     if isinstance(form, Int4) and load == "auto":
+        from fastgen.model.int4_layouts import LAYOUTS  # only int4 weights have layouts
+
         form = replace(form, scale_dtype=scale_dtype(folder, LAYOUTS[form.stored].scales.suffix))
         model_config = replace(model_config, quantization=form)
     with explaining_sizes(group.size):
@@ -161,18 +152,19 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
     return Transformer(parameters, config.max_model_len)
 
 
-def load_head(model: Transformer, config: EngineConfig, load: str) -> HeadWeights | None:
-    """Return the weights of the head that drafts, if there is one. load: see `build_model`."""
-    head = config.speculate.head_config if config.speculate else None
-    if head is None:
-        return None
-    weights = weights_of(head, model.parameters, config.max_model_len, config.deterministic)
-    weights.load(load == "dummy")
-    return weights
+def _largest_half(model: ModelConfig, config: EngineConfig, group: Group) -> int:
+    """Return the maximum number of tokens in a half of a step; see `ShardedResidual.apply`. The import stands here
+    because only several ranks cut steps."""
+    if group.size == 1 or not model.adds_products:
+        return 0
+    from fastgen.engine.halves import largest_half
+
+    return largest_half(config.max_step_tokens)
 
 
-def make_runner(model: Transformer, config: EngineConfig, head: HeadWeights | None = None) -> Runner:
-    """Return a Runner over a new KV pool, with the features that the configuration asks for."""
+def make_runner(model: Transformer, config: EngineConfig, features: list[Feature] | None = None) -> Runner:
+    """Return a Runner over a new KV pool. features: what the options ask for, with weights loaded; None: features
+    without weights."""
     c = model.config
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     sizes = c.num_layers + config.more_kv_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size
@@ -182,21 +174,9 @@ def make_runner(model: Transformer, config: EngineConfig, head: HeadWeights | No
         config.attention, pool, c.num_heads, c.windows, config.most_rows, config.max_model_len,
         config.deterministic, c.attention_scale,
     )  # fmt: skip
-    runner = Runner(model, pool, attention, config)
-    host = HostTier(pool, config.host_pages) if config.host_pages else None
-    runner.features[PageMoves] = PageMover(pool, host, attention.needs_clean_pages)
-    runner.features[ScorePlan] = PromptScorer(model)
-    if config.speculate is not None:
-        drafting = Drafting(config, runner.lanes, pool.page_size, model.group.rank == 0)
-        runner.features[DraftPlan] = drafting
-        if head is not None:
-            part = pool.part(c.num_layers if config.more_kv_layers else 0, sizes[0])
-            name = "paged" if config.attention == "flash" else config.attention
-
-            def attention_of_head(heads: int, rows: int) -> Attention:
-                return make_attention(name, part, heads, (0,), rows, config.max_model_len, config.deterministic)
-
-            model.observer = drafting.add_head(head, model, part, attention_of_head, attention)
+    runner = Runner(model, pool, attention, config, StepFeatures(model))
+    for feature in features_of(config) if features is None else features:
+        feature.attach(runner)
     return runner
 
 
@@ -211,13 +191,17 @@ def make_attention(
     scale: float | None = None,
 ) -> Attention:
     """Return an implementation of attention: "cpu", "reference" (plain torch), "paged" (fastgen's kernels) or "flash"
-    (flash-attn).
+    (flash-attn). Only this one is imported.
 
     See PagedAttention for the other arguments. Raises ValueError if flash-attn does not run here.
     """
     if name == "cpu":
+        from fastgen.model.attention.cpu import CpuAttention
+
         return CpuAttention(pool, num_heads, scale)
     if name == "reference":
+        from fastgen.model.attention.reference import ReferenceAttention
+
         return ReferenceAttention(pool, num_heads, scale)
     if name == "flash":
         from fastgen.model.attention.flash import FlashAttention
@@ -228,21 +212,23 @@ def make_attention(
     return PagedAttention(pool, num_heads, windows, max_seqs, context, deterministic, scale)
 
 
-def measure_pages(model: Transformer, config: EngineConfig, free: int, head: HeadWeights | None = None) -> int:
+def measure_pages(model: Transformer, config: EngineConfig, free: int, features: list[Feature] | None = None) -> int:
     """Return the number of pages that fit next to the weights and the largest step.
 
-    free: bytes of device memory that were free before the weights were loaded.
+    free: bytes of device memory that were free before the weights were loaded. features: see `make_runner`.
     """
+    from fastgen.engine import warm_up
+
     weights = free - device_memory(config.device)
     # A host tier of one page takes as much of the GPU's memory as the whole tier.
-    probe = make_runner(model, replace(config, num_pages=1, host_pages=min(config.host_pages, 1)), head)
-    compile_kernels(probe)
-    run_largest_steps(probe)
+    probe = make_runner(model, replace(config, num_pages=1, host_pages=min(config.host_pages, 1)), features)
+    warm_up.compile_kernels(probe)
+    warm_up.run_largest_steps(probe)
     if probe.attention.capturable:
-        capture(probe, [config.max_seqs], captured_prefills(probe)[-1:])
-        run_largest_steps(probe)  # again, since the graphs may have taken its memory
+        warm_up.capture(probe, [config.max_seqs], warm_up.captured_prefills(probe)[-1:])
+        warm_up.run_largest_steps(probe)  # again, since the graphs may have taken its memory
     left = device_memory(config.device)  # torch keeps the memory of the largest step
-    graphs = count_graphs(probe)
+    graphs = warm_up.count_graphs(probe)
     model.observer = None  # it holds tensors of the probe
     del probe
     gc.collect()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fastgen.device.pinned import upload, upload_together
-from fastgen.engine.cuda_graphs import Graphs
 from fastgen.engine.options import EngineConfig
 from fastgen.kernels.lane_updates import DecodeInput, advance
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.sampler import LaneState, SampleOutput, SamplePlan
 from fastgen.request import Batch, SamplingParams, StepResult
+
+if TYPE_CHECKING:  # a CPU has no graphs; the runner imports this module
+    from fastgen.engine.cuda_graphs import Graphs
+    from fastgen.kernels.batch_invariant import Fused
+    from fastgen.model.linear import Linear
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,14 @@ class RowSource(Protocol):
         """Return the rows to draw from, after a graph of `size` lanes has run for the `count` lanes of a step."""
 
 
+class DecodeBody(Protocol):
+    """Protocol of `Runner.decode_body`."""
+
+    def __call__(
+        self, size: int, shared: bool = False, source: RowSource | None = None, layers: Sequence[int] | None = None
+    ) -> None: ...
+
+
 @dataclass(eq=False)
 class Launched:
     """A step in flight. Its results are on the host when the event `arrived` has passed (None: now). Keep it until
@@ -210,6 +223,9 @@ class StepFeature(Generic[Payload]):
     The hooks of a step's features run in the order of the payloads. `launch` calls `before`, then `after`, then `drawn`
     unless the step is masked, in which case `sample` calls it. These run on all ranks. `collect` is called one step
     later, on rank 0.
+
+    On a GPU, warm_up calls the other hooks before the first request, so that all kernels are compiled, the memory of
+    the largest step is measured, and steps of decodes that the feature makes are captured.
     """
 
     def clear(self) -> None:
@@ -227,3 +243,31 @@ class StepFeature(Generic[Payload]):
 
     def collect(self, step: Launched, payload: Payload, result: StepResult) -> None:
         """Act when the results are on the host: change step.sampled and step.sampling, or add to result.features."""
+
+    def largest_payloads(self, config: EngineConfig, rows: int, top: int) -> Iterable[Payload]:
+        """Return the payload that takes the most memory in a step of prefills on all lanes, if there is one. rows:
+        number of tokens of the chunk on lane 0, less one; 0: nothing is asked of them. top: alternatives of each."""
+        return ()
+
+    def largest_batches(self, config: EngineConfig) -> Iterable[Batch]:
+        """Return the largest steps that the feature makes, to be run in this order."""
+        return ()
+
+    @property
+    def linears(self) -> Iterable[tuple[Linear, Fused]]:
+        """Linear layers that are not the model's, one of each kind, with the operations that are fused with them; see
+        warm_up.products_of."""
+        return ()
+
+    @property
+    def num_graphs(self) -> int:
+        """The number of graphs that `capture` makes of all sizes."""
+        return 0
+
+    def rehearse(self, body: DecodeBody, layers: Sequence[int]) -> None:
+        """Run each step that `capture` captures once, on padding, through these layers. body: Runner.decode_body."""
+
+    def capture(self, body: DecodeBody, largest: bool, partner: Graphs[int]) -> Iterable[Graphs[int]]:
+        """Return CUDA graphs, captured, which share a memory pool with `partner`. body: Runner.decode_body. largest:
+        only of the largest step."""
+        return ()

@@ -1,12 +1,10 @@
-"""Steps on made-up tokens before the first request: they compile the kernels, are captured in CUDA graphs, and show how
-much memory the largest step takes and how fast prefills are."""
+"""Steps on made-up tokens before the first request on a GPU: they compile the kernels, are captured in CUDA graphs, and
+show how much memory the largest step takes."""
 
 from __future__ import annotations
 
-import math
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -17,15 +15,10 @@ import torch
 from fastgen.device.chip import Chip, current
 from fastgen.engine import halves
 from fastgen.engine.cuda_graphs import Graphs, batch_sizes, prefill_sizes, shared_sizes
-from fastgen.engine.options import MIN_PREFILL_TOKENS, EngineConfig
-from fastgen.engine.pages import PageMoves
+from fastgen.engine.features import make_requested
+from fastgen.engine.largest_steps import largest_batches
 from fastgen.engine.prefill_graphs import PrefillGraphs
-from fastgen.engine.prompt_scorer import SCORE_ROWS
-from fastgen.engine.prompt_scores import ScorePlan, ScoreRequest
 from fastgen.engine.runner import Runner
-from fastgen.engine.speculation.drafting import Drafting, speculative_sizes
-from fastgen.engine.speculation.planning import DraftPlan
-from fastgen.engine.speculation.self_draft import SelfDraft
 from fastgen.kernels import scoring
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.rope import SlotMapping
@@ -35,10 +28,7 @@ from fastgen.model.linear import Linear
 from fastgen.model.transformer import Transformer
 from fastgen.request import Batch, LaneStart, Prefill, SamplingParams
 
-STEP_SECONDS = 0.06  # limit of a step of decodes and prefills at the measured rate; rounding makes it 50 ms on average
-MULTIPLE = 1024  # tokens; for Mistral 7B on an H200, a step of 2176 takes 21 % longer than one of 2048
 FLASH_TOKENS = 256  # up to which steps are captured, with our own kernels, if flash-attn computes prefills
-CPU_RATE_TOKENS = 64  # tokens of the step that measures the speed of prefills on the CPU
 
 
 def compile_kernels(runner: Runner) -> None:
@@ -62,21 +52,19 @@ def _launch_all(runner: Runner) -> None:
         if prefills := captured_prefills(runner):
             make_prefill_graphs(runner, prefills, sizes).rehearse(kinds_of_layers(runner.model))
     deterministic = model.parameters.lm_head.batch_invariant
-    head = drafting.head if (drafting := drafting_of(runner)) else None
     sizes = [*batch_invariant.SIZES, config.max_step_tokens] if deterministic else []
-    launch_products(model, runner.pool, sizes, head.linears if head else ())
-    if isinstance(head, SelfDraft):
-        launch_products(head.model, runner.pool, sizes)
+    more = [each for feature in runner.features.values() for each in feature.linears]
+    launch_products(model, runner.pool, sizes, more)
     if deterministic:
         return
     for size in (size for size in batch_invariant.SIZES if size <= batch_invariant.MOST):
         count = min(size, config.max_step_tokens, config.max_model_len - 1)
         start = LaneStart(0, SamplingParams(), prompt_len=count)
         zeros = np.zeros(count, dtype=np.int32)
-        scores = ScorePlan((ScoreRequest(0, 0, zeros),))  # so that the head is run too
-        runner.collect(
-            runner.launch(Batch(prefills=(Prefill(0, 0, zeros, True),), starts=(start,), features=(scores,)))
-        )
+        # The features let the head run on all of these rows.
+        payloads = [each for feature in runner.features.values() for each in feature.largest_payloads(config, count, 0)]
+        chunk = Prefill(0, 0, zeros, True)
+        runner.collect(runner.launch(Batch(prefills=(chunk,), starts=(start,), features=tuple(payloads))))
     runner.clear_lanes()
 
 
@@ -132,55 +120,24 @@ def run_largest_steps(runner: Runner) -> None:
     )  # fmt: skip
     demanding = SamplingParams(temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1)
     config = runner.config
+    make_requested(runner.features)
     small = replace(config, max_step_tokens=config.max_seqs)
     for params, size in ((everything, config), (demanding, small), (plain, config)):
-        for batch in largest_batches(size, params):
+        for batch in largest_batches(size, params, runner.features.values()):
             runner.collect(runner.launch(batch))
     runner.clear_lanes()
 
 
-def largest_batches(config: EngineConfig, params: SamplingParams) -> Iterator[Batch]:
-    """Yield a step of prefills on all lanes that fill the token budget, a step of decodes on all lanes, and, after a
-    step that starts its lanes, the speculative step with the maximum number of lanes.
-
-    The steps also save, load, wipe and copy the spare page. Forks are left out: they take no more memory than prefills.
-    """
-    lanes, most = config.max_seqs, config.max_model_len - 1
-    lengths, left = [1] * lanes, config.max_step_tokens - lanes
-    for lane in range(lanes):  # the first lanes are the longest, so that many rows are scored
-        more = min(left, most - 1)
-        lengths[lane], left = 1 + more, left - more
-    scored = min(lengths[0] - 1, SCORE_ROWS) if params.logprobs else 0
-    starts = tuple(LaneStart(lane, params, 0, 0, lengths[lane], frozenset((0,)), (0,)) for lane in range(lanes))
-    score = ScoreRequest(0, 0, np.zeros(scored, dtype=np.int32), params.logprobs or 0)
-    prefills = tuple(Prefill(lane, 0, np.zeros(lengths[lane], dtype=np.int32), True) for lane in range(lanes))
-    spare = config.num_pages
-    saves, loads = (((spare, 0),), ((0, spare),)) if config.host_pages else ((), ())
-    scores = (ScorePlan((score,)),) if scored else ()
-    yield Batch(prefills=prefills, starts=starts, features=(PageMoves((spare,), saves, loads), *scores))
-    yield Batch(decodes=tuple(range(lanes)), copies=((0, spare),))
-    if config.speculate:
-        lanes = speculative_sizes(config)[-1]
-        rows = (config.speculate.max_draft + 1,) * lanes
-        token = np.zeros(1, dtype=np.int32)
-        texts = tuple((lane, 0, token) for lane in range(lanes))
-        first = tuple(Prefill(lane, 0, token, True) for lane in range(lanes))
-        limits = (most,) * lanes if config.speculate.head else ()
-        yield Batch(prefills=first, features=(DraftPlan(texts=texts, drafts=True, limits=limits),))
-        yield Batch(decodes=tuple(range(lanes)), features=(DraftPlan(rows=rows, drafts=True, limits=limits),))
-
-
 @torch.inference_mode()
 def capture(runner: Runner, sizes: list[int] | None = None, prefills: list[int] | None = None) -> None:
-    """Capture the CUDA graphs of decode steps, speculative steps and steps with prefills.
+    """Capture the CUDA graphs of decode steps, of steps that features make, and of steps with prefills.
 
-    sizes: numbers of lanes for which decode steps are captured; None: all. If given, only the largest speculative step
-        is captured.
+    sizes: numbers of lanes for which decode steps are captured; None: all. If given, only the largest step of each
+        feature is captured.
     prefills: numbers of tokens for which steps with prefills are captured; None: all.
     """
     config, device, group = runner.config, runner.device, runner.group
-    speculative = speculative_sizes(config)[-1 if sizes else 0 :]
-    sizes = sizes or batch_sizes(config.max_seqs)
+    largest, sizes = sizes is not None, sizes or batch_sizes(config.max_seqs)
     prefills = captured_prefills(runner) if prefills is None else prefills
     with current(device):
         rehearse_decodes(runner, sizes)  # compiles all kernels; those that do not compile disable attention.prefixes
@@ -194,14 +151,9 @@ def capture(runner: Runner, sizes: list[int] | None = None, prefills: list[int] 
             runner.graphs[True].capture(lambda size: runner.decode_body(size, shared=True), compiled=True)
         for graphs in runner.graphs.values():
             group.register_graphs(graphs)
-        if drafting := drafting_of(runner):
-            drafting.graphs = Graphs(speculative, device, partner=plain)
-            drafting.graphs.capture(lambda size: runner.decode_body(size, source=drafting), compiled=True)
-            group.register_graphs(drafting.graphs)
-            if drafting.head is not None:
-                drafting.head.graphs = Graphs(speculative, device, partner=plain)
-                drafting.head.graphs.capture(drafting.head.body)
-                group.register_graphs(drafting.head.graphs)
+        for feature in runner.features.values():
+            for graphs in feature.capture(runner.decode_body, largest, plain):
+                group.register_graphs(graphs)
         if prefills:
             runner.prefill_graphs = made = make_prefill_graphs(runner, prefills, sizes, plain)
             made.rehearse(kinds_of_layers(runner.model))
@@ -245,55 +197,21 @@ def rehearse_decodes(runner: Runner, sizes: list[int]) -> None:
         runner.decode_body(size, layers=layers)
     for size in shared_sizes(sizes) if shares_prefixes(runner) else ():
         runner.decode_body(size, shared=True, layers=layers)
-    for size in speculative_sizes(runner.config):
-        runner.decode_body(size, source=drafting_of(runner), layers=layers)
+    for feature in runner.features.values():
+        feature.rehearse(runner.decode_body, layers)
     lanes.forget_decodes()
 
 
 def count_graphs(runner: Runner) -> int:
     """Return the number of graphs that `capture` makes of all sizes."""
-    config = runner.config
-    sizes = batch_sizes(config.max_seqs)
+    sizes = batch_sizes(runner.config.max_seqs)
     shared = shared_sizes(sizes) if shares_prefixes(runner) else []
-    speculative = speculative_sizes(config) * (2 if config.speculate and config.speculate.head else 1)
+    of_features = sum(feature.num_graphs for feature in runner.features.values())
     prefills = captured_prefills(runner)
     draws = sizes if prefills else []
-    return sum(map(len, (sizes, shared, speculative, prefills * (2 if shared else 1), draws)))
+    return of_features + sum(map(len, (sizes, shared, prefills * (2 if shared else 1), draws)))
 
 
 def shares_prefixes(runner: Runner) -> bool:
     """Return whether decodes read the pages that sequences share once."""
     return runner.prefixes is not None and runner.prefixes.enabled
-
-
-def drafting_of(runner: Runner) -> Drafting | None:
-    """Return the feature that drafts tokens; None if speculation is off."""
-    found = runner.features.get(DraftPlan)
-    return found if isinstance(found, Drafting) else None
-
-
-def measure_prefill_tokens(runner: Runner) -> int:
-    """Return the number of prefill tokens in a step of about 50 ms: the minimum over the ranks, since all ranks have
-    the same schedule.
-
-    The rate is measured in the largest step on a GPU, and in a short step on the CPU, where the largest may take
-    seconds.
-    """
-    config = runner.config
-    if runner.device.type == "cpu":
-        config = replace(config, max_seqs=1, max_step_tokens=min(config.max_step_tokens, CPU_RATE_TOKENS))
-    largest = next(largest_batches(config, SamplingParams()))
-    batch, seconds = Batch(prefills=largest.prefills, starts=largest.starts), math.inf
-    for _ in range(2):
-        start = time.perf_counter()
-        runner.collect(runner.launch(batch))
-        seconds = min(seconds, time.perf_counter() - start)
-    runner.clear_lanes()
-    rate = sum(len(chunk.tokens) for chunk in batch.prefills) / seconds
-    return runner.group.minimum(min(even_tokens(rate * STEP_SECONDS), runner.config.max_step_tokens))
-
-
-def even_tokens(most: float) -> int:
-    """Return the largest number of tokens <= `most` whose tiles fill a GPU evenly, but at least MIN_PREFILL_TOKENS."""
-    unit = MULTIPLE if most >= MULTIPLE else MIN_PREFILL_TOKENS
-    return max(int(most) // unit * unit, MIN_PREFILL_TOKENS)

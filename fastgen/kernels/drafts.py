@@ -2,7 +2,7 @@
 
 `spread` distributes the rows of a step: each lane gets as many rows as it wants, up to a limit that is the same for
 all. `follow` keeps the draws that equal the drafts, and one more. Then each Drafter
-(engine/speculation/drafting.py) proposes the next tokens, and `choose` takes the proposal of the one that has been
+(speculation/drafting.py) proposes the next tokens, and `choose` takes the proposal of the one that has been
 right more often in this lane. The drafter here, `recall`, copies tokens from a text.
 
 The text of a lane holds the tokens of earlier outputs followed by the tokens of its sequence, separated by -1. `recall`

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.engine.outputs import error_output
-from fastgen.engine.prompts import params_list, prompt_list, request_source
+from fastgen.engine.prompts import pair_scores, params_list, prompt_list, request_source
 from fastgen.engine.stats import with_progress
 from fastgen.names import explains_names
 from fastgen.option import takes_fields_of
@@ -173,8 +173,6 @@ class RemoteGenerator:
     ) -> list[list[float]]:
         """Return the logprobs of given tokens; see `Generator.score`. Running requests continue meanwhile. Raises
         RuntimeError while the engine is paused."""
-        from fastgen.engine.prompt_scores import pair_scores  # it imports NumPy
-
         prompts, starts = pair_scores(sequences, start, temperature)
         parts = [slice(first, first + SCORED) for first in range(0, len(prompts), SCORED)]
         return self._engines.score(

@@ -344,14 +344,14 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("PromptScores.update", "end = scored.start + len(scored.logprobs)", "end = len(scored.logprobs)"),
         ("PromptScores.update", "score.top_logprobs[scored.start : end]", "score.top_logprobs[: len(scored.logprobs)]"),
     ],
-    ("engine.speculation.planning", SCHEDULES): [
+    ("speculation.planning", SCHEDULES): [
         ("Speculator.update", "sequence.computed -= rows - kept", "sequence.computed -= rows - kept + 1"),
         ("Speculator.payload", "self._rows, self._texts = (), []", "self._rows = ()"),
         ("Speculator.payload", "self._lanes[lane].computed - 1)", "self._lanes[lane].computed)"),
     ],
     ("engine.masks", SCHEDULES): [
-        ("fill_masks", "and sequence.status is Status.RUNNING", ""),
-        ("fill_masks", "row[:] = 0", "pass"),
+        ("Masks.fill_masks", "and sequence.status is Status.RUNNING", ""),
+        ("Masks.fill_masks", "row[:] = 0", "pass"),
     ],
     ("engine.halves", "tests/engine/test_halves.py"): [
         ("cut", "np.where(left, 0, step.num_draws)", "step.num_draws"),
@@ -372,7 +372,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("Scheduler._admit", "self._pause = RETRY_STEPS", "self._pause = 30"),
         ("Scheduler._admit_forks", "sequence.cacheable_len < known - 1 or", ""),
         ("Scheduler.finish", 'if reason in ("stop", "length") and sequence.output_len:', "if sequence.output_len:"),
-        ("Scheduler.update", "if (masked or token < 0) and not accepts", "if masked and not accepts"),
+        ("Scheduler.update", "if (masked or token < 0) and not self._accepts", "if masked and not self._accepts"),
         ("Scheduler._admit_forks", "self._start(sequence, expected, known - 1)",
          "self._start(sequence, expected, known)"),
         ("Scheduler._schedule_prefills", "budget -= count", "budget -= 1"),
@@ -394,13 +394,13 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("PageAllocator.index", "if key in node.children: return NOT_INDEXED",
          "if key in node.children: node = node.children[key]; continue"),
         ("PageAllocator.fork", "self._copies.append((source[-1], page))", "self._copies.append((source[0], page))"),
+        ("PageAllocator.take_fresh", "fresh = tuple(self._fresh)", "fresh = ()"),
     ],
     ("engine.host_pages", SCHEDULES): [
         ("TieredPageAllocator._take_host_page", "(node for node in self._host if node.host_page not in self._loads)",
          "iter(self._host)"),
         ("TieredPageAllocator._drop", "self._host.move_to_end(node)", "pass"),
         ("TieredPageAllocator.drop_index", "self._saves.clear()", "pass"),
-        ("TieredPageAllocator.take_moves", "() if moves is None else moves.fresh", "()"),
         ("TieredPageAllocator.take_moves", "self._loads.clear()", "pass"),
         ("TieredPageAllocator.take_moves", "tuple((page, host_page) for host_page, page in self._saves.items())", "()"),
     ],

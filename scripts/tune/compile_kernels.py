@@ -217,10 +217,10 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
     startup.make_attention = lambda name, *arguments: PagedAttention(*arguments)
     make_runner = startup.make_runner
 
-    def with_kv_of_a_gpu(model: Any, config: EngineConfig, head: Any) -> Any:
+    def with_kv_of_a_gpu(model: Any, config: EngineConfig, features: Any) -> Any:
         if config.kv_cache_dtype != "fp8":  # on the CPU it would be float32
             config = replace(config, kv_cache_dtype=config.dtype)
-        return make_runner(model, config, head)
+        return make_runner(model, config, features)
 
     startup.make_runner = with_kv_of_a_gpu
     yield compiled

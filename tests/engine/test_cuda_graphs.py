@@ -18,13 +18,13 @@ from drafting import adversary
 from fastgen import Generator, SamplingParams
 from fastgen.device.pinned import upload
 from fastgen.engine.cuda_graphs import batch_sizes, shared_sizes
-from fastgen.engine.speculation.drafting import Drafting
-from fastgen.engine.speculation.options import Speculation
-from fastgen.engine.speculation.planning import DraftPlan
 from fastgen.engine.warm_up import capture
 from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.linear import ROW_TILE
 from fastgen.model.packed import PACKED_ROW_TILE
+from fastgen.speculation.drafting import Drafting
+from fastgen.speculation.options import Speculation
+from fastgen.speculation.planning import DraftPlan
 
 PROMPTS = [random_ids(length) for length in (1, 2, 40, 90, 17)]
 

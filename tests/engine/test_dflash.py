@@ -21,7 +21,7 @@ from fastgen import Generator, SamplingParams, Speculation
 from fastgen.engine.warm_up import capture
 from fastgen.model.loader import BUNDLED
 from fastgen.model.packed import PACKED_ROW_TILE
-from fastgen.start import find_head
+from fastgen.speculation.feature import find_head
 
 LENGTHS = (1, 70, 33, 5, 64, 96)
 PROMPTS = [random_ids(length) for length in LENGTHS[:-1]]
@@ -45,7 +45,7 @@ def eager(head: Path) -> Speculation:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads draft even if nothing they draft is right, as with random weights."""
-    monkeypatch.setattr("fastgen.engine.speculation.planning.BARREN", 10**9)
+    monkeypatch.setattr("fastgen.speculation.planning.BARREN", 10**9)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ KINDS: list[tuple[dict[str, Any], int]] = [  # arguments of save_eagle, and the 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads draft even if nothing they draft is right, as with random weights."""
-    monkeypatch.setattr("fastgen.engine.speculation.planning.BARREN", 10**9)
+    monkeypatch.setattr("fastgen.speculation.planning.BARREN", 10**9)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_draws_that_are_no_tokens_read_no_embedding(
         drawn = draw(*arguments)
         return replace(drawn, packed=torch.full_like(drawn.packed, token))
 
-    monkeypatch.setattr("fastgen.engine.speculation.head.draw", unwritten)
+    monkeypatch.setattr("fastgen.speculation.head.draw", unwritten)
     with Generator(llama, speculate=eager(save_eagle(tmp_path, llama))) as gen:
         head = head_of(gen)
         with torch.inference_mode():

@@ -7,7 +7,7 @@ import random
 from invariants import check_pages
 from test_pages import Pool
 
-from fastgen.engine.host_pages import make_allocator
+from fastgen.engine.host_pages import TieredPageAllocator
 
 
 def test_the_host_tier_keeps_what_is_evicted_and_drops_its_oldest() -> None:
@@ -90,17 +90,18 @@ def test_a_page_that_is_saved_may_be_loaded_in_the_same_step() -> None:
     pool.tables.append(table)
     changes = pool.step()
     assert {host_page for _, host_page in changes.saves} == {host_page for host_page, _ in changes.loads}
-    assert not changes.fresh
+    assert not pool.fresh
     assert [pool.memory[page] for page in table] == [(1,), (1, 2), (1, 2, 3)]
 
 
 def test_pending_saves_are_forgotten_too() -> None:
     """A schedule may evict pages and then wait for the step in flight, without a batch."""
-    allocator, table = make_allocator(2, 1, host_pages=2), list[int]()
+    allocator, table = TieredPageAllocator(2, 1, host_pages=2), list[int]()
     assert allocator.grow(table, 2)
     allocator.index(0, table, [1, 2], 2)
     allocator.release(table)
     allocator.take_moves()
+    allocator.take_fresh()
     assert allocator.grow(table, 1)
     allocator.drop_index()
     check_pages(allocator, [table])

@@ -25,7 +25,7 @@ from fastgen import Generator
 def test_drafts_are_those_of_the_reference(
     own: bool, blocks: int, schedule: dict[str, Any], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastgen.engine.speculation.planning.BARREN", 10**9)
+    monkeypatch.setattr("fastgen.speculation.planning.BARREN", 10**9)
     head = save_medusa(tmp_path, llama, blocks=blocks, own=own)
     tensors = load_file(head / "medusa_lm_head.safetensors")
     with Generator(llama, speculate=False) as gen:

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from fastgen.device.chip import Chip
+from fastgen.engine.features import read_options
 from fastgen.engine.options import DEFAULT_KV_CACHE_GB, EngineConfig, GeneratorOptions
-from fastgen.engine.speculation.options import Speculation
 from fastgen.kernels import launch
 from fastgen.kernels.hopper import decode as hopper_decode
 from fastgen.model.config import ModelConfig, RopeConfig
+from fastgen.speculation.options import Speculation
 
 MODEL = ModelConfig(
     vocab_size=300,
@@ -49,7 +50,7 @@ def make(
 ) -> EngineConfig:
     options = GeneratorOptions(**{"device": "cpu", **given})
     options.check()
-    return EngineConfig.make(model, options, int(memory), kernels, processors)
+    return EngineConfig.make(model, read_options(options, model, 1), int(memory), kernels, processors)
 
 
 def test_the_defaults() -> None:

@@ -8,8 +8,8 @@ from collections import Counter
 
 from invariants import check_pages
 
-from fastgen.engine.host_pages import make_allocator
-from fastgen.engine.pages import NOT_INDEXED, Node, PageAllocator, PageMoves
+from fastgen.engine.host_pages import PageMoves, TieredPageAllocator
+from fastgen.engine.pages import NOT_INDEXED, Node, PageAllocator
 
 
 def test_a_table_grows_by_the_lowest_free_pages_or_not_at_all() -> None:
@@ -37,7 +37,9 @@ class Pool:
     """
 
     def __init__(self, num_pages: int, page_size: int, host_pages: int = 0) -> None:
-        self.allocator = make_allocator(num_pages, page_size, host_pages)
+        tiered = TieredPageAllocator(num_pages, page_size, host_pages) if host_pages else None
+        self.tier, self.allocator = tiered, tiered or PageAllocator(num_pages, page_size)
+        self.fresh: tuple[int, ...] = ()  # pages of the last step
         self.page_size = page_size
         self.memory: dict[int, tuple[int, ...]] = {}
         self.host: dict[int, tuple[int, ...]] = {}
@@ -54,7 +56,8 @@ class Pool:
         assert self.allocator.grow(table, len(tokens))
         self.allocator.index(matched, table, tokens, len(tokens))
         check_pages(self.allocator, self.tables)
-        assert {*table[matched:]} <= {*self.step().fresh}
+        self.step()
+        assert {*table[matched:]} <= {*self.fresh}
         for at, page in enumerate(table):
             kept = tuple(tokens[: (at + 1) * self.page_size])
             if at >= matched:
@@ -64,8 +67,8 @@ class Pool:
         return table
 
     def step(self) -> PageMoves:
-        changes = self.allocator.take_moves() or PageMoves()
-        copies = self.allocator.take_copies()
+        changes = (self.tier.take_moves() if self.tier else None) or PageMoves()
+        copies, self.fresh = self.allocator.take_copies(), self.allocator.take_fresh()
         check_pages(self.allocator, self.tables)
         for page, slot in changes.saves:
             self.host[slot] = self.memory[page]

@@ -24,7 +24,7 @@ from test_sharing import REQUESTS, each_apart, host_gb
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine.cuda_graphs import PREFILL_SIZES, prefill_sizes
-from fastgen.engine.pages import PageMoves
+from fastgen.engine.host_pages import PageMoves
 from fastgen.engine.prompt_scores import ScorePlan
 from fastgen.engine.runner import Runner
 from fastgen.engine.warm_up import capture, captured_prefills
@@ -166,7 +166,6 @@ def test_loads_are_waited_for_before_the_step(llama: Path, monkeypatch: pytest.M
     ran.clear()
     events = {layer: SimpleNamespace(wait=lambda layer=layer: order.append((layer, len(ran)))) for layer in (0, 2)}
     tier = mover(runner).tier
-    assert tier is not None
     load = tier.load
     monkeypatch.setattr(tier, "load", lambda pairs: load(pairs) or events)
     last = Prefill(1, 32, tuple(prompt[32:]), sample=False)

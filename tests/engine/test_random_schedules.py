@@ -21,8 +21,8 @@ from simulation import Simulation
 from fastgen.engine.admission import LengthEstimate
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.scheduler import Scheduler
-from fastgen.engine.speculation.options import Speculation
 from fastgen.request import SamplingParams, Sequence
+from fastgen.speculation.options import Speculation
 
 SEEDS_A_TEST = 100
 SEEDS = 2000

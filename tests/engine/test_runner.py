@@ -17,7 +17,6 @@ from handmade import make_runner, siblings, start, table
 from handmade import run as run_batch
 
 from fastgen import Generator, SamplingParams
-from fastgen.engine.pages import PageMoves
 from fastgen.engine.prompt_scorer import SCORE_ROWS
 from fastgen.engine.prompt_scores import Scored, ScoreRequest
 from fastgen.engine.warm_up import capture
@@ -253,7 +252,7 @@ def test_only_fresh_pages_are_wiped(llama: Path) -> None:
     first = Prefill(0, 0, (5, 6, 7), sample=True)
     updates = *table(0, [4]), *table(1, [9])
     begun = (start(0, SamplingParams(), (), 3),)
-    batch = Batch(prefills=(first,), starts=begun, page_updates=updates, features=(PageMoves((4,)),))
+    batch = Batch(prefills=(first,), starts=begun, page_updates=updates, fresh=(4,))
     said, _ = run_batch(runner, batch)
     assert said[0][0] >= 0
     assert runner.pool.values[:, 4].isfinite().all()

@@ -21,13 +21,13 @@ from test_dflash import PARAMS, PROMPTS, SCHEDULES
 from torch import Tensor
 
 from fastgen import Generator, RequestOutput, SamplingParams, Speculation
-from fastgen.engine.speculation.self_draft import SelfDraft
 from fastgen.engine.warm_up import capture
 from fastgen.kernels.noise import gumbel
 from fastgen.model.int4_layouts import dequantize, quantize
 from fastgen.model.packed import PACKED_ROW_TILE
 from fastgen.model.quantization import Int4
 from fastgen.model.sampler import SampleOutput
+from fastgen.speculation.self_draft import SelfDraft
 
 EAGER = Speculation(row_cost=0.0, history_tokens=0, head="int4")
 GROUP = 32  # of the small models, whose sizes are no multiples of 64
@@ -189,13 +189,13 @@ def test_a_draft_is_a_token_of_the_vocabulary(
         def garbage(logits: Tensor, *_: Any) -> SampleOutput:
             return SampleOutput(torch.full((4, len(logits)), 2**30, dtype=torch.int32))
 
-        monkeypatch.setattr("fastgen.engine.speculation.head.draw", garbage)
+        monkeypatch.setattr("fastgen.speculation.head.draw", garbage)
         assert same(gen.generate(PROMPTS[:2], PARAMS[:2]), expected)
 
 
 def test_few_lanes_draft(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With many lanes, a step of the copy takes as long as one of the model."""
-    monkeypatch.setattr("fastgen.engine.speculation.heads.SelfDraftConfig.most_lanes", 2)
+    monkeypatch.setattr("fastgen.speculation.heads.SelfDraftConfig.most_lanes", 2)
     # The draws are random, so a draft may be right or wrong, and a step adds one or two tokens to an answer. Each of
     # the last three answers is more than twice as long as the one before it. So they end one after the other in any
     # case, and there are steps with two lanes and with one.

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hash_model import make_config, make_sequence
 
+from fastgen.engine.largest_steps import STEP_SECONDS, even_tokens
 from fastgen.engine.scheduler import Scheduler
-from fastgen.engine.warm_up import STEP_SECONDS, even_tokens
 from fastgen.request import Batch, SamplingParams, Sequence, StepResult
 
 Cost = Callable[[list[int], list[tuple[int, int]]], float]

@@ -17,11 +17,13 @@ from hash_model import num_tokens
 
 from fastgen import Generator
 from fastgen.device.chip import Chip
-from fastgen.engine import startup, warm_up
+from fastgen.engine import largest_steps, startup
+from fastgen.engine.features import read_options
+from fastgen.engine.host_pages import PageMoves
+from fastgen.engine.largest_steps import largest_batches
 from fastgen.engine.options import EngineConfig, GeneratorOptions
-from fastgen.engine.pages import PageMoves
 from fastgen.engine.startup import build_model, make_runner, measure_pages
-from fastgen.engine.warm_up import largest_batches, launch_products, products_of, run_largest_steps
+from fastgen.engine.warm_up import launch_products, products_of, run_largest_steps
 from fastgen.kernels import fp8, launch
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.launch import Kernel
@@ -44,7 +46,7 @@ CPU = torch.device("cpu")
 
 def make(folder: Path, **options: Any) -> EngineConfig:
     given = GeneratorOptions(device="cpu", dtype="float32", **options)  # type: ignore[arg-type]
-    return EngineConfig.make(read_config(folder), given)
+    return EngineConfig.make(read_config(folder), read_options(given, read_config(folder), 1))
 
 
 @pytest.mark.parametrize(
@@ -63,14 +65,12 @@ def test_the_largest_steps_fill_lanes_and_budget(llama: Path, lanes: int, budget
 def test_the_largest_steps_move_pages_in_all_ways(llama: Path) -> None:
     """So all kernels are compiled, and their memory is measured."""
     config = make(llama, max_seqs=4, num_pages=9, host_cache_gb=1)
-    prefill, decode, *_ = largest_batches(config, SamplingParams())
-    assert prefill.find(PageMoves) == PageMoves((9,), ((9, 0),), ((0, 9),)), "only the spare page"
-    assert decode.copies == ((0, 9),)
-    config = make(llama, max_seqs=4, num_pages=9)
-    moves = [batch.find(PageMoves) for batch in largest_batches(config, SamplingParams())]
-    assert not any(each.saves or each.loads for each in moves if each)
     model = build_model(read_config(llama), config, llama, "dummy", Group())
     runner = make_runner(model, replace(config, host_pages=3))
+    prefill, decode, *_ = largest_batches(config, SamplingParams(), runner.features.values())
+    assert prefill.find(PageMoves) == PageMoves(((9, 0),), ((0, 9),)), "only the spare page"
+    assert prefill.fresh == (9,)
+    assert decode.copies == ((0, 9),)
     runner.pool.whole.normal_()
     before = runner.pool.whole.clone()
     run_largest_steps(runner)
@@ -171,7 +171,7 @@ def test_the_start_measures_the_prefill_tokens_of_a_step_and_ranks_take_the_leas
 ) -> None:
     """Two steps of 64 tokens take 3 and 2 ms, and another rank is slower still."""
     clock = iter((0.0, 0.003, 1.0, 1.002))
-    monkeypatch.setattr(warm_up, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(largest_steps, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     found: list[int] = []
     monkeypatch.setattr(Group, "minimum", lambda _, number: found.append(number) or number // 2)
     with Generator(llama, max_prefill_tokens=0, max_step_tokens=4096) as gen:
@@ -180,7 +180,7 @@ def test_the_start_measures_the_prefill_tokens_of_a_step_and_ranks_take_the_leas
 
 
 def test_prefill_tokens_of_a_step_are_whole_tiles() -> None:
-    assert [warm_up.even_tokens(most) for most in (9, 700, 1023, 2047, 2500)] == [256, 512, 768, 1024, 2048]
+    assert [largest_steps.even_tokens(most) for most in (9, 700, 1023, 2047, 2500)] == [256, 512, 768, 1024, 2048]
 
 
 def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, free: list[float], **options: Any) -> EngineConfig:
@@ -214,7 +214,7 @@ def test_staging_memory_is_measured_and_the_host_tier_is_not_made_twice(
             super().__init__(pool, num_pages)
             slots.append(num_pages)
 
-    monkeypatch.setattr(startup, "HostTier", Tier)
+    monkeypatch.setattr("fastgen.model.host_tier.HostTier", Tier)
     config = measured(llama, monkeypatch, [10 * GB, 9 * GB, 8 * GB], host_cache_gb=0.01)
     assert config.host_pages > 1
     assert slots == [1]

@@ -14,11 +14,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from handmade import continued, make_runner, mover, run, start, table
+from handmade import add_host_tier, continued, make_runner, mover, run, start, table
 from hash_model import page_moves
 from torch import Tensor
 
-from fastgen.engine.pages import PageMoves
+from fastgen.engine.host_pages import PageMoves
 from fastgen.engine.runner import Runner
 from fastgen.engine.step import Launched
 from fastgen.model import host_tier
@@ -40,14 +40,13 @@ def bundled(staging: int = host_tier.STAGING_PAGES, **options: Any) -> Iterator[
     """Yield a runner of the bundled model with HOST_PAGES host pages. staging: number of pages of staging memory."""
     runner = make_runner(resolve(None, None), device="cuda:0", max_model_len=256, **options)
     with patch.object(host_tier, "STAGING_PAGES", staging):
-        mover(runner).tier = HostTier(runner.pool, HOST_PAGES)
+        add_host_tier(runner, HOST_PAGES)
     yield runner
     runner.synchronize()
 
 
 def hold_up(runner: Runner, draw: random.Random) -> None:
     """Delay the next launch on the current stream, on a copy stream, or on none."""
-    assert mover(runner).tier is not None
     stream = draw.choice((None, torch.cuda.current_stream(), mover(runner).tier._out, mover(runner).tier._in))
     if stream is not None:
         with torch.cuda.stream(stream):
@@ -86,14 +85,13 @@ def traffic(draw: random.Random, filled: list[int], before: Batch) -> Batch:
     count = draw.randint(0, 3)
     copies = tuple(zip(cold[-count:] if count else (), cold[at : at + count], strict=True))
     prefills = (Prefill(4, 0, (5, 6, 7), sample=False),) if loads else ()
-    return Batch(decodes=(0, 1, 2), prefills=prefills, copies=copies, features=(PageMoves((), saves, loads),))
+    return Batch(decodes=(0, 1, 2), prefills=prefills, copies=copies, features=(PageMoves(saves, loads),))
 
 
 @pytest.mark.parametrize(("dtype", "staging"), [("bfloat16", 64), ("float32", 5), ("bfloat16", 1)])
 def test_random_traffic_with_steps_in_flight(dtype: str, staging: int) -> None:
     draw = random.Random(str(staging))
     with bundled(staging, dtype=dtype) as runner, torch.inference_mode():
-        assert mover(runner).tier is not None
         runner.pool.whole.normal_()
         expected, flying = Expected(runner), list[Launched]()
         chunks = tuple(Prefill(lane, 0, (9, 8, 7), sample=True) for lane in range(3))
@@ -141,11 +139,10 @@ def late(runner: Runner, method: Any, draw: random.Random) -> Any:
 def test_pinned_memory_is_given_back() -> None:
     runner = make_runner(resolve(None, None), device="cuda:0", host_cache_gb=0.05)
     tier = mover(runner).tier
-    assert tier is not None
     memory = tier.pages
     assert len(memory) == runner.config.host_pages
     assert memory.is_pinned()
     tier.save([(1, 2)])
-    mover(runner).tier = tier = None
+    del tier, runner.features[PageMoves]
     gc.collect()
     assert not memory.is_pinned()

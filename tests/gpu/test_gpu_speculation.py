@@ -15,7 +15,7 @@ from known_models import KNOWN
 from safetensors.torch import load_file
 
 from fastgen import Generator, SamplingParams, Speculation
-from fastgen.engine.speculation.self_draft import SelfDraft
+from fastgen.speculation.self_draft import SelfDraft
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 EAGER = Speculation(row_cost=0.0, history_tokens=0)
@@ -53,7 +53,7 @@ HEADS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", [*HEADS, "int4"])
 def test_a_head_changes_no_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its CUDA graphs draft what it drafts launched kernel by kernel, and texts get as many right drafts as without."""
-    monkeypatch.setattr("fastgen.engine.speculation.planning.BARREN", 10**9)
+    monkeypatch.setattr("fastgen.speculation.planning.BARREN", 10**9)
     target, head = tmp_path / "target", tmp_path / "head"
     for folder in (target, head):
         folder.mkdir()

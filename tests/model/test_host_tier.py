@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import random_ids
-from handmade import continued, make_runner, mover, run, table
+from handmade import add_host_tier, continued, make_runner, run, table
 
 from fastgen.device import pinned
-from fastgen.engine.pages import PageMoves
+from fastgen.engine.host_pages import PageMoves
 from fastgen.model import host_tier
 from fastgen.model.host_tier import GROUPS, HostTier
 from fastgen.model.kv_pool import KVPool
@@ -82,7 +82,7 @@ def test_each_layer_waits_for_its_own_pages(llama: Path, monkeypatch: pytest.Mon
     prompt, late = random_ids(75), dict[int, Late]()
     runner = make_runner(llama, max_model_len=200)
     expected = continued(runner, prompt, 5, moved=False)
-    mover(runner).tier = tier = HostTier(runner.pool, 8)
+    tier = add_host_tier(runner, 8)
 
     def load(pairs: list[tuple[int, int]]) -> dict[int, Late]:
         late.update({layer: Late(tier, runner.pool, pairs, layer) for layer in range(3)})
@@ -95,16 +95,21 @@ def test_each_layer_waits_for_its_own_pages(llama: Path, monkeypatch: pytest.Mon
 
 def test_a_page_may_be_saved_given_out_and_loaded_elsewhere_in_one_step(llama: Path) -> None:
     runner = make_runner(llama)
-    mover(runner).tier = HostTier(runner.pool, 2)
+    add_host_tier(runner, 2)
     whole = runner.pool.whole
     whole.copy_(torch.randn(whole.shape, generator=torch.Generator().manual_seed(0)))
     before = whole.clone()
     chunk = Prefill(0, 0, (5, 6), sample=False)
     run(
         runner,
-        Batch(prefills=(chunk,), page_updates=table(0, [30]), features=(PageMoves((30, 4), ((4, 1),), ((1, 9),)),),
-                copies=((5, 6), (5, 7))),
-    )  # fmt: skip
+        Batch(
+            prefills=(chunk,),
+            page_updates=table(0, [30]),
+            copies=((5, 6), (5, 7)),
+            fresh=(30, 4),
+            features=(PageMoves(((4, 1),), ((1, 9),)),),
+        ),
+    )
     assert torch.equal(whole[:, :, 9], before[:, :, 4])
     assert torch.equal(whole[:, :, [6, 7]], before[:, :, [5, 5]])
     assert not whole[1, :, 4].any()

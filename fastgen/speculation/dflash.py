@@ -26,9 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.engine.speculation.head import HeadPlace
-from fastgen.engine.speculation.heads import DFlashConfig
-from fastgen.engine.speculation.layered import LOGITS, LayeredHead, LayeredWeights
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import SlotMapping, rope_write
@@ -38,6 +35,9 @@ from fastgen.model.parameters import Parameters
 from fastgen.model.transformer import StepPart, Transformer
 from fastgen.model.weights import Shard, Tensors
 from fastgen.parallel.residual import ReplicatedResidual
+from fastgen.speculation.head import HeadPlace
+from fastgen.speculation.heads import DFlashConfig
+from fastgen.speculation.layered import LOGITS, LayeredHead, LayeredWeights
 
 
 class DFlashWeights(LayeredWeights):

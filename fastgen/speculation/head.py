@@ -23,10 +23,8 @@ from torch import Tensor
 
 from fastgen.device.memory import Memory
 from fastgen.device.pinned import upload
-from fastgen.engine.cuda_graphs import Graphs, smallest_size
+from fastgen.engine.cuda_graphs import Graphs
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.speculation.heads import HeadConfig
-from fastgen.engine.speculation.planning import DraftPlan
 from fastgen.engine.step import Lanes
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.drafts import StepDraws
@@ -37,6 +35,9 @@ from fastgen.model.loader import fill_random
 from fastgen.model.sampler import SampleOutput, SamplePlan, draw
 from fastgen.model.transformer import StepPart, Transformer
 from fastgen.model.weights import Shard, Tensors
+from fastgen.speculation.heads import HeadConfig
+from fastgen.speculation.options import Speculation
+from fastgen.speculation.planning import DraftPlan
 
 PLAN = SamplePlan(
     greedy=True, random=True, penalties=False, addends=False, min_p=False, keep_mask=False, sorted_tokens=0,
@@ -60,6 +61,7 @@ class HeadPlace:
     attention: Attention
     lanes: Lanes
     config: EngineConfig
+    options: Speculation
     tokens: Tensor
     counts: Tensor
 
@@ -119,9 +121,8 @@ class Head(ABC):
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
     def __init__(self, weights: HeadWeights, place: HeadPlace, most: int) -> None:
-        assert place.config.speculate is not None
         assert place.target.group.size == 1
-        self._own, self._options, self.most = weights, place.config.speculate, most
+        self._own, self._options, self.most = weights, place.options, most
         # The target refers to its observer; in a circle, both would keep their memory until garbage is collected.
         self._target = cast(Transformer, weakref.proxy(place.target))
         self._pool, self._lanes = place.pool, place.lanes
@@ -182,7 +183,7 @@ class Head(ABC):
         if self.graphs is None:
             self.body(size)
         else:
-            size = smallest_size(self.graphs.keys, count)
+            size = self.graphs.size_for(count)
             self._drawing[count:size] = self._lanes.padding
             self._ends[count:size] = 0
             self.graphs.run(size)

@@ -5,7 +5,7 @@ To attention each row of a lane is a decode, so a row has the same bits as in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,26 +16,24 @@ from torch import Tensor
 from fastgen.device.pinned import to_host, upload
 from fastgen.engine.cuda_graphs import Graphs, batch_sizes
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.speculation.dflash import DFlashWeights
-from fastgen.engine.speculation.eagle import EagleWeights
-from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights
-from fastgen.engine.speculation.heads import DFlashConfig, EagleConfig, HeadConfig, MedusaConfig, SelfDraftConfig
-from fastgen.engine.speculation.medusa import MedusaWeights
-from fastgen.engine.speculation.planning import HISTORY, LONGEST, Drafted, DraftPlan
-from fastgen.engine.speculation.self_draft import SelfDraftWeights
-from fastgen.engine.step import Lanes, Launched, StepFeature
+from fastgen.engine.step import DecodeBody, Lanes, Launched, StepFeature
+from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.drafts import Drafts, StepDraws, Texts, choose, follow, recall, spread
 from fastgen.kernels.lane_updates import DecodeInput
 from fastgen.model.attention.interface import Attention
 from fastgen.model.kv_pool import KVPool
+from fastgen.model.linear import Linear
 from fastgen.model.parameters import Parameters
 from fastgen.model.transformer import Transformer
-from fastgen.request import LaneStart, SamplingParams, StepResult
-
-
-def speculative_sizes(config: EngineConfig) -> list[int]:
-    """Return the numbers of lanes whose speculative steps are captured."""
-    return batch_sizes(min(config.speculate.most_lanes, config.max_seqs)) if config.speculate else []
+from fastgen.request import Batch, LaneStart, Prefill, SamplingParams, StepResult
+from fastgen.speculation.dflash import DFlashWeights
+from fastgen.speculation.eagle import EagleWeights
+from fastgen.speculation.head import Head, HeadPlace, HeadWeights
+from fastgen.speculation.heads import DFlashConfig, EagleConfig, HeadConfig, MedusaConfig, SelfDraftConfig
+from fastgen.speculation.medusa import MedusaWeights
+from fastgen.speculation.options import Speculation
+from fastgen.speculation.planning import HISTORY, LONGEST, Drafted, DraftPlan
+from fastgen.speculation.self_draft import SelfDraftWeights
 
 
 class Drafter(Protocol):
@@ -86,9 +84,9 @@ class Drafting(StepFeature[DraftPlan]):
 
     alone = False
 
-    def __init__(self, config: EngineConfig, lanes: Lanes, page_size: int, samples: bool) -> None:
-        assert config.speculate is not None
-        self.options, self._config = config.speculate, config
+    def __init__(self, options: Speculation, config: EngineConfig, lanes: Lanes, page_size: int, samples: bool) -> None:
+        self.options, self._config = options, config
+        self._sizes = batch_sizes(min(options.most_lanes, config.max_seqs))  # numbers of lanes that are captured
         self.graphs: Graphs[int] | None = None
         self._lanes, self._page_size = lanes, page_size
         self._device = lanes.kv_lens.device
@@ -106,7 +104,9 @@ class Drafting(StepFeature[DraftPlan]):
     ) -> Head:  # fmt: skip
         """Let a head draft, too. The arguments are those of HeadPlace."""
         out = self._drafts.proposals[1], self._drafts.proposed[1]
-        self.head = weights.attach(HeadPlace(target, pool, make_attention, attention, self._lanes, self._config, *out))
+        self.head = weights.attach(
+            HeadPlace(target, pool, make_attention, attention, self._lanes, self._config, self.options, *out)
+        )
         self._drafters.append(self.head)
         return self.head
 
@@ -170,3 +170,37 @@ class Drafting(StepFeature[DraftPlan]):
             ahead = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)  # of each row in its lane
             step.sampled = step.sampled.rows(np.flatnonzero(ahead < np.repeat(kept, counts)))
             step.sampling = tuple(np.repeat(step.sampling, kept).tolist())
+
+    # ------------------------------------------------------------------------------------------ the start
+
+    def largest_batches(self, config: EngineConfig) -> Iterator[Batch]:
+        """After a step that starts its lanes, yield the speculative step with the maximum number of lanes."""
+        lanes, token = self._sizes[-1], np.zeros(1, dtype=np.int32)
+        rows = (self.options.max_draft + 1,) * lanes
+        texts = tuple((lane, 0, token) for lane in range(lanes))
+        first = tuple(Prefill(lane, 0, token, True) for lane in range(lanes))
+        limits = (config.max_model_len - 1,) * lanes if self.options.head else ()
+        yield Batch(prefills=first, features=(DraftPlan(texts=texts, drafts=True, limits=limits),))
+        yield Batch(decodes=tuple(range(lanes)), features=(DraftPlan(rows=rows, drafts=True, limits=limits),))
+
+    @property
+    def linears(self) -> Iterable[tuple[Linear, Fused]]:
+        return self.head.linears if self.head is not None else ()
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._sizes) * (2 if self.options.head else 1)
+
+    def rehearse(self, body: DecodeBody, layers: Sequence[int]) -> None:
+        for size in self._sizes:
+            body(size, source=self, layers=layers)
+
+    def capture(self, body: DecodeBody, largest: bool, partner: Graphs[int]) -> Iterator[Graphs[int]]:
+        sizes = self._sizes[-1 if largest else 0 :]
+        self.graphs = Graphs(sizes, self._device, partner=partner)
+        self.graphs.capture(lambda size: body(size, source=self), compiled=True)
+        yield self.graphs
+        if self.head is not None:
+            self.head.graphs = Graphs(sizes, self._device, partner=partner)
+            self.head.graphs.capture(self.head.body)
+            yield self.head.graphs

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fastgen.engine.speculation.heads import HeadConfig
-from fastgen.option import Options, option
+from fastgen.engine.options import FeatureOptions
+from fastgen.option import option
+from fastgen.speculation.heads import HeadConfig
+
+GPU_ROWS, CPU_ROWS = 64, 32  # maximum rows of a speculative step; with more, arithmetic costs more than drafts save
+GPU_ROW_COST, CPU_ROW_COST = 0.004, 0.08  # time of one more row, relative to the time of a step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speculation(Options):
+class Speculation(FeatureOptions):
     """The options of speculation.
 
     max_draft: maximum number of drafted tokens of a sequence in a step. max_rows: maximum number of tokens of a
@@ -46,6 +50,15 @@ class Speculation(Options):
         given.check()
         return given
 
+    def choose(self, gpu: bool, attention: str, kernels: str, max_step_tokens: int) -> Speculation | None:
+        """Speculation is off on a GPU without CUDA graphs of decodes, whose start warns that it is slower than
+        possible, and where a step has no room for drafts."""
+        if gpu and (kernels == "torch" or attention == "reference"):
+            return None
+        rows, cost = (GPU_ROWS, GPU_ROW_COST) if gpu else (CPU_ROWS, CPU_ROW_COST)
+        rows, cost = min(self.max_rows or rows, max_step_tokens), cost if self.row_cost is None else self.row_cost
+        return replace(self, max_rows=rows, row_cost=cost) if rows > 1 else None
+
     @property
     def head_config(self) -> HeadConfig | None:
         """The configuration of the head, if there is one."""
@@ -56,6 +69,10 @@ class Speculation(Options):
     def kv_layers(self) -> int:
         """The number of layers whose keys and values a head keeps in the pages, in addition to the model's."""
         return self.head_config.kv_layers if self.head_config else 0
+
+    @property
+    def most_rows(self) -> int:
+        return self.max_rows
 
     @property
     def most_lanes(self) -> int:

@@ -21,9 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.engine.speculation.head import Head, HeadPlace, HeadWeights
-from fastgen.engine.speculation.heads import SelfDraftConfig
-from fastgen.engine.speculation.planning import DraftPlan
+from fastgen.engine.warm_up import products_of
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.drafts import StepDraws
 from fastgen.model.int4_linear import check_int4
@@ -32,6 +30,9 @@ from fastgen.model.parameters import Parameters
 from fastgen.model.quantization import Int4
 from fastgen.model.transformer import StepPart
 from fastgen.model.weights import Tensors, write
+from fastgen.speculation.head import Head, HeadPlace, HeadWeights
+from fastgen.speculation.heads import SelfDraftConfig
+from fastgen.speculation.planning import DraftPlan
 
 GROUPS = 128, 64, 32  # numbers of inputs with one scale; the first that divides all layers' inputs, else all inputs
 
@@ -87,12 +88,16 @@ class SelfDraft(Head):
     """The int4 copy of a model in a Runner. model: this copy."""
 
     layers: frozenset[int] = frozenset()
-    linears: Iterable[tuple[Linear, Fused]] = ()  # launch_products launches those of `model`
 
     def __init__(self, weights: SelfDraftWeights, place: HeadPlace) -> None:
         super().__init__(weights, place, weights.config.ahead)
         self._weights, self._attention, self.model = weights, place.attention, copy.copy(place.target)
         self.model.parameters, self.model.layers = weights.parameters, weights.parameters.layers
+
+    @property
+    def linears(self) -> Iterable[tuple[Linear, Fused]]:
+        zero = torch.zeros(1, dtype=torch.int64, device=self._tokens.device)
+        return products_of(self.model, self.model.slot_mapping(self._pool, zero, zero - 1, 1), self._pool)
 
     def observe(self, part: StepPart, number: int) -> None:
         raise AssertionError("a self-draft reads no layer")

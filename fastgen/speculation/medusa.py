@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.engine.speculation.head import Head, HeadPlace, StoredWeights
-from fastgen.engine.speculation.heads import MEDUSA_FILES, MedusaConfig
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import rms_norm
 from fastgen.model.linear import Linear
@@ -27,6 +25,8 @@ from fastgen.model.loader import read_tensors_of
 from fastgen.model.parameters import Parameters
 from fastgen.model.transformer import StepPart
 from fastgen.model.weights import Shard, Tensors, Update, write
+from fastgen.speculation.head import Head, HeadPlace, StoredWeights
+from fastgen.speculation.heads import MEDUSA_FILES, MedusaConfig
 
 LOGITS = Fused(out_dtype=torch.float32)
 _CONVERSION = (

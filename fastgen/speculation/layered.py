@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from fastgen.device.memory import Memory
-from fastgen.engine.speculation.head import Head, HeadPlace, StoredWeights
-from fastgen.engine.speculation.heads import LayeredConfig
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import RMSNorm
 from fastgen.model.linear import Linear
@@ -21,6 +19,8 @@ from fastgen.model.loader import read_tensors
 from fastgen.model.parameters import Parameters
 from fastgen.model.transformer import StepPart
 from fastgen.model.weights import Tensors, Update, write
+from fastgen.speculation.head import Head, HeadPlace, StoredWeights
+from fastgen.speculation.heads import LayeredConfig
 
 LOGITS = Fused(out_dtype=torch.float32)
 COPIES = ("embed_tokens.weight", "t2d")

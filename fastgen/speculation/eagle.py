@@ -24,9 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.engine.speculation.head import HeadPlace
-from fastgen.engine.speculation.heads import EagleConfig
-from fastgen.engine.speculation.layered import LOGITS, LayeredHead, LayeredWeights
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
@@ -35,6 +32,9 @@ from fastgen.model.parameters import Parameters
 from fastgen.model.rope import rope_tables
 from fastgen.model.transformer import StepPart
 from fastgen.model.weights import Shard, Tensors
+from fastgen.speculation.head import HeadPlace
+from fastgen.speculation.heads import EagleConfig
+from fastgen.speculation.layered import LOGITS, LayeredHead, LayeredWeights
 
 
 class EagleWeights(LayeredWeights):

@@ -27,9 +27,9 @@ import numpy as np
 
 from fastgen.engine.admission import LaneTable
 from fastgen.engine.interface import PlanFeature
-from fastgen.engine.speculation.options import Speculation
 from fastgen.engine.stats import Stats
 from fastgen.request import Batch, Prefill, Sequence, StepResult
+from fastgen.speculation.options import Speculation
 
 HISTORY = 4096  # maximum number of tokens of earlier outputs in a lane's text
 LEAD = 16  # number of prompt tokens before each earlier output, so that its first tokens can be drafted
@@ -86,7 +86,7 @@ class _Learned:
     barren: int = 0
 
 
-class History:
+class OutputHistory:
     """Outputs of earlier requests by their prompts: drafts for other samples, and for later epochs of a training.
 
     It cannot make an output wrong, whatever weights its tokens come from. limit: tokens, prompts included; the prompts
@@ -139,41 +139,34 @@ def _key(prompt: list[int]) -> bytes:
 class Speculator(PlanFeature):
     """The host's side of drafts: which lanes have a text on the device, and how many rows they get.
 
-    padded: a step computes all rows that its lanes may have, used or not, as in CUDA graphs. in_flight: number of
-    speculative steps that are not read; until then `computed` and `pending` of their sequences are upper bounds.
+    padded: a step computes all rows that its lanes may have, used or not, as in CUDA graphs.
     """
 
-    def __init__(self, options: Speculation, history: History, padded: bool, lanes: LaneTable, stats: Stats) -> None:
+    plans_rows = True
+    history: OutputHistory
+
+    def __init__(self, options: Speculation, padded: bool, stats: Stats) -> None:
         self.options = options
-        self.history = history
+        self.history = OutputHistory(options.history_tokens)
         self.padded = padded
-        self.in_flight = 0
-        self.rate = 0.5  # of all sequences together, with which a new one begins
         self._head = options.head_config
         self._ahead = self._head.ahead if self._head else 0
-        self._lanes, self._stats = lanes, stats
+        self._stats = stats
+
+    def reset(self, lanes: LaneTable) -> None:
+        """Forget all but the history."""
+        self.in_flight = 0
+        self.rate = 0.5  # of all sequences together, with which a new one begins
+        self._lanes = lanes
         self._drafting: set[int] = set()  # lanes with a text on the device
         self._moved: set[int] = set()  # lanes whose lengths speculative steps have advanced on the device
         self._learned: dict[int, _Learned] = {}  # by lane, of those that had a text
         self._rows: tuple[int, ...] = ()  # of the next batch; see DraftPlan
         self._texts: list[tuple[int, int, np.ndarray]] = []  # of the next batch; see DraftPlan
 
-    @classmethod
-    def of(
-        cls, options: Speculation | None, device: str, history: History, lanes: LaneTable, stats: Stats
-    ) -> Speculator | None:
-        """Return a Speculator with these options, or None if there are none."""
-        return None if options is None else cls(options, history, device != "cpu", lanes, stats)
-
     def plan_rows(
         self, decoding: Collection[Sequence], prefills: bool, in_flight: int, room: Callable[[Sequence, int], int]
     ) -> tuple[int, ...] | None:
-        """Return the maximum number of rows of each decode in the next batch; () for one row each. None if the step in
-        flight must be read first.
-
-        prefills: the batch may have prefill chunks too. in_flight: number of steps that are not read. room: returns how
-        many of a sequence's wanted rows its pages have room for.
-        """
         self._rows = ()
         if not prefills and len(decoding) <= self.options.most_lanes:
             lacking = [s for s in decoding if s.lane not in self._drafting and speculates(s)]
