@@ -13,7 +13,8 @@ from fastgen.request import Batch, Prefill, Sequence, StepResult
 
 if TYPE_CHECKING:  # these modules import torch
     from fastgen.engine.step import Launched
-    from fastgen.model.weights import Tensors, Update
+    from fastgen.model.weight_updates import WeightUpdate
+    from fastgen.model.weights import Tensors
 
 
 class Weights(Protocol):
@@ -22,7 +23,7 @@ class Weights(Protocol):
     @property
     def adapted(self) -> frozenset[str]: ...
 
-    def update(self, update: Update, begin: Callable[[], None]) -> None: ...
+    def update(self, update: WeightUpdate, begin: Callable[[], None]) -> None: ...
 
     def keep_bases(self, layers: Collection[str], place: str) -> None: ...
 

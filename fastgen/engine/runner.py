@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,11 +25,13 @@ from fastgen.kernels.state import DecodeInput, begin_step
 from fastgen.model.attention.interface import Attention, StepLayout
 from fastgen.model.chosen import alternatives_of
 from fastgen.model.kv_pool import KVPool
-from fastgen.model.live_weights import LiveWeights
 from fastgen.model.sampler import SampleOutput, draw
 from fastgen.model.transformer import StepPart, Transformer
 from fastgen.processes.errors import DepartedError
 from fastgen.request import Batch, StepResult
+
+if TYPE_CHECKING:
+    from fastgen.model.live_weights import LiveWeights
 
 
 class Runner:
@@ -48,7 +51,6 @@ class Runner:
     def __init__(self, model: Transformer, pool: KVPool, attention: Attention, config: EngineConfig) -> None:
         self.model, self.pool, self.attention, self.config = model, pool, attention, config
         self.group = model.group
-        self.weights = LiveWeights(model, pool)
         self.device = torch.device(config.device)
         vocab, samples = model.config.vocab_size, self.group.rank == 0  # other ranks have no logits
         self.lanes = Lanes(config, vocab, pool.page_size, pool.spare, self.device, samples)
@@ -58,6 +60,13 @@ class Runner:
         self.prefill_graphs: PrefillGraphs | None = None
         self.logits = torch.empty(config.most_rows if samples else 0, vocab, device=self.device)  # for decode steps
         self._free_cores = FreeCores()
+
+    @cached_property
+    def weights(self) -> LiveWeights:
+        """The weights while the model runs, whose module loads with the first update or sleep."""
+        from fastgen.model.live_weights import LiveWeights
+
+        return LiveWeights(self.model, self.pool)
 
     def clear_lanes(self) -> None:
         """Empty all lanes."""

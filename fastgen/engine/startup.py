@@ -41,7 +41,6 @@ from fastgen.engine.warm_up import (
     run_largest_steps,
 )
 from fastgen.kernels.launch import kernels_of, slower_than_possible, triton
-from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.attention.interface import Attention
 from fastgen.model.attention.reference import ReferenceAttention
@@ -140,6 +139,8 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
         raise ValueError("deterministic=True needs Triton on a GPU; install it, or leave deterministic out")
     update = None
     if config.adapter is not None:  # before the weights are loaded, since it raises what is wrong with the adapter
+        from fastgen.model.adapter import AdapterUpdate  # most models have none
+
         update = AdapterUpdate.read(config.adapter, checkpoint_shards(model_config))
     half = largest_half(config.max_step_tokens) if model_config.adds_products else 0  # see `ShardedResidual.apply`
     group.prepare(model_config.hidden_size, dtype, half)
