@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fastgen.device.memory import Memory, memory_on
+from fastgen.device.memory import Memory
+from fastgen.device.new_memory import memory_on
 from fastgen.kernels.norm import BranchEnd, RMSNorm, WideNorm
 from fastgen.kernels.rope import HeadNorm
 from fastgen.model.config import ModelConfig

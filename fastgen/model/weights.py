@@ -146,7 +146,7 @@ class Shard:
         """Copy the slice of a whole tensor into the view, in place, converting dtype and device."""
         part, device = self.slice(tensor), self.view.device
         if part.is_cuda and part.device != device:
-            part = part.to(device)  # other GPUs cannot write to memory that fastgen.device.memory has mapped
+            part = part.to(device)  # other GPUs cannot write to memory that fastgen.device.gpu_memory has mapped
         if self.scales is None:
             self.view.copy_(part)
             return
