@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fastgen.device.memory import release_memory
 from fastgen.display import engine_line
@@ -26,19 +26,22 @@ from fastgen.engine.prompts import prompt_list, request_source
 from fastgen.engine.stats import Stats, with_progress
 from fastgen.engine.team import Team, on_all_ranks
 from fastgen.engine.weight_changes import WeightChanges
-from fastgen.model.adapter import AdapterUpdate
+from fastgen.engine.weight_state import TAGS, WeightState
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, follow_head, resolve, with_eos_of
 from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.quantization import check_requantize
-from fastgen.model.tied import Tie
-from fastgen.model.weights import TAGS, Tensors, Update, WeightState
+from fastgen.model.weights import Tensors
 from fastgen.names import explains_names
 from fastgen.option import takes_fields_of
 from fastgen.request import Completion, Event, Message, Params, Prompt, Request, RequestOutput, SamplingParams
 from fastgen.start import agreeing, log_start, resolve_options, start_runner
 from fastgen.tasks import PromptTasks
 from fastgen.text.tokenizer import TOKENIZER_OPTIONS, chat_arguments
+
+if TYPE_CHECKING:  # for updates of the weights only
+    from fastgen.model.tied import Tie
+    from fastgen.model.weight_updates import WeightUpdate
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +98,6 @@ class Generator(PromptTasks):
         self._interrupt = OneCaller()
         self._loop = Loop(self._runner, self._inputs, WeightState(options.adapter is not None), self._interrupt)
         self._changes = WeightChanges(self._loop, options.adapter_base)
-        can_untie = self.config.device == "cpu"
-        self._tie = Tie(self.model_config.own_head, can_untie) if self.model_config.tied else None
 
     @functools.cached_property
     def history(self) -> History:
@@ -349,8 +350,10 @@ class Generator(PromptTasks):
         sequence are checked before anything is written, and the old weights stay. With any other iterable, or if
         reading one fails midway, generating raises RuntimeError until an update that is not partial is complete.
         """
+        from fastgen.model.weight_updates import WeightUpdate  # many Generators are never updated
+
         check_requantize(self.model_config.quantization, requantize)
-        update = Update(named, checkpoint_shards(self.model_config), partial, self._interrupt.reading, self._tie)
+        update = WeightUpdate(named, checkpoint_shards(self.model_config), partial, self._interrupt.reading, self._tie)
         return self._update_on_all("update_weights", update, version, in_flight)
 
     def update_adapter(
@@ -364,6 +367,8 @@ class Generator(PromptTasks):
         The first call copies the weights that the adapter changes, to the memory of the option `adapter_base`. Raises
         ValueError, and the old weights stay, for all that does not fit or is not plain LoRA of linear layers.
         """
+        from fastgen.model.adapter import AdapterUpdate  # most Generators have no adapter
+
         self._loop.check_open()
         update = AdapterUpdate(named, config, checkpoint_shards(self.model_config), self._runner.weights.adapted)
         return self._update_on_all("update_adapter", update, version, in_flight)
@@ -377,12 +382,20 @@ class Generator(PromptTasks):
         with self._interrupt:
             self._changes.update_drafter(named)
 
-    def _update_on_all(self, name: str, update: Update, version: int | None, in_flight: str) -> int:
+    def _update_on_all(self, name: str, update: WeightUpdate, version: int | None, in_flight: str) -> int:
         change = functools.partial(self._changes.update, update, version, in_flight)
         with self._interrupt:
             following: int = change() if self._team is None else self._team.call(name, change, update)
             self._loop.weight_state.version = following  # of ranks above 0, too
         return following
+
+    @functools.cached_property
+    def _tie(self) -> Tie | None:
+        """The tie of embedding and head, which updates of a tied model follow from the first one on."""
+        from fastgen.model.tied import Tie
+
+        can_untie = self.config.device == "cpu"
+        return Tie(self.model_config.own_head, can_untie) if self.model_config.tied else None
 
     @property
     def torn(self) -> bool:

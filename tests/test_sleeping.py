@@ -14,7 +14,8 @@ from invariants import check_scheduler
 from test_updating import LONG, OPTIONS, SHORT, SYSTEM, answers, old_weights, refuses
 
 from fastgen import Generator
-from fastgen.device.memory import DeviceMemory, Memory
+from fastgen.device.gpu_memory import DeviceMemory
+from fastgen.device.memory import Memory
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -20,7 +20,8 @@ from fastgen.model.adapter import AdapterUpdate, read_adapter
 from fastgen.model.deltas import DELTA
 from fastgen.model.loader import read_tensors
 from fastgen.model.parameters import checkpoint_shards
-from fastgen.model.weights import Shard, Tensors, Update
+from fastgen.model.weight_updates import WeightUpdate
+from fastgen.model.weights import Shard, Tensors
 
 
 class WeightUpdates:
@@ -80,7 +81,7 @@ class WeightUpdates:
         options: keyword arguments of `Generator.update_weights`, whose errors are raised here too.
         """
         wire, shards = self._find(group), checkpoint_shards(self._gen.model_config)
-        Update(placeholders(_without_deltas(header, shards)), shards, options["partial"]).check()
+        WeightUpdate(placeholders(_without_deltas(header, shards)), shards, options["partial"]).check()
         try:
             received = wire.receive(header, self._check)
             tensors: Tensors = received
@@ -143,7 +144,7 @@ class WeightUpdates:
         requests keep their KV. Return the version of the weights. See TrainerGroup.receive."""
         shards = checkpoint_shards(self._gen.model_config)
         partial = not shards.keys() <= {name for name, _, _ in header}
-        Update(placeholders(header), shards, partial).check()
+        WeightUpdate(placeholders(header), shards, partial).check()
         trainer = self._trainer
         if trainer is None:
             raise RuntimeError("there is no group with a trainer; POST /init_weight_transfer_engine first")

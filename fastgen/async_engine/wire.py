@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from fastgen.device.memory import IpcMemory
+from fastgen.device.gpu_memory import IpcMemory
 from fastgen.parallel.rank_group import RankGroup
 from fastgen.processes.errors import DepartedError
 

@@ -1,4 +1,4 @@
-"""Properties of the CPU, as far as Linux tells: its maker, and whether it multiplies bfloat16 fast. Needs no torch."""
+"""Properties of the CPU, as far as Linux tells: its maker, and how it multiplies bfloat16. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ def is_intel() -> bool:
     return "GenuineIntel" in _info()
 
 
-def fast_bfloat16() -> tuple[bool, str]:
-    """Return whether this CPU computes steps in bfloat16 much faster than in float32, and why.
+def has_amx() -> bool:
+    """Return whether this CPU multiplies bfloat16 by AMX. Products then sum in an order that depends on the batch."""
+    return "amx_bf16" in _info()
 
-    With AMX only products whose bits depend on the batch are fast (`fastgen.model.packed`).
-    """
-    if "amx_bf16" in _info():
-        return False, "with AMX, products whose bits do not depend on the batch are hardly faster in bfloat16"
+
+def fast_bfloat16() -> tuple[bool, str]:
+    """Return whether this CPU computes steps in bfloat16 much faster than in float32 and as deterministically, and
+    why."""
+    if has_amx():
+        return False, "with AMX, the bits of products in bfloat16 depend on the batch"
     if "avx512_bf16" in _info():
         return True, "this CPU has AVX512-BF16"
     return False, "this CPU has no AVX512-BF16"

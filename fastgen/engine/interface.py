@@ -15,7 +15,8 @@ if TYPE_CHECKING:  # the scheduler imports this module too; step and weights imp
     from fastgen.engine.admission import LaneTable
     from fastgen.engine.pages import PageAllocator
     from fastgen.engine.step import Launched
-    from fastgen.model.weights import Tensors, Update
+    from fastgen.model.weight_updates import WeightUpdate
+    from fastgen.model.weights import Tensors
 
 
 class Weights(Protocol):
@@ -24,7 +25,7 @@ class Weights(Protocol):
     @property
     def adapted(self) -> frozenset[str]: ...
 
-    def update(self, update: Update, begin: Callable[[], None]) -> None: ...
+    def update(self, update: WeightUpdate, begin: Callable[[], None]) -> None: ...
 
     def keep_bases(self, layers: Collection[str], place: str) -> None: ...
 

@@ -16,7 +16,7 @@ from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue
 from fastgen.engine.scheduler import NOT_FINITE, Scheduler
 from fastgen.engine.stats import Stats
 from fastgen.engine.step import Launched
-from fastgen.model.weights import WeightState
+from fastgen.engine.weight_state import WeightState
 from fastgen.request import Event, Request, RequestOutput, Sequence, Status
 
 log = logging.getLogger("fastgen.generator")  # the name that users of a Generator know

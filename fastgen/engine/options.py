@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fastgen.device.processor import fast_bfloat16
+from fastgen.device.processor import fast_bfloat16, has_amx
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.option import Options, option, options_of
 from fastgen.text.syntax_names import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -137,7 +137,8 @@ class GeneratorOptions(Options):
     )  # fmt: skip
     deterministic: bool | None = option(
         None, "tokens and logprobs do not depend on the schedule, bit for bit; always the case on the H100s or H200s "
-        "of one host in bfloat16 or float16 with heads of 64 to 128", unset="on there and on the CPU, off elsewhere",
+        "of one host in bfloat16 or float16 with heads of 64 to 128",
+        unset="on there and on the CPU (in bfloat16 only without AMX), off elsewhere",
     )  # fmt: skip
     speculate: Any = option(
         False, "draft tokens and verify them together, which changes no bit where deterministic is on: auto drafts "
@@ -357,8 +358,14 @@ def _deterministic(
             "deterministic=False on a Hopper GPU: its kernels give the same bits under any schedule, and there are "
             "no faster ones; leave deterministic out"
         )
+    by_amx = not gpu and dtypes[0] == "bfloat16" and has_amx()
     if options.deterministic is None:
-        return always or not gpu
+        return always or not (gpu or by_amx)
+    if options.deterministic and by_amx:
+        raise ValueError(
+            "deterministic=True needs dtype='float32' on this CPU, whose products in bfloat16 (AMX) depend on the "
+            "batch; pass that, or leave deterministic out"
+        )
     if options.deterministic and gpu:
         if options.attention not in ("auto", "paged"):
             raise ValueError(

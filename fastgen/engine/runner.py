@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,15 +22,15 @@ from fastgen.kernels.lane_updates import DecodeInput, begin_step
 from fastgen.model.attention.interface import Attention, StepLayout
 from fastgen.model.chosen import alternatives_of
 from fastgen.model.kv_pool import KVPool
-from fastgen.model.live_weights import LiveWeights
 from fastgen.model.sampler import SampleOutput, draw
 from fastgen.model.transformer import StepPart, Transformer
 from fastgen.processes.errors import DepartedError
 from fastgen.request import Batch, StepResult
 
-if TYPE_CHECKING:  # only a GPU has graphs
+if TYPE_CHECKING:  # only a GPU has graphs, and only updates and sleep need LiveWeights
     from fastgen.engine.cuda_graphs import Graphs
     from fastgen.engine.prefill_graphs import PrefillGraphs
+    from fastgen.model.live_weights import LiveWeights
 
 
 class Runner:
@@ -57,7 +58,6 @@ class Runner:
     ) -> None:
         self.model, self.pool, self.attention, self.config = model, pool, attention, config
         self.group = model.group
-        self.weights = LiveWeights(model, pool)
         self.device = torch.device(config.device)
         vocab, samples = model.config.vocab_size, self.group.rank == 0  # other ranks have no logits
         self.lanes = Lanes(config, vocab, pool.page_size, pool.spare, self.device, samples)
@@ -67,6 +67,13 @@ class Runner:
         self.prefill_graphs: PrefillGraphs | None = None
         self.logits = torch.empty(config.most_rows if samples else 0, vocab, device=self.device)  # for decode steps
         self._free_cores = FreeCores()
+
+    @cached_property
+    def weights(self) -> LiveWeights:
+        """The weights while the model runs, whose module loads with the first update or sleep."""
+        from fastgen.model.live_weights import LiveWeights
+
+        return LiveWeights(self.model, self.pool)
 
     def clear_lanes(self) -> None:
         """Empty all lanes."""

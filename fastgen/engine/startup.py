@@ -27,7 +27,6 @@ from fastgen.engine.largest_steps import measure_prefill_tokens
 from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.runner import Runner
 from fastgen.kernels.launch import kernels_of, slower_than_possible, triton
-from fastgen.model.adapter import AdapterUpdate
 from fastgen.model.attention.interface import Attention
 from fastgen.model.config import ModelConfig
 from fastgen.model.kv_pool import KVPool
@@ -130,6 +129,8 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
         raise ValueError("deterministic=True needs Triton on a GPU; install it, or leave deterministic out")
     update = None
     if config.adapter is not None:  # before the weights are loaded, since it raises what is wrong with the adapter
+        from fastgen.model.adapter import AdapterUpdate  # most models have none
+
         update = AdapterUpdate.read(config.adapter, checkpoint_shards(model_config))
     group.prepare(model_config.hidden_size, dtype, _largest_half(model_config, config, group))
     form = model_config.quantization

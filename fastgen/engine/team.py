@@ -8,7 +8,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:  # this module imports torch
-    from fastgen.model.weights import Update
+    from fastgen.model.weight_updates import WeightUpdate
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -23,7 +23,7 @@ class Team(Protocol):
     follows: bool
     status: Any
 
-    def call(self, name: str, function: Callable[[], T], update: Update | None = None) -> T:
+    def call(self, name: str, function: Callable[[], T], update: WeightUpdate | None = None) -> T:
         """Return the value of rank 0's function, or raise its error, on all ranks, which must all make a call of this
         name. update: the update that this rank's program has given, if the call updates weights."""
 

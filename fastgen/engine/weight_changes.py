@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fastgen.engine.loop import Loop
-from fastgen.model.weights import DROPPED, TORN, Tensors, Update, check_in_flight, check_tags
+from fastgen.engine.weight_state import DROPPED, TORN, check_in_flight, check_tags
+from fastgen.model.weight_updates import WeightUpdate
+from fastgen.model.weights import Tensors
 
 
 class WeightChanges:
@@ -17,7 +19,7 @@ class WeightChanges:
     def __init__(self, loop: Loop, adapter_base: str) -> None:
         self._loop, self._adapter_base = loop, adapter_base
 
-    def update(self, update: Update, version: int | None, in_flight: str) -> int:
+    def update(self, update: WeightUpdate, version: int | None, in_flight: str) -> int:
         """Update the weights, and return their version; see `Generator.update_weights`."""
         loop, weights = self._loop, self._loop.weight_state
         loop.check_open()

@@ -23,7 +23,8 @@ from fastgen.device.memory import Memory
 from fastgen.device.pinned import Pinned
 from fastgen.kernels.merge import merge
 from fastgen.model.loader import load
-from fastgen.model.weights import Shard, Update, text_name, write
+from fastgen.model.weight_updates import WeightUpdate
+from fastgen.model.weights import Shard, text_name, write
 
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])(?:\.[^.]+)?\.weight")  # adapters in memory have a name
 LINEARS = "_proj.weight", "_linear.weight"
@@ -59,7 +60,7 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, Tensor], Any]:
         raise ValueError(f"adapter {folder}: {error}") from error
 
 
-class AdapterUpdate(Update):
+class AdapterUpdate(WeightUpdate):
     """A weight update that merges an adapter, or restores the base weights.
 
     given: the adapter's tensors, as a mapping or an iterable of (name, tensor); None restores the base. config: PEFT's
@@ -97,8 +98,8 @@ class AdapterUpdate(Update):
         return update
 
     def check(self) -> None:
-        """Check the config and all tensors. Raises ValueError as `Update.tensors` does and for an unsupported config,
-        and TypeError for objects of the wrong kind."""
+        """Check the config and all tensors. Raises ValueError as `WeightUpdate.tensors` does and for an unsupported
+        config, and TypeError for objects of the wrong kind."""
         if self._given is None:
             self._given = ()
         elif isinstance(self._given, Iterable):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fastgen.model.quantization import Int4, Quantization, method_of, parse_quantization
+from fastgen.model.quantization import Int4, Quantization, method_of
 from fastgen.names import advice
 from fastgen.option import Option
 from fastgen.request import SAMPLING_OPTIONS
@@ -315,6 +315,13 @@ def _quantized(found: ModelConfig, method: str | None, wanted: str | None) -> Mo
     return replace(found, quantization=found.quantization or Quantization()) if wanted == "fp8" else found
 
 
+def _quantization(config: dict[str, Any], family: _Family) -> Quantization | None:
+    """Return the quantized form of a checkpoint. The parsers of its fields load only for a quantized one."""
+    from fastgen.model.quantization_config import parse_quantization
+
+    return parse_quantization(config, family.gated)
+
+
 def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """Return the ModelConfig for the content of `config.json`. Fields have the meaning that transformers 5 gives them.
 
@@ -333,7 +340,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     flags: dict[str, Any] = {**(family.tensors or {}), **(_multipliers(config) if family.multipliers else {})}
     hidden_size = _integer(config, "hidden_size")
     attention_bias = family.attention_bias and bool(config.get("attention_bias"))
-    quantization = parse_quantization(config, family.gated)
+    quantization = _quantization(config, family) if method_of(config) else None
     if isinstance(quantization, Int4) and "qkv_tensor" in flags:
         raise ValueError(
             f"{quantization.name} of {flags['qkv_tensor']}, one tensor of several modules, is not supported"

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
-from fastgen.device.memory import memory_on
+from fastgen.device.new_memory import memory_on
 from fastgen.kernels import fp8_pages
 from fastgen.kernels.page_copies import copy_pages
 

@@ -13,9 +13,9 @@ from fastgen.device.memory import device_memory, release_memory
 from fastgen.model.deltas import DELTA, DeltaTarget, delta_targets
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.parameters import Parameters
-from fastgen.model.tied import HEAD
 from fastgen.model.transformer import Transformer
-from fastgen.model.weights import Shard, Target, Tensors, Update, write
+from fastgen.model.weight_updates import WeightUpdate
+from fastgen.model.weights import HEAD, Shard, Target, Tensors, write
 
 
 class OwnHead:
@@ -41,8 +41,8 @@ class LiveWeights:
         """The layers that adapters have changed."""
         return self._model.parameters.bases.layers
 
-    def update(self, update: Update, begin: Callable[[], None]) -> None:
-        """Check an update as far as possible, call `begin`, and write it. Raises ValueError as `Update.tensors`
+    def update(self, update: WeightUpdate, begin: Callable[[], None]) -> None:
+        """Check an update as far as possible, call `begin`, and write it. Raises ValueError as `WeightUpdate.tensors`
         does."""
         update.check()
         begin()

@@ -28,13 +28,9 @@ from tqdm import tqdm
 
 from fastgen.device.pinned import on_stream
 from fastgen.device.threads import at_most
-from fastgen.disk import naming_full_disk
-from fastgen.model import int4_layouts
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.model.quantization import SKIPPED
-from fastgen.model.tied import EMBEDDING, HEAD, are_equal
-from fastgen.model.weights import FLOATS, Shard, TensorMatcher, text_name
-from fastgen.names import nearest
+from fastgen.model.weights import EMBEDDING, FLOATS, HEAD, Shard, TensorMatcher, text_name
 from fastgen.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -48,14 +44,6 @@ SCALE = ".weight_scale"
 _DTYPES = {**FLOATS, "F8_E4M3": torch.float8_e4m3fn}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_MEDUSA = "medusa_lm_head.safetensors"  # of a repository of heads that draft, which may have nothing else
-# All files except weights. They are fetched first, because the index names the files of weights.
-_SMALL_FILES = [
-    "config.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json", "generation_config.json",
-    "tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "additional_chat_templates/*", "modules.json",
-    "*_Pooling/config.json", _INDEX,
-]  # fmt: skip
 # Advice in Python has double quotes, so that the command line does not take its arguments for options.
 _GGUF = (
     "convert it with transformers, if that can read it: AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, "
@@ -81,7 +69,9 @@ def resolve(model: str | Path | None, revision: str | None = None, weights: bool
         remedy = _GGUF if folder.suffix == ".gguf" else _FOLDER
         raise ValueError(f"{folder} is a file, and fastgen reads folders in Hugging Face's format; {remedy}")
     if not folder.is_dir():
-        folder = _fetch_model(str(model), revision, weights)
+        from fastgen.model.hub import fetch_model  # a folder needs no hub
+
+        folder = fetch_model(str(model), revision, weight_files if weights else None)
     elif revision is not None:
         raise ValueError(f"revision={revision!r} goes with a hub id, and {folder} is a folder")
     if weights and (folder / _SINGLE).is_file() and (folder / _INDEX).is_file():
@@ -170,9 +160,9 @@ def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False, who
 def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True) -> list[tuple[Shard, Tensor]]:
     """Match the tensors of a checkpoint with all `targets`. Return the pieces to copy: shards of some rows of a view,
     each with the same rows of the mapped file."""
-    in_int4 = any(isinstance(shard, int4_layouts.StoredShard) for shard in targets.values())
+    of_int4 = tuple({suffix for shard in targets.values() for suffix in shard.skipped})
     is_fp8 = any(name.endswith(SCALE) for name in targets)
-    skipped = (*SKIPPED, *int4_layouts.SKIPPED) if in_int4 else SKIPPED if is_fp8 else ()
+    skipped = (*SKIPPED, *of_int4) if of_int4 else SKIPPED if is_fp8 else ()
     matcher, pieces = TensorMatcher(targets, skipped=skipped), list[tuple[Shard, Tensor]]()
     some = None if whole else targets.keys()
     names = {_target_name(name, targets) for _, _, name in _entries(folder, some)}
@@ -181,8 +171,10 @@ def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True)
         for place in _places(name, targets, names):
             with _about(path):
                 shard = matcher.find(place, entry.get_shape(), _DTYPES.get(entry.get_dtype(), entry.get_dtype()))
-                if shard is None and in_int4:
-                    int4_layouts.check_skipped(place, file.get_tensor(name), targets)
+                if shard is None and of_int4:
+                    from fastgen.model.int4_layouts import check_skipped  # only checkpoints in int4 have loaded it
+
+                    check_skipped(place, file.get_tensor(name), targets)
             if shard is not None and shard.view.numel():
                 tensor = file.get_tensor(name)
                 for part in shard.separated():
@@ -218,7 +210,11 @@ def follow_head(config: ModelConfig, folder: Path) -> ModelConfig:
         return config
     names = {HEAD, EMBEDDING, EMBEDDING.removeprefix("model.")}
     found = {text_name(name): file.get_tensor(name) for _, file, name in _entries(folder, names)}
-    if len(found) < 2 or HEAD not in found or are_equal(*found.values()):
+    if len(found) < 2 or HEAD not in found:
+        return config
+    from fastgen.model.tied import are_equal  # few files have both
+
+    if are_equal(*found.values()):
         return config
     log.warning(
         "%s: config.json has tie_word_embeddings=true, and the weights have a head that is not the embedding; it is "
@@ -251,7 +247,7 @@ def read_tensors_of(path: Path) -> dict[str, Tensor]:
 def _entries(folder: Path, some: Collection[str] | None = None) -> Iterator[tuple[Path, Any, str]]:
     """Yield (path of the file, open file, tensor name) for each tensor to read from a folder. some: the names of the
     tensors to read, as in the text model; None: all."""
-    files = _weight_files(folder)
+    files = weight_files(folder)
     _check_present(files, folder)
     for path, names in files.items():
         with _open(path) as file:
@@ -282,7 +278,7 @@ def _about(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
+def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     """Return {weight file to read: names of the tensors to take from it, or None for all}.
 
     Beside a single file, an index is left over from an earlier save in several files; transformers does not read it.
@@ -311,59 +307,3 @@ def _check_present(files: Iterable[Path], folder: Path) -> None:
         pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
         instead = f"there is {pickles[0]} instead" if pickles else f"there is no {_INDEX}"
         raise ValueError(f"{path} is missing, and {instead}; {_CONVERSION}")
-
-
-def _fetch_model(model: str, revision: str | None, weights: bool) -> Path:
-    """Fetch the needed files of a hub repository into huggingface_hub's cache, and return its folder there."""
-    from huggingface_hub import constants, errors
-
-    login = "log in with `hf auth login` or set HF_TOKEN"
-    remedy = "make room, or set HF_HOME to a folder on another disk"
-    try:
-        with naming_full_disk(constants.HF_HUB_CACHE, remedy):
-            folder = _fetch(model, revision, _SMALL_FILES, bars=False)
-            files = [str(path.relative_to(folder)) for path in _weight_files(folder)] if weights else []
-            if lacking := [name for name in files if not (folder / name).is_file()]:
-                # At the commit of the small files, even if the repository has changed since.
-                _fetch(model, folder.name, [*lacking, _MEDUSA], bars=True)
-    except errors.GatedRepoError as error:
-        raise ValueError(
-            f"{model} is gated: accept its licence at https://huggingface.co/{model}, then {login}"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ValueError(f"{model} has no revision {revision!r} on the hub") from error
-    except errors.HFValidationError as error:
-        path = Path(model).expanduser()
-        near = nearest(path.name, [each.name for each in path.parent.glob("*/")])
-        hint = f"; there is {path.parent / near}" if near else ""
-        raise ValueError(f"there is no folder {model}, and a hub id is not written like that{hint}") from error
-    except errors.RepositoryNotFoundError as error:
-        raise ValueError(f"{model} is neither a folder nor a model on the hub; for a private one {login}") from error
-    except errors.LocalEntryNotFoundError as error:
-        raise ValueError(
-            f"{model} is not a folder, is not in the local hub cache, and the hub cannot be reached ({error})"
-        ) from error
-    return folder
-
-
-class _SilentBar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]  # with stubs and without
-    """A progress bar that is never shown."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{**options, "disable": True})
-
-
-def _fetch(model: str, revision: str | None, patterns: list[str], bars: bool) -> Path:
-    """Fetch the files of a hub repository that match `patterns`. Return the folder of the snapshot in the cache."""
-    from huggingface_hub import errors, snapshot_download
-
-    tqdm_class: Any = None if bars else _SilentBar  # otherwise every start would show bars for files in the cache
-    try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, tqdm_class=tqdm_class))
-    except errors.LocalEntryNotFoundError as error:
-        # Newer versions refuse a cached snapshot that lacks any file matching a pattern. Some of these files are not
-        # needed, so return the snapshot; a missing file that is needed raises an error later.
-        snapshot = getattr(error, "snapshot_path", None)
-        if snapshot is None:
-            raise
-        return Path(snapshot)

@@ -2,8 +2,8 @@
 
 On most x86 processors these are oneDNN's, which torch includes, with weights in its blocked format: a product takes
 down to a third of the time of F.linear. Intel's processors are different: in float32, and with AMX in bfloat16, oneDNN
-sums rows in an order that depends on their number. There MKL computes the products in float32 (`mkl_linear`), and the
-products in bfloat16 have few inputs each (`amx_linear`).
+sums rows in an order that depends on their number. There MKL computes the products in float32 (`mkl_linear`); in
+bfloat16 with AMX they are oneDNN's, and not deterministic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 from fastgen.device import mkl
 from fastgen.device.processor import is_intel
 from fastgen.kernels.batch_invariant import Fused
-from fastgen.model.amx_linear import AmxLinear
 from fastgen.model.linear import Linear, finish
 from fastgen.model.mkl_linear import MklLinear
 
@@ -89,15 +88,13 @@ def packing(dtype: torch.dtype) -> Packing | None:
         return None
     if dtype == torch.float32 and is_intel():
         return MklLinear if mkl.PACKS else None
-    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return AmxLinear
     if dtype == torch.bfloat16:
         return OneDnnLinear if torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
     built_in: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return OneDnnLinear if dtype == torch.float32 and built_in else None
 
 
-_PACKED = OneDnnLinear | OneDnnGatedLinear | MklLinear | AmxLinear
+_PACKED = OneDnnLinear | OneDnnGatedLinear | MklLinear
 
 
 def pack(linear: Linear, gated: bool = False) -> Linear:

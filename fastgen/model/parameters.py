@@ -9,26 +9,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, groupby
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fastgen.device.memory import Memory, memory_on
+from fastgen.device.memory import Memory
+from fastgen.device.new_memory import memory_on
 from fastgen.kernels.norm import BranchEnd, RMSNorm, WideNorm
 from fastgen.kernels.rope import HeadNorm
-from fastgen.model.adapter import AdapterBases
 from fastgen.model.config import ModelConfig
-from fastgen.model.int4_layouts import Part
-from fastgen.model.int4_linear import Int4Linear, prepared, restored, rounded_shard
 from fastgen.model.linear import ROW_TILE, Linear
 from fastgen.model.packed import PACKED_ROW_TILE, pack, packing, unpack
 from fastgen.model.quantization import Int4, Quantization
-from fastgen.model.quantized import Fp8Linear
-from fastgen.model.tied import EMBEDDING, HEAD
-from fastgen.model.weights import Shard
+from fastgen.model.weights import EMBEDDING, HEAD, Part, Shard
 from fastgen.parallel.group import Group
+
+if TYPE_CHECKING:  # for adapters and quantized models only
+    from fastgen.model.adapter import AdapterBases
+    from fastgen.model.quantized_layers import QuantizedLayers
 
 ROWS, COLUMNS = 0, 1  # dimensions of a weight [outputs, inputs]
 LINEARS = "qkv", "o", "gate_up", "down"  # the linear layers of a Layer
@@ -166,11 +168,10 @@ class Parameters:
         self.config, self._whole = config.split(self.group.size), config
         self.dtype, self.device = dtype, device
         self.memory = memory_on(device)
-        self.bases = AdapterBases(self.memory, device)
         self.changes = 0
         self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU, padding to row_tile suffices
-        self._int4 = config.quantization if isinstance(config.quantization, Int4) else None
-        plain = config.quantization is None or self._int4 is not None  # on the CPU, int4 is dequantized
+        self._quantized = None if config.quantization is None else quantized_layers(config.quantization)
+        plain = config.quantization is None or isinstance(config.quantization, Int4)  # dequantized on the CPU
         self._packs = device.type == "cpu" and packing(dtype) is not None and plain
         self.row_tile = 1 if device.type != "cpu" else PACKED_ROW_TILE if self._packs else ROW_TILE
         norm, embedding, *head = model_table(config)
@@ -178,6 +179,13 @@ class Parameters:
         self.embedding: Tensor = shared.embedding if shared else self._new(*self._part(embedding)[1])
         self.lm_head: Linear = shared.lm_head if shared else self._linear(head) if head else self._tied()
         self.layers = [self._layer(number) for number in range(config.num_layers)]
+
+    @cached_property
+    def bases(self) -> AdapterBases:
+        """The weights without adapters, whose module loads with the first adapter or update."""
+        from fastgen.model.adapter import AdapterBases
+
+        return AdapterBases(self.memory, self.device)
 
     def new_memory(self) -> Memory:
         """Return further memory on the same device."""
@@ -198,23 +206,21 @@ class Parameters:
     def _tied(self) -> Linear:
         return Linear(self.embedding, None, self._batch_invariant)
 
-    def _linear(self, modules: list[Module], form: Quantization | None = None) -> Linear:
-        """Make the linear layer into which modules are fused. form: the model's quantized form, if it has one."""
+    def _linear(self, modules: list[Module], quantized: QuantizedLayers | None = None) -> Linear:
+        """Make the linear layer into which modules are fused. quantized: makes it if the model is quantized."""
         rows = [(module.name, self._part(module)[1][0]) for module in modules]
         size_out, size_in = sum(size for _, size in rows), self._part(modules[0])[1][1]
         bias = self._new(size_out) if self._has_bias(modules[0]) else None
-        if form is not None and any(form.covers(name) for name, _ in rows):
-            form.check_fused(dict(rows))
-            if isinstance(form, Int4):
-                return Int4Linear.zeros_of(form, rows, size_in, bias, self._new, self._batch_invariant)
-            return Fp8Linear.zeros(form, rows, size_in, bias, self._new, self._batch_invariant)
-        return Linear(self._new(size_out, size_in), bias, self._batch_invariant)
+        linear = None
+        if quantized is not None:
+            linear = quantized.linear(rows, size_in, bias, self._new, self._batch_invariant)
+        return linear or Linear(self._new(size_out, size_in), bias, self._batch_invariant)
 
     def _layer(self, number: int) -> Layer:
         table, eps = layer_table(self._whole, number), self.config.norm_eps
         norms = {module.place: self._new(*module.shape) for module in table if module.split is None}
         linears = {
-            place: self._linear([module for module in table if module.place == place], self.config.quantization)
+            place: self._linear([module for module in table if module.place == place], self._quantized)
             for place in LINEARS
         }
         norm = {place.removesuffix(".weight"): RMSNorm(weight, eps) for place, weight in norms.items()}
@@ -259,14 +265,10 @@ class Parameters:
             whole = module.total or module.shape[0], *module.shape[1:]
             dim = module.split or 0
             part = Part(whole, dim, start, self._part(module)[1][dim])
-            if isinstance(held, Int4Linear):
-                found |= held.shards(module.name, part, rows, form)
-            elif self._int4 is not None and module.place in LINEARS and self._int4.covers(module.name):
-                found[f"{module.name}.weight"] = rounded_shard(self._int4, weight[rows], part)
-            elif isinstance(held, Fp8Linear):
-                found |= held.shards(module.name, Shard(weight[rows], *part[:3], parts=parts), rows, form)
-            else:
-                found[f"{module.name}.weight"] = Shard(weight[rows], *part[:3], parts=parts)
+            quantized = None
+            if self._quantized is not None and module.place in LINEARS:
+                quantized = self._quantized.shards(held, module.name, part, parts, rows, form)
+            found |= quantized or {f"{module.name}.weight": Shard(weight[rows], *part[:3], parts=parts)}
             if self._has_bias(module):
                 start = start if module.split == ROWS else 0
                 found[f"{module.name}.bias"] = Shard(held.bias[rows], whole[:1], 0, start, parts=parts)
@@ -288,8 +290,8 @@ class Parameters:
 
         Weights are packed one at a time, so that only one of them is in memory twice. A tied head is copied.
         """
-        if self._int4 is not None:
-            self._replace(lambda linear: prepared(linear, self._new))
+        if (quantized := self._quantized) is not None:
+            self._replace(lambda linear: quantized.prepare(linear, self._new))
         if self._packs:
             for layer in self.layers:
                 layer.gate_up = pack(layer.gate_up, self.config.gated)
@@ -300,7 +302,8 @@ class Parameters:
         if self.config.shares_head:
             self.lm_head = self._tied()
         self._replace(unpack)
-        self._replace(restored)
+        if self._quantized is not None:
+            self._replace(self._quantized.restore)
 
     def _replace(self, change: Callable[[Linear], Linear]) -> None:
         self.lm_head = change(self.lm_head)
@@ -313,6 +316,13 @@ class Parameters:
         """Indices of one representative layer per kind; the other layers launch the same kernels in decodes."""
         kinds = {(layer.window, *map(type, layer.linears)): number for number, layer in enumerate(self.layers)}
         return sorted(kinds.values())
+
+
+def quantized_layers(form: Quantization) -> QuantizedLayers:
+    """Return the layers of a quantized form, whose modules load with the first quantized model."""
+    from fastgen.model.quantized_layers import QuantizedLayers
+
+    return QuantizedLayers(form)
 
 
 def checkpoint_shards(config: ModelConfig) -> dict[str, Shard]:

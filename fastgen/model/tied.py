@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from fastgen.model.deltas import DELTA
+from fastgen.model.weights import EMBEDDING, HEAD, OTHER
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-OTHER = {EMBEDDING: HEAD, HEAD: EMBEDDING}
 ROWS = 4096  # number of rows that are compared or hashed at a time
 
 
@@ -48,8 +47,8 @@ class Tie:
         self._last: Tensor | None = None  # fingerprint of the tensor, or delta, that was given last for the embedding
 
     def follow(self, tensors: Iterator[tuple[str, Tensor]], partial: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of an update as they are to be written. partial: see Update. After the last one, raise
-        ValueError for a head that would need its own memory and cannot get it."""
+        """Yield the tensors of an update as they are to be written. partial: see WeightUpdate. After the last one,
+        raise ValueError for a head that would need its own memory and cannot get it."""
         return self._follow_two(tensors, partial) if self.own_head else self._follow_one(tensors, partial)
 
     def _follow_one(self, tensors: Iterator[tuple[str, Tensor]], partial: bool) -> Iterator[tuple[str, Tensor]]:

@@ -1,32 +1,25 @@
-"""The slices of checkpoint tensors that a rank holds, and updates that overwrite them in place."""
+"""The slices of checkpoint tensors that a rank holds, and the names under which they are found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from numbers import Integral
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fastgen.kernels.fp8_pages import E4M3
-from fastgen.model.deltas import DELTA, Delta
-from fastgen.model.tied import EMBEDDING, HEAD, OTHER, Tie
 
 LISTED = 20  # maximum number of names or faults that an error lists
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 """Supported dtypes of weights, by their names in safetensors files."""
 Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """Named tensors as programs pass them."""
-IN_FLIGHT = ("error", "keep", "recompute", "abort")
-TAGS = ("weights", "kv_cache")
-TORN = "the weights are torn, as an update was cut short or failed"
-DROPPED = "the weights were dropped by sleep"
 UNEXPECTED = "the model of this config.json has no such parameter"
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+OTHER = {EMBEDDING: HEAD, HEAD: EMBEDDING}
 WRAPPERS = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
 """Beginnings of the names of a text model's tensors inside a model with vision: on disk, and in transformers 5."""
 UNUSED = (
@@ -39,6 +32,18 @@ WRAPPING = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 """Parts of names that torch adds to those of a model: data parallelism, torch.compile, FSDP, checkpoints."""
 
 QUANTIZED_BYTES = 16 << 20  # size of the pieces in which a weight is quantized
+
+
+class Part(NamedTuple):
+    """The part of a weight that a rank holds: `size` rows (dim 0) or columns (dim 1) from `start` on.
+
+    shape: shape of the whole weight [N, K].
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,12 @@ class Shard:
     int4 are subclasses (int4_layouts.py).
 
     parts: (start, size) of each slice of a tensor that several modules share, such as qkv_proj; the view holds the
-    slices one after the other. (): one slice. form: the form of a view with scales.
+    slices one after the other. (): one slice. form: the form of a view with scales. skipped: suffixes of the names of
+    tensors beside this one in a checkpoint that are not needed.
     """
 
     form: ClassVar[str] = "fp8"
+    skipped: ClassVar[tuple[str, ...]] = ()
     view: Tensor
     shape: tuple[int, ...]
     dim: int = 0
@@ -139,7 +146,7 @@ class Shard:
         """Copy the slice of a whole tensor into the view, in place, converting dtype and device."""
         part, device = self.slice(tensor), self.view.device
         if part.is_cuda and part.device != device:
-            part = part.to(device)  # other GPUs cannot write to memory that fastgen.device.memory has mapped
+            part = part.to(device)  # other GPUs cannot write to memory that fastgen.device.gpu_memory has mapped
         if self.scales is None:
             self.view.copy_(part)
             return
@@ -231,137 +238,6 @@ class TensorMatcher:
             raise ValueError(f"missing {len(missing)} of {len(self._targets)} tensors: {names}{more}")
 
 
-class Update:
-    """A weight update: tensors that a program gives as a mapping or as an iterable of (name, tensor).
-
-    shards: the whole tensors of the model by Hugging Face name; only their shapes are used. partial: tensors may be
-    missing. reading: a function that wraps the iterable while it is read. names: names of the tensors that matched in
-    the last pass over `tensors`. merges: the update merges an adapter. adapted: see `AdapterUpdate`. tie: of a
-    tied model that is updated; None if only names and shapes are checked.
-    """
-
-    unexpected = UNEXPECTED
-    merges = False
-    adapted: frozenset[str] = frozenset()
-
-    def __init__(
-        self,
-        given: Any,
-        shards: Mapping[str, Shard],
-        partial: bool = False,
-        reading: Callable[[Iterable[Any]], Iterator[Any]] = iter,
-        tie: Tie | None = None,
-    ) -> None:
-        self.partial = partial
-        self.names: list[str] = []
-        self._given, self._shards, self._reading, self._tie = given, shards, reading, tie
-
-    def check(self) -> None:
-        """Check all tensors against the model before any is written, if they can be read twice: a mapping, its items
-        and a sequence can. Raises ValueError as `tensors` does, and TypeError for an object that is not iterable."""
-        _check_iterable(self._given)
-        if isinstance(self._given, Mapping | ItemsView | Sequence):
-            for _ in self._followed(copy(self._tie)):
-                pass
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that match the model. No reference to a tensor is kept while the next one is made.
-
-        After the last tensor, raise ValueError with all faults: names that are unexpected, given twice or missing, and
-        shapes and dtypes that do not match. It is not raised earlier, because the iterables of several ranks may make
-        their tensors together.
-        """
-        return self._followed(self._tie)
-
-    def _followed(self, tie: Tie | None) -> Iterator[tuple[str, Tensor]]:
-        return self._matched() if tie is None else tie.follow(self._matched(), self.partial)
-
-    def _matched(self) -> Iterator[tuple[str, Tensor]]:
-        matcher, self.names = TensorMatcher(self._shards, self.unexpected), []
-        faults: list[str] = []
-        for item in self._reading(self._given.items() if isinstance(self._given, Mapping) else self._given):
-            try:
-                name, tensor = _checked(item)
-                name = travels = text_name(name)
-                shape: Sequence[int] = tensor.shape
-                dtype = tensor.dtype
-                if name.endswith(DELTA):
-                    name = name.removesuffix(DELTA)
-                    shape, dtype = self._check_delta(name, tensor)
-                known = matcher.find(name, shape, dtype) is not None
-            except ValueError as error:
-                if str(error) not in faults:  # a thousand items without a name have the same fault
-                    faults.append(str(error))
-                continue
-            finally:
-                del item
-            if known:
-                self.names.append(name)
-                yield travels, tensor
-            del tensor
-        complete: list[Callable[[], None]] = [] if self.partial else [partial(matcher.check_complete, LISTED)]
-        for check in (*complete, matcher.check_names):
-            try:
-                check()
-            except ValueError as error:
-                faults.insert(0, str(error))
-        if self.partial and not self.names and not faults:
-            faults.append("no tensors are given")
-        if faults:
-            more = [f"and {len(faults) - LISTED} more"] if len(faults) > LISTED else []
-            raise ValueError("\n  ".join(["the weights do not fit the model:", *faults[:LISTED], *more]))
-
-    def _check_delta(self, name: str, packed: Tensor) -> tuple[Sequence[int], torch.dtype]:
-        """Check a delta of the model's weight. Return the shape of the weight, and a dtype that it takes; those of the
-        delta if there is no such weight."""
-        shard = shard_of(name, self._shards)
-        if shard is None:
-            return packed.shape, packed.dtype
-        Delta(packed).check(name, shard, self.partial)
-        return shard.shape, torch.float64
-
-
-def named_items(given: Any) -> list[tuple[str, Any]]:
-    """Return the tensors that a program sends to another one as a list, where each delta is one tensor, under the name
-    with which it travels. DTensors stay as they are. Raises TypeError or ValueError for what cannot be sent."""
-    _check_iterable(given)
-    items = given.items() if isinstance(given, Mapping) else given
-    return [(item[0], item[1]) if _is_sharded(item) else _checked(item) for item in items]
-
-
-def _check_iterable(given: object) -> None:
-    if not isinstance(given, Iterable) or isinstance(given, str | bytes):
-        kind = type(given).__name__
-        raise TypeError(f"the weights must be a mapping, or an iterable of (name, tensor), not {kind}")
-
-
-def _is_sharded(item: Any) -> bool:
-    """Return whether an item has a name and a DTensor."""
-    return (
-        isinstance(item, tuple | list)
-        and len(item) == 2
-        and isinstance(item[0], str)
-        and hasattr(item[1], "full_tensor")
-    )
-
-
-def _checked(item: Any) -> tuple[str, Tensor]:
-    """Return the name and tensor of an item, where a delta has the name with which it travels. Raises ValueError for
-    another item, or a tensor that cannot be copied."""
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        raise ValueError(f"{type(item).__name__} is given, and no (name, tensor)")
-    name, tensor = item
-    if isinstance(name, str) and isinstance(tensor, tuple | list):
-        name, tensor = name + DELTA, Delta.of(name, tensor).packed
-    if not isinstance(name, str) or not isinstance(tensor, Tensor):
-        raise ValueError(f"({type(name).__name__}, {type(tensor).__name__}) is given, and no (name, tensor)")
-    if hasattr(tensor, "full_tensor"):
-        raise ValueError(f"tensor {name!r} is a DTensor; give its full_tensor()")
-    if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"tensor {name!r} is {tensor.layout} on {tensor.device}; give a dense one on a CPU or GPU")
-    return name, tensor
-
-
 class Target(Protocol):
     """An object to which a tensor of an update is written, such as a Shard."""
 
@@ -385,83 +261,3 @@ def write(targets: Mapping[str, Target], tensors: Iterable[tuple[str, Tensor]]) 
         del tensor
     if failure is not None:
         raise failure
-
-
-def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
-    """Return the parts of the memory to put to sleep. Raises ValueError for an unknown one."""
-    wanted = frozenset((tags,) if isinstance(tags, str | int) else tags)
-    if unknown := wanted.difference(TAGS):
-        raise ValueError(f"tags has {', '.join(sorted(map(repr, unknown)))}; there are 'weights' and 'kv_cache'")
-    return wanted
-
-
-def check_in_flight(treatment: str, requests: int) -> None:
-    """Raise ValueError if there are requests in flight and their treatment is "error"."""
-    if requests and treatment == "error":
-        raise ValueError(
-            f"{requests} requests are in flight; finish or abort them, or pass in_flight='keep' (they continue with "
-            "the KV of the old weights), 'recompute' (their KV is computed again) or 'abort'"
-        )
-
-
-class WeightState:
-    """The version of a Generator's weights, and whether they can be used.
-
-    version: version of the weights in the model. torn: why the weights are a mixture of two versions, or "". asleep:
-    the parts of the memory that `sleep` has released. has_adapter: an adapter is merged. not_finite: names of weights
-    that contain NaN or an infinity, or None before the first search.
-    """
-
-    def __init__(self, has_adapter: bool) -> None:
-        self.version = 0
-        self.torn = ""
-        self.has_adapter = has_adapter
-        self.asleep: frozenset[str] = frozenset()
-        self.not_finite: list[str] | None = None
-
-    def check(self) -> None:
-        """Raise RuntimeError if the model cannot generate because it is asleep, or because its weights are torn."""
-        if self.asleep:
-            raise RuntimeError(f"asleep: {', '.join(sorted(self.asleep))}; call wake first")
-        self.check_whole()
-
-    def check_whole(self) -> None:
-        """Raise RuntimeError if the weights are torn."""
-        if self.torn:
-            raise RuntimeError(f"{self.torn}; call update_weights with all of them")
-
-    def blame(self, find_not_finite: Callable[[], list[str]]) -> str:
-        """Return the end of a message about logits that are not finite: the names of weights that are not finite."""
-        if self.not_finite is None:
-            self.not_finite = find_not_finite()
-        if not self.not_finite:
-            return ""
-        more = f" and {len(self.not_finite) - LISTED} more" if len(self.not_finite) > LISTED else ""
-        return f", nor are the weights {', '.join(self.not_finite[:LISTED])}{more}; load or update them again"
-
-    def check_update(self, update: Update, version: int | None, in_flight: str) -> int:
-        """Return the version after an update: `version`, or the next number if it is None.
-
-        Raises TypeError for a version that is not an integer, ValueError for the current version, and ValueError or
-        RuntimeError if the update cannot begin now.
-        """
-        if version is None:
-            version = self.version + 1
-        elif not isinstance(version, Integral) or isinstance(version, bool):
-            raise TypeError(f"version must be an integer, not {version!r}")
-        if version == self.version:
-            raise ValueError(f"version is {version}, which is the current one; give another, or none")
-        if in_flight not in IN_FLIGHT:
-            raise ValueError(f"in_flight is {in_flight!r}; it must be one of {', '.join(map(repr, IN_FLIGHT))}")
-        if "weights" in self.asleep:
-            raise RuntimeError("the weights are asleep; call wake first, of 'weights' at least")
-        if update.partial or update.merges:
-            self.check_whole()
-        if update.partial and self.has_adapter:
-            raise ValueError("partial=True with an adapter in the weights; call update_adapter(None) first")
-        return int(version)
-
-    def finish(self, update: Update, version: int) -> None:
-        """Note that an update is complete."""
-        self.version, self.torn, self.not_finite = version, "", None
-        self.has_adapter = update.merges and bool(update.names)

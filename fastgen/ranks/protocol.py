@@ -39,7 +39,8 @@ from torch import Tensor
 from fastgen.engine.runner import Runner
 from fastgen.engine.step import Launched
 from fastgen.model.live_weights import LiveWeights
-from fastgen.model.weights import Tensors, Update
+from fastgen.model.weight_updates import WeightUpdate
+from fastgen.model.weights import Tensors
 from fastgen.parallel.rank_group import RankGroup
 from fastgen.processes.channel import Failed, Peers
 from fastgen.processes.errors import DepartedError, portable, raise_first
@@ -148,7 +149,7 @@ def error_of(rank: int, failed: Failed, spawned: Spawned | None = None) -> Excep
     return error
 
 
-def perform(request: Invoke | WriteGiven, runner: Runner, update: Update | None) -> Result:
+def perform(request: Invoke | WriteGiven, runner: Runner, update: WeightUpdate | None) -> Result:
     """Execute a request on this rank. An error becomes part of the result, and the ranks keep running."""
     try:
         if isinstance(request, Invoke):
@@ -191,7 +192,7 @@ class Rank(ABC):
         self._end = weakref.finalize(self, _end, self._runner, peers, group, spawned, os.getpid())
 
     @abstractmethod
-    def call(self, name: str, function: Callable[[], T], update: Update | None = None) -> T:
+    def call(self, name: str, function: Callable[[], T], update: WeightUpdate | None = None) -> T:
         """Return the value of the leader's function, or raise its error, on all ranks, which must all make a call of
         this name. update: the update that this rank's program has given, if the call updates weights."""
 
@@ -257,7 +258,7 @@ class Leader(Rank):
         self._numbers = itertools.count()
         self._calling = False
 
-    def call(self, name: str, function: Callable[[], T], update: Update | None = None) -> T:
+    def call(self, name: str, function: Callable[[], T], update: WeightUpdate | None = None) -> T:
         """See Rank. A call within a call is executed only on this rank."""
         if self._calling:
             return function()
@@ -312,7 +313,7 @@ class Leader(Rank):
         """The weights of all ranks."""
         return WeightsOfRanks(self, self._runner.weights, self._spawned)
 
-    def send_update(self, update: Update, memory: SharedMemory) -> None:
+    def send_update(self, update: WeightUpdate, memory: SharedMemory) -> None:
         """Write an update on all ranks, tensor by tensor, through `memory`."""
         request = WriteSent(next(self._numbers))
 
@@ -331,7 +332,7 @@ class Leader(Rank):
         self._gather(Result, request.number)
         memory.clear()
 
-    def write_given(self, update: Update, write: bool) -> None:
+    def write_given(self, update: WeightUpdate, write: bool) -> None:
         """On all ranks, check or write the tensors that the rank's program has given."""
         names = self._perform_on_all(WriteGiven(next(self._numbers), write, update.partial), update)
         check_same_names(names, written=write)
@@ -340,7 +341,7 @@ class Leader(Rank):
         """Call a method of the runner, or of its `weights`, on every rank; return the results, ordered by rank."""
         return list(self._perform_on_all(Invoke(next(self._numbers), method, arguments)).values())
 
-    def _perform_on_all(self, request: Invoke | WriteGiven, update: Update | None = None) -> dict[int, Any]:
+    def _perform_on_all(self, request: Invoke | WriteGiven, update: WeightUpdate | None = None) -> dict[int, Any]:
         """Execute a request on all ranks. Return {rank: value}, or raise the error of the lowest rank."""
         self.check_all()
         self._peers.send(request)
@@ -392,7 +393,7 @@ class WeightsOfRanks:
     def adapted(self) -> frozenset[str]:
         return self.own.adapted
 
-    def update(self, update: Update, begin: Callable[[], None]) -> None:
+    def update(self, update: WeightUpdate, begin: Callable[[], None]) -> None:
         """Write the same update on all ranks. Spawned followers receive the tensors from the leader; the ranks of a
         program each write the tensors that their own program has given."""
         if self.spawned is not None:
@@ -437,7 +438,7 @@ class Follower(Rank):
         """The weights of this rank."""
         return self._runner.weights
 
-    def call(self, name: str, function: object = None, update: Update | None = None) -> Any:
+    def call(self, name: str, function: object = None, update: WeightUpdate | None = None) -> Any:
         self._check()
         self._calls += 1
         with self._failing_together():
@@ -456,7 +457,7 @@ class Follower(Rank):
         with self._failing_together():
             self._replay(None, memory)
 
-    def _replay(self, update: Update | None, memory: int = -1) -> Result:
+    def _replay(self, update: WeightUpdate | None, memory: int = -1) -> Result:
         """Execute the leader's messages until the current call ends; return its result."""
         while True:
             message = self._next()

@@ -46,7 +46,7 @@ class Update:
 def tensors_of(named: Any) -> Named:
     """Return what a trainer gives as weights, each sparse delta as one tensor. Raises ValueError if there are none, and
     ValueError or TypeError if one cannot be sent, such as a tensor on the device meta."""
-    from fastgen.model.weights import named_items
+    from fastgen.model.weight_updates import named_items
 
     tensors = named_items(named)
     if not tensors:

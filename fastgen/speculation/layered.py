@@ -18,7 +18,8 @@ from fastgen.model.linear import Linear
 from fastgen.model.loader import read_tensors
 from fastgen.model.parameters import Parameters
 from fastgen.model.transformer import StepPart
-from fastgen.model.weights import Tensors, Update, write
+from fastgen.model.weight_updates import WeightUpdate
+from fastgen.model.weights import Tensors, write
 from fastgen.speculation.head import Head, HeadPlace, StoredWeights
 from fastgen.speculation.heads import LayeredConfig
 
@@ -58,7 +59,7 @@ class LayeredWeights(StoredWeights):
         offsets = tensors.pop("d2t", None)
         unneeded = (*COPIES, *(() if self.lm_head else ("lm_head.weight",)))
         shards = self.shards()
-        update = Update({name: x for name, x in tensors.items() if name not in unneeded}, shards)
+        update = WeightUpdate({name: x for name, x in tensors.items() if name not in unneeded}, shards)
         update.check()
         if self.config.reduced:
             set_ids(self.ids, offsets, self.config.layers.vocab_size)

@@ -24,7 +24,8 @@ from fastgen.model.linear import Linear
 from fastgen.model.loader import read_tensors_of
 from fastgen.model.parameters import Parameters
 from fastgen.model.transformer import StepPart
-from fastgen.model.weights import Shard, Tensors, Update, write
+from fastgen.model.weight_updates import WeightUpdate
+from fastgen.model.weights import Shard, Tensors, write
 from fastgen.speculation.head import Head, HeadPlace, StoredWeights
 from fastgen.speculation.heads import MEDUSA_FILES, MedusaConfig
 
@@ -82,7 +83,7 @@ class MedusaWeights(StoredWeights):
 
     def update(self, named: Tensors) -> None:
         shards = self.shards()
-        update = Update({_plain(name): tensor for name, tensor in dict(named).items()}, shards)
+        update = WeightUpdate({_plain(name): tensor for name, tensor in dict(named).items()}, shards)
         update.check()
         write(shards, update.tensors())
 

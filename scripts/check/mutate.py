@@ -266,7 +266,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("_gptq_zeros", "nibbles(words + GPTQ_ONES)", "(nibbles(words) + 1 & 15)"),
         ("check_skipped", "tensor.shape != (inputs,) or", ""),
     ],
-    ("model.quantization", "tests/model/test_int4.py"): [
+    ("model.quantization_config", "tests/model/test_int4.py"): [
         ("_check_modules", 'if gated or each != "gate_proj"', 'if each != "gate_proj"'),
     ],
     ("engine.warm_up", "tests/engine/test_startup.py"): [
@@ -282,10 +282,12 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("_find_pieces", "tensor = file.get_tensor(name)",
          "tensor = (t.half() if (t := file.get_tensor(name)).dtype == torch.bfloat16 else t)"),
     ],
-    ("model.weights", "tests/model/test_weights.py tests/test_updating.py tests/test_adapters.py " + LOADING): [
+    ("model.weights", "tests/model/test_weights.py tests/test_updating.py " + LOADING): [
         ("Shard.slice", "self.parts or ((self.start,", "self.parts or ((0,"),
         ("TensorMatcher.find", "or name.startswith(UNUSED)", ""),
         ("TensorMatcher.find", "if name in self._seen:", "if False:"),
+    ],
+    ("engine.weight_state", "tests/test_updating.py tests/test_adapters.py"): [
         ("WeightState.check_update", "version = self.version + 1", "version = self.version + 2"),
         ("WeightState.check_update", "if update.partial and self.has_adapter:", "if False:"),
     ],

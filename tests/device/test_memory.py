@@ -1,4 +1,4 @@
-"""device/memory.py: release and restore, with a fake driver that checks each call instead of a GPU's."""
+"""device/gpu_memory.py: release and restore, with a fake driver that checks each call instead of a GPU's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fake_driver import MB, FakeDriver
 from torch import Tensor
 
 from fastgen.device import cuda_driver, memory
-from fastgen.device.memory import DeviceMemory, VirtualMemory, memory_on
+from fastgen.device.gpu_memory import DeviceMemory, VirtualMemory
+from fastgen.device.new_memory import memory_on
 
 CPU = torch.device("cpu")
 

@@ -30,6 +30,7 @@ def describe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_vendor_and_the_instructions(vendor: str, flags: str, intel: bool, fast: bool, describe: Path) -> None:
     describe.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu {flags} sse2\n")
     assert processor.is_intel() is intel
+    assert processor.has_amx() is ("amx_bf16" in flags)
     found, why = processor.fast_bfloat16()
     assert found is fast
     assert ("AMX" if "amx" in flags else "AVX512-BF16") in why

@@ -182,6 +182,15 @@ def test_equal_bits_where_they_cost_little() -> None:
         assert modes(replace(model, **change)) == (False, "paged", "gluon"), change
 
 
+def test_bfloat16_with_amx_is_fast_and_not_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastgen.engine.options.has_amx", lambda: True)
+    assert not make(dtype="bfloat16").deterministic
+    with pytest.raises(ValueError, match=r"deterministic=True needs dtype='float32' on this CPU"):
+        make(dtype="bfloat16", deterministic=True)
+    assert make(dtype="float32", deterministic=True).deterministic
+    assert make(dtype="float16").deterministic, "as elsewhere"
+
+
 def test_where_bits_are_always_equal_all_kernels_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Gluon kernels for decode attention and products must take every shape."""
     monkeypatch.setattr(launch, "GLUON", True)

@@ -25,7 +25,8 @@ from fastgen.model.int4_linear import Int4Linear
 from fastgen.model.linear import Linear
 from fastgen.model.loader import load
 from fastgen.model.parameters import Parameters
-from fastgen.model.quantization import Int4, parse_quantization
+from fastgen.model.quantization import Int4
+from fastgen.model.quantization_config import parse_quantization
 from fastgen.model.weights import write
 from fastgen.parallel.group import Group
 

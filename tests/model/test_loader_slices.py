@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from fastgen.model import loader
 from fastgen.model.loader import load
-from fastgen.model.weights import Shard, Update, write
+from fastgen.model.weight_updates import WeightUpdate
+from fastgen.model.weights import Shard, write
 
 SHAPES = {"a": (300, 24), "b": (7,), "c": (24, 300), "e": (0, 8), "f": (40, 24), "g": (3, 5, 7)}
 
@@ -58,7 +59,7 @@ def fill(targets: dict[str, Shard], source: Path | dict[str, Tensor]) -> None:
     if isinstance(source, Path):
         load(targets, source, progress=True)
     else:
-        write(targets, Update(source, targets).tensors())
+        write(targets, WeightUpdate(source, targets).tensors())
 
 
 @pytest.mark.parametrize("way", ["read", "given"])

@@ -21,7 +21,8 @@ from fastgen.kernels import fp8
 from fastgen.model.config import read_config
 from fastgen.model.loader import load
 from fastgen.model.parameters import Parameters
-from fastgen.model.quantization import Quantization, explaining_sizes, parse_quantization
+from fastgen.model.quantization import Quantization, explaining_sizes
+from fastgen.model.quantization_config import parse_quantization
 from fastgen.model.quantized import Fp8Linear, WeightOnlyFp8
 from fastgen.model.weights import write
 from fastgen.parallel.group import Group

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fastgen.model.deltas import DELTA, Delta, DeltaTarget
-from fastgen.model.tied import EMBEDDING, HEAD, Tie, are_equal, fingerprint
-from fastgen.model.weights import Shard, Update
+from fastgen.model.tied import Tie, are_equal, fingerprint
+from fastgen.model.weight_updates import WeightUpdate
+from fastgen.model.weights import EMBEDDING, HEAD, Shard
 
 OLD = torch.arange(12.0).view(4, 3)
 A, B = OLD + 100, OLD.flip(1) + 100  # each row of one has the numbers of the other's row
@@ -26,7 +27,7 @@ class Model:
         self.tie = Tie(own_head=False, can_untie=can_untie)
 
     def update(self, given: Given | Iterable[tuple[str, Tensor]], partial: bool = False) -> None:
-        update = Update(given, {EMBEDDING: Shard.whole(OLD.to("meta"))}, partial, tie=self.tie)
+        update = WeightUpdate(given, {EMBEDDING: Shard.whole(OLD.to("meta"))}, partial, tie=self.tie)
         update.check()
         for name, tensor in update.tensors():
             if name.startswith(HEAD) and self.head is self.embedding:

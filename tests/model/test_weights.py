@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.model.weights import LISTED, Shard, Update, write
+from fastgen.model.weight_updates import WeightUpdate
+from fastgen.model.weights import LISTED, Shard, write
 
 SHAPES = {"a.weight": (4, 3), "b.weight": (2,), "c.weight": (2, 2)}
 PARTS = {name: Shard.whole(torch.empty(shape, device="meta")) for name, shape in SHAPES.items()}
@@ -60,7 +61,7 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
 def test_one_error_tells_all_faults(name: str, once: bool) -> None:
     given, faults = WRONG[name]
     items = list(given.items() if isinstance(given, dict) else given)
-    update = Update(iter(items) if once else given, PARTS)
+    update = WeightUpdate(iter(items) if once else given, PARTS)
     if once:
         update.check()  # it cannot look at an iterator
     with pytest.raises(ValueError, match="the weights do not fit the model:\n") as raised:
@@ -74,18 +75,18 @@ def test_one_error_tells_all_faults(name: str, once: bool) -> None:
 def test_the_list_of_faults_has_an_end() -> None:
     given = state() | {f"module.{number}": torch.ones(1) for number in range(LISTED + 3)}
     with pytest.raises(ValueError, match=f"'module.{LISTED - 1}'.*\n  and 3 more$") as raised:
-        Update(given, PARTS).check()
+        WeightUpdate(given, PARTS).check()
     assert str(raised.value).count("\n") == LISTED + 1
 
 
 def test_a_partial_update_needs_known_tensors() -> None:
-    update = Update({"b.weight": torch.ones(2)}, PARTS, partial=True)
+    update = WeightUpdate({"b.weight": torch.ones(2)}, PARTS, partial=True)
     update.check()
     assert update.names == ["b.weight"]
     with pytest.raises(ValueError, match="no tensors are given"):
-        Update({}, PARTS, partial=True).check()
+        WeightUpdate({}, PARTS, partial=True).check()
     with pytest.raises(ValueError, match="unexpected tensor 'x'"):
-        Update({"x": torch.ones(2)}, PARTS, partial=True).check()
+        WeightUpdate({"x": torch.ones(2)}, PARTS, partial=True).check()
 
 
 def test_no_tensor_is_kept_while_the_next_is_made() -> None:
@@ -102,7 +103,7 @@ def test_no_tensor_is_kept_while_the_next_is_made() -> None:
     gc.disable()
     try:
         views = {name: Shard.whole(torch.zeros(shape)) for name, shape in SHAPES.items()}
-        write(views, Update(made(), PARTS).tensors())
+        write(views, WeightUpdate(made(), PARTS).tensors())
     finally:
         gc.enable()
     assert len(alive) == 3

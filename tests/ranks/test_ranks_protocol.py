@@ -16,7 +16,8 @@ import torch
 from hash_model import make_config
 from torch import Tensor
 
-from fastgen.model.weights import Shard, Update
+from fastgen.model.weight_updates import WeightUpdate
+from fastgen.model.weights import Shard
 from fastgen.processes.channel import Peers
 from fastgen.ranks import protocol, start
 from fastgen.ranks.protocol import Follower, Leader, Spawned
@@ -195,7 +196,7 @@ def test_an_error_of_a_spawned_follower_in_an_update_ends_all_and_is_raised_here
     shards = {name: Shard.whole(torch.empty(tensor.shape, device="meta")) for name, tensor in weights.items()}
     program.runners[1].fails = ("large", MemoryError("too little"))
     with pytest.raises(MemoryError, match="too little") as raised:
-        program.leader.weights.update(Update(weights, shards), lambda: None)
+        program.leader.weights.update(WeightUpdate(weights, shards), lambda: None)
     assert "on rank 1:" in raised.value.__notes__[0]
     assert "Traceback" in raised.value.__notes__[0]
     program.leader.synchronize()  # does nothing
@@ -256,10 +257,10 @@ def test_each_rank_checks_the_tensors_of_its_program(
 ) -> None:
     """Errors are found before anything is written, except in tensors that come once, from an iterator."""
 
-    def update_from(tensors: str, partial: bool) -> Update:
+    def update_from(tensors: str, partial: bool) -> WeightUpdate:
         names, once = tensors.removesuffix(" once"), tensors.endswith(" once")
         shards = {name: Shard.whole(torch.empty(2, device="meta")) for name in "ab"}
-        return Update(given(names) if once else list(given(names)), shards, partial)
+        return WeightUpdate(given(names) if once else list(given(names)), shards, partial)
 
     update, begun = update_from(first, partial), list[bool]()
     program = Program(lambda follower: follower.call("update", update=update_from(second, False)), size=2)
