@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -20,8 +20,9 @@ from fastgen.cli.serve.openai_input import INT32
 from fastgen.cli.serve.routes import Handler, Post, Routes
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, Items, Some, Strict, wrong
+from fastgen.option import ITEMS
 from fastgen.processes.errors import DepartedError
-from fastgen.request import Completion, Event
+from fastgen.request import SAMPLING_OPTIONS, Completion, Event
 from fastgen.rl.bodies import completion_of
 from fastgen.rl.options import MOST_SECONDS
 
@@ -161,6 +162,19 @@ class WakeRequest(ModelRequest):
 
 Call = Callable[[AsyncGenerator, Any, QueryParams], Awaitable[Any]]
 """A function that answers a checked request and its query by calls of its model's engine."""
+
+
+def sampling_fields(names: Iterable[str]) -> dict[str, Any]:
+    """Return fields for pydantic.create_model: sampling parameters with their types. The engine checks their bounds."""
+    fields = {}
+    for name in names:
+        kind = SAMPLING_OPTIONS[name].kind
+        if name in ITEMS:
+            items, _ = ITEMS[name]
+            kind = dict[str, float] if name == "logit_bias" else Items[str] if items is str else Items[int]
+            kind = str | kind if name == "stop" else kind
+        fields[name] = kind | None, None
+    return fields
 
 
 class TrainerRoutes:

@@ -13,12 +13,12 @@ from functools import partial
 from itertools import accumulate, chain
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 from pydantic_core import to_json
 from starlette.datastructures import QueryParams
 
 from fastgen.async_engine.client import AsyncGenerator, EventStream, joined
-from fastgen.cli.serve.rollout import EventResponse, ModelRequest, TrainerRoutes, weight_version
+from fastgen.cli.serve.rollout import EventResponse, ModelRequest, TrainerRoutes, sampling_fields, weight_version
 from fastgen.cli.serve.routes import Routes
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, Items, Strict, wrong
@@ -27,7 +27,7 @@ from fastgen.request import SHARED, Completion, Event, Prompt, RequestOutput
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
 
 RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-"""{field of SGLang's sampling_params: the same in SamplingParams}; the others have the same name."""
+"""{field of SGLang's sampling_params: the same in SamplingParams}; those of SAME have the same name."""
 
 
 class CustomParams(Strict):
@@ -36,25 +36,21 @@ class CustomParams(Strict):
     return_top_p_token_ids: bool = False
 
 
-class SglangSampling(Strict):
+SAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "stop", "stop_token_ids", "ignore_eos", "logit_bias",
+)  # fmt: skip
+_Sampling = create_model("_Sampling", __base__=Strict, **sampling_fields(SAME))
+
+
+class SglangSampling(_Sampling):  # type: ignore[misc, valid-type]
     """SGLang's sampling_params, as far as they are supported; SamplingParams describes them."""
 
+    n: int | None = Field(None, ge=1)
     max_new_tokens: int | None = Field(None, ge=0)
     min_new_tokens: int | None = None
     sampling_seed: int | None = None
-    n: int | None = Field(None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
     no_stop_trim: bool | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
     regex: str | None = None
     json_schema: str | None = None
     custom_params: CustomParams | None = None

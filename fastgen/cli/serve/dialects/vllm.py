@@ -14,17 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 from starlette.datastructures import QueryParams
 
 from fastgen.async_engine.client import AsyncGenerator
 from fastgen.cli.serve.openai_input import StructuredOutputs, drawn_name
 from fastgen.cli.serve.openai_output import LOWEST, token_name
-from fastgen.cli.serve.rollout import ModelRequest, SleepRequest, TrainerRoutes, sleep
+from fastgen.cli.serve.rollout import ModelRequest, SleepRequest, TrainerRoutes, sampling_fields, sleep
 from fastgen.cli.serve.routes import Post, Routes
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, FieldPolicy, Items, Strict, wrong
-from fastgen.request import Completion, RequestOutput, SamplingParams
+from fastgen.request import SAMPLING_OPTIONS, STRUCTURES, Completion, RequestOutput, SamplingParams
 
 STRUCTURED = "structured_outputs"
 PAUSES = ("abort", "wait", "keep")
@@ -128,31 +128,19 @@ class ResetRequest(ModelRequest):
     """A request to /reset_prefix_cache. The cache never gives KV of old weights, so nothing has to be done."""
 
 
-class VllmSampling(Strict):
+OURS = (*STRUCTURES, "speculate")  # sampling parameters that are not vLLM's; return_sampling_mask is its server's
+_Sampling = create_model(
+    "_Sampling", __base__=Strict, **sampling_fields(name for name in SAMPLING_OPTIONS if name not in OURS)
+)
+
+
+class VllmSampling(_Sampling):  # type: ignore[misc, valid-type]
     """vLLM's sampling_params, as far as they are supported; SamplingParams describes them."""
 
     n: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
-    bad_words: Items[str] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     logprobs: int | None = Field(None, ge=0)
     prompt_logprobs: int | None = Field(None, ge=0)
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: Items[int] | None = None
-    logprob_token_ids: Items[int] | None = None
-    return_sampling_mask: bool | None = None  # an option of vLLM's server
     structured_outputs: StructuredOutputs | None = None
 
     @property
