@@ -1,5 +1,7 @@
 """The routes of an SGLang server that slime's external rollout engines call, with weights from a folder.
 
+Experimental: clients of trainers were tested, but no trainer has run its own loop over these routes.
+
 Source: sglang/srt/entrypoints/http_server.py of SGLang 0.5.23, and slime's docs/en/advanced/external-rollout-engines.md
 (`--rollout-external-engine-addrs`, `--update-weight-transport disk`).
 """

@@ -3,6 +3,8 @@
 Source: vllm/entrypoints/rl/online/api_router.py and its neighbours, of vLLM 0.33. Our own /pause, /resume, /sleep and
 /update_weights keep their bodies: a query (`mode`, `level`) or a field (`update_info`, `weight_dir`) tells vLLM's.
 
+Experimental: clients of trainers were tested, but no trainer has run its own loop over these routes.
+
 The trainer is rank 0 of a group in which each server is one rank, whatever number of GPUs its model has.
 """
 
