@@ -208,8 +208,8 @@ class VllmControl(TrainerRoutes):
         await engine.resume()
         return {"status": "resumed"}
 
-    async def _init(self, engine: AsyncGenerator, wanted: InitRequest, _: QueryParams) -> Any:
-        info, address = wanted.init_info, None
+    async def _init(self, engine: AsyncGenerator, body: InitRequest, _: QueryParams) -> Any:
+        info, address = body.init_info, None
         if info.master_address is not None and info.master_port is not None:
             address = info.master_address, info.master_port
         ranks, id = (info.rank_offset, info.world_size), info.nccl_unique_id_b64
@@ -222,8 +222,8 @@ class VllmControl(TrainerRoutes):
             self._holding.add(engine)
         return {"message": "Weight update started"}
 
-    async def _update(self, engine: AsyncGenerator, wanted: TransferRequest, _: QueryParams) -> Any:
-        info = wanted.update_info
+    async def _update(self, engine: AsyncGenerator, body: TransferRequest, _: QueryParams) -> Any:
+        info = body.update_info
         with self.updating(engine):
             version = await engine.call("receive_packed", info.header, info.buffer_bytes)
         return {"message": "Weights updated", "weight_version": version}
@@ -235,16 +235,16 @@ class VllmControl(TrainerRoutes):
         state = await engine.call("weight_state")
         return {"message": "Weight update finished", "weight_version": state["weight_version"]}
 
-    async def _read(self, engine: AsyncGenerator, wanted: FolderRequest, _: QueryParams) -> Any:
+    async def _read(self, engine: AsyncGenerator, body: FolderRequest, _: QueryParams) -> Any:
         options = {"version": None, "partial": False, "in_flight": "keep"}
         with self.updating(engine):
-            version = await engine.call("read_weights", wanted.weight_dir, options)
+            version = await engine.call("read_weights", body.weight_dir, options)
         return {"status": "ok", "weight_version": version}
 
-    async def _generate(self, engine: AsyncGenerator, wanted: TokensRequest, _: QueryParams) -> Any:
-        params = wanted.sampling_params.params
+    async def _generate(self, engine: AsyncGenerator, body: TokensRequest, _: QueryParams) -> Any:
+        params = body.sampling_params.params
         self.check_samples(params.n)
-        output = await engine.generate(wanted.token_ids, params, wanted.request_id)
+        output = await engine.generate(body.token_ids, params, body.request_id)
         logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         choices = [
             {
@@ -258,15 +258,15 @@ class VllmControl(TrainerRoutes):
             for completion in output.completions
         ]
         scores = None if params.prompt_logprobs is None else _prompt_scores(output)
-        id = wanted.request_id or f"generate-{uuid.uuid4().hex}"
+        id = body.request_id or f"generate-{uuid.uuid4().hex}"
         return {"request_id": id, "choices": choices, "prompt_logprobs": scores, "kv_transfer_params": None}
 
 
-async def _sleep(engine: AsyncGenerator, wanted: SleepRequest, query: QueryParams) -> Any:
+async def _sleep(engine: AsyncGenerator, body: SleepRequest, query: QueryParams) -> Any:
     """Answer our own /sleep, or vLLM's, whose query has a level: 1 keeps the weights, and 2 drops them. vLLM's ends
     running requests."""
     if "level" not in query and "tags" not in query:
-        return await sleep(engine, wanted, query)
+        return await sleep(engine, body, query)
     level = query.get("level", "1")
     if level not in ("1", "2"):
         raise ValueError(f"level is {level!r}; give 1, which keeps the weights on the host, or 2")
@@ -349,21 +349,21 @@ class VllmAdapters(TrainerRoutes):
             "/unload_lora_adapter": unload,
         }
 
-    async def _load(self, engine: AsyncGenerator, wanted: LoadRequest, _: QueryParams) -> Any:
+    async def _load(self, engine: AsyncGenerator, body: LoadRequest, _: QueryParams) -> Any:
         with self.updating(engine):
             merged = await self._name(engine)
-            if merged not in (None, wanted.lora_name):
+            if merged not in (None, body.lora_name):
                 raise RuntimeError(f"one adapter is merged at a time; POST /unload_lora_adapter {merged!r} first")
-            if not (Path(wanted.lora_path).expanduser() / CONFIG).is_file():  # which prime-rl tries again
-                raise ApiError(404, f"there is no {CONFIG} in the folder {wanted.lora_path}", "lora_path", "not_found")
-            version = await engine.call("read_adapter", wanted.lora_path, {"in_flight": "keep"})
-            self._merged[engine] = wanted.lora_name, version
+            if not (Path(body.lora_path).expanduser() / CONFIG).is_file():  # which prime-rl tries again
+                raise ApiError(404, f"there is no {CONFIG} in the folder {body.lora_path}", "lora_path", "not_found")
+            version = await engine.call("read_adapter", body.lora_path, {"in_flight": "keep"})
+            self._merged[engine] = body.lora_name, version
         return {"status": "ok", "weight_version": version}
 
-    async def _unload(self, engine: AsyncGenerator, wanted: UnloadRequest, _: QueryParams) -> Any:
+    async def _unload(self, engine: AsyncGenerator, body: UnloadRequest, _: QueryParams) -> Any:
         with self.updating(engine):
-            if await self._name(engine) != wanted.lora_name:
-                raise ApiError(404, f"no adapter {wanted.lora_name!r} is merged", "lora_name", "not_found")
+            if await self._name(engine) != body.lora_name:
+                raise ApiError(404, f"no adapter {body.lora_name!r} is merged", "lora_name", "not_found")
             version = await engine.call("update_adapter", None, in_flight="keep")
             del self._merged[engine]
         return {"status": "ok", "weight_version": version}
