@@ -349,7 +349,6 @@ def test_names_of_other_libraries_are_errors_that_say_ours(gen: Generator) -> No
     for kind, name, ours in (
         (Generator, "max_seq", "the nearest one is 'max_seqs'"),
         (Generator, "gpu_memory_utilization", "use memory_fraction"),
-        (Generator, "max_step_ms", "use max_prefill_tokens"),
         (SamplingParams, "topk", ".*'top_k'"),
         (SamplingParams, "guided_regex", "use regex"),
         (SamplingParams, "xyz", "the options are allowed_token_ids, bad"),

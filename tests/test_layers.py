@@ -20,7 +20,6 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 # A folder of fastgen/, or a module beside them. A room imports from itself and from those behind it in this list.
 ROOMS = (
     "__main__",
-    "remote",
     "cli",
     "rl",
     "async_engine",

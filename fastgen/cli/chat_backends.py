@@ -17,21 +17,19 @@ import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from http.client import HTTPException, HTTPResponse
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from fastgen.cli.command import needed
 from fastgen.cli.options import EXCERPT, api_url, error_message
 from fastgen.option import Option
 from fastgen.request import SAMPLING_OPTIONS, Message, SamplingParams
+from fastgen.rl.http import asking
 from fastgen.text.reasoning import AnswerParser, find_reasoning, starts_open
 from fastgen.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
-    import httpx
-
     import fastgen
-
-CONNECT_SECONDS = 10.0
 
 THINKING = Option(
     "thinking", bool, help="think before answering, by the template's enable_thinking", unset="as the template does"
@@ -151,27 +149,28 @@ class ServerBackend(_Backend):
     model: name of the model on the server; None for the server's only model.
     settings: the server has its own defaults for other settings.
 
-    Raises ValueError if the URL is malformed or httpx is not installed.
+    Raises ValueError if the URL is malformed.
     """
 
     def __init__(self, url: str, api_key: str | None, model: str | None, settings: Mapping[str, Any]) -> None:
         self._url = api_url(url)
-        needed("httpx", "serve", "--url")
         self.max_model_len: int | None = None
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._model = model
         self.change(settings)
 
     def check(self, messages: Sequence[Message]) -> None:
         """Check that the server answers, and find its model. Raises ValueError or ServerError."""
-        with self._client() as client:
-            response = client.get(f"{self._url}/models")
-        if response.status_code != 200:
-            raise ValueError(_error_of(response))
+        with self._asking("GET", "/models") as response:
+            status, data = response.status, response.read()
+        if status != 200:
+            raise ValueError(_error_of(status, data))
         try:
-            served = [str(entry["id"]) for entry in response.json()["data"]]
+            served = [str(entry["id"]) for entry in json.loads(data)["data"]]
         except WRONG:
-            raise ValueError(f"{self._url} is no OpenAI-style API: {response.text[:EXCERPT]!r}") from None
+            raise ValueError(f"{self._url} is no OpenAI-style API: {_excerpt(data)!r}") from None
         if self._model is None:
             if not served:
                 raise ValueError("the server has no model yet; try again when it has loaded one")
@@ -202,29 +201,25 @@ class ServerBackend(_Backend):
         if (thinking := self.settings.get("thinking")) is not None:
             body["chat_template_kwargs"] = {"enable_thinking": thinking}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        with (
-            self._client() as client,
-            client.stream("POST", f"{self._url}/chat/completions", json=body) as response,
-        ):
-            if response.status_code != 200:
-                response.read()
-                wrong = response.status_code in (400, 413, 422)
-                raise RefusedError(_error_of(response)) if wrong else ServerError(_error_of(response))
-            for data in _events(response.iter_bytes()):
-                if data == b"[DONE]":
-                    return
-                yield data
+        with self._asking("POST", "/chat/completions", json.dumps(body)) as response:
+            if response.status != 200:
+                error = RefusedError if response.status in (400, 413, 422) else ServerError
+                raise error(_error_of(response.status, response.read()))
+            for line in response:  # only "\n" ends a line, since texts may hold other line separators
+                if line.startswith(b"data:"):
+                    if (data := line[5:].strip()) == b"[DONE]":
+                        return
+                    yield data
 
     @contextmanager
-    def _client(self) -> Iterator[httpx.Client]:
-        """Return a client whose connection errors are ServerErrors."""
-        import httpx
-
-        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+    def _asking(self, method: str, path: str, data: str | None = None) -> Iterator[HTTPResponse]:
+        """Send a request; the block reads the response. Errors of the connection are ServerErrors."""
         try:
-            with httpx.Client(headers=self._headers, timeout=timeout) as client:
-                yield client
-        except httpx.HTTPError as error:
+            with asking(urlsplit(self._url), method, path, data, self._headers, set()) as response:
+                yield response
+        except ServerError:
+            raise
+        except (OSError, HTTPException) as error:
             reason = str(error).rstrip(".") or type(error).__name__
             raise ServerError(f"no connection to {self._url}: {reason}; is the server running?") from None
 
@@ -248,22 +243,15 @@ def _take(chunk: Mapping[str, Any], reply: Reply) -> tuple[str, str]:
     return thought, text
 
 
-def _events(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the data of server-sent events with one line each. Only "\\n" ends a line, since texts may hold other line
-    separators."""
-    rest = b""
-    for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
-
-
-def _error_of(response: httpx.Response) -> str:
+def _error_of(status: int, data: bytes) -> str:
     """Return the error message of a response."""
-    if response.status_code == 401:
+    if status == 401:
         return "the server wants another key; give it by --api-key"
     try:
-        return error_message(response.json())
+        return error_message(json.loads(data))
     except (ValueError, RecursionError):
-        return f"the server says {response.status_code}: {response.text[:EXCERPT]!r}"
+        return f"the server says {status}: {_excerpt(data)!r}"
+
+
+def _excerpt(data: bytes) -> str:
+    return data.decode(errors="replace")[:EXCERPT]

@@ -7,11 +7,11 @@ import logging
 import socket
 import time
 from collections.abc import Generator as PyGenerator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, NoReturn
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import SplitResult, urlencode, urlsplit
 
 log = logging.getLogger(__name__)
 
@@ -138,21 +138,11 @@ class ServerClient:
     ) -> Iterator[HTTPResponse]:
         """Send a request; the block reads the response. Raises ConnectionError, also for errors of the connection in
         the block."""
-        kind = HTTPSConnection if self._parsed.scheme == "https" else HTTPConnection
-        connection = kind(self.host, self._parsed.port, timeout=CONNECT_SECONDS)
-        with closing(connection):
-            try:
-                connection.connect()
-                assert connection.sock is not None
-                _set_patient(connection.sock)
-                connections.add(connection)
-                connection.request(method, self._parsed.path.rstrip("/") + path, data, self._headers)
-                with connection.getresponse() as response:
-                    yield response
-            except (OSError, HTTPException) as error:
-                raise ConnectionError(f"no answer from {self.url}: {error or type(error).__name__}") from None
-            finally:
-                connections.discard(connection)
+        try:
+            with asking(self._parsed, method, path, data, self._headers, connections) as response:
+                yield response
+        except (OSError, HTTPException) as error:
+            raise ConnectionError(f"no answer from {self.url}: {error or type(error).__name__}") from None
 
     def _fail(self, status: int, text: str) -> NoReturn:
         """Raise the error that a response stands for."""
@@ -162,6 +152,32 @@ class ServerClient:
         hint = "; start fgserve with --rollout, and give an address of replicas in a list" if status == 404 else ""
         kind = UnavailableError if status in UNAVAILABLE else RuntimeError
         raise kind(f"{self.url} answers {status}: {message}{hint}")
+
+
+@contextmanager
+def asking(
+    url: SplitResult,
+    method: str,
+    path: str,
+    data: str | None,
+    headers: Mapping[str, str],
+    connections: set[HTTPConnection],
+) -> Iterator[HTTPResponse]:
+    """Send a request to a server, and wait for its response as long as it takes; the block reads the response. path:
+    what follows the path of the URL. connections: as of `ServerClient.post`. Raises OSError or HTTPException."""
+    kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
+    connection = kind(url.hostname or "", url.port, timeout=CONNECT_SECONDS)
+    with closing(connection):
+        try:
+            connection.connect()
+            assert connection.sock is not None
+            _set_patient(connection.sock)
+            connections.add(connection)
+            connection.request(method, url.path.rstrip("/") + path, data, headers)
+            with connection.getresponse() as response:
+                yield response
+        finally:
+            connections.discard(connection)
 
 
 def _set_patient(connected: socket.socket) -> None:

@@ -216,7 +216,7 @@ ERROR = {"error": {"message": "the engine died", "type": "server_error", "param"
         (
             lambda request: None,
             "",
-            "error: no connection to URL/v1: Server disconnected without sending a response; is the server running?",
+            "error: no connection to URL/v1: Remote end closed connection without response; is the server running?",
         ),
     ],
 )

@@ -52,7 +52,6 @@ def test_a_checkpoint_of_another_format_is_one_line(tool: str, arguments: list[s
         ("--tensor-parallel-size=2", "there is no --tensor-parallel-size; use --tensor-parallel"),
         ("--no-enable-prefix-caching", "there is no --no-enable-prefix-caching; use --no-prefix-cache"),
         ("--max-new-tokens=3", "there is no --max-new-tokens; use --max-tokens"),
-        ("--max-step-ms=55", "there is no --max-step-ms; use --max-prefill-tokens, a number of tokens"),
         ("--max-seq", "there is no --max-seq; use --max-seqs"),
         ("--zzz", "there is no --zzz"),
         ("--bogus", "there is no --bogus"),

@@ -283,15 +283,15 @@ class _Routes:
         return posts + [Route(prefix + path, partial(self._get, path), methods=["GET"]) for path in self._table.gets]
 
     async def _post(self, path: str, request: Request) -> Response:
-        wanted, answer = await self._read(await self._table.post(path), request)
-        return await answer(wanted, request)
+        body, answer = await self._read(await self._table.post(path), request)
+        return await answer(body, request)
 
     async def _get(self, path: str, request: Request) -> Response:
         handle = await self._table.get(path)
         return await handle(request)
 
-    async def _generate(self, wanted: GenerationRequest, request: Request) -> Response:
-        return GenerationResponse(self._service, wanted.with_mode(self._service.options.logprobs_mode))
+    async def _generate(self, body: GenerationRequest, request: Request) -> Response:
+        return GenerationResponse(self._service, body.with_mode(self._service.options.logprobs_mode))
 
     async def tokenizer_info(self, request: Request) -> Response:
         model = self._service.choose(request.query_params.get("model"))

@@ -63,8 +63,8 @@ async def embed(service: Service, request: EmbeddingRequest, large: bool) -> dic
 
 
 def routes(service: Service) -> Routes:
-    async def answer(wanted: EmbeddingRequest, request: Request) -> Response:
+    async def answer(body: EmbeddingRequest, request: Request) -> Response:
         async with limited(service, request.scope, request.receive):
-            return json_response(await embed(service, wanted, request.scope["large"]))
+            return json_response(await embed(service, body, request.scope["large"]))
 
     return Routes({"/embeddings": Post(EmbeddingRequest, answer)})

@@ -94,11 +94,11 @@ def _prepare_chat(
     return make_reply(request, model.name, PromptTokens(ids), model.vocabulary, *parsing), grammar
 
 
-def answer_rule(wanted: ResponseFormat | None) -> str | None:
+def answer_rule(form: ResponseFormat | None) -> str | None:
     """Return the grammar rule of a response_format; None for plain text. Raises ValueError."""
-    if wanted is not None and wanted.json_schema is not None:
-        return json_rule(wanted.json_schema.schema_, strict=bool(wanted.json_schema.strict))
-    return None if wanted is None or wanted.type == "text" else json_rule({"type": "object"}, strict=True)
+    if form is not None and form.json_schema is not None:
+        return json_rule(form.json_schema.schema_, strict=bool(form.json_schema.strict))
+    return None if form is None or form.type == "text" else json_rule({"type": "object"}, strict=True)
 
 
 def structure_rule(request: GenerationRequest) -> str | None:
@@ -124,8 +124,8 @@ def grammar_field(request: GenerationRequest) -> str:
     """Return the name of the field that a request's grammar comes from."""
     for field in request.structures:
         return field
-    wanted = request.response_format if isinstance(request, ChatRequest) else None
-    return "tools" if wanted is None or wanted.type == "text" else "response_format"
+    form = request.response_format if isinstance(request, ChatRequest) else None
+    return "tools" if form is None or form.type == "text" else "response_format"
 
 
 def encode_text(prompt: str | Sequence[int], model: ModelFacts, echo: bool = False) -> PromptTokens:

@@ -171,21 +171,21 @@ class _Translated(Protocol):
 
 
 async def answer_as_chat(
-    service: Service, make_reply: Callable[..., ChatReply], wanted: _Translated, request: Request
+    service: Service, make_reply: Callable[..., ChatReply], body: _Translated, request: Request
 ) -> Response:
     """Answer a request of another API, which is translated to a chat. make_reply: class of its reply."""
     async with limited(service, request.scope, request.receive):
-        chat = await service.work.run(request.scope["large"], wanted.chat)
-    return GenerationResponse(service, chat, partial(make_reply, wanted))
+        chat = await service.work.run(request.scope["large"], body.chat)
+    return GenerationResponse(service, chat, partial(make_reply, body))
 
 
 async def compute(
-    service: Service, function: Callable[[Any, ModelFacts], Any], wanted: Any, request: Request
+    service: Service, function: Callable[[Any, ModelFacts], Any], body: Any, request: Request
 ) -> Response:
     """Answer a request about tokens by a function of its checked body and its model."""
-    facts = service.choose(wanted.model).facts
+    facts = service.choose(body.model).facts
     async with limited(service, request.scope, request.receive):
-        return json_response(await service.compute(request.scope["large"], function, wanted, facts))
+        return json_response(await service.compute(request.scope["large"], function, body, facts))
 
 
 def _many(events: list[Event]) -> bool:

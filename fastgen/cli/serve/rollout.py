@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -20,8 +20,9 @@ from fastgen.cli.serve.openai_input import INT32
 from fastgen.cli.serve.routes import Handler, Post, Routes
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, Items, Some, Strict, wrong
+from fastgen.option import ITEMS
 from fastgen.processes.errors import DepartedError
-from fastgen.request import Completion, Event
+from fastgen.request import SAMPLING_OPTIONS, Completion, Event
 from fastgen.rl.bodies import completion_of
 from fastgen.rl.options import MOST_SECONDS
 
@@ -163,6 +164,19 @@ Call = Callable[[AsyncGenerator, Any, QueryParams], Awaitable[Any]]
 """A function that answers a checked request and its query by calls of its model's engine."""
 
 
+def sampling_fields(names: Iterable[str]) -> dict[str, Any]:
+    """Return fields for pydantic.create_model: sampling parameters with their types. The engine checks their bounds."""
+    fields = {}
+    for name in names:
+        kind = SAMPLING_OPTIONS[name].kind
+        if name in ITEMS:
+            items, _ = ITEMS[name]
+            kind = dict[str, float] if name == "logit_bias" else Items[str] if items is str else Items[int]
+            kind = str | kind if name == "stop" else kind
+        fields[name] = kind | None, None
+    return fields
+
+
 class TrainerRoutes:
     """Base class of routes for a trainer, each of which calls the engine of a model."""
 
@@ -187,19 +201,19 @@ class TrainerRoutes:
         if isinstance(samples, int) and samples > most:
             raise ValueError(f"n is {samples}; one request may have {most} samples (max_queued_requests)")
 
-    async def _answer(self, call: Call, timed: bool, wanted: Any, request: Request) -> Response:
+    async def _answer(self, call: Call, timed: bool, body: Any, request: Request) -> Response:
         """Return the response with the result of a call. If the client disconnects, the call ends if it can be
         ended."""
-        engine = self.service.choose(wanted.model).engine
+        engine = self.service.choose(body.model).engine
         try:
             async with limited(self.service, request.scope, request.receive, timed=timed):
-                result = await call(engine, wanted, request.query_params)
+                result = await call(engine, body, request.query_params)
         except (ValueError, TypeError, OverflowError, RuntimeError, OSError) as error:
             raise call_error(error) from None
         if isinstance(result, Response):
             return result
-        body = to_json({} if result is None else result, inf_nan_mode="constants")  # as Python's json module reads them
-        return Response(body, media_type="application/json")
+        data = to_json({} if result is None else result, inf_nan_mode="constants")  # as Python's json module reads them
+        return Response(data, media_type="application/json")
 
     @contextmanager
     def updating(self, engine: AsyncGenerator) -> Iterator[None]:
@@ -221,48 +235,48 @@ class Rollout(TrainerRoutes):
             "/generate": self.post(GenerateRequest, self._generate, timed=True),
             "/init_weight_group": self.post(GroupRequest, self._init_group),
             "/close_weight_group": self.post(
-                CloseRequest, lambda engine, wanted, _: engine.call("close_weight_group", wanted.group)
+                CloseRequest, lambda engine, body, _: engine.call("close_weight_group", body.group)
             ),
-            "/abort": self.post(AbortRequest, lambda engine, wanted, _: engine.cut_off(wanted.ids)),
+            "/abort": self.post(AbortRequest, lambda engine, body, _: engine.cut_off(body.ids)),
             "/score": self.post(ScoreRequest, _score),
             "/fleet_seed": self.post(ModelRequest, self._fleet_seed),
             "/update_weights": self.post(UpdateRequest, self._update),
             "/update_adapter": self.post(AdapterRequest, self._update_adapter),
-            "/wake": self.post(WakeRequest, lambda engine, wanted, _: engine.call("wake", wanted.tags)),
+            "/wake": self.post(WakeRequest, lambda engine, body, _: engine.call("wake", body.tags)),
         }
         return Routes(posts, {"/weight_version": self.get(weight_version)})
 
-    async def _generate(self, engine: AsyncGenerator, wanted: GenerateRequest, _: QueryParams) -> Any:
-        self.check_samples((wanted.params or {}).get("n"))
-        if wanted.stream:
-            submit = partial(engine.submit, [wanted.prompt], wanted.params, resume=wanted.resumed)
+    async def _generate(self, engine: AsyncGenerator, body: GenerateRequest, _: QueryParams) -> Any:
+        self.check_samples((body.params or {}).get("n"))
+        if body.stream:
+            submit = partial(engine.submit, [body.prompt], body.params, resume=body.resumed)
             return EventResponse(self.service, submit)
-        return await engine.generate(wanted.prompt, wanted.params, wanted.id, wanted.resumed)
+        return await engine.generate(body.prompt, body.params, body.id, body.resumed)
 
-    async def _fleet_seed(self, _: AsyncGenerator, wanted: ModelRequest, __: QueryParams) -> dict[str, int]:
-        return {"seed": self.service.choose(wanted.model).fleet_seed()}
+    async def _fleet_seed(self, _: AsyncGenerator, body: ModelRequest, __: QueryParams) -> dict[str, int]:
+        return {"seed": self.service.choose(body.model).fleet_seed()}
 
-    async def _init_group(self, engine: AsyncGenerator, wanted: GroupRequest, _: QueryParams) -> Any:
-        arguments = wanted.backend, wanted.gpu, wanted.timeout, wanted.bucket_bytes, wanted.replace
+    async def _init_group(self, engine: AsyncGenerator, body: GroupRequest, _: QueryParams) -> Any:
+        arguments = body.backend, body.gpu, body.timeout, body.bucket_bytes, body.replace
         return await engine.call("init_weight_group", self.service.options.host, *arguments)
 
-    async def _update(self, engine: AsyncGenerator, wanted: UpdateRequest, _: QueryParams) -> dict[str, int]:
+    async def _update(self, engine: AsyncGenerator, body: UpdateRequest, _: QueryParams) -> dict[str, int]:
         fields = "version", "partial", "in_flight", "requantize"
-        options = {field: getattr(wanted, field) for field in fields}
+        options = {field: getattr(body, field) for field in fields}
         with self.updating(engine):
-            if wanted.folder is not None:
-                version = await engine.call("read_weights", wanted.folder, options)
+            if body.folder is not None:
+                version = await engine.call("read_weights", body.folder, options)
             else:
-                version = await engine.call("receive_weights", wanted.group, wanted.tensors, options)
+                version = await engine.call("receive_weights", body.group, body.tensors, options)
         return {"weight_version": version}
 
-    async def _update_adapter(self, engine: AsyncGenerator, wanted: AdapterRequest, _: QueryParams) -> dict[str, int]:
-        options = {"version": wanted.version, "in_flight": wanted.in_flight}
+    async def _update_adapter(self, engine: AsyncGenerator, body: AdapterRequest, _: QueryParams) -> dict[str, int]:
+        options = {"version": body.version, "in_flight": body.in_flight}
         with self.updating(engine):
-            if wanted.group is None:
+            if body.group is None:
                 version = await engine.call("update_adapter", None, None, **options)
             else:
-                version = await engine.call("receive_adapter", wanted.group, wanted.tensors, wanted.config, options)
+                version = await engine.call("receive_adapter", body.group, body.tensors, body.config, options)
         return {"weight_version": version}
 
 
@@ -322,14 +336,14 @@ def call_error(error: Exception) -> ApiError:
     return ApiError(409, message, code="conflict")
 
 
-async def _score(engine: AsyncGenerator, wanted: ScoreRequest, _: QueryParams) -> dict[str, Any]:
-    return {"logprobs": await engine.call("score", wanted.sequences, wanted.start, wanted.temperature)}
+async def _score(engine: AsyncGenerator, body: ScoreRequest, _: QueryParams) -> dict[str, Any]:
+    return {"logprobs": await engine.call("score", body.sequences, body.start, body.temperature)}
 
 
-async def sleep(engine: AsyncGenerator, wanted: SleepRequest, _: QueryParams) -> dict[str, int]:
+async def sleep(engine: AsyncGenerator, body: SleepRequest, _: QueryParams) -> dict[str, int]:
     """Answer /sleep."""
-    tags = {} if wanted.tags is None else {"tags": wanted.tags}
-    return {"freed": await engine.call("sleep", **tags, keep_weights=wanted.keep_weights)}
+    tags = {} if body.tags is None else {"tags": body.tags}
+    return {"freed": await engine.call("sleep", **tags, keep_weights=body.keep_weights)}
 
 
 async def weight_version(engine: AsyncGenerator, *_: Any) -> Any:

@@ -233,24 +233,24 @@ class Service:
                 return f"the engine of {model.name} has finished no step for {model.engine.stalled:.0f} seconds"
         return None
 
-    def limits(self, wanted: Any) -> Limits:
+    def limits(self, model_name: Any) -> Limits:
         """Return the limits of the model that a body names, which has not been checked. If no model has this name, they
         are the largest ones of all models. A model that is not loaded yet has none."""
-        named = [model for name, model in self.models.items() if name == wanted] or list(self.models.values())
+        named = [model for name, model in self.models.items() if name == model_name] or list(self.models.values())
         loaded = [model.facts for model in named if hasattr(model, "facts")]
         context = max((facts.max_model_len for facts in loaded), default=sys.maxsize)
         ids = max((facts.vocab_size for facts in loaded), default=sys.maxsize)
         return Limits(context, self.options.max_queued_requests, ids)
 
-    def choose(self, wanted: str | None) -> ServedModel:
+    def choose(self, name: str | None) -> ServedModel:
         """Return the model that a request names; a single model answers to any name. Raises ApiError if there is no
         such model or it is not ready."""
         served = ", ".join(self.models)
-        model = next(iter(self.models.values())) if len(self.models) == 1 else self.models.get(wanted or "")
-        if model is None and wanted is None:
+        model = next(iter(self.models.values())) if len(self.models) == 1 else self.models.get(name or "")
+        if model is None and name is None:
             raise ApiError(400, f"model is required; give one of {served}", "model", "missing_required_parameter")
         if model is None:
-            message = f"the model {(wanted or '')[:100]!r} is not served; give one of {served}"
+            message = f"the model {(name or '')[:100]!r} is not served; give one of {served}"
             raise ApiError(404, message, "model", "model_not_found")
         model.check_ready()
         return model

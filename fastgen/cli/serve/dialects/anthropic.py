@@ -164,8 +164,8 @@ class CountRequest(Body):
             data["tool_choice"] = self.tool_choice.for_chat()
             data["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         data["thinking"] = None if self.thinking is None else self.thinking.model_dump()
-        if self.output_config is not None and (wanted := self.output_config.format) is not None:
-            schema = {"name": "answer", "schema": wanted.schema_, "strict": True}
+        if self.output_config is not None and (form := self.output_config.format) is not None:
+            schema = {"name": "answer", "schema": form.schema_, "strict": True}
             data["response_format"] = {"type": "json_schema", "json_schema": schema}
         return check_request(_Chat, data)
 

@@ -149,8 +149,8 @@ class ResponseRequest(Body):
         data["tool_choice"] = self.tool_choice
         if isinstance(self.tool_choice, dict):
             data["tool_choice"] = _choice(self.tool_choice)
-        if self.text is not None and (wanted := self.text.format) is not None:
-            data["response_format"] = {"type": wanted.get("type"), "json_schema": _nested(wanted) or None}
+        if self.text is not None and (form := self.text.format) is not None:
+            data["response_format"] = {"type": form.get("type"), "json_schema": _nested(form) or None}
         return check_request(ChatRequest, data)
 
 

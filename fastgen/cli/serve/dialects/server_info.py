@@ -23,9 +23,9 @@ class ServerInfo(TrainerRoutes):
     def routes(self) -> Routes:
         return Routes(gets=dict.fromkeys(PATHS, self.get(self._describe)))
 
-    async def _describe(self, engine: AsyncGenerator, wanted: ModelRequest, _: QueryParams) -> dict[str, Any]:
+    async def _describe(self, engine: AsyncGenerator, body: ModelRequest, _: QueryParams) -> dict[str, Any]:
         state = await engine.call("transfer_state")
-        model = self.service.choose(wanted.model)
+        model = self.service.choose(body.model)
         name, length, mode = model.name, model.facts.max_model_len, self.service.options.logprobs_mode
         names = dict.fromkeys(("model_path", "tokenizer_path", "served_model_name"), name)
         sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "world_size")

@@ -1,5 +1,7 @@
 """The routes of an SGLang server that slime's external rollout engines call, with weights from a folder.
 
+Experimental: clients of trainers were tested, but no trainer has run its own loop over these routes.
+
 Source: sglang/srt/entrypoints/http_server.py of SGLang 0.5.23, and slime's docs/en/advanced/external-rollout-engines.md
 (`--rollout-external-engine-addrs`, `--update-weight-transport disk`).
 """
@@ -13,12 +15,12 @@ from functools import partial
 from itertools import accumulate, chain
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 from pydantic_core import to_json
 from starlette.datastructures import QueryParams
 
 from fastgen.async_engine.client import AsyncGenerator, EventStream, joined
-from fastgen.cli.serve.rollout import EventResponse, ModelRequest, TrainerRoutes, weight_version
+from fastgen.cli.serve.rollout import EventResponse, ModelRequest, TrainerRoutes, sampling_fields, weight_version
 from fastgen.cli.serve.routes import Routes
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, Items, Strict, wrong
@@ -27,7 +29,7 @@ from fastgen.request import SHARED, Completion, Event, Prompt, RequestOutput
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
 
 RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-"""{field of SGLang's sampling_params: the same in SamplingParams}; the others have the same name."""
+"""{field of SGLang's sampling_params: the same in SamplingParams}; those of SAME have the same name."""
 
 
 class CustomParams(Strict):
@@ -36,25 +38,21 @@ class CustomParams(Strict):
     return_top_p_token_ids: bool = False
 
 
-class SglangSampling(Strict):
+SAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "stop", "stop_token_ids", "ignore_eos", "logit_bias",
+)  # fmt: skip
+_Sampling = create_model("_Sampling", __base__=Strict, **sampling_fields(SAME))
+
+
+class SglangSampling(_Sampling):  # type: ignore[misc, valid-type]
     """SGLang's sampling_params, as far as they are supported; SamplingParams describes them."""
 
+    n: int | None = Field(None, ge=1)
     max_new_tokens: int | None = Field(None, ge=0)
     min_new_tokens: int | None = None
     sampling_seed: int | None = None
-    n: int | None = Field(None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
     no_stop_trim: bool | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
     regex: str | None = None
     json_schema: str | None = None
     custom_params: CustomParams | None = None
@@ -160,24 +158,24 @@ class SglangEngine(TrainerRoutes):
         }
         return Routes(posts, gets, {"/generate": {"input_ids": generate, "text": generate}})
 
-    async def _generate(self, engine: AsyncGenerator, wanted: SglangRequest, _: QueryParams) -> Any:
-        params = {} if wanted.sampling_params is None else wanted.sampling_params.params
-        if wanted.scored:
+    async def _generate(self, engine: AsyncGenerator, body: SglangRequest, _: QueryParams) -> Any:
+        params = {} if body.sampling_params is None else body.sampling_params.params
+        if body.scored:
             params["prompt_logprobs"] = 0
         self.check_samples(params.get("n"))
         greedy = params.get("temperature", engine.info.default_params.temperature) == 0
-        if wanted.stream:
-            return SglangStream(self.service, partial(engine.submit, [wanted.prompt], params), wanted, greedy)
-        output = await engine.generate(wanted.prompt, params, wanted.rid)
-        found = [_answer(wanted, output, completion, greedy) for completion in output.completions]
+        if body.stream:
+            return SglangStream(self.service, partial(engine.submit, [body.prompt], params), body, greedy)
+        output = await engine.generate(body.prompt, params, body.rid)
+        found = [_answer(body, output, completion, greedy) for completion in output.completions]
         return found[0] if params.get("n", 1) == 1 else found
 
-    async def _update(self, engine: AsyncGenerator, wanted: DiskRequest, _: QueryParams) -> Any:
-        named = str(wanted.weight_version)
-        in_flight = "abort" if wanted.abort_all_requests or wanted.abort_all_request else "keep"
+    async def _update(self, engine: AsyncGenerator, body: DiskRequest, _: QueryParams) -> Any:
+        named = str(body.weight_version)
+        in_flight = "abort" if body.abort_all_requests or body.abort_all_request else "keep"
         options = {"version": int(named) if named.isdecimal() else None, "partial": False, "in_flight": in_flight}
         with self.updating(engine):
-            version = await engine.call("read_weights", wanted.model_path, options)
+            version = await engine.call("read_weights", body.model_path, options)
         return {"success": True, "message": f"the weights have version {version}", "weight_version": str(version)}
 
 
@@ -189,10 +187,10 @@ class SglangStream(EventResponse):
     end = b"data: [DONE]\n\n"
 
     def __init__(
-        self, service: Service, open_stream: Callable[[], EventStream], wanted: SglangRequest, greedy: bool
+        self, service: Service, open_stream: Callable[[], EventStream], body: SglangRequest, greedy: bool
     ) -> None:
         super().__init__(service, open_stream)
-        self._wanted = wanted.model_copy(update={"rid": wanted.rid or uuid.uuid4().hex})
+        self._body = body.model_copy(update={"rid": body.rid or uuid.uuid4().hex})
         self._greedy, self._events = greedy, list[Event]()
 
     def lines(self, events: list[Event]) -> bytes:
@@ -200,21 +198,21 @@ class SglangStream(EventResponse):
         (event,) = self._events
         known_at_end = {"finish_reason": event.finish_reason or "", "weight_versions": event.weight_versions or []}
         completion = Completion(**{name: getattr(event, name) for name in SHARED} | known_at_end)
-        ids = event.prompt_token_ids or self._wanted.input_ids or []
+        ids = event.prompt_token_ids or self._body.input_ids or []
         output = RequestOutput("", ids, [], prompt_logprobs=event.prompt_logprobs, cached_tokens=event.cached_tokens)
-        answer = _answer(self._wanted, output, completion, self._greedy)
+        answer = _answer(self._body, output, completion, self._greedy)
         return b"data: " + to_json(answer, inf_nan_mode="constants") + b"\n\n"
 
     def error_line(self, failure: ApiError) -> bytes:
         return b"data: " + to_json(failure.body) + b"\n\n" + self.end
 
 
-def _answer(wanted: SglangRequest, output: RequestOutput, completion: Completion, greedy: bool) -> dict[str, Any]:
+def _answer(body: SglangRequest, output: RequestOutput, completion: Completion, greedy: bool) -> dict[str, Any]:
     """Return the response for a sample. The logprobs are, as SGLang's, those of the whole vocabulary after the
     temperature; of a greedy sample, and of the prompt, at temperature 1."""
     count, versions = len(completion.token_ids), completion.weight_versions
     meta: dict[str, Any] = {
-        "id": wanted.rid or uuid.uuid4().hex,
+        "id": body.rid or uuid.uuid4().hex,
         "finish_reason": _reason(completion),
         "prompt_tokens": len(output.prompt_token_ids) or None,  # a stream of a text knows it at the end
         "completion_tokens": count,
@@ -223,7 +221,7 @@ def _answer(wanted: SglangRequest, output: RequestOutput, completion: Completion
         "weight_versions": versions,
         "e2e_latency": None if output.timings is None else output.timings.finished,
     }
-    if wanted.return_logprob:
+    if body.return_logprob:
         values = completion.raw_logprobs if greedy else completion.untruncated_logprobs
         meta["output_token_logprobs"] = [
             [logprob, token, None] for logprob, token in zip(values, completion.token_ids, strict=True)
@@ -231,10 +229,10 @@ def _answer(wanted: SglangRequest, output: RequestOutput, completion: Completion
     if completion.sampling_mask is not None:
         meta["top_p_token_ids"] = list(chain(*completion.sampling_mask))
         meta["top_p_token_offsets"] = list(accumulate(map(len, completion.sampling_mask), initial=0))
-    if wanted.scored and output.prompt_logprobs is not None:  # which come at the end of a stream
+    if body.scored and output.prompt_logprobs is not None:  # which come at the end of a stream
         pairs = zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
         scores = [[None if math.isnan(logprob) else logprob, token, None] for logprob, token in pairs]
-        meta["input_token_logprobs"] = scores[wanted.logprob_start_len :]
+        meta["input_token_logprobs"] = scores[body.logprob_start_len :]
     return {"text": completion.text, "output_ids": completion.token_ids, "meta_info": meta}
 
 
@@ -250,9 +248,9 @@ def _reason(completion: Completion) -> dict[str, Any] | None:
     return {"type": completion.finish_reason, "message": completion.error or "the request was aborted"}
 
 
-async def _pause(engine: AsyncGenerator, wanted: PauseRequest, _: QueryParams) -> Any:
+async def _pause(engine: AsyncGenerator, body: PauseRequest, _: QueryParams) -> Any:
     await engine.pause()
-    if wanted.mode == "abort":
+    if body.mode == "abort":
         await engine.cut_off()
     return {"status": "ok", "message": "paused"}
 
@@ -266,18 +264,18 @@ async def _flush(*_: Any) -> Any:
     return {"status": "ok", "message": "the cache never gives KV of old weights"}
 
 
-async def _release(engine: AsyncGenerator, wanted: MemoryRequest, _: QueryParams) -> Any:
-    return {"freed": await engine.call("sleep", wanted.parts) if wanted.parts else 0}
+async def _release(engine: AsyncGenerator, body: MemoryRequest, _: QueryParams) -> Any:
+    return {"freed": await engine.call("sleep", body.parts) if body.parts else 0}
 
 
-async def _take(engine: AsyncGenerator, wanted: MemoryRequest, _: QueryParams) -> Any:
-    if wanted.parts:
-        await engine.call("wake", wanted.parts)
+async def _take(engine: AsyncGenerator, body: MemoryRequest, _: QueryParams) -> Any:
+    if body.parts:
+        await engine.call("wake", body.parts)
     return {}
 
 
-async def _abort(engine: AsyncGenerator, wanted: AbortRidRequest, _: QueryParams) -> Any:
-    await engine.cut_off(None if wanted.abort_all else [wanted.rid])
+async def _abort(engine: AsyncGenerator, body: AbortRidRequest, _: QueryParams) -> Any:
+    await engine.cut_off(None if body.abort_all else [body.rid])
     return {}
 
 

@@ -3,6 +3,8 @@
 Source: vllm/entrypoints/rl/online/api_router.py and its neighbours, of vLLM 0.33. Our own /pause, /resume, /sleep and
 /update_weights keep their bodies: a query (`mode`, `level`) or a field (`update_info`, `weight_dir`) tells vLLM's.
 
+Experimental: clients of trainers were tested, but no trainer has run its own loop over these routes.
+
 The trainer is rank 0 of a group in which each server is one rank, whatever number of GPUs its model has.
 """
 
@@ -14,17 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 from starlette.datastructures import QueryParams
 
 from fastgen.async_engine.client import AsyncGenerator
 from fastgen.cli.serve.openai_input import StructuredOutputs, drawn_name
 from fastgen.cli.serve.openai_output import LOWEST, token_name
-from fastgen.cli.serve.rollout import ModelRequest, SleepRequest, TrainerRoutes, sleep
+from fastgen.cli.serve.rollout import ModelRequest, SleepRequest, TrainerRoutes, sampling_fields, sleep
 from fastgen.cli.serve.routes import Post, Routes
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, FieldPolicy, Items, Strict, wrong
-from fastgen.request import Completion, RequestOutput, SamplingParams
+from fastgen.request import SAMPLING_OPTIONS, STRUCTURES, Completion, RequestOutput, SamplingParams
 
 STRUCTURED = "structured_outputs"
 PAUSES = ("abort", "wait", "keep")
@@ -128,31 +130,19 @@ class ResetRequest(ModelRequest):
     """A request to /reset_prefix_cache. The cache never gives KV of old weights, so nothing has to be done."""
 
 
-class VllmSampling(Strict):
+OURS = (*STRUCTURES, "speculate")  # sampling parameters that are not vLLM's; return_sampling_mask is its server's
+_Sampling = create_model(
+    "_Sampling", __base__=Strict, **sampling_fields(name for name in SAMPLING_OPTIONS if name not in OURS)
+)
+
+
+class VllmSampling(_Sampling):  # type: ignore[misc, valid-type]
     """vLLM's sampling_params, as far as they are supported; SamplingParams describes them."""
 
     n: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
-    bad_words: Items[str] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     logprobs: int | None = Field(None, ge=0)
     prompt_logprobs: int | None = Field(None, ge=0)
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: Items[int] | None = None
-    logprob_token_ids: Items[int] | None = None
-    return_sampling_mask: bool | None = None  # an option of vLLM's server
     structured_outputs: StructuredOutputs | None = None
 
     @property
@@ -218,8 +208,8 @@ class VllmControl(TrainerRoutes):
         await engine.resume()
         return {"status": "resumed"}
 
-    async def _init(self, engine: AsyncGenerator, wanted: InitRequest, _: QueryParams) -> Any:
-        info, address = wanted.init_info, None
+    async def _init(self, engine: AsyncGenerator, body: InitRequest, _: QueryParams) -> Any:
+        info, address = body.init_info, None
         if info.master_address is not None and info.master_port is not None:
             address = info.master_address, info.master_port
         ranks, id = (info.rank_offset, info.world_size), info.nccl_unique_id_b64
@@ -232,8 +222,8 @@ class VllmControl(TrainerRoutes):
             self._holding.add(engine)
         return {"message": "Weight update started"}
 
-    async def _update(self, engine: AsyncGenerator, wanted: TransferRequest, _: QueryParams) -> Any:
-        info = wanted.update_info
+    async def _update(self, engine: AsyncGenerator, body: TransferRequest, _: QueryParams) -> Any:
+        info = body.update_info
         with self.updating(engine):
             version = await engine.call("receive_packed", info.header, info.buffer_bytes)
         return {"message": "Weights updated", "weight_version": version}
@@ -245,16 +235,16 @@ class VllmControl(TrainerRoutes):
         state = await engine.call("weight_state")
         return {"message": "Weight update finished", "weight_version": state["weight_version"]}
 
-    async def _read(self, engine: AsyncGenerator, wanted: FolderRequest, _: QueryParams) -> Any:
+    async def _read(self, engine: AsyncGenerator, body: FolderRequest, _: QueryParams) -> Any:
         options = {"version": None, "partial": False, "in_flight": "keep"}
         with self.updating(engine):
-            version = await engine.call("read_weights", wanted.weight_dir, options)
+            version = await engine.call("read_weights", body.weight_dir, options)
         return {"status": "ok", "weight_version": version}
 
-    async def _generate(self, engine: AsyncGenerator, wanted: TokensRequest, _: QueryParams) -> Any:
-        params = wanted.sampling_params.params
+    async def _generate(self, engine: AsyncGenerator, body: TokensRequest, _: QueryParams) -> Any:
+        params = body.sampling_params.params
         self.check_samples(params.n)
-        output = await engine.generate(wanted.token_ids, params, wanted.request_id)
+        output = await engine.generate(body.token_ids, params, body.request_id)
         logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         choices = [
             {
@@ -268,15 +258,15 @@ class VllmControl(TrainerRoutes):
             for completion in output.completions
         ]
         scores = None if params.prompt_logprobs is None else _prompt_scores(output)
-        id = wanted.request_id or f"generate-{uuid.uuid4().hex}"
+        id = body.request_id or f"generate-{uuid.uuid4().hex}"
         return {"request_id": id, "choices": choices, "prompt_logprobs": scores, "kv_transfer_params": None}
 
 
-async def _sleep(engine: AsyncGenerator, wanted: SleepRequest, query: QueryParams) -> Any:
+async def _sleep(engine: AsyncGenerator, body: SleepRequest, query: QueryParams) -> Any:
     """Answer our own /sleep, or vLLM's, whose query has a level: 1 keeps the weights, and 2 drops them. vLLM's ends
     running requests."""
     if "level" not in query and "tags" not in query:
-        return await sleep(engine, wanted, query)
+        return await sleep(engine, body, query)
     level = query.get("level", "1")
     if level not in ("1", "2"):
         raise ValueError(f"level is {level!r}; give 1, which keeps the weights on the host, or 2")
@@ -359,21 +349,21 @@ class VllmAdapters(TrainerRoutes):
             "/unload_lora_adapter": unload,
         }
 
-    async def _load(self, engine: AsyncGenerator, wanted: LoadRequest, _: QueryParams) -> Any:
+    async def _load(self, engine: AsyncGenerator, body: LoadRequest, _: QueryParams) -> Any:
         with self.updating(engine):
             merged = await self._name(engine)
-            if merged not in (None, wanted.lora_name):
+            if merged not in (None, body.lora_name):
                 raise RuntimeError(f"one adapter is merged at a time; POST /unload_lora_adapter {merged!r} first")
-            if not (Path(wanted.lora_path).expanduser() / CONFIG).is_file():  # which prime-rl tries again
-                raise ApiError(404, f"there is no {CONFIG} in the folder {wanted.lora_path}", "lora_path", "not_found")
-            version = await engine.call("read_adapter", wanted.lora_path, {"in_flight": "keep"})
-            self._merged[engine] = wanted.lora_name, version
+            if not (Path(body.lora_path).expanduser() / CONFIG).is_file():  # which prime-rl tries again
+                raise ApiError(404, f"there is no {CONFIG} in the folder {body.lora_path}", "lora_path", "not_found")
+            version = await engine.call("read_adapter", body.lora_path, {"in_flight": "keep"})
+            self._merged[engine] = body.lora_name, version
         return {"status": "ok", "weight_version": version}
 
-    async def _unload(self, engine: AsyncGenerator, wanted: UnloadRequest, _: QueryParams) -> Any:
+    async def _unload(self, engine: AsyncGenerator, body: UnloadRequest, _: QueryParams) -> Any:
         with self.updating(engine):
-            if await self._name(engine) != wanted.lora_name:
-                raise ApiError(404, f"no adapter {wanted.lora_name!r} is merged", "lora_name", "not_found")
+            if await self._name(engine) != body.lora_name:
+                raise ApiError(404, f"no adapter {body.lora_name!r} is merged", "lora_name", "not_found")
             version = await engine.call("update_adapter", None, in_flight="keep")
             del self._merged[engine]
         return {"status": "ok", "weight_version": version}
