@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fastgen.generator import Generator
     from fastgen.request import Completion, Event, Request, RequestOutput, SamplingParams, TokenMask
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "AsyncGenerator",
     "Completion",
