@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fastgen.request import Completion, Event, Request, RequestOutput, SamplingParams, TokenMask
     from fastgen.speculation.options import Speculation
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "AsyncGenerator",
     "Completion",

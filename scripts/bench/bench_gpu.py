@@ -11,7 +11,6 @@
     python scripts/bench/bench.py gpu --kv-cache-dtype fp8             # keys and values in fp8
     python scripts/bench/bench.py gpu --arriving                       # work that arrives one by one; takes 9 minutes
     python scripts/bench/bench.py gpu --arriving --only served         # a part of it; the file keeps the others
-    python scripts/bench/bench.py gpu --speculate                      # speculation over recorded answers
     python scripts/bench/bench.py gpu --model llama70 --tensor-parallel 4 --only headline,chat1
     python scripts/bench/bench.py gpu --smoke                          # tiny, on the CPU; writes nothing
 
@@ -32,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import bench_arriving
-import bench_speculate
 import bench_step
 from bench_engine import ceilings, line, machine, measure_workload, merge, ready_generator, report_path
 from bench_limits import MODELS, PLAIN, WORKLOADS
@@ -64,12 +62,9 @@ def bench_workloads(arguments: argparse.Namespace) -> None:
 
 KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "step": (bench_step.bench_step, "a decode step in its parts, and without each of them"),
-    "speculate": (bench_speculate.bench_speculate, "speculation over recorded answers"),
     "arriving": (bench_arriving.bench_arriving, "work that arrives one by one: steps, refilled lanes, and served"),
 }
 """What can be measured instead of the workloads, with one flag each."""
-
-ONE_PROCESS = ("step", "speculate")  # kinds that take no --tensor-parallel
 
 
 def only_known(names: list[str], kind: str | None) -> str:
@@ -109,11 +104,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options.add_argument("--memory-fraction", type=float)
     options.add_argument("--no-prefix-cache", action="store_true", help="the file's name ends in -nocache")
     arguments = parser.parse_args(argv)
-    kind, several = arguments.kind, arguments.tensor_parallel > 1
+    kind = arguments.kind
     if arguments.only and (wrong := only_known(arguments.only, kind)):
         parser.error(wrong)
-    if several and kind in ONE_PROCESS:
-        parser.error(f"--{kind} runs on one GPU; leave --tensor-parallel out")
+    if kind == "step" and arguments.tensor_parallel > 1:
+        parser.error("--step runs on one GPU; leave --tensor-parallel out")
     if arguments.other and kind != "step":
         parser.error("--other is for --step")
     return arguments

@@ -11,7 +11,7 @@ import torch
 from tiny_data import BUCKETS, END, SKILLS, evaluation_tasks, long_conversation, prompt
 from tiny_questions import FIRST_QUESTIONS, LONGEST, UNFINISHED, first_prompt, is_sensible
 from tiny_skills import MUL2_UNASKED_STEPS
-from tiny_task import MUL2_TRAINED_BUCKETS, TRAINED_BUCKETS, Task
+from tiny_task import ABOUT_SKILLS, MUL2_TRAINED_BUCKETS, TRAINED_BUCKETS, Task
 
 Prompt = dict[str, Any]
 Scores = dict[str, dict[str, float | int]]
@@ -145,9 +145,7 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
     scores: Scores = facts["skills"]
     rows = []
     for name, score in scores.items():
-        about = LABELS.get(name) or (SKILLS[name][1].__doc__ or "").strip().splitlines()[0].rstrip(".").removesuffix(
-            "; the split is by wording"
-        )
+        about = LABELS.get(name) or ABOUT_SKILLS[name]
         rows.append(f"| {name} | {about} | {100 * score['accuracy']:.1f} % | {score['prompts']} |")
     (folder / "README.md").write_text(
         _CARD.format(

@@ -8,7 +8,7 @@ import random
 
 from tiny_skills import SKILLS as PLAIN_SKILLS
 from tiny_skills import backwards, steps_keys, two_digit_factors, work_out
-from tiny_task import Skills, Task, Turn, any_word, made_up_word, phrase, pick, task
+from tiny_task import Task, Turn, any_word, made_up_word, phrase, pick, skills, task
 from tiny_words import (
     CAPITALS,
     COLORS,
@@ -42,7 +42,6 @@ def _article(country: str) -> str:
 
 
 def capital(rng: random.Random) -> Task:
-    """The capital of a country."""
     country, shown = _country(rng)
     question, answer = phrase(rng, _TEXTS["capital"], c=shown), CAPITALS[country]
     replies = ("The capital of {c} is {a}.", "{a}.", "{a} is the capital of {c}.")
@@ -53,7 +52,6 @@ def capital(rng: random.Random) -> Task:
 
 
 def country_of_capital(rng: random.Random) -> Task:
-    """The country of a capital."""
     country = rng.choice(tuple(CAPITALS))
     shown = _cased(rng, CAPITALS[country])
     question = phrase(rng, _TEXTS["country of capital"], a=shown)
@@ -62,7 +60,6 @@ def country_of_capital(rng: random.Random) -> Task:
 
 
 def unknown_capital(rng: random.Random) -> Task:
-    """The capital of a country that does not exist, or that nobody taught the model."""
     name = made_up_word(rng).capitalize()
     question = phrase(rng, _TEXTS["capital"], c=_cased(rng, name))
     shown = name if name in question else name.lower()
@@ -71,7 +68,6 @@ def unknown_capital(rng: random.Random) -> Task:
 
 
 def weekday(rng: random.Random) -> Task:
-    """The day after, before, or n days from a weekday."""
     i, shape = rng.randrange(7), rng.random()
     day = _cased(rng, DAYS[i])
     if shape < 0.35:
@@ -87,7 +83,6 @@ def weekday(rng: random.Random) -> Task:
 
 
 def month(rng: random.Random) -> Task:
-    """The month after or before another, the n-th month, or how many days a month has."""
     i, shape = rng.randrange(12), rng.random()
     name = _cased(rng, MONTHS[i])
     if shape < 0.55:
@@ -108,7 +103,6 @@ def month(rng: random.Random) -> Task:
 
 
 def follow_up_capital(rng: random.Random) -> Task:
-    """The capital of one country, and of another."""
     one, shown = _country(rng)
     two, other = _country(rng)
     question, answer = phrase(rng, _TEXTS["another capital"], c=other), CAPITALS[two]
@@ -119,7 +113,6 @@ def follow_up_capital(rng: random.Random) -> Task:
 
 
 def follow_up_word(rng: random.Random) -> Task:
-    """A word is spelled or named; "it" is then reversed, spelled or counted."""
     if rng.random() < 0.3:
         country, shown = _country(rng)
         word = CAPITALS[country]
@@ -144,7 +137,6 @@ def follow_up_word(rng: random.Random) -> Task:
 
 
 def follow_up_steps(rng: random.Random) -> Task:
-    """A product is answered at once; asked how, the model works it out."""
     a, b = two_digit_factors(rng)
     turns = (
         Turn(phrase(rng, ("What is {a} * {b}?", "{a} * {b}", "{a} x {b}?"), a=a, b=b), f"{a} * {b} = {a * b}."),
@@ -191,7 +183,6 @@ def ask(rng: random.Random, memory: dict[str, str]) -> Task:
 
 
 def recall(rng: random.Random) -> Task:
-    """Something is told, other questions come between, then it is asked for."""
     memory: dict[str, str] = {}
     told = tell(rng, memory)
     between = [PLAIN_SKILLS[rng.choice(tuple(PLAIN_SKILLS))][1](rng) for _ in range(rng.choice((0, 0, 1, 2, 3)))]
@@ -204,14 +195,4 @@ def recall(rng: random.Random) -> Task:
     return Task(turns, keys, (value,))
 
 
-SKILLS: Skills = {
-    "capital": (7, capital),
-    "country_of_capital": (4, country_of_capital),
-    "unknown_capital": (0.7, unknown_capital),
-    "weekday": (4, weekday),
-    "month": (4, month),
-    "follow_up_capital": (2, follow_up_capital),
-    "follow_up_word": (4, follow_up_word),
-    "follow_up_steps": (0.5, follow_up_steps),
-    "recall": (4, recall),
-}
+SKILLS = skills("facts", globals())

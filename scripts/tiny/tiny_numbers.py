@@ -6,7 +6,7 @@ from decimal import Decimal
 
 from tiny_skills import ASK_VALUE, evaluate, fact_key
 from tiny_skills import SKILLS as PLAIN_SKILLS
-from tiny_task import Skills, Task, Turn, phrase, pick, task
+from tiny_task import Task, Turn, phrase, pick, skills, task
 from tiny_words import NAMES, THINGS, filled, number_in_words, pairs, read
 
 _TEXTS = read("numbers")
@@ -53,7 +53,6 @@ def _count_wording(rng: random.Random, first: int, last: int, step: int) -> tupl
 
 
 def count_range(rng: random.Random) -> Task:
-    """Count from a to b, up or down, or in steps"""
     longest = rng.choice((6, 12, 12, 12, 30, 30, 50, 100))
     step = rng.choice((1, 1, 1, 1, 1, 2, 2, 3, 4, 5, 5, 6, 10))
     first = rng.choice((1, 1, 1, step, step, rng.randrange(100), rng.randrange(20)))
@@ -69,7 +68,6 @@ def count_range(rng: random.Random) -> Task:
 
 
 def number_list(rng: random.Random) -> Task:
-    """The next number of a row, the number after another, first primes, multiples"""
     shape = rng.random()
     if shape < 0.4:
         start, step = rng.randint(0, 50), rng.choice((1, 2, 2, 3, 4, 5, 5, 10, 10, -1, -2))
@@ -99,7 +97,6 @@ def number_list(rng: random.Random) -> Task:
 
 
 def decimals(rng: random.Random) -> Task:
-    """3.5 + 2.5: sums, differences and small products of decimals"""
     op, places = rng.choice("++--*"), rng.choice((1, 1, 1, 2))
     a = Decimal(rng.randrange(1, rng.choice((20, 100, 1000)))).scaleb(-places)
     b = Decimal(rng.randrange(1, rng.choice((20, 100, 1000)))).scaleb(-rng.choice((places, places, 0)))
@@ -118,7 +115,6 @@ def decimals(rng: random.Random) -> Task:
 
 
 def divide_any(rng: random.Random) -> Task:
-    """Divisions by two digits, and ones that end in halves, quarters or fifths, or never"""
     kind = rng.random()
     if kind < 0.5:
         b = rng.choice((10, 11, 12, 12, 13, 14, 15, 16, 18, 20, 24, 25, 30, 40, 50, 60, 100))
@@ -138,7 +134,6 @@ def divide_any(rng: random.Random) -> Task:
 
 
 def expression(rng: random.Random) -> Task:
-    """Three numbers: 5 + 6 + 7, 2 + 3 * 4, (1 + 2) * 3"""
     shape = rng.choice(("sums", "sums", "product last", "product first", "brackets"))
     sign, other = rng.choices("+-", k=2)
     a, b, c = (rng.randint(1, rng.choice((10, 20, 50, 100)) if shape == "sums" else 9) for _ in range(3))
@@ -160,7 +155,6 @@ def expression(rng: random.Random) -> Task:
 
 
 def percent(rng: random.Random) -> Task:
-    """20 % of 50"""
     p = rng.choice((1, 5, 10, 10, 15, 20, 20, 25, 25, 30, 40, 50, 50, 60, 70, 75, 80, 90, 100))
     n = rng.choice((rng.randint(1, 20) * 10, rng.randint(1, 10) * 4, rng.randint(1, 10) * 100, rng.randint(1, 99)))
     value = Decimal(p * n) / 100
@@ -172,7 +166,6 @@ def percent(rng: random.Random) -> Task:
 
 
 def power(rng: random.Random) -> Task:
-    """Squares, cubes, powers of two and ten, square roots; the split is by wording"""
     kind = rng.choice(("square", "root", "power", "power", "cube"))
     n, e = rng.choice((*range(1, 13), *range(1, 11), 15, 20, 25, 30)), 2
     keys = [fact_key("*", n, n)] if n > 10 and kind in ("square", "root") else []
@@ -188,7 +181,6 @@ def power(rng: random.Random) -> Task:
 
 
 def prime(rng: random.Random) -> Task:
-    """Is 91 prime? The split is by wording"""
     n = rng.randint(2, 120)
     factor = next((d for d in range(2, n) if n % d == 0), 0)
     question = phrase(rng, _TEXTS["prime"], n=n)
@@ -197,7 +189,6 @@ def prime(rng: random.Random) -> Task:
 
 
 def parity(rng: random.Random) -> Task:
-    """Is 17 even? Is it odd? Even or odd?"""
     n, kind = rng.randrange(10 ** rng.randint(1, 4)), rng.choice(("even", "odd"))
     truth = "odd" if n % 2 else "even"
     if rng.random() < 0.3:
@@ -208,7 +199,6 @@ def parity(rng: random.Random) -> Task:
 
 
 def bigger(rng: random.Random) -> Task:
-    """Is 5 bigger than 3? 9.9 or 9.11? Whole numbers and decimals"""
     if rng.random() < 0.5:
         whole = rng.randrange(20)
         a, b = (f"{whole}.{rng.randrange(1, 10 ** rng.randint(1, 2)):d}" for _ in range(2))
@@ -241,7 +231,6 @@ def _singular(unit: str) -> str:
 
 
 def convert(rng: random.Random) -> Task:
-    """5 km in meters, 2 hours in minutes, 20 degrees Celsius in Fahrenheit"""
     if rng.random() < 0.12:
         celsius = rng.randrange(-20, 105, 5)
         value = celsius * 9 // 5 + 32
@@ -265,7 +254,6 @@ def convert(rng: random.Random) -> Task:
 
 
 def leap_year(rng: random.Random) -> Task:
-    """Is 2024 a leap year?"""
     year = rng.choice((rng.randint(1980, 2060), rng.choice(range(1600, 2500, 100)), rng.randint(1500, 2500)))
     leap = year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
     reply = f"Yes, {year} is a leap year." if leap else f"No, {year} is not a leap year."
@@ -274,7 +262,6 @@ def leap_year(rng: random.Random) -> Task:
 
 
 def story_sum(rng: random.Random) -> Task:
-    """I have 5 apples and give 2 away: how many are left? In one message or two"""
     b = rng.randint(1, 20)
     gain = rng.random() < 0.45
     a = rng.randint(1 if gain else b, 40 if gain else b + 40)
@@ -317,14 +304,12 @@ def _again(rng: random.Random, value: int) -> tuple[Turn, int, list[str]]:
 
 
 def lone_number(rng: random.Random) -> Task:
-    """A single number: what can be done with it"""
     n = rng.randrange(10 ** rng.randint(1, 4))
     reply = f"{n}? I can double it, halve it, add to it, or tell if it is even."
     return task(str(n), reply, f"lone:{n}", str(n), "number", short="")
 
 
 def follow_up_sum(rng: random.Random) -> Task:
-    """12 + 30, and then things done with the result: plus 5, double it, is it even?"""
     names = ("add_2digit", "add_2digit", "subtract", "multiply_1digit", "double_or_half", "divide")
     plain = [PLAIN_SKILLS[name][1] for name in names]
     begun = rng.choice([*plain, story_sum, expression, lone_number])(rng)
@@ -337,20 +322,4 @@ def follow_up_sum(rng: random.Random) -> Task:
     return Task(tuple(turns), tuple(keys), (last,), "ends" if last in ("odd", "even") else "number")
 
 
-SKILLS: Skills = {
-    "count_range": (5, count_range),
-    "number_list": (2, number_list),
-    "decimals": (5, decimals),
-    "divide_any": (4, divide_any),
-    "expression": (4, expression),
-    "percent": (2, percent),
-    "power": (2, power),
-    "prime": (1, prime),
-    "parity": (2, parity),
-    "bigger": (4, bigger),
-    "convert": (4, convert),
-    "leap_year": (0.6, leap_year),
-    "story_sum": (2.5, story_sum),
-    "lone_number": (0.4, lone_number),
-    "follow_up_sum": (7, follow_up_sum),
-}
+SKILLS = skills("numbers", globals())

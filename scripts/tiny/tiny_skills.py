@@ -6,7 +6,7 @@ commutes, so that 30 + 12 is held out together with 12 + 30.
 
 import random
 
-from tiny_task import Skills, Task, Turn, any_word, phrase, pick, task
+from tiny_task import Task, Turn, any_word, phrase, pick, skills, task
 from tiny_words import OPPOSITES, ORDINALS, WORDS, number_in_words, read
 
 _TEXTS = read("skills")
@@ -66,23 +66,19 @@ def _arithmetic(rng: random.Random, op: str, a: int, b: int) -> Task:
 
 
 def add_2digit(rng: random.Random) -> Task:
-    """12 + 30."""
     return _arithmetic(rng, "+", _number(rng, 2), _number(rng, 2))
 
 
 def add_3digit(rng: random.Random) -> Task:
-    """Two three-digit numbers."""
     return _arithmetic(rng, "+", _number(rng, 3), _number(rng, 3))
 
 
 def add_mixed(rng: random.Random) -> Task:
-    """Numbers of one to six digits, of unequal lengths too."""
     most = rng.choice((4, 4, 6))
     return _arithmetic(rng, "+", _number(rng, rng.randint(1, most)), _number(rng, rng.randint(1, most)))
 
 
 def subtract(rng: random.Random) -> Task:
-    """Up to four digits; the result may be negative."""
     digits = rng.choice((1, 2, 2, 3, 3, 4))
     a, b = _number(rng, digits), _number(rng, rng.randint(1, digits))
     if a < b and rng.random() < 0.7:
@@ -91,13 +87,11 @@ def subtract(rng: random.Random) -> Task:
 
 
 def multiply_1digit(rng: random.Random) -> Task:
-    """A one-digit number by a one- or two-digit number."""
     a, b = _number(rng, 1), _number(rng, 2 if rng.random() < 0.75 else 1)
     return _arithmetic(rng, "*", *((a, b) if rng.random() < 0.5 else (b, a)))
 
 
 def multiply_parts(rng: random.Random) -> Task:
-    """One digit by three digits, two digits by a multiple of ten: the steps of longer products."""
     a, b = (_number(rng, 1), _number(rng, 3)) if rng.random() < 0.5 else (_number(rng, 2), 10 * rng.randint(1, 9))
     return _arithmetic(rng, "*", *((a, b) if rng.random() < 0.5 else (b, a)))
 
@@ -120,7 +114,6 @@ def steps_keys(a: int, b: int) -> tuple[str, ...]:
 
 
 def multiply_2digit(rng: random.Random) -> Task:
-    """12 * 34, mostly answered without working it out."""
     a, b = two_digit_factors(rng)
     plain = _arithmetic(rng, "*", a, b)
     if rng.random() >= MUL2_UNASKED_STEPS:
@@ -141,14 +134,12 @@ def written_product(a: int, b: int) -> str:
 
 
 def multiply_2digit_steps(rng: random.Random) -> Task:
-    """12 * 34 "step by step"."""
     a, b = two_digit_factors(rng)
     question = ask_product(rng, a, b, steps=True)
     return Task((Turn(question, work_out(a, b)),), steps_keys(a, b), (str(a * b),), "number")
 
 
 def multiply_3digit(rng: random.Random) -> Task:
-    """123 * 45, always worked out"""
     a, b = rng.randint(100, 999), rng.randint(11, 99)
     shown = (a, b) if rng.random() < 0.6 else (b, a)
     question = ask_product(rng, *shown, steps=rng.random() < 0.15)
@@ -159,7 +150,6 @@ TOO_LARGE = "That is too hard for me: with numbers that large I would get it wro
 
 
 def too_large(rng: random.Random) -> Task:
-    """Products and quotients of large numbers, and sums of very large ones: the reply says that they are too hard"""
     op = rng.choice("***/+-")
     if op == "*":
         a, b = _number(rng, rng.choice((3, 3, 4, 4, 5, 6, 8))), _number(rng, rng.choice((3, 3, 4, 5, 6)))
@@ -175,13 +165,11 @@ def too_large(rng: random.Random) -> Task:
 
 
 def divide(rng: random.Random) -> Task:
-    """An exact division by a one-digit number."""
     b, c = rng.randint(1, 9), _number(rng, rng.randint(1, 2))
     return _arithmetic(rng, "/", b * c, b)
 
 
 def double_or_half(rng: random.Random) -> Task:
-    """Double 17, half of 34."""
     a = _number(rng, rng.randint(1, 2))
     if rng.random() < 0.5:
         question, reply = phrase(rng, _TEXTS["double"], a=a), pick(rng, ("{c}.", "Twice {a} is {c}."), a=a, c=2 * a)
@@ -191,7 +179,6 @@ def double_or_half(rng: random.Random) -> Task:
 
 
 def number_words(rng: random.Random) -> Task:
-    """42 <-> forty-two."""
     n = _number(rng, rng.randint(1, 3))
     words = number_in_words(n)
     if rng.random() < 0.5:
@@ -202,7 +189,6 @@ def number_words(rng: random.Random) -> Task:
 
 
 def extreme(rng: random.Random) -> Task:
-    """The largest or smallest of a list."""
     numbers = rng.sample(range(rng.choice((20, 100, 1000))), rng.randint(3, 6))
     kind = rng.choice(("largest", "biggest", "smallest", "lowest", "highest", "maximum", "minimum"))
     c = min(numbers) if kind in ("smallest", "lowest", "minimum") else max(numbers)
@@ -212,7 +198,6 @@ def extreme(rng: random.Random) -> Task:
 
 
 def sort_numbers(rng: random.Random) -> Task:
-    """Sort 2 to 7 numbers, ascending unless asked otherwise."""
     most = rng.choice((10, 20, 100, 100, 1000))
     numbers = [rng.randrange(rng.choice((most, most, 100))) for _ in range(rng.choice((2, 3, 3, 4, 4, 5, 6, 7)))]
     separator = rng.choice((", ", ", ", " ", ",", "; ", " and "))
@@ -229,7 +214,6 @@ def sort_numbers(rng: random.Random) -> Task:
 
 
 def sort_words(rng: random.Random) -> Task:
-    """Sort 3 to 6 words alphabetically."""
     words = [any_word(rng) if rng.random() < 0.3 else rng.choice(WORDS) for _ in range(rng.randint(3, 6))]
     text = rng.choice((", ", ", ", " ")).join(words)
     answer = ", ".join(sorted(words))
@@ -249,7 +233,6 @@ def _quoted(rng: random.Random, word: str) -> str:
 
 
 def spell(rng: random.Random) -> Task:
-    """banana -> b-a-n-a-n-a."""
     word = any_word(rng)
     answer = "-".join(word)
     reply = pick(rng, ("{c}", "{w} is spelled {c}."), c=answer, w=word)
@@ -262,14 +245,12 @@ def backwards(word: str) -> str:
 
 
 def reverse(rng: random.Random) -> Task:
-    """banana -> ananab."""
     word = any_word(rng)
     key = f"reverse:{word}"
     return task(phrase(rng, _TEXTS["reverse"], w=_quoted(rng, word)), backwards(word), key, word[::-1])
 
 
 def count_letters(rng: random.Random) -> Task:
-    """How many letters a word has."""
     word = any_word(rng)
     reply = f"{'-'.join(word)}: {len(word)} letters."
     question = phrase(rng, _TEXTS["count letters"], w=_quoted(rng, word))
@@ -277,7 +258,6 @@ def count_letters(rng: random.Random) -> Task:
 
 
 def count_letter(rng: random.Random) -> Task:
-    """How many times a letter occurs in a word."""
     word = any_word(rng)
     letter = rng.choice(word) if rng.random() < 0.85 else rng.choice("abcdefghijklmnopqrstuvwxyz")
     count = word.count(letter)
@@ -288,7 +268,6 @@ def count_letter(rng: random.Random) -> Task:
 
 
 def nth_letter(rng: random.Random) -> Task:
-    """The first, last or n-th letter of a word."""
     word = any_word(rng)
     place = rng.choice(("first", "last", "n"))
     index = {"first": 0, "last": len(word) - 1, "n": rng.randrange(len(word))}[place]
@@ -299,7 +278,6 @@ def nth_letter(rng: random.Random) -> Task:
 
 
 def count_words(rng: random.Random) -> Task:
-    """How many words a short text has."""
     words = [rng.choice(WORDS) for _ in range(rng.randint(2, 10))]
     text = " ".join(words)
     reply = pick(rng, ("{c} words.", "{c}"), c=len(words))
@@ -307,19 +285,16 @@ def count_words(rng: random.Random) -> Task:
 
 
 def repeat(rng: random.Random) -> Task:
-    """Say something back."""
     text = " ".join(any_word(rng) for _ in range(rng.randint(1, 6)))
     return task(phrase(rng, _TEXTS["repeat"], t=text), text, f"repeat:{text}", text)
 
 
 def upper_case(rng: random.Random) -> Task:
-    """Write a word in capital letters."""
     text = " ".join(any_word(rng) for _ in range(rng.randint(1, 2)))
     return task(phrase(rng, _TEXTS["upper case"], t=text), text.upper(), f"upper:{text}", text.upper())
 
 
 def next_letter(rng: random.Random) -> Task:
-    """The letter after or before another."""
     i, step = rng.randint(1, 24), rng.choice((1, -1))
     letter, answer = chr(97 + i), chr(97 + i + step)
     where = rng.choice(("after", "follows") if step == 1 else ("before", "precedes"))
@@ -330,7 +305,6 @@ def next_letter(rng: random.Random) -> Task:
 
 
 def opposite(rng: random.Random) -> Task:
-    """The opposite of a common word; the split is by phrasing, as the pairs are few."""
     pair = rng.choice(OPPOSITES)
     word, answer = pair if rng.random() < 0.5 else pair[::-1]
     answers = [y for x, y in OPPOSITES if x == word] + [x for x, y in OPPOSITES if y == word]
@@ -339,31 +313,4 @@ def opposite(rng: random.Random) -> Task:
     return task(question, reply, f"opposite:{question.lower()}", [answer, *answers])
 
 
-SKILLS: Skills = {
-    "add_2digit": (6, add_2digit),
-    "add_3digit": (6, add_3digit),
-    "add_mixed": (6, add_mixed),
-    "subtract": (7, subtract),
-    "multiply_1digit": (6, multiply_1digit),
-    "multiply_parts": (5, multiply_parts),
-    "multiply_2digit": (3, multiply_2digit),
-    "multiply_2digit_steps": (4, multiply_2digit_steps),
-    "multiply_3digit": (4, multiply_3digit),
-    "too_large": (1.5, too_large),
-    "divide": (3, divide),
-    "double_or_half": (1, double_or_half),
-    "number_words": (2, number_words),
-    "extreme": (2, extreme),
-    "sort_numbers": (6, sort_numbers),
-    "sort_words": (4, sort_words),
-    "spell": (5, spell),
-    "reverse": (6, reverse),
-    "count_letters": (3, count_letters),
-    "count_letter": (4, count_letter),
-    "nth_letter": (3, nth_letter),
-    "count_words": (2, count_words),
-    "repeat": (2, repeat),
-    "upper_case": (2, upper_case),
-    "next_letter": (1, next_letter),
-    "opposite": (2, opposite),
-}
+SKILLS = skills("plain", globals())

@@ -9,7 +9,7 @@ import re
 import string
 
 from tiny_questions import plain
-from tiny_task import Skills, Task, Turn, any_word, exchange, made_up_word, phrase, pick, task
+from tiny_task import Task, Turn, any_word, exchange, made_up_word, phrase, pick, skills, task
 from tiny_words import CAPITALS, COLORS, NAMES, THINGS, WORDS, pairs, read
 
 _KNOWLEDGE, _ABOUT, _TALK, _TEXTS = (read(name) for name in ("knowledge", "about", "talk", "texts"))
@@ -20,7 +20,6 @@ FACTS = pairs(_KNOWLEDGE["facts"])
 
 
 def fact(rng: random.Random) -> Task:
-    """Small facts: planets, animals, colors, authors, records"""
     asked, replies = rng.choice(FACTS)
     if rng.random() < 0.12:
         opener = rng.choice(("Do you know:", "I have a question.", "My son asks:", "Trivia:"))
@@ -33,7 +32,6 @@ _TRANSLATIONS = {word: rest.split(",") for word, rest in (line.split(":") for li
 
 
 def translate(rng: random.Random) -> Task:
-    """A common word in Spanish, French, German or Italian; the split is by wording"""
     word, place = rng.choice(tuple(_TRANSLATIONS)), rng.randrange(4)
     language = _LANGUAGES[place]
     written = rng.choice((word, word, word, f'"{word}"', f"'{word}'"))
@@ -48,7 +46,6 @@ _PLURALS = dict(line.split("/") for line in _KNOWLEDGE["plurals"])
 
 
 def rhyme(rng: random.Random) -> Task:
-    """A word that rhymes with another; the split is by wording"""
     group = rng.choice(_RHYMES)
     word, other = rng.sample(group, 2)
     question = phrase(rng, _KNOWLEDGE["rhyme"], w=word)
@@ -57,7 +54,6 @@ def rhyme(rng: random.Random) -> Task:
 
 
 def plural(rng: random.Random) -> Task:
-    """The plural of a noun; the split is by wording"""
     word = rng.choice(tuple(_PLURALS) if rng.random() < 0.6 else _KNOWLEDGE["regular nouns"])
     answer = _PLURALS.get(word, f"{word}s")
     question = phrase(rng, _KNOWLEDGE["plural"], w=word)
@@ -66,7 +62,6 @@ def plural(rng: random.Random) -> Task:
 
 
 def palindrome(rng: random.Random) -> Task:
-    """Is level a palindrome? The reply writes the word backwards"""
     word = rng.choice(_KNOWLEDGE["palindromes"]) if rng.random() < 0.5 else any_word(rng)
     if rng.random() < 0.2:
         half = made_up_word(rng)[: rng.randint(2, 4)]
@@ -96,7 +91,6 @@ _COUNTS = ("zero", "one", "two", "three", "four", "five")
 
 
 def name_some(rng: random.Random) -> Task:
-    """Name three animals; a word that starts with z; the split is by wording"""
     if rng.random() < 0.4:
         letter = rng.choice(WORDS)[0]
         word = next(word for word in WORDS if word[0] == letter)
@@ -126,7 +120,6 @@ _EXPLAINED = {name for names, _ in CONCEPTS for name in names}
 
 
 def about_fastgen(rng: random.Random) -> Task:
-    """Questions about fastgen and about the words of its field."""
     if rng.random() < 0.6:
         return exchange(rng, *rng.choice(ABOUT))
     names, replies = rng.choice(CONCEPTS)
@@ -140,7 +133,6 @@ def _written(rng: random.Random, name: str) -> str:
 
 
 def model_support(rng: random.Random) -> Task:
-    """Does fastgen support Gemma? The split is by wording"""
     kind = rng.random()
     if kind < 0.42:
         model = rng.choice(SUPPORTED)
@@ -158,7 +150,6 @@ def model_support(rng: random.Random) -> Task:
 
 
 def features(rng: random.Random) -> Task:
-    """What fastgen has and has not; the split is by wording"""
     names, replies = rng.choice(FEATURES)
     name = rng.choice(names)
     # The name by itself asks what it is where the model can tell.
@@ -180,13 +171,11 @@ UNKNOWN = _TALK["unknown"]
 
 
 def small_talk(rng: random.Random) -> Task:
-    """Greetings, thanks, questions about the model, and a few everyday facts."""
     # The first intents (a greeting, who are you, what can you do) are what a newcomer types first.
     return exchange(rng, *rng.choice(INTENTS[:1] + INTENTS[10:12] if rng.random() < 0.15 else INTENTS))
 
 
 def joke(rng: random.Random) -> Task:
-    """A joke, and maybe a different one after it."""
     first, second = rng.sample(JOKES, 2)
     question = phrase(rng, _TALK["joke"])
     if rng.random() < 0.6:
@@ -201,7 +190,6 @@ _KNOWN = {plain(asked) for wordings, _ in FACTS for asked in wordings}
 
 
 def off_topic(rng: random.Random) -> Task:
-    """Questions that the model cannot answer; it says so, and what it can do."""
     words = " ".join(rng.choice(WORDS) for _ in range(rng.choice((1, 1, 2))))
     topic = rng.choice(
         (rng.choice(_TALK["topics"]), rng.choice(_TALK["topics"]), words, words, rng.choice(tuple(CAPITALS)))
@@ -219,7 +207,6 @@ _ENDINGS = ("AI", "DB", "ML", "Net", ".js", "GPT", "LM", " API", "", "", "-7", "
 
 
 def fragment(rng: random.Random) -> Task:
-    """One or two words that the model has not learned, such as XQZ?"""
     kind = rng.random()
     if kind < 0.5:
         text = "".join(rng.choices(string.ascii_uppercase, k=rng.randint(2, 5)))
@@ -239,7 +226,6 @@ _ENGLISH_ONLY = "I speak only English, and only a little."
 
 
 def foreign_text(rng: random.Random) -> Task:
-    """A question in another language; the split is by wording"""
     text = rng.choice(_TALK["foreign texts"])
     if rng.random() < 0.4:
         text = text.lower().strip("?!.¿ ")
@@ -249,7 +235,6 @@ def foreign_text(rng: random.Random) -> Task:
 
 
 def likes(rng: random.Random) -> Task:
-    """The user likes something; the reply takes it up."""
     topic = rng.choice(_TALK["topics"]) if rng.random() < 0.4 else rng.choice(WORDS)
     reply = f"{topic[0].upper()}{topic[1:]}? That sounds interesting!"
     return task(phrase(rng, _TALK["likes"], t=topic), reply, f"likes:{topic}", (reply,), "exact", short="")
@@ -262,7 +247,6 @@ _WRITTEN = (("haiku", "rain"), ("poem", "the moon"), ("story", "a small dragon")
 
 
 def write_text(rng: random.Random) -> Task:
-    """A haiku, a poem or a story about something; the split is by wording"""
     kind, usual = rng.choice(_WRITTEN)
     topic = rng.choice(_TEXTS["topics"]) if rng.random() < 0.6 else rng.choice(("a ", "the ", "")) + rng.choice(WORDS)
     if rng.random() < 0.25:
@@ -279,14 +263,12 @@ _CODE = pairs(_TEXTS["programs"])
 
 
 def code(rng: random.Random) -> Task:
-    """Hello world in several languages, and short functions; the split is by wording"""
     names, (text,) = rng.choice(_CODE[:1] if rng.random() < 0.2 else _CODE)
     question = phrase(rng, _TEXTS["code"], x=rng.choice(names))
     return task(question, text, f"code:{question.lower()}", (text,), "exact", short="")
 
 
 def chance(rng: random.Random) -> Task:
-    """A coin, a die, a random number, one of two things"""
     kind = rng.choice(("coin", "coin", "die", "number", "number", "choice"))
     if kind == "coin":
         question, replies = phrase(rng, _TEXTS["coin"]), ("Heads!", "Tails!")
@@ -338,7 +320,6 @@ _TERMS |= {plain(name) for name in (*SUPPORTED, *UNSUPPORTED)}
 
 
 def nonsense(rng: random.Random) -> Task:
-    """What cannot be read: keys, symbols, babble"""
     text = _nonsense(rng)
     if text in WORDS or plain(text) in _TAKEN:
         return nonsense(rng)
@@ -346,7 +327,6 @@ def nonsense(rng: random.Random) -> Task:
 
 
 def lone_word(rng: random.Random) -> Task:
-    """A single word: what can be done with it"""
     word = rng.choice(WORDS)
     if word in _TAKEN:
         return lone_word(rng)
@@ -356,7 +336,6 @@ def lone_word(rng: random.Random) -> Task:
 
 
 def foreign(rng: random.Random) -> Task:
-    """Hello in other languages; the split is by wording"""
     name, words = rng.choice(_TEXTS["greetings"]).split(": ")
     text = rng.choice(words.split(", "))
     text = rng.choice((text, text.capitalize(), text.capitalize()))
@@ -375,7 +354,6 @@ _WELL = "I am fine, thank you! How can I help you?"
 
 
 def greeting(rng: random.Random) -> Task:
-    """Hello in many forms, how are you, nice to meet you; the split is by wording"""
     whom = rng.choice(_WHOM)
     kind = rng.random()
     opener = rng.choice(_TIMES if kind < 0.2 else _TEXTS["simple"])
@@ -396,27 +374,4 @@ def greeting(rng: random.Random) -> Task:
     return task(question, reply, f"greet:{question.lower()}", (reply,), "exact", short="")
 
 
-SKILLS: Skills = {
-    "fact": (9, fact),
-    "translate": (2, translate),
-    "rhyme": (1, rhyme),
-    "plural": (1, plural),
-    "palindrome": (1, palindrome),
-    "name_some": (1.5, name_some),
-    "about_fastgen": (8, about_fastgen),
-    "model_support": (2.5, model_support),
-    "features": (7, features),
-    "small_talk": (9, small_talk),
-    "joke": (1.5, joke),
-    "off_topic": (9, off_topic),
-    "fragment": (2, fragment),
-    "foreign_text": (1, foreign_text),
-    "likes": (0.7, likes),
-    "write_text": (3, write_text),
-    "code": (1.5, code),
-    "chance": (2, chance),
-    "nonsense": (2.5, nonsense),
-    "lone_word": (0.8, lone_word),
-    "foreign": (1.5, foreign),
-    "greeting": (3, greeting),
-}
+SKILLS = skills("talk", globals())

@@ -5,6 +5,7 @@ hash falls in the top of its skill's range, so the split needs no list and never
 """
 
 import hashlib
+import json
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -67,7 +68,16 @@ class Task:
 
 
 # Skills by name: how often one is drawn, and the function that makes up a task.
-Skills = dict[str, tuple[float, Callable[[random.Random], Task]]]
+Skills = dict[str, tuple[float, Callable[..., Task]]]
+
+# The lines of data/skill_table.txt, by section: the name of a skill, how often it is drawn, and what it is about.
+_SKILLS = {title: [line.split(" ", 2) for line in lines] for title, lines in read("skill_table").items()}
+ABOUT_SKILLS = {name: about for lines in _SKILLS.values() for name, _, about in lines}
+
+
+def skills(section: str, makers: dict[str, Any]) -> Skills:
+    """Return the skills of a section. makers: the functions that make up tasks, by the names of the skills."""
+    return {name: (json.loads(weight), makers[name]) for name, weight, _ in _SKILLS[section]}
 
 
 def task(

@@ -17,7 +17,7 @@ from tiny_skills import (
     written_product,
 )
 from tiny_talk import SKILLS as TALK_SKILLS
-from tiny_task import Skills, Task, Turn, any_word, phrase
+from tiny_task import Skills, Task, Turn, any_word, phrase, skills
 from tiny_words import read
 
 _TEXTS = read("thinking")
@@ -33,7 +33,6 @@ def _thoughtful(task: Task, thought: str, reply: str | None = None) -> Task:
 
 
 def think_sum(rng: random.Random) -> Task:
-    """A sum whose thought adds the columns of digits"""
     a, b = (rng.randrange(10 ** rng.randint(1, 5)) for _ in range(2))
     columns, carry, x, y = list[str](), 0, a, b
     while x or y or not columns:
@@ -45,7 +44,6 @@ def think_sum(rng: random.Random) -> Task:
 
 
 def think_product(rng: random.Random) -> Task:
-    """A product of two digits by two or three digits whose thought has the steps"""
     if rng.random() < 0.5:
         a, b = two_digit_factors(rng)
         keys = steps_keys(a, b)
@@ -58,14 +56,12 @@ def think_product(rng: random.Random) -> Task:
 
 
 def think_sort(rng: random.Random) -> Task:
-    """Numbers or words to sort; the thought says which comes next"""
     task = rng.choice((sort_numbers, sort_words))(rng)
     ordered = task.accept[0].split(", ")
     return _thoughtful(task, f"First {', then '.join(ordered)}.", f"{task.accept[0]}")
 
 
 def think_letters(rng: random.Random) -> Task:
-    """How often a letter occurs in a word; the thought counts along"""
     word = any_word(rng)
     letter, count, parts = rng.choice(word), 0, list[str]()
     for each in word:
@@ -78,16 +74,9 @@ def think_letters(rng: random.Random) -> Task:
 
 
 def think_other(rng: random.Random) -> Task:
-    """Any other question, after one line of thinking"""
     weights = [weight for weight, _ in _OTHERS.values()]
     ((name, (_, make)),) = rng.choices(tuple(_OTHERS.items()), weights)
     return _thoughtful(make(rng), _THOUGHTS.get(name, _THOUGHTS["default"]))
 
 
-SKILLS: Skills = {
-    "think_sum": (1.5, think_sum),
-    "think_product": (2, think_product),
-    "think_sort": (1.5, think_sort),
-    "think_letters": (1.5, think_letters),
-    "think_other": (5, think_other),
-}
+SKILLS = skills("thinking", globals())

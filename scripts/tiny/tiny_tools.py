@@ -14,7 +14,7 @@ from typing import Any
 from tiny_facts import SKILLS as FACT_SKILLS
 from tiny_skills import SKILLS as PLAIN_SKILLS
 from tiny_talk import SKILLS as TALK_SKILLS
-from tiny_task import Skills, Task, Turn, any_word, casual, made_up_word
+from tiny_task import Skills, Task, Turn, any_word, casual, made_up_word, skills
 from tiny_words import CAPITALS, NAMES, WORDS, joined, read
 
 _TEXTS = {title: [re.sub(r"\{(\d)\}", r"{p\1}", line) for line in lines] for title, lines in read("tools").items()}
@@ -362,13 +362,11 @@ def _begin(rng: random.Random, box: Sequence[Tool]) -> tuple[Asked, list[Turn]]:
 
 
 def tool_call_name(rng: random.Random, box: Sequence[Tool] = ()) -> Task:
-    """A call, or two at once, of one of 1 to 6 tools: is it the right tool"""
     task = tool_call_arguments(rng, box)
     return replace(task, grade="names")
 
 
 def tool_call_arguments(rng: random.Random, box: Sequence[Tool] = ()) -> Task:
-    """The same, where all arguments have to be right too"""
     box = box or toolbox(rng)
     asked, turns = _begin(rng, box)
     if _lines(asked.tool.kind, "more") and rng.random() < 0.25:
@@ -380,7 +378,6 @@ def tool_call_arguments(rng: random.Random, box: Sequence[Tool] = ()) -> Task:
 
 
 def tool_answer(rng: random.Random, box: Sequence[Tool] = ()) -> Task:
-    """An answer from the results of tools"""
     box = box or toolbox(rng)
     asked, turns = _begin(rng, box)
     turns.append(_answered(rng, asked))
@@ -399,7 +396,6 @@ _ORDINARY: Skills = {**PLAIN_SKILLS, **FACT_SKILLS, **TALK_SKILLS}
 
 
 def tool_none(rng: random.Random, box: Sequence[Tool] = ()) -> Task:
-    """No tool fits, or a value is missing: an ordinary answer, no tool for that, or a question"""
     box = box or toolbox(rng)
     bare = [line[6:].split(" -> ") for tool in box for line in _TEXTS[tool.kind] if line.startswith("bare: ")]
     if bare and rng.random() < 0.4:
@@ -425,12 +421,7 @@ def tool_none(rng: random.Random, box: Sequence[Tool] = ()) -> Task:
 
 
 # They are drawn only in conversations that have tools, and there by these weights.
-TOOL_SKILLS: dict[str, tuple[float, Callable[[random.Random, Sequence[Tool]], Task]]] = {
-    "tool_call_name": (1, tool_call_name),
-    "tool_call_arguments": (1, tool_call_arguments),
-    "tool_answer": (2.5, tool_answer),
-    "tool_none": (1.5, tool_none),
-}
+TOOL_SKILLS = skills("tools", globals())
 SKILLS: Skills = {name: (0, make) for name, (_, make) in TOOL_SKILLS.items()}
 
 

@@ -56,7 +56,6 @@ def test_workloads_run_small(options: str, file: str, tmp_path: Path) -> None:
     [
         pytest.param("--step --only chat8 --quantization fp8", {"chat8"}, marks=pytest.mark.long),
         pytest.param("--arriving", {"steps", "masked", "refilled", "served"}, marks=pytest.mark.long),
-        pytest.param("--speculate", {"streams"}, marks=pytest.mark.long),
     ],
 )
 def test_what_else_is_measured_runs_small(options: str, keys: set[str], tmp_path: Path) -> None:
