@@ -65,6 +65,35 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         raise pytest.UsageError("tests/gpu runs in one process, so leave -n out: pytest tests/gpu")
 
 
+FIRST = tuple(f"tests/{room}/" for room in ("cli/serve", "rl", "ranks", "engine", "text", "model", "kernels"))
+"""Tests that begin first, since their files take longest: one worker would be left with them in the end."""
+
+# Files that share servers, which then start once and not once per worker: {part of a path: name of the group}.
+GROUPS = {
+    "cli/serve/test_serve_messages": "caller",
+    "cli/serve/test_serve_responses": "caller",
+    "rl/test_remote": "rollout",
+    "cli/serve/test_serve_trainers": "rollout",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: next((at for at, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a file to one worker, which makes its fixtures once, and files that share a server to one worker."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Groups(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((name for part, name in GROUPS.items() if part in file), file)
+
+    return Groups(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests/gpu where a run of all tests has several workers."""
@@ -305,6 +334,23 @@ def fresh_configs() -> Iterator[None]:
     batch_invariant.config.cache_clear()
     yield
     batch_invariant.config.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def rollout_server(talker: Path) -> Iterator[Any]:
+    """A server of `talker` for trainers, with the key "secret", which all requests have."""
+    from serving import FGSERVE, Server
+
+    options = ("--rollout", "--api-key", "secret", "--logprobs-mode", "processed_logprobs")
+    with Server(FGSERVE, str(talker), *options, key="secret") as server:
+        yield server.await_ready()
+
+
+@pytest.fixture(scope="session")
+def here(talker: Path) -> Iterator[Generator]:
+    """The Generator whose answers those of `rollout_server` are compared with; a test leaves it with its weights."""
+    with Generator(talker, page_size=16, num_pages=300) as gen:
+        yield gen
 
 
 @pytest.fixture(scope="session")

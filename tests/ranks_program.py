@@ -1,7 +1,8 @@
 """The program that test_tensor_parallel.py runs on several ranks, and how its answers are compared with one process.
 
-`ranks_program.py MODEL STORE RANK SIZE` makes all kinds of calls on two ranks, and a few on more. Then a rank is
-killed; the others have to notice this and to exit with status 3.
+`ranks_program.py STORE RANK SIZE MODEL [MODEL ...]` makes all kinds of calls on two ranks with the first model, and a
+few with the other models, or on more ranks. Then a rank is killed; the others have to notice this and to exit with
+status 3.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adapters import CONFIG, adapter
+from adapters import ALL, CONFIG, adapter
 from conftest import Turns, new_weights, random_ids
 from gathering import prepare_and_cut
 from safetensors.torch import load_file
@@ -55,18 +56,19 @@ REQUESTS = [
     (SYSTEM + random_ids(30, seed=3), replace(LONG, temperature=0)),
 ]
 FEW = REQUESTS[:9]
+SOME = REQUESTS[1:4] + REQUESTS[8:9]
 SCORED = [random_ids(30), random_ids(75), SYSTEM + random_ids(9, seed=4), SYSTEM + random_ids(12, seed=4)]
 STARTS = [0, 20, 5, 40]
 OPTIONS: dict[str, Any] = {"device": "cpu", "page_size": 16, "max_seqs": 16, "speculate": False, "seed": 3}
 CLOSE = 1e-4  # how much a sum in a different order may change a raw logprob
 
 
-def run_ranks(size: int, folder: Path, store: Path) -> list[int]:
+def run_ranks(size: int, store: Path, *folders: Path) -> list[int]:
     """Run this program on several ranks, which meet in a new file `store`; return their exit statuses."""
     path = os.pathsep.join(map(str, (Path(start.__file__).parents[2], Path(__file__).parent)))
-    command = [sys.executable, __file__, str(folder), str(store)]
+    command = [sys.executable, __file__, str(store)]
     environment = {**os.environ, "PYTHONPATH": path}
-    ranks = [subprocess.Popen([*command, str(rank), str(size)], env=environment) for rank in range(size)]
+    ranks = [subprocess.Popen([*command, str(rank), str(size), *folders], env=environment) for rank in range(size)]
     try:
         return [rank.wait(280) for rank in ranks]
     finally:
@@ -131,7 +133,8 @@ def values_of(tops: list[dict[int, float]] | None) -> list[float]:
 class Program:
     """One rank. gen: the Generator of all ranks. alone: on rank 0, a Generator of one process with the same model."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *others: Path) -> None:
+        self.others = others
         self.folder, self.rank, self.size = folder, dist.get_rank(), dist.get_world_size()
         self.alone = Generator(folder, **OPTIONS) if self.rank == 0 else None
         self.gen = Generator(folder, tp_group=dist.group.WORLD, **OPTIONS)
@@ -298,6 +301,25 @@ class Program:
         gen.update_weights(old)
         assert tokens_of(answers(gen, FEW[:3])) == tokens_of(before)
 
+    def call_other_models(self) -> None:
+        """Check the answers of other models, also with other weights, which untie a tied model, and with an adapter."""
+        for folder in self.others:
+            print(f"rank {self.rank}: {folder}", flush=True)
+            state, weights = adapter(folder), new_weights(folder)
+            weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"].flip(1))
+            how: dict[str, Any] = {"device": "cpu", "seed": 3}
+            alone = Generator(folder, **how) if self.rank == 0 else None
+            with Generator(folder, tp_group=dist.group.WORLD, **how, max_step_tokens=50, page_size=16) as gen:
+                for changed in (False, True):
+                    for each in filter(None, (gen, alone)) if changed else ():
+                        each.update_weights(weights.items())
+                        each.update_adapter(state, CONFIG | {"target_modules": list(ALL)})
+                    found = answers(gen, SOME)
+                    if alone is not None:
+                        check_close(found, answers(alone, SOME))
+            if alone is not None:
+                alone.close()
+
     # ------------------------------------------------------------------------------------------- failures
 
     def make(self) -> Generator:
@@ -387,14 +409,15 @@ def cannot(rank: int, *_: object) -> Any:
 
 def main() -> None:
     faulthandler.dump_traceback_later(250)
-    folder, store, rank, size = sys.argv[1:]
+    store, rank, size, *folders = sys.argv[1:]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size))
-    program = Program(Path(folder))
+    program = Program(*map(Path, folders))
     if program.size > 2:
         program.check_answers(program.gen)
         program.die(program.size - 1)
     parts: list[Callable[[], None]] = [
-        program.make_calls, program.cut_steps, program.call_wrongly, program.update, program.fail,
+        program.make_calls, program.call_other_models, program.cut_steps, program.call_wrongly, program.update,
+        program.fail,
     ]  # fmt: skip
     for part in parts:
         begun = time.monotonic()

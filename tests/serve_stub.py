@@ -71,7 +71,7 @@ class StubGenerator:
         for number in running:
             self._started.setdefault(number, time.monotonic())
         if running:
-            time.sleep(STEP_SECONDS)
+            time.sleep(STEP_SECONDS / 4 if self._script else STEP_SECONDS)
         for number in running:
             prompt, params = self._requests[number]
             if prompt[0] == BAD:

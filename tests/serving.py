@@ -38,11 +38,18 @@ def read_request(kind: Any, body: bytes, policy: Any = None) -> Any:
 
 
 class Server:
-    """A process of fgserve, of the stub, or of another program that prints `listening` within `seconds` seconds."""
+    """A process of fgserve, of the stub, or of another program that prints `listening` within `seconds` seconds.
+    key: that of requests."""
 
     def __init__(
-        self, program: Sequence[str], *arguments: str, listening: str = r"listening at (\S+)", seconds: float = 30
+        self,
+        program: Sequence[str],
+        *arguments: str,
+        key: str = "",
+        listening: str = r"listening at (\S+)",
+        seconds: float = 30,
     ) -> None:
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         command = [sys.executable, *program, *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         self.said = ""
@@ -66,13 +73,13 @@ class Server:
         return host, int(port)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return HTTP.get(self.url + path, **options)
+        return HTTP.get(self.url + path, **{"headers": self._headers, **options})
 
     def post(self, path: str, data: Any, **options: Any) -> httpx.Response:
-        return HTTP.post(self.url + path, json=data, **options)
+        return HTTP.post(self.url + path, json=data, **{"headers": self._headers, **options})
 
     def post_bytes(self, path: str, data: bytes, **options: Any) -> httpx.Response:
-        return HTTP.post(self.url + path, content=data, **options)
+        return HTTP.post(self.url + path, content=data, **{"headers": self._headers, **options})
 
     def send(self, data: bytes) -> socket.socket:
         """Open a connection and send these bytes."""

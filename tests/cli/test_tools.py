@@ -1,4 +1,4 @@
-"""fgchat, fggen and fgserve as processes: a model that cannot be loaded is one line, and the exit status 1."""
+"""fgchat, fggen and fgserve: a model that cannot be loaded is one line, and the exit status 1."""
 
 from __future__ import annotations
 
@@ -23,27 +23,33 @@ from fastgen.model.loader import BUNDLED
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("tool", "arguments"),
-    [
-        ("fgchat", ["fastgen.cli.chat", "model"]),
-        ("fggen", ["fastgen.cli.gen.main", "model", "rows.jsonl", "-o", "out.jsonl"]),
-        ("fgserve", ["fastgen.cli.serve.main", "model", "--port", "0"]),
-    ],
-)
-def test_a_checkpoint_of_another_format_is_one_line(tool: str, arguments: list[str], tmp_path: Path) -> None:
+@pytest.fixture
+def pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of another format, `model`, and an input, `rows.jsonl`, in the current folder."""
     (tmp_path / "model").mkdir()
     shutil.copy(BUNDLED / "config.json", tmp_path / "model")
     (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"a pickle")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "hello"}\n')
+    monkeypatch.chdir(tmp_path)
+
+
+PICKLED = "error: model/model.safetensors is missing, and there is pytorch_model.bin"
+
+
+def test_a_checkpoint_of_another_format_is_one_line(pickled: None, capsys: pytest.CaptureFixture[str]) -> None:
+    for tool, main, more in (("fgchat", chat.main, ()), ("fggen", gen.main, ("rows.jsonl", "-o", "out.jsonl"))):
+        status, told = main(["model", *more]), capsys.readouterr()
+        assert (status, told.out, told.err.count("\n")) == (1, "", 1)
+        assert told.err.startswith(f"{tool}: {PICKLED}")
+
+
+def test_a_server_of_such_a_checkpoint_ends(pickled: None) -> None:
+    command = [sys.executable, "-m", "fastgen.cli.serve.main", "model", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", *arguments]
-    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     told = [line for line in ended.stderr.splitlines() if not re.match("fgserve: (listening at|chat page:)", line)]
-    assert ended.returncode == 1, ended.stderr
-    assert len(told) == 1
-    assert told[0].startswith(f"{tool}: error: model/model.safetensors is missing, and there is pytorch_model.bin")
-    assert ended.stdout == ""
+    assert (ended.returncode, ended.stdout, len(told)) == (1, "", 1), ended.stderr
+    assert told[0].startswith(f"fgserve: {PICKLED}")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def close(found: list[float], expected: list[float]) -> bool:
 # Scores.
 
 
-@pytest.mark.parametrize("step", [7, 2048])
+@pytest.mark.parametrize(("family", "step"), families_with([7, 2048]), indirect=["family"])
 def test_scores_are_those_of_transformers(family: Path, step: int) -> None:
     with Generator(family, max_seqs=4, max_step_tokens=step, page_size=16) as gen:
         for temperature in (1.0, 0.5):
@@ -102,6 +102,7 @@ def test_sequences_that_cannot_be_scored(llama: Path, arguments: tuple[Any, ...]
 # Logprobs.
 
 
+@pytest.mark.parametrize("family", FEW, indirect=True)
 def test_raw_logprobs_and_alternatives_are_those_of_transformers(family: Path) -> None:
     params = SamplingParams(max_tokens=10, temperature=0.5, top_k=3, seed=3, logprobs=4, prompt_logprobs=20)
     params = replace(params, logit_bias={9: 2.0}, ignore_eos=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from adapters import CONFIG, adapter
 from called_graphs import Called, capturable
-from conftest import check_idle
+from conftest import FEW, check_idle
 from drafting import adversary
 from handmade import let_pages_run_out
 from heads import Draft, head_of, record, save_eagle
@@ -98,7 +98,7 @@ def test_drafts_are_those_of_rounded_weights(
         for _ in range(2):
             recorded = record(gen, monkeypatch)
             assert same(gen.generate(PROMPTS, params), expected)
-            assert twin.check(recorded.drafts, expected, 3) > 100
+            assert twin.check(recorded.drafts[::3], expected, 3) > 40
             check_idle(gen)
         assert gen.stats.head_drafted > gen.stats.head_accepted > 0
 
@@ -222,6 +222,7 @@ def test_it_runs_with_other_options(options: dict[str, Any], llama: Path) -> Non
             assert same(found, expected)
 
 
+@pytest.mark.parametrize("family", [*FEW, "phi3", "arcee"], indirect=True)  # of any form of the linear layers
 def test_every_family_drafts_with_its_own_layers(family: Path) -> None:
     params = [replace(each, max_tokens=20) for each in PARAMS]
     with Generator(family, speculate=False) as gen:

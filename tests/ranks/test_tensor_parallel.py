@@ -21,7 +21,7 @@ from bitwise import alone, preempting, random_options, random_requests
 from bitwise import answers as answers_of
 from conftest import FAMILIES, VOCAB, Checkpoint, check_idle, new_weights
 from hash_model import hopeful
-from ranks_program import CLOSE, REQUESTS, SCORED, SHORT, STARTS, answers, check_close, contents, run_ranks
+from ranks_program import CLOSE, SCORED, SHORT, SOME, STARTS, answers, check_close, contents, run_ranks
 from safetensors.torch import load_file
 
 from fastgen import Generator
@@ -31,7 +31,7 @@ from fastgen.ranks import start as ranks_start
 
 pytestmark = pytest.mark.timeout(300)  # on a busy machine
 
-SOME = REQUESTS[1:4] + REQUESTS[8:9]
+OTHERS = ("ministral3", "granite", "exaone4", "phi3", "arcee")  # families with mechanisms of their own
 
 
 @pytest.fixture(scope="module")
@@ -199,32 +199,15 @@ def test_ranks_merge_adapters(split: Generator, whole: Generator, folder: Path) 
 
 
 def test_two_ranks_of_a_program(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """The model has biases and tied embeddings, and a window in some layers. Rank 0 is killed in the end."""
-    folder = checkpoint("Qwen2", **FAMILIES["qwen2"][1])
-    assert run_ranks(2, folder, tmp_path / "store") == [-signal.SIGKILL, 3]
-
-
-@pytest.mark.parametrize("name", ["ministral3", "granite", "exaone4", "phi3", "arcee"])
-def test_families_with_mechanisms_of_their_own(name: str, checkpoint: Checkpoint) -> None:
-    """Two ranks answer as one process does, also with other weights, which untie a tied model, and with an adapter."""
-    folder = checkpoint(FAMILIES[name][0], **FAMILIES[name][1])
-    state, weights = adapter(folder), new_weights(folder)
-    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"].flip(1))
-    with (
-        Generator(folder, device="cpu", seed=3) as whole,
-        Generator(folder, device="cpu", seed=3, tensor_parallel=2, max_step_tokens=50, page_size=16) as split,
-    ):
-        check_close(answers(split, SOME), answers(whole, SOME))
-        for gen in (split, whole):
-            gen.update_weights(weights.items())
-            gen.update_adapter(state, CONFIG | {"target_modules": list(ALL)})
-        check_close(answers(split, SOME), answers(whole, SOME))
+    """The first model has biases and tied embeddings, and a window in some layers. Rank 0 is killed in the end."""
+    folders = [checkpoint(FAMILIES[name][0], **FAMILIES[name][1]) for name in ("qwen2", *OTHERS)]
+    assert run_ranks(2, tmp_path / "store", *folders) == [-signal.SIGKILL, 3]
 
 
 @pytest.mark.long
 def test_four_ranks_of_a_program(llama: Path, tmp_path: Path) -> None:
     """Two ranks each hold the same KV head. The last rank is killed in the end."""
-    assert run_ranks(4, llama, tmp_path / "store") == [3, 3, 3, -signal.SIGKILL]
+    assert run_ranks(4, tmp_path / "store", llama) == [3, 3, 3, -signal.SIGKILL]
 
 
 # ------------------------------------------------------------------------------------------- what cannot work

@@ -39,15 +39,8 @@ Weights = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
-def server(talker: Path) -> Iterator[Server]:
-    with Server(FGSERVE, str(talker), "--rollout", "--api-key", KEY) as server:
-        yield server.await_ready()
-
-
-@pytest.fixture(scope="module")
-def here(talker: Path) -> Iterator[Generator]:
-    with Generator(talker, page_size=16, num_pages=300) as gen:
-        yield gen
+def server(rollout_server: Server) -> Server:
+    return rollout_server
 
 
 @pytest.fixture
@@ -135,8 +128,7 @@ def test_agents_see_which_weights_drew_their_tokens(server: Server, gen: RemoteG
     assert logprobs == expected.completions[0].logprobs
     assert choices[-1].weight_versions == [[version, 0, 4]]
     wrong = {"prompt": "a", "logprobs": 2, "logprobs_mode": "processed_logprobs"}
-    headers = {"Authorization": f"Bearer {KEY}"}
-    assert server.post("/completions", wrong, headers=headers).json()["error"]["param"] == "logprobs_mode"
+    assert server.post("/completions", wrong).json()["error"]["param"] == "logprobs_mode"
 
 
 # ------------------------------------------------------------------------------------------------ weights
@@ -268,10 +260,9 @@ def test_only_one_group_and_one_update(gen: RemoteGenerator, server: Server, wei
     gen.update_weights(weights)
     other = RemoteGenerator(server.url, api_key=KEY)
     assert "another program has a weight group" in refusal(lambda: other.update_weights(weights))
-    headers = {"Authorization": f"Bearer {KEY}"}
-    answer = server.post("/update_weights", {"group": "wrong", "tensors": []}, headers=headers)
+    answer = server.post("/update_weights", {"group": "wrong", "tensors": []})
     assert (answer.status_code, "no weight group with this key" in answer.text) == (400, True)
-    answer = server.post("/init_weight_group", {"backend": "nccl", "timeout": 1, "bucket_bytes": 9}, headers=headers)
+    answer = server.post("/init_weight_group", {"backend": "nccl", "timeout": 1, "bucket_bytes": 9})
     assert (answer.status_code, "give 'gloo'" in answer.text) == (400, True)
     entered, go_on = threading.Event(), threading.Event()
 
@@ -283,7 +274,7 @@ def test_only_one_group_and_one_update(gen: RemoteGenerator, server: Server, wei
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(gen.update_weights, slow)
         entered.wait()
-        until(lambda: "another update" in server.post("/update_weights", {"folder": "/"}, headers=headers).text)
+        until(lambda: "another update" in server.post("/update_weights", {"folder": "/"}).text)
         go_on.set()
         assert running.result() == gen.weight_version
     gen.close()
@@ -311,14 +302,21 @@ def test_a_sender_that_dies_or_hangs(
         sender.communicate()
 
 
-def test_the_ranks_of_a_server_get_the_weights(talker: Path, here: Generator) -> None:
+def test_the_ranks_of_one_model_of_several_get_its_weights(talker: Path, here: Generator, tmp_path: Path) -> None:
     here.update_weights(new := new_weights(talker))
     expected = [output.completions[0].token_ids for output in here.generate(PROMPTS, SHORT)]
     here.update_weights(load_file(talker / "model.safetensors"))
-    with Server(FGSERVE, str(talker), "--rollout", "--tensor-parallel", "2", "--device", "cpu") as server:
-        gen = RemoteGenerator(server.await_ready().url)
-        assert gen.update_weights(new) == 1
-        assert [output.completions[0].token_ids for output in gen.generate(PROMPTS, SHORT)] == expected
+    models = [{"name": "a"}, {"name": "b c", "tensor_parallel": 2, "device": "cpu"}]
+    file = tmp_path / "serve.yaml"
+    file.write_text(json.dumps({"models": [{"model": str(talker), **model} for model in models]}))
+    with Server(FGSERVE, "--rollout", "--config", str(file)) as server:
+        first, second = (RemoteGenerator(server.await_ready().url, model=name) for name in ("a", "b c"))
+        assert second.update_weights(new) == 1
+        assert (first.weight_version, second.weight_version) == (0, 1)
+        outputs = second.generate(PROMPTS, SHORT)
+        assert [output.completions[0].token_ids for output in outputs] == expected
+        assert outputs[0].completions[0].weight_versions == [(1, 0, 8)]
+        assert first.generate(PROMPTS, SHORT)[0].completions[0].token_ids != expected[0]
 
 
 # ------------------------------------------------------------------------------------------------ the server
@@ -380,13 +378,3 @@ def test_samples_without_end_are_refused_and_a_dead_engine_is_not_started_with_o
         assert (told.status_code, "n is 4; one request may have 3" in told.text) == (400, True)
         server.signal_engines(signal.SIGKILL)
         assert server.end()[0] == 1
-
-
-def test_a_client_of_one_model_of_several(talker: Path, tmp_path: Path) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text(json.dumps({"models": [{"model": str(talker), "name": name} for name in ("a", "b c")]}))
-    with Server(FGSERVE, "--rollout", "--config", str(file)) as server:
-        first, second = (RemoteGenerator(server.await_ready().url, model=name) for name in ("a", "b c"))
-        assert second.update_weights(talker) == 1
-        assert (first.weight_version, second.weight_version) == (0, 1)
-        assert second.generate([5], SHORT)[0].completions[0].weight_versions == [(1, 0, 8)]

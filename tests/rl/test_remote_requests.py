@@ -18,7 +18,7 @@ from adapters import CONFIG, adapter
 from conftest import random_ids
 from safetensors.torch import load_file
 from sending import KEY, Sharded, refusal
-from serving import FGSERVE, STUB, Server, until
+from serving import STUB, Server, until
 
 from fastgen import Completion, Generator, Request, RequestOutput, SamplingParams
 from fastgen.rl.bodies import RESUMED, completion_of
@@ -31,15 +31,8 @@ SHORT = replace(LONG, max_tokens=8)
 
 
 @pytest.fixture(scope="module")
-def server(talker: Path) -> Iterator[Server]:
-    with Server(FGSERVE, str(talker), "--rollout", "--api-key", KEY) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def here(talker: Path) -> Iterator[Generator]:
-    with Generator(talker, page_size=16, num_pages=300) as gen:
-        yield gen
+def server(rollout_server: Server) -> Server:
+    return rollout_server
 
 
 @pytest.fixture

@@ -68,14 +68,6 @@ def test_wrong_requests_are_named(server: Server, fields: dict[str, Any], param:
     assert message in error["message"]
 
 
-def test_another_model_says_that_it_has_no_embeddings() -> None:
-    with Server(FGSERVE) as server:
-        reply = server.await_ready().post("/v1/embeddings", {"input": "hello"})
-        assert reply.status_code == 400
-        assert "this model has no embeddings" in (message := reply.json()["error"]["message"])
-        assert message.endswith("(there is no modules.json)")
-
-
 def test_a_model_without_embeddings_tokenizes_nothing() -> None:
     async def call(*_: Any) -> None:
         raise ValueError("it has no embeddings")

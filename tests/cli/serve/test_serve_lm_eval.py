@@ -14,7 +14,6 @@ import pytest
 import torch
 from conftest import hf_logits, hf_model
 from serving import FGSERVE, ROOT, Server
-from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.long
 
@@ -109,6 +108,7 @@ def expected(harness: Harness) -> tuple[dict[str, Any], dict[str, Any]]:
     """The results of transformers."""
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY)
 

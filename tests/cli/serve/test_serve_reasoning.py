@@ -201,7 +201,7 @@ def test_responses_have_reasoning_items(server: Server, client: OpenAI, folders:
         events = list(stream)
         final = stream.get_final_response()
     pieces = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
-    assert (len(pieces) > 5, "".join(pieces)) == (True, THOUGHT)
+    assert (len(pieces) > 1, "".join(pieces)) == (True, THOUGHT)
     done = next(event for event in events if event.type == "response.reasoning_text.done")
     assert (done.text, done.output_index, done.content_index) == (THOUGHT, 0, 0)
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
@@ -254,7 +254,7 @@ def test_messages_have_thinking_blocks(server: Server, claude: Anthropic, folder
     with claude.messages.stream(**fields) as stream:
         pieces = [event.thinking for event in stream if event.type == "thinking"]
         final = stream.get_final_message()
-    assert (len(pieces) > 5, "".join(pieces)) == (True, THOUGHT)
+    assert (len(pieces) > 1, "".join(pieces)) == (True, THOUGHT)
     assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
     assert final.content[0].type == "thinking"
     assert final.content[0].signature

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from adapters import CONFIG, adapter, save_adapter
 from conftest import new_weights, random_ids
 from safetensors.torch import load_file, save_file
-from serving import FGSERVE, Server, until
+from serving import Server, until
 
 from fastgen import Generator, SamplingParams
 from fastgen.cli.serve.dialects.sglang import SglangRequest, SglangStream
@@ -31,15 +30,8 @@ LONG = {"max_tokens": 400, "ignore_eos": True, "seed": 1}
 
 
 @pytest.fixture(scope="module")
-def server(talker: Path) -> Iterator[Server]:
-    with Server(FGSERVE, str(talker), "--rollout", "--logprobs-mode", "processed_logprobs") as server:
-        yield server.await_ready()
-
-
-@pytest.fixture(scope="module")
-def here(talker: Path) -> Iterator[Generator]:
-    with Generator(talker, page_size=16, num_pages=300) as gen:
-        yield gen
+def server(rollout_server: Server) -> Server:
+    return rollout_server
 
 
 @pytest.fixture
