@@ -85,7 +85,7 @@ WITHOUT_TORCH = (
 )
 
 
-# What one reads to follow a token. The sum may fall and not rise: the aim is 3,500 lines.
+# What one reads to follow a token; see docs/architecture.md.
 CORE = (
     "generator",
     "request",
