@@ -14,7 +14,7 @@ from torch import Tensor
 from fastgen.model.deltas import DELTA
 from fastgen.model.weights import EMBEDDING, HEAD, OTHER
 
-ROWS = 4096  # number of rows that are compared or hashed at a time
+ROWS = 1024  # number of rows that are compared or hashed at a time: less memory than one tensor
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool:

@@ -135,8 +135,9 @@ def test_replayed_prefills_are_those_launched_kernel_by_kernel(
         replays, ran, found = (graphs.layers[False].run, graphs.ends.run), [], []
 
         def said() -> list[float]:
-            """Return logprobs of prompts that are scored, and of their first tokens while another request decodes."""
-            scores = [logprob for prompt in prompts for logprob in gen.score([prompt], start=1)[0]]
+            """Return logprobs of prompts of several tokens that are scored, and of the first tokens after all prompts while
+            another request decodes."""
+            scores = [logprob for prompt in prompts[1:] for logprob in gen.score([prompt], start=1)[0]]
             busy = gen.add(prompts[4], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
             for prompt in prompts:
                 gen.add(prompt, params)
