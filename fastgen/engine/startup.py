@@ -47,14 +47,11 @@ from fastgen.model.attention.interface import Attention
 from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.config import ModelConfig
 from fastgen.model.host_tier import HostTier
-from fastgen.model.int4_layouts import LAYOUTS
-from fastgen.model.int4_linear import check_int4
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.loader import fill_random, scale_dtype
 from fastgen.model.loader import load as load_checkpoint
 from fastgen.model.parameters import Parameters, checkpoint_shards
 from fastgen.model.quantization import Int4, explaining_sizes
-from fastgen.model.quantized import check_fp8
 from fastgen.model.transformer import Transformer
 from fastgen.parallel.group import Group
 
@@ -88,8 +85,12 @@ def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Pat
 def check_quantized(model: ModelConfig, dtype: str) -> None:
     """Raise ValueError if a GPU cannot run a model with quantized weights. model: config of one rank."""
     if isinstance(model.quantization, Int4):
+        from fastgen.model.int4_linear import check_int4  # only for weights in int4
+
         check_int4(model, model.quantization)
     else:
+        from fastgen.model.quantized import check_fp8  # only for weights in fp8
+
         check_fp8(model, dtype)
 
 
@@ -142,6 +143,8 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
     group.prepare(model_config.hidden_size, dtype, half)
     form = model_config.quantization
     if isinstance(form, Int4) and load == "auto":
+        from fastgen.model.int4_layouts import LAYOUTS  # as above
+
         form = replace(form, scale_dtype=scale_dtype(folder, LAYOUTS[form.stored].scales.suffix))
         model_config = replace(model_config, quantization=form)
     with explaining_sizes(group.size):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.model.weights import FLOATS, Shard
+from fastgen.model.weights import FLOATS, Part, Shard
 
 NIBBLES = 8  # numbers of 4 bits per word
 MIDDLE = 8  # the zero of symmetric groups
@@ -110,18 +110,6 @@ LAYOUTS = {
     ),
 }
 """{Int4.stored: the layout of such a checkpoint}."""
-
-
-class Part(NamedTuple):
-    """The part of a weight that a rank holds: `size` rows (dim 0) or columns (dim 1) from `start` on.
-
-    shape: shape of the whole weight [N, K].
-    """
-
-    shape: tuple[int, ...]
-    dim: int
-    start: int
-    size: int
 
 
 @dataclass(frozen=True)

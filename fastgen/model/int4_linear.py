@@ -14,10 +14,10 @@ from torch import Tensor
 from fastgen.kernels import int4
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.model.config import ModelConfig
-from fastgen.model.int4_layouts import LAYOUTS, NIBBLES, Part, RoundedShard, StoredShard, dequantize
+from fastgen.model.int4_layouts import LAYOUTS, NIBBLES, RoundedShard, StoredShard, dequantize
 from fastgen.model.linear import Linear
 from fastgen.model.quantization import Int4, SizeError
-from fastgen.model.weights import Shard
+from fastgen.model.weights import Part, Shard
 
 
 @dataclass(eq=False)

@@ -20,14 +20,11 @@ from fastgen.kernels.norm import BranchEnd, RMSNorm, WideNorm
 from fastgen.kernels.rope import HeadNorm
 from fastgen.model.adapter import AdapterBases
 from fastgen.model.config import ModelConfig
-from fastgen.model.int4_layouts import Part
-from fastgen.model.int4_linear import Int4Linear, prepared, restored, rounded_shard
 from fastgen.model.linear import ROW_TILE, Linear
 from fastgen.model.packed import PACKED_ROW_TILE, pack, packing, unpack
 from fastgen.model.quantization import Int4, Quantization
-from fastgen.model.quantized import Fp8Linear
 from fastgen.model.tied import EMBEDDING, HEAD
-from fastgen.model.weights import Shard
+from fastgen.model.weights import Part, Shard
 from fastgen.parallel.group import Group
 
 ROWS, COLUMNS = 0, 1  # dimensions of a weight [outputs, inputs]
@@ -199,14 +196,19 @@ class Parameters:
         return Linear(self.embedding, None, self._batch_invariant)
 
     def _linear(self, modules: list[Module], form: Quantization | None = None) -> Linear:
-        """Make the linear layer into which modules are fused. form: the model's quantized form, if it has one."""
+        """Make the linear layer into which modules are fused. form: the model's quantized form, if it has one, whose
+        layers are imported here, as in `pack` and below: other models do not load them."""
         rows = [(module.name, self._part(module)[1][0]) for module in modules]
         size_out, size_in = sum(size for _, size in rows), self._part(modules[0])[1][1]
         bias = self._new(size_out) if self._has_bias(modules[0]) else None
         if form is not None and any(form.covers(name) for name, _ in rows):
             form.check_fused(dict(rows))
             if isinstance(form, Int4):
+                from fastgen.model.int4_linear import Int4Linear
+
                 return Int4Linear.zeros_of(form, rows, size_in, bias, self._new, self._batch_invariant)
+            from fastgen.model.quantized import Fp8Linear
+
             return Fp8Linear.zeros(form, rows, size_in, bias, self._new, self._batch_invariant)
         return Linear(self._new(size_out, size_in), bias, self._batch_invariant)
 
@@ -259,20 +261,34 @@ class Parameters:
             whole = module.total or module.shape[0], *module.shape[1:]
             dim = module.split or 0
             part = Part(whole, dim, start, self._part(module)[1][dim])
-            if isinstance(held, Int4Linear):
-                found |= held.shards(module.name, part, rows, form)
-            elif self._int4 is not None and module.place in LINEARS and self._int4.covers(module.name):
-                found[f"{module.name}.weight"] = rounded_shard(self._int4, weight[rows], part)
-            elif isinstance(held, Fp8Linear):
-                found |= held.shards(module.name, Shard(weight[rows], *part[:3], parts=parts), rows, form)
-            else:
+            if self.config.quantization is None:
                 found[f"{module.name}.weight"] = Shard(weight[rows], *part[:3], parts=parts)
+            else:
+                found |= self._quantized_shards(module, held, part, parts, rows, form)
             if self._has_bias(module):
                 start = start if module.split == ROWS else 0
                 found[f"{module.name}.bias"] = Shard(held.bias[rows], whole[:1], 0, start, parts=parts)
             elif module.bias:
                 found[f"{module.name}.bias"] = Shard(self.norm.weight.new_empty(0), whole[:1])
         return found
+
+    def _quantized_shards(
+        self, module: Module, held: Linear | Tensor, part: Part, parts: tuple[tuple[int, int], ...], rows: slice,
+        form: str,
+    ) -> dict[str, Shard]:  # fmt: skip
+        """Return the shards of the weight of a module of a quantized model; see `_shards`."""
+        from fastgen.model.int4_linear import Int4Linear, rounded_shard
+        from fastgen.model.quantized import Fp8Linear
+
+        if isinstance(held, Int4Linear):
+            return held.shards(module.name, part, rows, form)
+        view = held.weight[rows] if isinstance(held, Linear) else held[rows]
+        if self._int4 is not None and module.place in LINEARS and self._int4.covers(module.name):
+            return {f"{module.name}.weight": rounded_shard(self._int4, view, part)}
+        plain = Shard(view, *part[:3], parts=parts)
+        if isinstance(held, Fp8Linear):
+            return held.shards(module.name, plain, rows, form)
+        return {f"{module.name}.weight": plain}
 
     def untie(self) -> None:
         """Give the head of a tied model its own memory, with a copy of the embedding. Weights must not be packed."""
@@ -289,6 +305,8 @@ class Parameters:
         Weights are packed one at a time, so that only one of them is in memory twice. A tied head is copied.
         """
         if self._int4 is not None:
+            from fastgen.model.int4_linear import prepared
+
             self._replace(lambda linear: prepared(linear, self._new))
         if self._packs:
             for layer in self.layers:
@@ -300,7 +318,10 @@ class Parameters:
         if self.config.shares_head:
             self.lm_head = self._tied()
         self._replace(unpack)
-        self._replace(restored)
+        if self._int4 is not None:
+            from fastgen.model.int4_linear import restored
+
+            self._replace(restored)
 
     def _replace(self, change: Callable[[Linear], Linear]) -> None:
         self.lm_head = change(self.lm_head)

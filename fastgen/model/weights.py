@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,18 @@ WRAPPING = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 """Parts of names that torch adds to those of a model: data parallelism, torch.compile, FSDP, checkpoints."""
 
 QUANTIZED_BYTES = 16 << 20  # size of the pieces in which a weight is quantized
+
+
+class Part(NamedTuple):
+    """The part of a weight that a rank holds: `size` rows (dim 0) or columns (dim 1) from `start` on.
+
+    shape: shape of the whole weight [N, K].
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    size: int
 
 
 @dataclass(frozen=True)
