@@ -260,7 +260,7 @@ fp8.dequantize.launch(weight.values, weight.scales, torch.bfloat16)
 def test_products_with_only_the_weight_in_fp8_are_compiled(chip: str) -> None:
     """They have the instruction of the products with the dequantized weight, and neighbours in an instruction are
     neighbours in a row. Weights load 16 bytes at a time, ahead of their use."""
-    several = [each for each in compiled(WEIGHT_ONLY, chip) if each["kernel"] == "batch_invariant"]
+    several = [each for each in compiled(WEIGHT_ONLY, chip) if each["kernel"] == "triton.batch_invariant"]
     assert [each["fp8"] for each in several].count(True) == 9
     for made in several:
         products = set(re.findall(r"mma\.sync\S+", made["ptx"]))

@@ -208,7 +208,7 @@ def test_products_are_compiled_for_hopper() -> None:
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 @pytest.mark.parametrize("chip", ["A100", "RTX 4090"])
 def test_products_are_compiled_for_older_chips(chip: str) -> None:
-    several = [each for each in compiled(LAUNCHES, chip) if each["kernel"] == "int4"]
+    several = [each for each in compiled(LAUNCHES, chip) if each["kernel"] == "triton.int4"]
     products = {name for made in several for name in re.findall(r"mma\.sync\S+", made["ptx"])}
     widths = {width for made in several for width in re.findall(r"kWidth = \d", made["ttgir"])}
     assert widths == {"kWidth = 2"}, "neighbours in an instruction are neighbours in a row, as in other products"

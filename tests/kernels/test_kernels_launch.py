@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import pkgutil
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ def test_the_launch_of_every_kernel_is_found_and_takes_the_arguments_of_its_twin
         twin, launch = (list(inspect.signature(each).parameters) for each in (kernel.twin, kernel.launch))
         assert launch[: len(twin)] == twin, name
         assert kernel.launch is kernel.launch, "imported once"
+
+
+def test_twins_import_no_kernels() -> None:
+    """The sums over ranks and the kernels of speculation are loaded only if they are used."""
+    kernel = re.compile(r"import .*\bjit\b|fastgen\.kernels\.(triton|hopper)[\w.]* import")
+    for path in Path(kernels.__path__[0]).glob("*.py"):
+        if path.stem not in ("allreduce", "drafts"):
+            assert not kernel.search(path.read_text("utf-8")), path
 
 
 def _noted(p, q, count, size, block):
