@@ -229,6 +229,7 @@ def test_after_an_exception_or_ctrl_c_at_any_point_requests_go_on_or_can_be_abor
             if aborts:
                 (output,) = gen.abort("a")
                 assert output.completions[0].token_ids == expected.token_ids[: len(output.completions[0].token_ids)]
+                assert not gen.take_events(), "of a request that is gone"
                 continue
         while gen.unfinished:
             told += gen.step()
