@@ -12,7 +12,7 @@ from fastgen.engine.options import EngineConfig
 from fastgen.engine.pages import PageAllocator
 from fastgen.request import LaneStart, Sequence
 
-MOST_ENDS = 64  # maximum number of times at which `_will_fit` counts pages
+MAX_ENDS = 64  # maximum number of times at which `_will_fit` counts pages
 LEAVING_STEPS = 4  # number of steps from the last token of a sequence until its pages are released
 
 
@@ -141,7 +141,7 @@ class PageReservations:
         delay = np.maximum(prefills, 0) @ counts // budget + 1
         ends = most - lengths + np.where(prefills > 0, delay, 0) + LEAVING_STEPS
         times = np.unique(ends)[::-1]
-        times = times[:: -(-len(times) // MOST_ENDS)][::-1, None]  # the last end, and evenly chosen earlier ones
+        times = times[:: -(-len(times) // MAX_ENDS)][::-1, None]  # the last end, and evenly chosen earlier ones
         pages = np.minimum((lengths + (times + self.pages.page_size - 1)) // self.pages.page_size, reserved)
         pages *= ends > np.insert(times[:-1], 0, 0, axis=0)  # an end between two times counts at the later one
         return bool((pages @ counts).max() <= room)

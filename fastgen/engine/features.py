@@ -16,8 +16,6 @@ from dataclasses import replace
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fastgen.engine.admission import LaneTable
 from fastgen.engine.interface import History, PlanFeature
 from fastgen.engine.options import EngineConfig, FeatureOptions, GeneratorOptions
@@ -113,12 +111,6 @@ def make_allocator(config: EngineConfig, features: Iterable[PlanFeature]) -> Pag
     """Return a PageAllocator, which a feature may make."""
     made = (feature.make_allocator(config) for feature in features)
     return next(filter(None, made), None) or PageAllocator(config.num_pages, config.page_size)
-
-
-def token_masks(features: Iterable[PlanFeature], sequences: list[Sequence], vocab_size: int) -> np.ndarray:
-    """Return what the feature that makes masks returns; see `PlanFeature.fill_masks`."""
-    masks = (feature.fill_masks(sequences, vocab_size) for feature in features)
-    return next(mask for mask in masks if mask is not None)
 
 
 def history_of(features: Iterable[PlanFeature]) -> History:

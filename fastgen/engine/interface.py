@@ -3,7 +3,8 @@ that the scheduler calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -72,16 +73,17 @@ class History(Protocol):
 class PlanFeature:
     """The hooks of a feature in the scheduler; see engine.step.StepFeature for the hooks in the runner.
 
-    `Scheduler.schedule` calls `plan_rows` of the feature with `plans_rows`, of which there is at most one, then `chunk`
-    for each prefill chunk, then `payload` once. `Scheduler.update` calls `update` first, `accepts` for each token of a
-    masked step, and `finish` and `leave` for sequences that end.
+    `Scheduler.schedule` calls `plan_rows` of the feature with `plans_rows`, then `chunk` for each prefill chunk, then
+    `payload` once. `Scheduler.update` calls `update` first, `accepts` of the feature with `makes_masks` for each token
+    of a masked step, and `finish` and `leave` for sequences that end.
 
-    history: the outputs that it keeps of earlier requests, if it does. plans_rows: decodes may have several rows.
-    in_flight: number of steps of several rows that are not read; until then `computed` and `pending` of their sequences
-    are upper bounds.
+    history: the outputs that it keeps of earlier requests, if it does. makes_masks: it fills the masks of masked steps.
+    plans_rows: decodes may have several rows. At most one feature does either. in_flight: number of steps of several
+    rows that are not read; until then `computed` and `pending` of their sequences are upper bounds.
     """
 
     history: History | None = None
+    makes_masks = False
     plans_rows = False
     in_flight = 0
 
@@ -111,10 +113,10 @@ class PlanFeature:
         noted."""
         return None
 
-    def fill_masks(self, sequences: Iterable[Sequence], vocab_size: int) -> np.ndarray | None:
-        """Return the tokens that the sequences which draw in a masked step may draw, if the feature makes masks: int32
-        [R, ceil(V / 32)], see TokenMask. All must know their last token."""
-        return None
+    def fill_masks(self, sequences: SequenceOf[Sequence], vocab_size: int) -> np.ndarray:
+        """Return the tokens that the sequences which draw in a masked step may draw: int32 [R, ceil(V / 32)], see
+        TokenMask. All must know their last token. By default all tokens are allowed."""
+        return np.full((len(sequences), -(-vocab_size // 32)), -1, dtype=np.int32)
 
     def update(self, batch: Batch, result: StepResult) -> None:
         """Read the feature's results of a batch, before its tokens are appended to their sequences."""

@@ -6,8 +6,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -25,56 +26,61 @@ class DeferredInterrupt:
     """
 
     def __init__(self) -> None:
-        self._found: list[Any] = []  # for each open block, the handler that was installed when it began
+        self._handler: Callable[[int, FrameType | None], object] | None = None  # of the user, while SIGINT is deferred
+        self._nested: list[bool] = []  # for each open block, whether SIGINT was deferred when it began
         self._pending = False
 
     def __enter__(self) -> None:
         if _in_main_thread():
-            self._found.append(signal.getsignal(signal.SIGINT))
-            if callable(self._found[-1]):
-                signal.signal(signal.SIGINT, self._note)
+            self._nested.append(self._handler is not None)
+            if self._handler is None:
+                self._defer()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if _in_main_thread():
-            found = self._found.pop()
-            if callable(found):
-                signal.signal(signal.SIGINT, found)
-            self._call(found)  # in a nested block, `found` is `_note`, which notes the signal again
+        if _in_main_thread() and not self._nested.pop():
+            self._deliver()
 
     def check(self) -> None:
         """Call the handler if a SIGINT has been deferred."""
-        if self._pending:
-            self._call(self._found[self._outer()])
+        if self._pending and self._handler is not None:
+            self._pending = False
+            self._handler(signal.SIGINT, None)
 
     def reading(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items of a user's iterable. SIGINT is not deferred while the iterable makes its next item."""
+        """Yield the items of a user's iterable. SIGINT is not deferred while the iterable makes its next item, and a
+        handler that it installs is the user's from then on."""
         iterator = iter(items)
         while True:
-            self.check()
-            deferring = _in_main_thread() and signal.getsignal(signal.SIGINT) == self._note
+            deferred = _in_main_thread() and self._handler is not None
             try:
-                if deferring:
-                    signal.signal(signal.SIGINT, self._found[self._outer()])
+                if deferred:
+                    self._deliver()
                 item = next(iterator)
             except StopIteration:
                 return
             finally:
-                if deferring:  # if the iterable has installed a handler, it is the user's from now on
-                    self._found[self._outer()] = signal.signal(signal.SIGINT, self._note)
+                if deferred:
+                    self._defer()
             yield item
             del item  # no reference is held while the next item is made
 
-    def _outer(self) -> int:
-        """Return the index of the innermost block that began while SIGINT was not deferred by this object."""
-        return max(at for at, found in enumerate(self._found) if found != self._note)
+    def _defer(self) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler):
+            self._handler = handler
+            signal.signal(signal.SIGINT, self._note)
 
-    def _note(self, number: int, frame: object) -> None:
+    def _deliver(self) -> None:
+        """Give SIGINT back to the user's handler, and call it if a SIGINT has been deferred."""
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+            if self._pending:
+                self._pending = False
+                handler(signal.SIGINT, None)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
         self._pending = True
-
-    def _call(self, handler: Any) -> None:
-        if self._pending:
-            self._pending = False
-            handler(signal.SIGINT, None)
 
 
 class OneCaller(DeferredInterrupt):

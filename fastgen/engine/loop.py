@@ -164,16 +164,16 @@ class Loop:
         self.scheduler.stats.prompt_tokens += len(active.prompt_ids)
         return id
 
-    def abort(self, wanted: list[str | int]) -> list[RequestOutput]:
+    def abort(self, ids: list[str | int]) -> list[RequestOutput]:
         """End requests and return their outputs so far; within a step, at its end."""
         if self.stepping or self._interrupt.exiting():  # by a mask, or by a stream that is garbage-collected
-            self._late_aborts += wanted
+            self._late_aborts += ids
             return []
-        if not any(id in self.active for id in wanted):
+        if not any(id in self.active for id in ids):
             return []
         self.drain()
         outputs = []
-        for active in [self.active[id] for id in dict.fromkeys(wanted) if id in self.active]:
+        for active in [self.active[id] for id in dict.fromkeys(ids) if id in self.active]:
             for sample in active.samples:
                 if sample.sequence in self.owners:
                     self.scheduler.finish(sample.sequence, "abort")
@@ -185,11 +185,11 @@ class Loop:
             outputs.append(active.output())
         return outputs
 
-    def cut_off(self, wanted: Iterable[str | int]) -> None:
+    def cut_off(self, ids: Iterable[str | int]) -> None:
         """End requests; their outputs or last events have the finish_reason "abort". Raises RuntimeError in a step."""
         self.check_open()
         self.drain()
-        for active in [self.active[id] for id in dict.fromkeys(wanted) if id in self.active]:
+        for active in [self.active[id] for id in dict.fromkeys(ids) if id in self.active]:
             for sequence in [each.sequence for each in active.samples if each.sequence in self.owners]:
                 self.scheduler.finish(sequence, "abort")
                 self.update_output(sequence)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
 from dataclasses import replace
@@ -75,10 +75,11 @@ class MaskMaker:
 class Masks(PlanFeature):
     """The masks of sequences in the steps that draw for them."""
 
-    def fill_masks(self, sequences: Iterable[Sequence], vocab_size: int) -> np.ndarray:
+    makes_masks = True
+
+    def fill_masks(self, sequences: SequenceOf[Sequence], vocab_size: int) -> np.ndarray:
         """If a mask raises, no token is allowed: the drawn token is then -1, which ends only this sequence."""
-        sequences = list(sequences)
-        rows = np.full((len(sequences), -(-vocab_size // 32)), -1, dtype=np.int32)
+        rows = super().fill_masks(sequences, vocab_size)
         for row, sequence in zip(rows, sequences, strict=True):
             if sequence.mask is not None and sequence.status is Status.RUNNING:
                 try:

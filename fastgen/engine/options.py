@@ -7,7 +7,7 @@ does not import torch, so that `--help` answers at once.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from fastgen.option import Options, option, options_of
 from fastgen.text.syntax_names import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-MOST_SEQS = 8192  # limit of the kernels that list the work of a step
-MOST_GB = 1e9  # limit of memory sizes: 10^18 bytes
+MAX_SEQS = 8192  # limit of the kernels that list the work of a step
+MAX_GB = 1e9  # limit of memory sizes: 10^18 bytes
 LANE_BYTES = 22  # memory per lane and token of the vocabulary: penalty counts, logits and temporaries of the sampler
 DEFAULT_KV_CACHE_GB = 4.0  # on the CPU; on a GPU the free memory is measured
 PREFILL_TILE = 128  # tokens of a tile in the kernels for many tokens
@@ -95,7 +95,7 @@ class GeneratorOptions(Options):
         unset="the model's context, or what the KV cache holds if that is less",
     )  # fmt: skip
     max_seqs: int | None = option(
-        None, "maximum number of sequences that run at a time", unset="chosen for the device", low=1, high=MOST_SEQS
+        None, "maximum number of sequences that run at a time", unset="chosen for the device", low=1, high=MAX_SEQS
     )
     max_step_tokens: int | None = option(
         None, "maximum number of tokens that one step computes", unset="chosen for the device", low=1
@@ -109,7 +109,7 @@ class GeneratorOptions(Options):
     num_pages: int | None = option(None, "number of pages of the KV cache", unset="what kv_cache_gb holds", low=2)
     kv_cache_gb: float | None = option(
         None, "size of the KV cache on all GPUs together, in 10^9 bytes",
-        unset="what memory_fraction leaves on a GPU, at most 4 on the CPU", low=0, above=True, high=MOST_GB,
+        unset="what memory_fraction leaves on a GPU, at most 4 on the CPU", low=0, above=True, high=MAX_GB,
     )  # fmt: skip
     memory_fraction: float = option(
         0.9, "fraction of the GPU's free memory for weights, steps and KV cache together, if no size is given for the "
@@ -119,7 +119,7 @@ class GeneratorOptions(Options):
         True, "keep the KV of full pages for later prompts that begin in the same way, and for preempted sequences"
     )
     host_cache_gb: float = option(
-        0, "pinned host memory for pages that the KV cache evicts, in 10^9 bytes", low=0, high=MOST_GB
+        0, "pinned host memory for pages that the KV cache evicts, in 10^9 bytes", low=0, high=MAX_GB
     )
     attention: str = option(
         "auto", "attention kernels; auto is paged on a GPU and cpu on the CPU, flash is paged with flash-attn for "
@@ -167,42 +167,33 @@ OPTIONS = options_of(GeneratorOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """The configuration of an engine. A field with the name of an option has the option's value, or the value chosen
-    for it.
+class EngineConfig(GeneratorOptions):
+    """The configuration of an engine: the options with the values chosen for those that were left open, and what
+    follows from them.
 
     num_pages: number of pages on each rank; 0 until a GPU's memory is measured (`with_pages`).
     max_prefill_tokens: 0 until the speed of prefills is measured, if the user asks for that.
-    host_pages: number of pages of the host tier, on each rank.
     kv_cache_dtype: "fp8", or a dtype: the same as `dtype` on a GPU, and float32 on the CPU.
-    dtype_reason: why `dtype` was chosen, if "auto" has chosen it on the CPU.
+    speculate: options of speculation, including max_rows and row_cost; None: no speculation.
+    host_pages: number of pages of the host tier, on each rank.
     kernels: kind of kernels that run: "gluon" (in addition to Triton's), "triton" or "torch".
     context_given: whether the user gave max_model_len; if not, it is what the model and the pool allow.
-    adapter: folder of the adapter that is merged at the start.
-    speculate: options of speculation, including max_rows and row_cost; None: no speculation.
+    dtype_reason: why `dtype` was chosen, if "auto" has chosen it on the CPU.
     weights: form of quantized weights, "fp8" or "int4"; "": they have the dtype.
     """
 
     device: str
-    dtype: str
     max_model_len: int
     max_seqs: int
     max_step_tokens: int
     max_prefill_tokens: int
-    page_size: int
     num_pages: int
-    attention: str
-    memory_fraction: float
-    prefix_cache: bool
-    host_pages: int
-    tensor_parallel: int
     deterministic: bool
+    speculate: FeatureOptions | None = None
+    host_pages: int
     kernels: str
     context_given: bool
-    kv_cache_dtype: str
     dtype_reason: str = ""
-    adapter: str | Path | None = None
-    speculate: FeatureOptions | None = None
     weights: str = ""
 
     @classmethod
@@ -246,30 +237,24 @@ class EngineConfig:
         }
         bytes_of_token = token_bytes(model, kv_dtype, sum(each.kv_layers for each in features.values() if each))
         page_bytes = bytes_of_token * options.page_size * options.tensor_parallel  # on all ranks
-        config = cls(
-            device=options.device,
-            dtype=dtype,
-            max_model_len=model.max_position if context is None else context,
-            max_seqs=max_seqs,
-            max_step_tokens=max_step_tokens,
-            max_prefill_tokens=max_step_tokens if limit is None else min(limit, max_step_tokens),
-            page_size=options.page_size,
-            num_pages=0,
-            attention=auto_attention if options.attention == "auto" else options.attention,
-            memory_fraction=options.memory_fraction,
-            prefix_cache=options.prefix_cache,
-            host_pages=_host_pages(options, page_bytes),
-            tensor_parallel=options.tensor_parallel,
-            deterministic=options.attention != "reference"
+        chosen: dict[str, Any] = {
+            "dtype": dtype,
+            "max_model_len": model.max_position if context is None else context,
+            "max_seqs": max_seqs,
+            "max_step_tokens": max_step_tokens,
+            "max_prefill_tokens": max_step_tokens if limit is None else min(limit, max_step_tokens),
+            "num_pages": 0,
+            "kv_cache_dtype": kv_dtype,
+            "attention": auto_attention if options.attention == "auto" else options.attention,
+            "deterministic": options.attention != "reference"
             and _deterministic(model, options, (dtype, kv_dtype), gpu, kernels),
-            kernels="triton" if kernels == "gluon" and dtype == "float32" else kernels,
-            context_given=context is not None,
-            kv_cache_dtype=kv_dtype,
-            dtype_reason=dtype_reason,
-            weights=model.quantization.name if model.quantization else "",
-            adapter=options.adapter,
-            **features,
-        )
+            "host_pages": _host_pages(options, page_bytes),
+            "kernels": "triton" if kernels == "gluon" and dtype == "float32" else kernels,
+            "context_given": context is not None,
+            "dtype_reason": dtype_reason,
+            "weights": model.quantization.name if model.quantization else "",
+        }
+        config = cls(**{each.name: getattr(options, each.name) for each in fields(options)} | features | chosen)
         pages = _num_pages(config, options, page_bytes, measured=gpu)
         return config.with_pages(pages) if pages else config
 
@@ -328,9 +313,9 @@ class EngineConfig:
         return self.max_seqs * -(-self.max_model_len // self.page_size) + 1
 
 
-def feature_options(options: GeneratorOptions | EngineConfig) -> dict[str, FeatureOptions]:
-    """Return the options of features among options or in a configuration, by name."""
-    values = {name: getattr(options, name) for name in options.__dataclass_fields__}
+def feature_options(options: GeneratorOptions) -> dict[str, FeatureOptions]:
+    """Return the options of features among options, by name."""
+    values = {each.name: getattr(options, each.name) for each in fields(options)}
     return {name: value for name, value in values.items() if isinstance(value, FeatureOptions)}
 
 

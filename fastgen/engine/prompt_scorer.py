@@ -51,10 +51,10 @@ class PromptScorer(StepFeature[ScorePlan]):
         step.all_rows = True
 
     def after(self, step: Launched, payload: ScorePlan, x: Tensor) -> None:
-        found: list[_Pending] = []
-        first, wanted = len(step.batch.decodes), {request.lane: request for request in payload.requests}
+        pending: list[_Pending] = []
+        first, requests = len(step.batch.decodes), {request.lane: request for request in payload.requests}
         for chunk in step.batch.prefills:
-            if (request := wanted.get(chunk.lane)) is not None:
+            if (request := requests.get(chunk.lane)) is not None:
                 rows = x[first + request.row : first + request.row + len(request.targets)]
                 targets = upload(np.array(request.targets, dtype=np.int64), x.device)
                 temperature = min(max(request.temperature, 1 / LARGE), LARGE)  # float32 holds no more
@@ -66,11 +66,11 @@ class PromptScorer(StepFeature[ScorePlan]):
                     logprobs, _ = scoring.score(logits, targets[part], temperature)
                     top = scoring.alternatives(logits, request.top) if request.top else (None, None)
                     start = chunk.start + request.row + 1 + at
-                    found.append(_Pending(chunk.lane, start, *map(to_host, (logprobs, *top))))
+                    pending.append(_Pending(chunk.lane, start, *map(to_host, (logprobs, *top))))
                 if request.embed:
-                    found.append(self._embedding(chunk, x[first + len(chunk.tokens) - 1]))
+                    pending.append(self._embedding(chunk, x[first + len(chunk.tokens) - 1]))
             first += len(chunk.tokens)
-        step.held[ScorePlan] = found
+        step.held[ScorePlan] = pending
 
     def _embedding(self, chunk: Prefill, x: Tensor) -> _Pending:
         norm = self._model.parameters.norm

@@ -164,7 +164,7 @@ class Runner:
         """Compute the logits of a step of the first `size` lanes that decode, with all tensors at fixed addresses, as
         the body of a graph. shared: read keys that rows share once. layers: see Transformer.forward."""
         source = self.lanes if source is None else source
-        self._run_decodes(source.fill(size), shared, source.alone, layers)
+        self._run_decodes(source.make_rows(size), shared, source.alone, layers)
 
     def _run_decodes(
         self, rows: DecodeInput, shared: bool = False, alone: bool = False, layers: Sequence[int] | None = None
@@ -187,16 +187,16 @@ class Runner:
         if graphs is not None:
             size = graphs.size_for(count)
             graphs.run(size)
-            rows = source.filled(size, count)
+            rows = source.graph_rows(size, count)
         else:
-            rows = source.fill(count, exact=True)
+            rows = source.make_rows(count, exact=True)
             self._run_decodes(rows)
         step.lanes, step.positions = rows.lanes, rows.kv_lens  # with n keys, the token at position n is drawn
         step.logits = self.logits[: len(rows.lanes)] if self.group.rank == 0 else None
 
     def _launch_uploaded(self, step: Launched, shared: bool) -> None:
         """Launch any step, as CUDA graphs if there are some for its number of tokens."""
-        sequences = StepSequences.of(step.batch, self.lanes.host_kv_lens)
+        sequences = self.lanes.count_batch(step.batch)
         layout = sequences.layout(self.lanes.page_table, len(step.batch.decodes), shared)
         graphs = self.prefill_graphs
         if graphs is not None and sequences.tokens <= graphs.sizes[-1]:
@@ -216,7 +216,7 @@ class Runner:
         for event in step.arrivals.values():
             event.wait()
         sent, draws = graphs.run(arrays, layout), len(step.sampling)
-        step.lanes, step.positions, x = sent.drawing[:draws], sent.ends[:draws], None
+        step.lanes, step.positions, x = sent.draw_lanes[:draws], sent.ends[:draws], None
         if step.all_rows:
             x = graphs.finish(len(sent.ids), layout)
             step.logits = self.model.logits(x[sent.rows[:draws]]) if draws else None
@@ -229,7 +229,7 @@ class Runner:
         """Launch a step kernel by kernel. Return the residual stream [T, hidden size] if `step.all_rows` is set."""
         model, total, draws = self.model, sequences.tokens, len(step.sampling)
         sent = StepArrays.of(step.batch, sequences, self.lanes, -total % model.row_tile).send(self.device)
-        step.lanes, step.positions = sent.drawing, sent.ends
+        step.lanes, step.positions = sent.draw_lanes, sent.ends
         state = self.lanes.state
         begin_step(sent.lanes, sent.kv_lens, sent.decode_lens, sent.ids, state.last_token, self.lanes.kv_lens)
         parts = self._parts(step, sequences, sent, layout)
@@ -249,16 +249,16 @@ class Runner:
 
     def _parts(self, step: Launched, sequences: StepSequences, sent: StepTensors, layout: StepLayout) -> list[StepPart]:
         """Return the step as one part, or under tensor parallelism as two halves if it is long."""
-        table, found = self.lanes.page_table, list[StepPart]()
+        table, parts = self.lanes.page_table, list[StepPart]()
         for part in [sequences] if self.group.exchange is None else self._halves(sequences, layout.decodes):
-            start, count = sum(part.mapping.real for part in found), part.tokens
+            start, count = sum(part.mapping.real for part in parts), part.tokens
             end = len(sent.ids) if start + count == sequences.tokens else start + count  # with the step's padding
             # All decodes, which may share keys, are in the first part.
-            own = part.layout(table, 0, False) if found else part.layout(table, layout.decodes, layout.shared)
-            plan = self.attention.plan(own)
+            decodes, shared = (0, False) if parts else (layout.decodes, layout.shared)
+            plan = self.attention.plan(part.layout(table, decodes, shared))
             mapping = self.model.slot_mapping(self.pool, sent.positions[start:end], sent.slots[start:end], count)
-            found.append(StepPart(sent.ids[start:end], mapping, plan, step.arrivals))
-        return found
+            parts.append(StepPart(sent.ids[start:end], mapping, plan, step.arrivals))
+        return parts
 
     def _halves(self, sequences: StepSequences, decodes: int) -> list[StepSequences]:
         """Cut a long step in two. The import stands here because only tensor parallelism needs it."""

@@ -32,7 +32,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from fastgen.engine.admission import LaneTable, LengthEstimate, PageReservations, begins_like, next_chunk
-from fastgen.engine.features import add_requested, features_of, history_of, make_allocator, token_masks
+from fastgen.engine.features import add_requested, features_of, history_of, make_allocator
 from fastgen.engine.interface import History, PlanFeature
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.pages import NOT_INDEXED
@@ -58,6 +58,7 @@ class Scheduler:
         self.stats = Stats(pages=config.num_pages)
         self._features: list[PlanFeature] = [feature.plan(self.stats) for feature in features_of(config)]
         self._row_planner = next((feature for feature in self._features if feature.plans_rows), None)
+        self._mask_maker: PlanFeature | None = None
         self.reset()
 
     def reset(self, sequences: Iterable[Sequence] = ()) -> None:
@@ -103,6 +104,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Append a sequence to the queue."""
         add_requested(self._features, sequence, self.lanes)
+        self._mask_maker = next((feature for feature in self._features if feature.makes_masks), None)
         self.reservations.enqueue(sequence)
 
     def drop_prefixes(self) -> None:
@@ -164,8 +166,8 @@ class Scheduler:
 
     def _room(self, sequence: Sequence, rows: int) -> int:
         """Return how many of a decode's rows have room, with more pages if there are some."""
-        wanted = min(sequence.computed + rows, sequence.max_len - 1)
-        if wanted > sequence.limit and self._grow(sequence, wanted):
+        length = min(sequence.computed + rows, sequence.max_len - 1)
+        if length > sequence.limit and self._grow(sequence, length):
             self._set_limit(sequence)
         return min(rows, sequence.limit - sequence.computed)
 
@@ -294,10 +296,10 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extend a sequence's page table to `num_tokens` tokens; return False if too few pages are available."""
-        held = len(sequence.pages)
+        first = len(sequence.pages)
         if not self.pages.grow(sequence.pages, num_tokens):
             return False
-        self.lanes.send_pages(sequence, held)
+        self.lanes.send_pages(sequence, first)
         self.reservations.extend(sequence)
         return True
 
@@ -345,7 +347,8 @@ class Scheduler:
 
     def _accepts(self, sequence: Sequence, token: int) -> bool:
         """Return whether a sequence can go on with the token that it drew; if not, its `error` says why."""
-        accepted = all(feature.accepts(sequence, token) for feature in self._features)
+        # Nothing is called between the mask and the token's append: a signal's handler may run in a call.
+        accepted = self._mask_maker is None or self._mask_maker.accepts(sequence, token)
         if token < 0:
             sequence.error = sequence.error or NOT_FINITE
         return accepted and token >= 0
@@ -353,7 +356,8 @@ class Scheduler:
     def token_masks(self, batch: Batch, vocab_size: int) -> np.ndarray:
         """Return the tokens that the lanes of a masked batch may draw: int32 [R, ceil(V / 32)]; see TokenMask. The step
         before must have been read."""
-        return token_masks(self._features, [self.lanes[lane] for lane in batch.sampling], vocab_size)
+        assert self._mask_maker is not None, "no sequence has a mask"
+        return self._mask_maker.fill_masks([self.lanes[lane] for lane in batch.sampling], vocab_size)
 
     def _end_at(self, sequence: Sequence, token: int) -> None:
         """Finish a sequence if its last token, `token`, ends it."""

@@ -23,7 +23,6 @@ from fastgen.device.find import first_line, is_out_of_memory
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.disk import naming_full_disk
 from fastgen.engine.features import Feature, StepFeatures, features_of
-from fastgen.engine.largest_steps import measure_prefill_tokens
 from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.runner import Runner
 from fastgen.kernels.launch import kernels_of, slower_than_possible, triton
@@ -94,6 +93,8 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
         on_cpu = device.type == "cpu"
         runner = make_runner(model, config, features) if on_cpu else _start_gpu(model, config, free, features)
         if not config.max_prefill_tokens:
+            from fastgen.engine.largest_steps import measure_prefill_tokens  # only if it is to be measured
+
             runner.config = replace(runner.config, max_prefill_tokens=measure_prefill_tokens(runner))
     return runner
 

@@ -33,22 +33,6 @@ class StepSequences:
     num_draws: np.ndarray  # [S], number of lanes that draw from its last query token
     forks: np.ndarray  # [F], lanes that draw from another's last token
 
-    @classmethod
-    def of(cls, batch: Batch, known: np.ndarray) -> StepSequences:
-        """Add the tokens of a batch to `known`, the host's KV lengths of all lanes, and return the batch's lengths. A
-        fork's length becomes the end of its chunk."""
-        decodes = len(batch.decodes)
-        lanes = np.array([*batch.decodes, *(chunk.lane for chunk in batch.prefills)], dtype=np.int64)
-        query_lens = np.array([1] * decodes + [len(chunk.tokens) for chunk in batch.prefills], dtype=np.int64)
-        known[lanes[:decodes]] += 1
-        known[lanes[decodes:]] = [chunk.start + len(chunk.tokens) for chunk in batch.prefills]
-        draws = np.array([1] * decodes + [chunk.sample + len(chunk.forks) for chunk in batch.prefills], dtype=np.int64)
-        forks = np.array([lane for chunk in batch.prefills for lane in chunk.forks], dtype=np.int64)
-        assert all(chunk.sample for chunk in batch.prefills if chunk.forks)
-        kv_lens = known[lanes]
-        known[forks] = np.repeat(kv_lens[decodes:], [len(chunk.forks) for chunk in batch.prefills])
-        return cls(lanes, query_lens, kv_lens, draws, forks)
-
     @property
     def tokens(self) -> int:
         return int(self.query_lens.sum())
@@ -66,8 +50,8 @@ class StepSequences:
     def token_ids(self, batch: Batch, padding: int) -> np.ndarray:
         """Return the tokens of the step: int64 [T]; 0 for decodes, whose tokens are on the device, and for padding."""
         zeros = np.zeros(len(batch.decodes) + padding, dtype=np.int64)
-        known = [chunk.tokens for chunk in batch.prefills]
-        return np.concatenate([zeros[padding:], *known, zeros[:padding]])
+        chunks = [chunk.tokens for chunk in batch.prefills]
+        return np.concatenate([zeros[padding:], *chunks, zeros[:padding]])
 
 
 class Lanes:
@@ -128,13 +112,28 @@ class Lanes:
         """Add the tokens of the lanes that decode to host_kv_lens."""
         self.host_kv_lens[self._decode_lanes] += 1
 
-    def fill(self, size: int, exact: bool = False) -> DecodeInput:
+    def count_batch(self, batch: Batch) -> StepSequences:
+        """Add the tokens of a batch to host_kv_lens, and return its sequences. A fork's length becomes the end of its
+        chunk."""
+        lengths, decodes = self.host_kv_lens, len(batch.decodes)
+        lanes = np.array([*batch.decodes, *(chunk.lane for chunk in batch.prefills)], dtype=np.int64)
+        query_lens = np.array([1] * decodes + [len(chunk.tokens) for chunk in batch.prefills], dtype=np.int64)
+        lengths[lanes[:decodes]] += 1
+        lengths[lanes[decodes:]] = [chunk.start + len(chunk.tokens) for chunk in batch.prefills]
+        draws = np.array([1] * decodes + [chunk.sample + len(chunk.forks) for chunk in batch.prefills], dtype=np.int64)
+        forks = np.array([lane for chunk in batch.prefills for lane in chunk.forks], dtype=np.int64)
+        assert all(chunk.sample for chunk in batch.prefills if chunk.forks)
+        kv_lens = lengths[lanes]
+        lengths[forks] = np.repeat(kv_lens[decodes:], [len(chunk.forks) for chunk in batch.prefills])
+        return StepSequences(lanes, query_lens, kv_lens, draws, forks)
+
+    def make_rows(self, size: int, exact: bool = False) -> DecodeInput:
         """Write the rows of the first `size` lanes that decode, and count their tokens in kv_lens."""
         rows = self.input.first(size)
         advance(self.state.last_token, self.kv_lens, self.page_table, rows, self._page_size)
         return rows
 
-    def filled(self, size: int, count: int) -> DecodeInput:
+    def graph_rows(self, size: int, count: int) -> DecodeInput:
         return self.input.first(count)
 
     def plan_of(self, lanes: tuple[int, ...]) -> SamplePlan:
@@ -168,11 +167,11 @@ class RowSource(Protocol):
     @property
     def alone(self) -> bool: ...
 
-    def fill(self, size: int, exact: bool = False) -> DecodeInput:
+    def make_rows(self, size: int, exact: bool = False) -> DecodeInput:
         """Launch the kernels that make the rows of the first `size` lanes of `Lanes.input`, and return the rows. A CUDA
         graph can hold these launches, unless `exact` is set: that may leave padding out."""
 
-    def filled(self, size: int, count: int) -> DecodeInput:
+    def graph_rows(self, size: int, count: int) -> DecodeInput:
         """Return the rows to draw from, after a graph of `size` lanes has run for the `count` lanes of a step."""
 
 

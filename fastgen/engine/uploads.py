@@ -28,16 +28,17 @@ class StepTensors(NamedTuple):
     """The arrays of a step on the device.
 
     rows: int64 [R], the row of the step that each draw reads. sources: int64 [R], the lane of this row. ends: int32
-    [R], the KV length at this row, which is the position of the token to draw. drawing: int64 [R], the lane that draws;
-    a fork is not its own source. lanes: int64 [C]: the lanes that decode, those that prefill, and forks. kv_lens: int32
-    [C], their KV lengths after the step. decode_lens: int32 [D], D <= C, the same for the lanes that decode, perhaps
-    followed by zeros for other lanes. ids, positions, slots: int64 [T], of which padding has the slot -1.
+    [R], the KV length at this row, which is the position of the token to draw. draw_lanes: int64 [R], the lane that
+    draws; a fork is not its own source. lanes: int64 [C]: the lanes that decode, those that prefill, and forks.
+    kv_lens: int32 [C], their KV lengths after the step. decode_lens: int32 [D], D <= C, the same for the lanes that
+    decode, perhaps followed by zeros for other lanes. ids, positions, slots: int64 [T], of which padding has the slot
+    -1.
     """
 
     rows: Tensor
     sources: Tensor
     ends: Tensor
-    drawing: Tensor
+    draw_lanes: Tensor
     lanes: Tensor
     kv_lens: Tensor
     decode_lens: Tensor
@@ -52,7 +53,7 @@ class StepArrays(NamedTuple):
     rows: Ints
     sources: Ints
     ends: Ints32
-    drawing: Ints
+    draw_lanes: Ints
     lanes: Ints
     kv_lens: Ints32
     decode_lens: Ints32
@@ -77,7 +78,7 @@ class StepArrays(NamedTuple):
             rows=np.repeat(step.query_lens.cumsum() - 1, step.num_draws),
             sources=np.repeat(step.lanes, step.num_draws),
             ends=np.repeat(step.kv_lens, step.num_draws).astype(np.int32),
-            drawing=np.array(batch.sampling, dtype=np.int64),
+            draw_lanes=np.array(batch.sampling, dtype=np.int64),
             lanes=changed,
             kv_lens=kv_lens,
             decode_lens=kv_lens[: len(batch.decodes)],

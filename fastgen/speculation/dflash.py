@@ -125,7 +125,7 @@ class DFlash(LayeredHead):
             rope_write(kv.apply(context), mapping, keys, values, layer.head_norm)
 
     def body(self, size: int) -> None:
-        lanes, own, block = self._drawing[:size], self._lanes, self._head.block
+        lanes, own, block = self._draw_lanes[:size], self._lanes, self._head.block
         start = own.kv_lens[lanes]
         room = (self._limits[lanes] - start).clamp(0, block)
         mapping, ids = self._block(lanes, start, room)

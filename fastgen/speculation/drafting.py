@@ -128,7 +128,7 @@ class Drafting(StepFeature[DraftPlan]):
             self._drafts.most[lanes] = upload(most, self._device)
             step.source, step.graphs = self, self.graphs
 
-    def fill(self, size: int, exact: bool = False) -> DecodeInput:
+    def make_rows(self, size: int, exact: bool = False) -> DecodeInput:
         """Return last and drafted tokens of the first `size` lanes that decode, and padding. exact: without padding on
         the CPU, where each row takes time."""
         drafts, lanes, count = self._drafts, self._lanes.input.lanes[:size], self.options.row_limit(size)
@@ -139,7 +139,7 @@ class Drafting(StepFeature[DraftPlan]):
         spread(lanes, drafts, own.state.last_token, own.kv_lens, own.page_table, rows, self._page_size)
         return rows
 
-    def filled(self, size: int, count: int) -> DecodeInput:
+    def graph_rows(self, size: int, count: int) -> DecodeInput:
         return self._rows.first(self.options.row_limit(size))
 
     def drawn(self, step: Launched, payload: DraftPlan, tokens: Tensor) -> None:

@@ -153,7 +153,7 @@ class Eagle(LayeredHead):
     # ------------------------------------------------------------------------------------------- drafts
 
     def body(self, size: int) -> None:
-        lanes, most = self._drawing[:size], self.most_drafts(size)
+        lanes, most = self._draw_lanes[:size], self.most_drafts(size)
         start, limits = self._lanes.kv_lens[lanes], self._limits[lanes]
         states, ids = self._states[self._ends[:size]], self._lanes.state.last_token[lanes]
         for number in range(most):

@@ -130,7 +130,7 @@ class Head(ABC):
         self.graphs: Graphs[int] | None = None
         lanes, device = self._options.most_lanes, self._tokens.device
         self._limits = torch.zeros(self._lanes.padding + 1, dtype=torch.int32, device=device)
-        self._drawing = torch.full((lanes,), self._lanes.padding, dtype=torch.int64, device=device)
+        self._draw_lanes = torch.full((lanes,), self._lanes.padding, dtype=torch.int64, device=device)
         self._ends = torch.zeros(lanes, dtype=torch.int64, device=device)
         self._offsets = torch.arange(64, device=device)
         self._state = copy.copy(self._lanes.state)  # with the same parameters of lanes, and another last token
@@ -158,7 +158,7 @@ class Head(ABC):
 
     @abstractmethod
     def body(self, size: int) -> None:
-        """Draft for the first `size` of the lanes that draw, with all tensors at fixed addresses: `_drawing`, their
+        """Draft for the first `size` of the lanes that draw, with all tensors at fixed addresses: `_draw_lanes`, their
         `_limits`, and `_ends`, the rows of their last tokens in the step, int64 [S]."""
 
     def update(self, named: Tensors) -> None:
@@ -178,13 +178,13 @@ class Head(ABC):
             return False
         count = size = len(drawn.lanes)
         self._limits[drawn.lanes] = upload(np.array(plan.limits, dtype=np.int32), self._limits.device)
-        self._drawing[:count] = drawn.lanes
+        self._draw_lanes[:count] = drawn.lanes
         self._ends[:count] = drawn.ends(rows)
         if self.graphs is None:
             self.body(size)
         else:
             size = self.graphs.size_for(count)
-            self._drawing[count:size] = self._lanes.padding
+            self._draw_lanes[count:size] = self._lanes.padding
             self._ends[count:size] = 0
             self.graphs.run(size)
         return True

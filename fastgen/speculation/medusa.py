@@ -118,7 +118,7 @@ class Medusa(Head):
         self._states[rows] = x
 
     def body(self, size: int) -> None:
-        lanes, norm, most = self._drawing[:size], self._target.parameters.norm, self.most_drafts(size)
+        lanes, norm, most = self._draw_lanes[:size], self._target.parameters.norm, self.most_drafts(size)
         x = rms_norm(self._states[self._ends[:size]], norm.weight, norm.eps)
         logits = torch.stack([self._logits(x, head) for head in range(most)], 1)
         start = self._lanes.kv_lens[lanes]

@@ -238,8 +238,8 @@ class Speculator(PlanFeature):
         right = kept - 1 if verified else 0
         self._stats.head_drafted += verified
         self._stats.head_accepted += right
-        if known := self._learned.get(lane):
-            known.barren = 0 if right else known.barren + kept
+        if learned := self._learned.get(lane):
+            learned.barren = 0 if right else learned.barren + kept
 
     def leave(self, sequence: Sequence) -> None:
         self._drafting.discard(sequence.lane)
@@ -261,8 +261,8 @@ class Speculator(PlanFeature):
 
     def best_rows(self, sequences: Collection[Sequence]) -> list[int]:
         """Return the maximum number of rows of each sequence, chosen to maximize expected tokens per unit of time."""
-        known = [self._learned[s.lane] for s in sequences if s.lane in self._drafting]
-        rates = [(QUIET**each.quiet, each.rate) for each in known]
+        learned = [self._learned[s.lane] for s in sequences if s.lane in self._drafting]
+        rates = [(QUIET**each.quiet, each.rate) for each in learned]
         drafting = sum(chance for chance, _ in rates)
         lanes, cost, most = len(sequences), self.options.row_cost or 0.0, self.options.max_draft + 1
         best, best_width, extra = float(lanes), 1, 0.0
@@ -282,18 +282,18 @@ class Speculator(PlanFeature):
     def learn(self, lane: int, drawn: list[int], verified: int, guess: int) -> None:
         """Learn from a lane's result. drawn: its tokens. verified: drafted tokens that it computed. guess: the first
         token that is drafted now, -1 for none."""
-        known = self._learned.get(lane)
-        if known is None:  # it does not speculate
+        learned = self._learned.get(lane)
+        if learned is None:  # it does not speculate
             return
-        right, tried = int(known.guess == drawn[0]), int(known.guess >= 0)
+        right, tried = int(learned.guess == drawn[0]), int(learned.guess >= 0)
         if verified:
             right, tried = len(drawn) - 1, min(len(drawn), verified)
         if tried:
-            weight, found = 1 - (1 - LEARNING) ** tried, right / tried
-            known.rate += (found - known.rate) * weight
-            self.rate += (found - self.rate) * weight / 4
-        known.quiet = 0 if guess >= 0 else known.quiet + 1
-        known.guess = guess
+            weight, share = 1 - (1 - LEARNING) ** tried, right / tried
+            learned.rate += (share - learned.rate) * weight
+            self.rate += (share - self.rate) * weight / 4
+        learned.quiet = 0 if guess >= 0 else learned.quiet + 1
+        learned.guess = guess
 
 
 def speculates(sequence: Sequence) -> bool:

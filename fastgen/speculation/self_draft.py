@@ -112,7 +112,7 @@ class SelfDraft(Head):
         self._weights.changes = -1
 
     def body(self, size: int) -> None:
-        lanes, most = self._drawing[:size], self.most_drafts(size)
+        lanes, most = self._draw_lanes[:size], self.most_drafts(size)
         start, limits, ids = self._lanes.kv_lens[lanes], self._limits[lanes], self._lanes.state.last_token[lanes]
         for number in range(most):
             position = start + number

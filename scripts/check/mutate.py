@@ -50,7 +50,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("engine.runner", "tests/engine/test_prefill_graphs.py tests/engine/test_halves.py"): [
         ("Runner._replay", "event.wait()", "event.query()"),
-        ("Runner._parts", "part.layout(table, 0, False)", "part.layout(table, 0, layout.shared)"),
+        ("Runner._parts", "(0, False) if parts", "(0, layout.shared) if parts"),
     ],
     ("kernels.work_tiles", "tests/kernels/test_kernels_attention.py"): [
         ("_twin", "np.count_nonzero(lens) <= most_split", "len(lens) <= most_split"),
@@ -82,9 +82,9 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("InputProcessor.check_params", "if edited > MAX_BIASES:", "if edited > MAX_BIASES + 1:"),
     ],
     ("engine.interrupts", CALLS + " tests/test_robustness.py"): [
-        ("DeferredInterrupt._call", "self._pending = False", "pass"),
-        ("DeferredInterrupt._outer", "return max(at for", "return min(at for"),
-        ("DeferredInterrupt.reading", "signal.signal(signal.SIGINT, self._found[self._outer()])", "pass"),
+        ("DeferredInterrupt._deliver", "self._pending = False", "pass"),
+        ("DeferredInterrupt.__exit__", "and not self._nested.pop()", "and self._nested.pop() is not None"),
+        ("DeferredInterrupt.reading", "if deferred: self._deliver()", "pass"),
         ("OneCaller._take", "if self.forked:", "if False:"),
         ("OneCaller._take", "if not self._lock.acquire(blocking=False):", "if not self._lock.acquire():"),
     ],

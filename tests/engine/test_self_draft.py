@@ -115,7 +115,7 @@ def test_drafts_write_only_to_their_own_places(llama: Path, monkeypatch: pytest.
             before = runner.pool.keys.clone()
             body(size)
             changed = (runner.pool.keys != before).any(4).any(2).any(0)  # [pages, positions]
-            for lane in head._drawing[:size].tolist():
+            for lane in head._draw_lanes[:size].tolist():
                 start, limit = int(runner.lanes.kv_lens[lane]), int(head._limits[lane])
                 for position in range(start, min(start + 3, limit)):
                     changed[runner.lanes.page_table[lane, position // 16], position % 16] = False
