@@ -34,9 +34,9 @@ from fastgen.model.quantization import check_requantize
 from fastgen.model.weights import Tensors
 from fastgen.names import explains_names
 from fastgen.option import takes_fields_of
+from fastgen.prefill_only import PrefillOnly
 from fastgen.request import Completion, Event, Message, Params, Prompt, Request, RequestOutput, SamplingParams
 from fastgen.start import agreeing, log_start, resolve_options, start_runner
-from fastgen.tasks import PromptTasks
 from fastgen.text.tokenizer import TOKENIZER_OPTIONS, chat_arguments
 
 if TYPE_CHECKING:  # for updates of the weights only
@@ -50,7 +50,7 @@ READ_STEPS = 4  # new prompts of at most so many steps' token budgets are read b
 
 
 @explains_names("generate", "chat", "stream", "score", "classify", "embed")
-class Generator(PromptTasks):
+class Generator(PrefillOnly):
     """A model that generates text, for many requests at a time.
 
     The arguments are the fields of `GeneratorOptions`; `help(Generator)` describes them. `config` has the values that
@@ -394,9 +394,15 @@ class Generator(PromptTasks):
         return Tie(self.model_config.own_head, can_untie) if self.model_config.tied else None
 
     @property
+    def needs_weights(self) -> bool:
+        """True while nothing can be generated until `update_weights` was called with all weights: an update has failed
+        midway, or `sleep` dropped them."""
+        return bool(self._loop.weight_state.unusable)
+
+    @property
     def torn(self) -> bool:
-        """True while nothing can be generated: an update of the weights has failed midway, or `sleep` dropped them."""
-        return bool(self._loop.weight_state.torn)
+        """Raise AttributeError, which names `needs_weights`."""
+        raise AttributeError("a Generator has no torn any more; read needs_weights")
 
     @property
     def weight_version(self) -> int:

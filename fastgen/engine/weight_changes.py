@@ -29,7 +29,7 @@ class WeightChanges:
 
         def begin() -> None:
             loop.runner.weights.keep_bases(update.adapted, self._adapter_base)
-            weights.torn = TORN
+            weights.unusable = TORN
             loop.scheduler.drop_prefixes()
             if in_flight == "recompute":
                 loop.scheduler.preempt_all()
@@ -39,7 +39,7 @@ class WeightChanges:
         try:
             loop.runner.weights.update(update, begin)
         except BaseException as error:
-            if weights.torn:
+            if weights.unusable:
                 error.add_note("until update_weights is called with all weights again, nothing can be generated")
                 loop.reset()
             raise
@@ -70,7 +70,7 @@ class WeightChanges:
         if not new:
             return 0
         if "weights" in new and not keep_weights:
-            weights.torn = DROPPED
+            weights.unusable = DROPPED
         weights.asleep |= new  # before the memory goes: after an exception, `wake` restores all of it
         try:
             freed = loop.runner.weights.sleep(sorted(new), keep_weights)
