@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from fastgen.engine.loop import Loop
 from fastgen.engine.weight_state import DROPPED, TORN, check_in_flight, check_tags
-from fastgen.model.weight_updates import WeightUpdate
 from fastgen.model.weights import Tensors
+
+if TYPE_CHECKING:  # updates load with the first one
+    from fastgen.model.weight_updates import WeightUpdate
 
 
 class WeightChanges:

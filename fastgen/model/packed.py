@@ -102,9 +102,9 @@ def pack(linear: Linear, gated: bool = False) -> Linear:
     with SwiGLU."""
     if isinstance(linear, _PACKED):
         return linear
-    found = packing(linear.weight.dtype)
-    assert found is not None
-    return (OneDnnGatedLinear if gated and found is OneDnnLinear else found).pack(linear)
+    kind = packing(linear.weight.dtype)
+    assert kind is not None
+    return (OneDnnGatedLinear if gated and kind is OneDnnLinear else kind).pack(linear)
 
 
 def unpack(linear: Linear) -> Linear:
