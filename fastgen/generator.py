@@ -25,7 +25,6 @@ from fastgen.engine.outputs import OutputQueue, error_output
 from fastgen.engine.prompts import prompt_list, request_source
 from fastgen.engine.stats import Stats, with_progress
 from fastgen.engine.team import Team, on_all_ranks
-from fastgen.engine.weight_changes import WeightChanges
 from fastgen.engine.weight_state import TAGS, WeightState
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, follow_head, resolve, with_eos_of
@@ -40,6 +39,7 @@ from fastgen.start import agreeing, log_start, resolve_options, start_runner
 from fastgen.text.tokenizer import TOKENIZER_OPTIONS, chat_arguments
 
 if TYPE_CHECKING:  # for updates of the weights only
+    from fastgen.engine.weight_changes import WeightChanges
     from fastgen.model.tied import Tie
     from fastgen.model.weight_updates import WeightUpdate
 
@@ -97,7 +97,7 @@ class Generator(PrefillOnly):
         )
         self._interrupt = OneCaller()
         self._loop = Loop(self._runner, self._inputs, WeightState(options.adapter is not None), self._interrupt)
-        self._changes = WeightChanges(self._loop, options.adapter_base)
+        self._adapter_base = options.adapter_base
         self.history = self._loop.scheduler.history
 
     # --------------------------------------------------------------------------------------- whole answers
@@ -384,6 +384,13 @@ class Generator(PrefillOnly):
             following: int = change() if self._team is None else self._team.call(name, change, update)
             self._loop.weight_state.version = following  # of ranks above 0, too
         return following
+
+    @functools.cached_property
+    def _changes(self) -> WeightChanges:
+        """The changes of the weights, whose module loads with the first one."""
+        from fastgen.engine.weight_changes import WeightChanges
+
+        return WeightChanges(self._loop, self._adapter_base)
 
     @functools.cached_property
     def _tie(self) -> Tie | None:
