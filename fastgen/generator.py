@@ -25,7 +25,6 @@ from fastgen.engine.outputs import OutputQueue, error_output
 from fastgen.engine.prompts import prompt_list, request_source
 from fastgen.engine.stats import Stats, with_progress
 from fastgen.engine.team import Team, on_all_ranks
-from fastgen.engine.weight_changes import WeightChanges
 from fastgen.engine.weight_state import TAGS, WeightState
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, follow_head, resolve, with_eos_of
@@ -34,12 +33,13 @@ from fastgen.model.quantization import check_requantize
 from fastgen.model.weights import Tensors
 from fastgen.names import explains_names
 from fastgen.option import takes_fields_of
+from fastgen.prefill_only import PrefillOnly
 from fastgen.request import Completion, Event, Message, Params, Prompt, Request, RequestOutput, SamplingParams
 from fastgen.start import agreeing, log_start, resolve_options, start_runner
-from fastgen.tasks import PromptTasks
 from fastgen.text.tokenizer import TOKENIZER_OPTIONS, chat_arguments
 
 if TYPE_CHECKING:  # for updates of the weights only
+    from fastgen.engine.weight_changes import WeightChanges
     from fastgen.model.tied import Tie
     from fastgen.model.weight_updates import WeightUpdate
 
@@ -50,7 +50,7 @@ READ_STEPS = 4  # new prompts of at most so many steps' token budgets are read b
 
 
 @explains_names("generate", "chat", "stream", "score", "classify", "embed")
-class Generator(PromptTasks):
+class Generator(PrefillOnly):
     """A model that generates text, for many requests at a time.
 
     The arguments are the fields of `GeneratorOptions`; `help(Generator)` describes them. `config` has the values that
@@ -97,7 +97,7 @@ class Generator(PromptTasks):
         )
         self._interrupt = OneCaller()
         self._loop = Loop(self._runner, self._inputs, WeightState(options.adapter is not None), self._interrupt)
-        self._changes = WeightChanges(self._loop, options.adapter_base)
+        self._adapter_base = options.adapter_base
 
     @functools.cached_property
     def history(self) -> History:
@@ -390,6 +390,13 @@ class Generator(PromptTasks):
         return following
 
     @functools.cached_property
+    def _changes(self) -> WeightChanges:
+        """The changes of the weights, whose module loads with the first one."""
+        from fastgen.engine.weight_changes import WeightChanges
+
+        return WeightChanges(self._loop, self._adapter_base)
+
+    @functools.cached_property
     def _tie(self) -> Tie | None:
         """The tie of embedding and head, which updates of a tied model follow from the first one on."""
         from fastgen.model.tied import Tie
@@ -398,9 +405,15 @@ class Generator(PromptTasks):
         return Tie(self.model_config.own_head, can_untie) if self.model_config.tied else None
 
     @property
+    def needs_weights(self) -> bool:
+        """True while nothing can be generated until `update_weights` was called with all weights: an update has failed
+        midway, or `sleep` dropped them."""
+        return bool(self._loop.weight_state.unusable)
+
+    @property
     def torn(self) -> bool:
-        """True while nothing can be generated: an update of the weights has failed midway, or `sleep` dropped them."""
-        return bool(self._loop.weight_state.torn)
+        """Raise AttributeError, which names `needs_weights`."""
+        raise AttributeError("a Generator has no torn any more; read needs_weights")
 
     @property
     def weight_version(self) -> int:

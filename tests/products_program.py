@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastgen.device import mkl
+from fastgen.device.mkl_packed import PACKS
 from fastgen.device.processor import has_amx
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.model.attention.cpu import CpuAttention
@@ -107,7 +107,7 @@ def check_attention(head_size: int, kv_heads: int, page_size: int) -> None:
 
 torch.manual_seed(0)
 for dtype in (torch.float32,) if has_amx() else (torch.float32, torch.bfloat16):
-    chosen, other = packing(dtype), MklLinear if mkl.PACKS and dtype == torch.float32 else None
+    chosen, other = packing(dtype), MklLinear if PACKS and dtype == torch.float32 else None
     for kind in dict.fromkeys(kind for kind in (chosen, other) if kind is not None):  # in one order, so with one seed
         for shape in SHAPES:
             check(kind, *shape, dtype)

@@ -32,7 +32,7 @@ class StubGenerator:
     """A Generator that says "x" in each step for each of the first max_seqs requests, which hold one page each."""
 
     tokenizer: Any = None
-    torn = False
+    needs_weights = False
     max_model_len = 4096
     default_params = SamplingParams()
 

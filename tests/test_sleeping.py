@@ -173,7 +173,7 @@ def test_too_little_memory_leaves_it_awake_or_asleep(
     with Generator(llama, dtype="bfloat16", **OPTIONS) as gen:
         before, size = answers(gen), gpu.mapped
         with monkeypatch.context() as patch:
-            patch.setattr("fastgen.device.pinned._free_memory", lambda: 1e4)
+            patch.setattr("fastgen.device.pinned_memory._free_memory", lambda: 1e4)
             with pytest.raises(ValueError, match=r"keeping the weights takes .* of which 0\.0 GB are free; pass"):
                 gen.sleep()
         assert gpu.mapped == size

@@ -223,7 +223,7 @@ class EngineLoop:
 
     @property
     def _waits(self) -> bool:
-        return self._paused or self._gen.torn
+        return self._paused or self._gen.needs_weights
 
     def turn(self) -> None:
         """Handle the messages that have arrived, run a step, and send its events. An idle loop waits for a message

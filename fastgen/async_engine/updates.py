@@ -36,7 +36,7 @@ class WeightUpdates:
         self._trainer: TrainerGroup | None = None
 
     def weight_state(self) -> dict[str, Any]:
-        return {"weight_version": self._gen.weight_version, "torn": self._gen.torn}
+        return {"weight_version": self._gen.weight_version, "torn": self._gen.needs_weights}
 
     def init_weight_group(
         self, host: str, backend: str | None, gpu: str | None, seconds: float, bucket_bytes: int, replace: bool

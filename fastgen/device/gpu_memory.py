@@ -19,7 +19,7 @@ from torch import Tensor
 from fastgen.device import cuda_driver
 from fastgen.device.chip import current
 from fastgen.device.memory import Memory, device_memory, release_memory
-from fastgen.device.pinned import Pinned
+from fastgen.device.pinned_memory import Pinned
 
 ALIGNMENT = 512  # alignment of tensors, in bytes
 

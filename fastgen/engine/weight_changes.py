@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from fastgen.engine.loop import Loop
 from fastgen.engine.weight_state import DROPPED, TORN, check_in_flight, check_tags
-from fastgen.model.weight_updates import WeightUpdate
 from fastgen.model.weights import Tensors
+
+if TYPE_CHECKING:  # updates load with the first one
+    from fastgen.model.weight_updates import WeightUpdate
 
 
 class WeightChanges:
@@ -29,7 +32,7 @@ class WeightChanges:
 
         def begin() -> None:
             loop.runner.weights.keep_bases(update.adapted, self._adapter_base)
-            weights.torn = TORN
+            weights.unusable = TORN
             loop.scheduler.drop_prefixes()
             if in_flight == "recompute":
                 loop.scheduler.preempt_all()
@@ -39,7 +42,7 @@ class WeightChanges:
         try:
             loop.runner.weights.update(update, begin)
         except BaseException as error:
-            if weights.torn:
+            if weights.unusable:
                 error.add_note("until update_weights is called with all weights again, nothing can be generated")
                 loop.reset()
             raise
@@ -70,7 +73,7 @@ class WeightChanges:
         if not new:
             return 0
         if "weights" in new and not keep_weights:
-            weights.torn = DROPPED
+            weights.unusable = DROPPED
         weights.asleep |= new  # before the memory goes: after an exception, `wake` restores all of it
         try:
             freed = loop.runner.weights.sleep(sorted(new), keep_weights)

@@ -20,14 +20,14 @@ DROPPED = "the weights were dropped by sleep"
 class WeightState:
     """The version of a Generator's weights, and whether they can be used.
 
-    version: version of the weights in the model. torn: why the weights are a mixture of two versions, or "". asleep:
+    version: version of the weights in the model. unusable: why all weights have to be written again, or "". asleep:
     the parts of the memory that `sleep` has released. has_adapter: an adapter is merged. not_finite: names of weights
     that contain NaN or an infinity, or None before the first search.
     """
 
     def __init__(self, has_adapter: bool) -> None:
         self.version = 0
-        self.torn = ""
+        self.unusable = ""
         self.has_adapter = has_adapter
         self.asleep: frozenset[str] = frozenset()
         self.not_finite: list[str] | None = None
@@ -40,8 +40,8 @@ class WeightState:
 
     def check_whole(self) -> None:
         """Raise RuntimeError if the weights are torn."""
-        if self.torn:
-            raise RuntimeError(f"{self.torn}; call update_weights with all of them")
+        if self.unusable:
+            raise RuntimeError(f"{self.unusable}; call update_weights with all of them")
 
     def blame(self, find_not_finite: Callable[[], list[str]]) -> str:
         """Return the end of a message about logits that are not finite: the names of weights that are not finite."""
@@ -76,7 +76,7 @@ class WeightState:
 
     def finish(self, update: WeightUpdate, version: int) -> None:
         """Note that an update is complete."""
-        self.version, self.torn, self.not_finite = version, "", None
+        self.version, self.unusable, self.not_finite = version, "", None
         self.has_adapter = update.merges and bool(update.names)
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fastgen.device.memory import Memory
-from fastgen.device.pinned import Pinned
+from fastgen.device.pinned_memory import Pinned
 from fastgen.kernels.merge import merge
 from fastgen.model.loader import load
 from fastgen.model.weight_updates import WeightUpdate

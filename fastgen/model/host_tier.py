@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.device.pinned import Pinned, on_stream, upload
+from fastgen.device.pinned import on_stream, upload
+from fastgen.device.pinned_memory import Pinned
 from fastgen.kernels.page_copies import copy_pages
 from fastgen.model.kv_pool import KVPool
 

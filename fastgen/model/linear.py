@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,14 @@ class Linear:
             return F.linear(x, self.weight, self.bias).to(out_dtype)
         assert self.bias is None
         return torch.mm(x, self.weight.t(), out_dtype=out_dtype)
+
+
+class PackedLinear(Linear, ABC):
+    """A linear layer on the CPU whose weight is stored in the order of a library's products; see packed.py."""
+
+    @abstractmethod
+    def unpack(self) -> Linear:
+        """Return a linear layer with a plain weight."""
 
 
 def finish(y: Tensor, fused: Fused) -> Tensor:

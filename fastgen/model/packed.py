@@ -14,11 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fastgen.device import mkl
 from fastgen.device.processor import is_intel
 from fastgen.kernels.batch_invariant import Fused
-from fastgen.model.linear import Linear, finish
-from fastgen.model.mkl_linear import MklLinear
+from fastgen.model.linear import Linear, PackedLinear, finish
 
 PACKED_ROW_TILE = 4
 """`ROW_TILE` for packed layers. A single row is summed in another order, and 4 rows take no more time than 2."""
@@ -27,7 +25,7 @@ _ROWS = 16  # number of rows that oneDNN chooses a format for; the formats for 2
 
 
 @dataclass(eq=False)
-class OneDnnLinear(Linear):
+class OneDnnLinear(PackedLinear):
     """A linear layer with a packed weight. packed: opaque tensor with torch's layout `torch._mkldnn`. `weight` has a
     shape but no memory."""
 
@@ -45,12 +43,11 @@ class OneDnnLinear(Linear):
         return cls(linear.weight.new_empty(()).expand(linear.weight.shape), linear.bias, packed=packed)
 
     def unpack(self) -> Linear:
-        """Return a linear layer with a plain weight."""
         return Linear(self.packed.to_dense(), self.bias)
 
 
 @dataclass(eq=False)
-class OneDnnGatedLinear(Linear):
+class OneDnnGatedLinear(PackedLinear):
     """The linear layer of gate and up with packed weights, whose products compute SwiGLU. gate, up: as `packed` above.
     `weight` has a shape but no memory."""
 
@@ -72,7 +69,6 @@ class OneDnnGatedLinear(Linear):
         return cls(weight, linear.bias, gate=gate.packed, up=up.packed)
 
     def unpack(self) -> Linear:
-        """Return a linear layer with a plain weight."""
         return Linear(torch.cat((self.gate.to_dense(), self.up.to_dense())), self.bias)
 
 
@@ -83,30 +79,31 @@ class Packing(Protocol):
 
 
 def packing(dtype: torch.dtype) -> Packing | None:
-    """Return the class of packed layers for a dtype on this processor, or None if none has been tested on it."""
+    """Return the class of packed layers for a dtype on this processor, or None if none has been tested on it. The
+    modules for Intel's processors load on these only."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         return None
     if dtype == torch.float32 and is_intel():
-        return MklLinear if mkl.PACKS else None
+        from fastgen.device.mkl_packed import PACKS
+        from fastgen.model.mkl_linear import MklLinear
+
+        return MklLinear if PACKS else None
     if dtype == torch.bfloat16:
         return OneDnnLinear if torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
     built_in: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return OneDnnLinear if dtype == torch.float32 and built_in else None
 
 
-_PACKED = OneDnnLinear | OneDnnGatedLinear | MklLinear
-
-
 def pack(linear: Linear, gated: bool = False) -> Linear:
     """Return a packed form of a linear layer. There must be a `packing` for its dtype. gated: the layer is only applied
     with SwiGLU."""
-    if isinstance(linear, _PACKED):
+    if isinstance(linear, PackedLinear):
         return linear
-    found = packing(linear.weight.dtype)
-    assert found is not None
-    return (OneDnnGatedLinear if gated and found is OneDnnLinear else found).pack(linear)
+    kind = packing(linear.weight.dtype)
+    assert kind is not None
+    return (OneDnnGatedLinear if gated and kind is OneDnnLinear else kind).pack(linear)
 
 
 def unpack(linear: Linear) -> Linear:
     """Return a linear layer with a plain weight."""
-    return linear.unpack() if isinstance(linear, _PACKED) else linear
+    return linear.unpack() if isinstance(linear, PackedLinear) else linear

@@ -246,35 +246,35 @@ class Parameters:
         the weights that are written.
         """
         form = self.config.quantization.stored if stored and self.config.quantization else ""
-        found = self._shards(self, model_table(self._whole), form)
+        shards = self._shards(self, model_table(self._whole), form)
         for number, layer in enumerate(self.layers):
-            found |= self._shards(layer, layer_table(self._whole, number), form)
-        return found
+            shards |= self._shards(layer, layer_table(self._whole, number), form)
+        return shards
 
     def _shards(self, holder: Layer | Parameters, table: list[Module], form: str) -> dict[str, Shard]:
         """Return the shards of the modules in a table whose places are attributes of `holder`."""
-        found, ends = dict[str, Shard](), Counter[str]()
+        shards, ends = dict[str, Shard](), Counter[str]()
         for _, group in groupby(table, attrgetter("name")):
             module, *others = modules = list(group)
-            held = attrgetter(module.place)(holder)
-            found_parts = [(each.first + start, shape[0]) for each in modules for start, shape in [self._part(each)]]
-            start, parts = found_parts[0][0], tuple(found_parts) if others else ()
-            rows = slice(ends[module.place], ends[module.place] + sum(size for _, size in found_parts))
+            place = attrgetter(module.place)(holder)
+            slices = [(each.first + start, shape[0]) for each in modules for start, shape in [self._part(each)]]
+            start, parts = slices[0][0], tuple(slices) if others else ()
+            rows = slice(ends[module.place], ends[module.place] + sum(size for _, size in slices))
             ends[module.place] = rows.stop
-            weight = held.weight if isinstance(held, Linear) else held
+            weight = place.weight if isinstance(place, Linear) else place
             whole = module.total or module.shape[0], *module.shape[1:]
             dim = module.split or 0
             part = Part(whole, dim, start, self._part(module)[1][dim])
             quantized = None
             if self._quantized is not None and module.place in LINEARS:
-                quantized = self._quantized.shards(held, module.name, part, parts, rows, form)
-            found |= quantized or {f"{module.name}.weight": Shard(weight[rows], *part[:3], parts=parts)}
+                quantized = self._quantized.shards(place, module.name, part, parts, rows, form)
+            shards |= quantized or {f"{module.name}.weight": Shard(weight[rows], *part[:3], parts=parts)}
             if self._has_bias(module):
                 start = start if module.split == ROWS else 0
-                found[f"{module.name}.bias"] = Shard(held.bias[rows], whole[:1], 0, start, parts=parts)
+                shards[f"{module.name}.bias"] = Shard(place.bias[rows], whole[:1], 0, start, parts=parts)
             elif module.bias:
-                found[f"{module.name}.bias"] = Shard(self.norm.weight.new_empty(0), whole[:1])
-        return found
+                shards[f"{module.name}.bias"] = Shard(self.norm.weight.new_empty(0), whole[:1])
+        return shards
 
     def untie(self) -> None:
         """Give the head of a tied model its own memory, with a copy of the embedding. Weights must not be packed."""

@@ -40,9 +40,9 @@ TIMEOUT = timedelta(minutes=10)  # of a collective
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return the objects of all ranks, ordered by rank. They are pickled."""
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, mine, group=group)
-    return found
+    objects: list[Any] = [None] * group.size()
+    dist.all_gather_object(objects, mine, group=group)
+    return objects
 
 
 class RendezvousStore(Store):
@@ -182,8 +182,8 @@ class RankGroup(Group):
                     self._inbox.polls.zero_()
                 if self.exchange is not None:
                     self.exchange.interrupt()
-        for known in self._graphs:
-            if (graphs := known()) is not None:
+        for reference in self._graphs:
+            if (graphs := reference()) is not None:
                 graphs.reset()
 
     def _run(self, collective: Callable[..., T], *args: Any, **options: Any) -> T:

@@ -48,13 +48,13 @@ class ShardedResidual:
 
     def select(self, rows: Tensor) -> Tensor:
         assert self._pending is None
-        own = self._exchange.rows_of(self._count)
-        if not len(rows) or own.start == own.stop:
-            found = self._xs.new_zeros(len(rows), self._xs.shape[1])
+        mine = self._exchange.rows_of(self._count)
+        if not len(rows) or mine.start == mine.stop:
+            part = self._xs.new_zeros(len(rows), self._xs.shape[1])
         else:
-            here = (rows >= own.start) & (rows < own.stop)
-            found = self._xs[(rows - own.start).clamp(0, len(self._xs) - 1)].masked_fill_(~here[:, None], 0)
-        return self._group.all_reduce(found) if len(rows) else found
+            is_mine = (rows >= mine.start) & (rows < mine.stop)
+            part = self._xs[(rows - mine.start).clamp(0, len(self._xs) - 1)].masked_fill_(~is_mine[:, None], 0)
+        return self._group.all_reduce(part) if len(rows) else part
 
     def whole(self) -> Tensor:
         """Return the rows of all ranks [T, hidden]: the stream, or its norm if `add` was given one. The next step

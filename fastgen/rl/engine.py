@@ -14,7 +14,7 @@ from fastgen.rl.options import RemoteGeneratorOptions
 from fastgen.rl.weights import Update, WeightSender
 
 
-class WeightState(TypedDict):
+class ReportedWeights(TypedDict):
     """The version of an engine's weights, and whether they are torn by an update that failed."""
 
     weight_version: int
@@ -76,9 +76,9 @@ class RemoteEngine:
     def update(self, update: Update) -> int | None:
         return self._sender.update(update)
 
-    def state(self) -> WeightState:
+    def state(self) -> ReportedWeights:
         found = self._client.get("/weight_version")
-        return WeightState(weight_version=found["weight_version"], torn=found["torn"])
+        return ReportedWeights(weight_version=found["weight_version"], torn=found["torn"])
 
     def fleet_seed(self) -> int:
         """Return a number that the engine has given to no other client."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
 from fastgen.processes.errors import DepartedError
-from fastgen.rl.engine import RemoteEngine, WeightState
+from fastgen.rl.engine import RemoteEngine, ReportedWeights
 from fastgen.rl.http import POLL_SECONDS, Connections, ServerClient, UnavailableError
 from fastgen.rl.options import RemoteGeneratorOptions
 from fastgen.rl.router import Router
@@ -189,7 +189,7 @@ class Members:
                 self._judge(member, state)
             self._begun = True
 
-    def _await_members(self) -> dict[Member, WeightState | Exception]:
+    def _await_members(self) -> dict[Member, ReportedWeights | Exception]:
         """Wait until all engines are ready, or `ready_timeout` has passed. Return {member: its state or error}."""
         begun = time.monotonic()
         while True:
@@ -222,7 +222,7 @@ class Members:
                     self._members.append(Member(self._made, url, RemoteEngine(url, self._options)))
                     self._made += 1
 
-    def _judge(self, member: Member, state: WeightState | Exception) -> None:
+    def _judge(self, member: Member, state: ReportedWeights | Exception) -> None:
         """Let an engine serve if it has the current weights. state: of its weights, or the error of asking."""
         with self._changed:
             served, member.answers = member.serves, not isinstance(state, LOST)
@@ -373,7 +373,7 @@ class Members:
             elif isinstance(result, Exception):
                 self._judge(member, tried(member.engine.state))
             else:
-                self._judge(member, WeightState(weight_version=after, torn=False))
+                self._judge(member, ReportedWeights(weight_version=after, torn=False))
         refused = [error for error in errors if not isinstance(error, LOST)]
         if refused or len(errors) == len(found):
             raise (refused or errors)[0]

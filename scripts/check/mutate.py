@@ -105,13 +105,13 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("Loop.begin", "self._interrupt.check()", "pass"),
         ("Loop.update_output", "self.weight_state.blame(self.runner.weights.find_not_finite)", '""'),
     ],
-    ("tasks", "tests/test_tasks.py"): [
-        ("PromptTasks.classify", "for end in ends]", "for end in ends[:1] * len(ends)]"),
-        ("PromptTasks.embed", "if normalized else 1.0", "if states else 1.0"),
+    ("prefill_only", "tests/test_prefill_only.py"): [
+        ("PrefillOnly.classify", "for end in ends]", "for end in ends[:1] * len(ends)]"),
+        ("PrefillOnly.embed", "if normalized else 1.0", "if states else 1.0"),
         ("_answer_ids", "ids[len(before) :] if", "ids if"),
         ("_weight", "[end, *(other for (other,) in others)]", "[end]"),
     ],
-    ("engine.prompt_scorer", "tests/test_tasks.py"): [
+    ("engine.prompt_scorer", "tests/test_prefill_only.py"): [
         ("PromptScorer.after", "x[first + len(chunk.tokens) - 1]", "x[len(chunk.tokens) - 1]"),
     ],
     ("names", "tests/test_names.py"): [

@@ -16,7 +16,7 @@ from fastgen.request import Event, SamplingParams
 class FakeGenerator:
     """Runs every request for three steps; `add` takes 4 ms."""
 
-    torn = False
+    needs_weights = False
     tokenizer = None
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from fake_driver import MB, FakeDriver
 from torch import Tensor
 
-from fastgen.device import cuda_driver, memory
+from fastgen.device import cuda_driver, gpu_memory, memory
 from fastgen.device.gpu_memory import DeviceMemory, VirtualMemory
 from fastgen.device.new_memory import memory_on
 
@@ -54,9 +54,9 @@ def test_a_gpus_tensors_stay_where_they_are_and_their_memory_goes() -> None:
     tensors += [held.zeros(shape, dtype) for shape, dtype in SHAPES[1:]]  # after a release, too
     assert not any(tensor.any() for tensor in tensors)
     assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == SHAPES
-    assert all(tensor.data_ptr() % memory.ALIGNMENT == 0 for tensor in tensors)
+    assert all(tensor.data_ptr() % gpu_memory.ALIGNMENT == 0 for tensor in tensors)
     size = sum(driver.mapped.values())
-    assert size < sum(t.nbytes for t in tensors) + len(tensors) * memory.ALIGNMENT + driver.granularity
+    assert size < sum(t.nbytes for t in tensors) + len(tensors) * gpu_memory.ALIGNMENT + driver.granularity
     before = fill(tensors)
     for keep in (True, True, False, True):
         for _ in range(2):
@@ -142,10 +142,10 @@ class FakeLibrary:
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     made = FakeLibrary()
     monkeypatch.setattr(cuda_driver, "library", lambda: made)
-    monkeypatch.setattr(memory, "release_memory", lambda device: made.calls.append(("release", [device])))
+    monkeypatch.setattr(gpu_memory, "release_memory", lambda device: made.calls.append(("release", [device])))
     for name, result in {"mem_get_info": (5 * MB, 7 * MB), "current_device": 3, "synchronize": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
-    monkeypatch.setattr(memory, "current", made_current)
+    monkeypatch.setattr(gpu_memory, "current", made_current)
     return made
 
 
@@ -172,8 +172,8 @@ def test_the_driver_is_called_as_cuda_says(library: FakeLibrary) -> None:
     driver.unmap(1 << 40, 4 * MB)
     driver.free(1 << 40, 8 * MB)
     assert library.calls[4:] == [("cuMemUnmap", [1 << 40, 4 * MB]), ("cuMemAddressFree", [1 << 40, 8 * MB])]
-    assert ctypes.sizeof(memory._Allocation) == 32
-    assert ctypes.sizeof(memory._Access) == 12
+    assert ctypes.sizeof(gpu_memory._Allocation) == 32
+    assert ctypes.sizeof(gpu_memory._Access) == 12
 
 
 def test_memory_that_torch_keeps_is_asked_for_before_there_is_too_little(library: FakeLibrary) -> None:

@@ -135,8 +135,8 @@ def test_replayed_prefills_are_those_launched_kernel_by_kernel(
         replays, ran, found = (graphs.layers[False].run, graphs.ends.run), [], []
 
         def said() -> list[float]:
-            """Return logprobs of scored prompts of several tokens, and those of the first tokens after all prompts, while
-            another request decodes."""
+            """Return logprobs of scored prompts of several tokens, and those of the first tokens after all,
+            while another request decodes."""
             scores = [logprob for prompt in prompts[1:] for logprob in gen.score([prompt], start=1)[0]]
             busy = gen.add(prompts[4], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
             for prompt in prompts:

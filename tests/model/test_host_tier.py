@@ -10,7 +10,7 @@ import torch
 from conftest import random_ids
 from handmade import add_host_tier, continued, make_runner, run, table
 
-from fastgen.device import pinned
+from fastgen.device import pinned_memory
 from fastgen.engine.host_pages import PageMoves
 from fastgen.model import host_tier
 from fastgen.model.host_tier import GROUPS, HostTier
@@ -35,7 +35,7 @@ def test_random_saves_and_loads_equal_plain_copies(
     pool, draw = new_pool(layers), random.Random(layers)
     tier = HostTier(pool, 9)
     assert tier.pages.is_contiguous()
-    assert tier.pages.data_ptr() % pinned.ALIGNMENT == 0
+    assert tier.pages.data_ptr() % pinned_memory.ALIGNMENT == 0
     pages, slots = pool.whole.clone(), {}
     for _ in range(40):
         saves = list(zip(draw.sample(range(20), 6), draw.sample(range(9), 6), strict=True))[: draw.randint(1, 6)]
@@ -57,7 +57,7 @@ def test_random_saves_and_loads_equal_plain_copies(
 def test_too_little_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"host tier takes .* GB of the host's memory.*lower host_cache_gb"):
         HostTier(new_pool(), 10**13)
-    monkeypatch.setattr(pinned, "_free_memory", lambda: 1e6)
+    monkeypatch.setattr(pinned_memory, "_free_memory", lambda: 1e6)
     with pytest.raises(ValueError, match=r"takes 3\.1 GB of the host's memory, of which 0\.0 GB are free"):
         HostTier(new_pool(), 10**6)
 

@@ -252,7 +252,7 @@ def test_an_update_is_rounded_if_that_is_asked_for(
             gen.update_weights(new)
         with pytest.raises(ValueError, match="the weights do not fit the model"):
             gen.update_weights({**new, "model.norm.weight": torch.zeros(3)}, requantize=True)
-        assert (gen.weight_version, gen.torn) == (0, False)
+        assert (gen.weight_version, gen.needs_weights) == (0, False)
         check_scores(gen, source, meant)
         gen.update_weights(new, requantize=True)
         check_scores(gen, source, wanted)
@@ -267,7 +267,7 @@ def test_an_update_of_some_tensors_that_fails_midway(checkpoint: Checkpoint, tmp
         before = gen.score([random_ids(20)])[0][1:]
         with pytest.raises(RuntimeError, match="the trainer died"):
             gen.update_weights(dying(weights), requantize=True)
-        assert gen.torn
+        assert gen.needs_weights
         gen.update_weights(weights, requantize=True)
         assert gen.score([random_ids(20)])[0][1:] == before, "rounding to the nearest is what the test's form does"
         gen.update_weights({name: torch.full((256, 384), torch.nan)}, partial=True, requantize=True)

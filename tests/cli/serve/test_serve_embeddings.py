@@ -1,4 +1,4 @@
-"""/embeddings, with OpenAI's client; test_tasks.py holds the values to transformers."""
+"""/embeddings, with OpenAI's client; test_prefill_only.py holds the values to transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tasks.py: probabilities of choices and embeddings, held to transformers; test_rollouts.py has the scores."""
+"""prefill_only.py: probabilities of choices and embeddings, held to transformers; test_rollouts.py has the scores."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from fastgen.text.detokenizer import Detokenizer
 from fastgen.text.tokenizer import Tokenizer, encode_prompt
 
 
-class PromptTasks:
+class PrefillOnly:
     """The methods of Generator that compute something of prompts and generate nothing."""
 
     tokenizer: Tokenizer | None
