@@ -60,7 +60,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("FieldPolicy.note", "self._named.add(field)", "self._named.add(reason)"),
         ("Strict._read_fields", "if unused and name in NOTED and not policy.strict:",
          "if unused and not policy.strict:"),
-        ("History._refuse", "super()._refuse(name, FieldPolicy())", "super()._refuse(name, policy)"),
+        ("MessagePart._refuse", "super()._refuse(name, FieldPolicy())", "super()._refuse(name, policy)"),
     ],
     ("cli.serve.openai_input", "tests/cli/serve/test_serve_fields.py"): [
         ("GenerationFields._sampling_params", 'if self.stop == "":', "if self.stop is None:"),

@@ -169,7 +169,7 @@ def _integers(kind: type[Strict]) -> frozenset[str]:
     return frozenset(name for name, field in fields if int in (field.annotation, *get_args(field.annotation)))
 
 
-class History(Strict):
+class MessagePart(Strict):
     """A part of a message. Clients send messages back with keys that servers and libraries have added. These are
     dropped, except for keys that hold a part of what was said, which are errors."""
 
