@@ -62,6 +62,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
          "if unused and not policy.strict:"),
         ("MessagePart._refuse", "super()._refuse(name, FieldPolicy())", "super()._refuse(name, policy)"),
     ],
+    ("cli.serve.routes", "tests/cli/serve/test_serve_routes.py"): [
+        ("RouteTable._add_installed", "if path in (*self.posts, *self.gets):", "if path in self.posts:"),
+        ("RouteTable._load", "if module not in self._loaded:", "if True:"),
+        ("Post.read", "if name in given", "if name not in given"),
+    ],
     ("cli.serve.openai_input", "tests/cli/serve/test_serve_fields.py"): [
         ("GenerationFields._sampling_params", 'if self.stop == "":', "if self.stop is None:"),
         ("ChatMessage._check_role", 'if self.content == [] and self.role != "assistant":', "if self.content == []:"),
