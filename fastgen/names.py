@@ -24,18 +24,18 @@ def foreign_names() -> dict[str, Any]:
 def advice(kind: Literal["argument", "attribute"]) -> dict[str, str]:
     """Return what to do instead of each foreign name of a kind. Where there is a counterpart, it is "use" and its
     name."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for table in foreign_names()["tables"].values():
         for row in table["rows"]:
             text = row.get(kind, {})
             names = re.findall(r"`(?:--)?([\w-]+)`", row["theirs"]) if isinstance(text, str) else text
-            found |= {name.replace("-", "_"): text if isinstance(text, str) else text[name] for name in names}
-    return found
+            texts |= {name.replace("-", "_"): text if isinstance(text, str) else text[name] for name in names}
+    return texts
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is most similar to an unknown one, or "" if none is similar."""
-    return next(iter(difflib.get_close_matches(name[:100], list(known), n=1)), "")
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the name that is most similar to an unknown one, or "" if none is similar."""
+    return next(iter(difflib.get_close_matches(name[:100], list(names), n=1)), "")
 
 
 def explains_names(*methods: str) -> Callable[[Class], Class]:
@@ -63,22 +63,22 @@ def _explain(self: object, name: str) -> Any:
 def _explaining(method: Callable[..., Any], shown: str) -> Callable[..., Any]:
     """Return a method whose TypeErrors for wrong arguments say what to use. shown: its name in errors."""
     signature = inspect.signature(method)
-    known = list(signature.parameters)[1:]
+    arguments = list(signature.parameters)[1:]
 
     @wraps(method)
-    def call(*args: Any, **given: Any) -> Any:
-        if unknown := given.keys() - set(known):
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if unknown := kwargs.keys() - set(arguments):
             name = min(unknown)
-            near = nearest(name, known)
-            usual = f"the nearest one is {near!r}" if near else f"the arguments are {', '.join(known)}"
+            near = nearest(name, arguments)
+            usual = f"the nearest one is {near!r}" if near else f"the arguments are {', '.join(arguments)}"
             text, inner = advice("attribute").get(name) or advice("argument").get(name, usual), ""
-            if name not in advice("attribute") and not near and "params" in known:
+            if name not in advice("attribute") and not near and "params" in arguments:
                 inner = "; parameters of sampling go into params, as SamplingParams or as a dict"
             raise TypeError(f"{shown} has no argument {name!r}; {text}{inner}")
         try:
-            signature.bind(*args, **given)
+            signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{shown}: {error}") from None
-        return method(*args, **given)
+        return method(*args, **kwargs)
 
     return call

@@ -103,11 +103,11 @@ class Options:
     name is meant; its message begins with the name of the class, without "Options" at the end."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        known = cls.__dataclass_fields__
-        if unknown := kwargs.keys() - known.keys():
+        names = cls.__dataclass_fields__
+        if unknown := kwargs.keys() - names.keys():
             name = min(unknown)
-            near = nearest(name, known)
-            other = f"the nearest one is {near!r}" if near else f"the options are {', '.join(sorted(known))}"
+            near = nearest(name, names)
+            other = f"the nearest one is {near!r}" if near else f"the options are {', '.join(sorted(names))}"
             owner = cls.__name__.removesuffix("Options")
             raise TypeError(f"{owner} has no option {name!r}; {advice('argument').get(name, other)}")
         return super().__new__(cls)
@@ -141,12 +141,12 @@ def takes_fields_of(
 
 def options_of(cls: Any) -> dict[str, Option]:
     """Return the options of a dataclass whose fields were made by `option`, by name."""
-    found, hints = {}, get_type_hints(cls)
+    options, hints = {}, get_type_hints(cls)
     for each in fields(cls):
         hint = hints[each.name]
         kind = get_args(hint)[0] if isinstance(hint, UnionType) else hint
-        found[each.name] = Option(each.name, kind, each.default, **each.metadata)
-    return found
+        options[each.name] = Option(each.name, kind, each.default, **each.metadata)
+    return options
 
 
 MAX_CHOSEN = 128

@@ -11,10 +11,10 @@ from typing import Protocol, TypedDict
 
 from fastgen.rl.http import Connections, Json, ServerClient
 from fastgen.rl.options import RemoteGeneratorOptions
-from fastgen.rl.weights import Update, WeightSender
+from fastgen.rl.weights import WeightSender, WeightUpdate
 
 
-class ReportedWeights(TypedDict):
+class WeightStatus(TypedDict):
     """The version of an engine's weights, and whether they are torn by an update that failed."""
 
     weight_version: int
@@ -41,7 +41,7 @@ class Engines(Protocol):
     def score(self, bodies: list[Json]) -> list[list[float]]:
         """Return the logprobs of the sequences of all bodies."""
 
-    def update(self, update: Update) -> int | None:
+    def update(self, update: WeightUpdate) -> int | None:
         """Make an update, and return the version of the weights; None on ranks of the trainer that only gather."""
 
     def post(self, path: str, body: Json) -> list[Json]:
@@ -73,12 +73,12 @@ class RemoteEngine:
     def score(self, bodies: list[Json]) -> list[list[float]]:
         return [row for body in bodies for row in self._client.post("/score", body)["logprobs"]]
 
-    def update(self, update: Update) -> int | None:
+    def update(self, update: WeightUpdate) -> int | None:
         return self._sender.update(update)
 
-    def state(self) -> ReportedWeights:
+    def state(self) -> WeightStatus:
         found = self._client.get("/weight_version")
-        return ReportedWeights(weight_version=found["weight_version"], torn=found["torn"])
+        return WeightStatus(weight_version=found["weight_version"], torn=found["torn"])
 
     def fleet_seed(self) -> int:
         """Return a number that the engine has given to no other client."""

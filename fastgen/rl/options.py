@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from fastgen.option import Options, option
 
-MOST_SECONDS = 1e9  # of a timeout; torch.distributed cannot represent very long ones
+MAX_SECONDS = 1e9  # of a timeout; torch.distributed cannot represent very long ones
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RemoteGeneratorOptions(Options):
         unset="memory of the GPU (CUDA IPC) if the tensors are on the server's GPU, NCCL between two GPUs, else gloo",
     )  # fmt: skip
     timeout: float = option(
-        60.0, "seconds without progress after which an update fails, on both sides", low=0, high=MOST_SECONDS
+        60.0, "seconds without progress after which an update fails, on both sides", low=0, high=MAX_SECONDS
     )
     bucket_bytes: int = option(
         128 << 20, "bytes of tensors that are sent together, which both sides hold in device memory", low=1

@@ -60,7 +60,12 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("FieldPolicy.note", "self._named.add(field)", "self._named.add(reason)"),
         ("Strict._read_fields", "if unused and name in NOTED and not policy.strict:",
          "if unused and not policy.strict:"),
-        ("History._refuse", "super()._refuse(name, FieldPolicy())", "super()._refuse(name, policy)"),
+        ("MessagePart._refuse", "super()._refuse(name, FieldPolicy())", "super()._refuse(name, policy)"),
+    ],
+    ("cli.serve.routes", "tests/cli/serve/test_serve_routes.py"): [
+        ("RouteTable._add_installed", "if path in (*self.posts, *self.gets):", "if path in self.posts:"),
+        ("RouteTable._load", "if module not in self._loaded:", "if True:"),
+        ("Post.read", "if name in fields", "if name not in fields"),
     ],
     ("cli.serve.openai_input", "tests/cli/serve/test_serve_fields.py"): [
         ("GenerationFields._sampling_params", 'if self.stop == "":', "if self.stop is None:"),
@@ -144,7 +149,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("cli.serve.validation", "tests/cli/serve/test_serve_checking.py"): [
         ("check_counts", "limits.context, INNER)) > limits.context:", "limits.context, INNER)) > limits.context + 1:"),
-        ("parse", "if len(found[0]) == 1", "if True"),
+        ("parse", "if len(match[0]) == 1", "if True"),
     ],
     ("processes.stopping", "tests/processes/test_stopping.py"): [
         ("Stoppable.__exit__", "if interrupted and kind is not StoppedError:", "if False:"),

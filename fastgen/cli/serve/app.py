@@ -91,8 +91,8 @@ class _Report:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         scope["path"] = plain_path(scope["path"])
-        given = Headers(scope=scope).get("x-request-id", "")
-        name = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = Headers(scope=scope).get("x-request-id", "")
+        name = request_id if REQUEST_ID.fullmatch(request_id) else uuid.uuid4().hex
         start, status = time.monotonic(), 500
 
         async def receive_watched() -> Message:
@@ -141,12 +141,12 @@ def read_head(scope: Scope) -> None:
     elif not HOST.fullmatch(headers.get("host", "")):
         wrong = "the header Host is not a host"
     elif not target.startswith(b"/") and target != b"*":
-        found = ABSOLUTE.fullmatch(target)
-        if found is None or not HOST.fullmatch(found[1].decode("latin-1")):
+        match = ABSOLUTE.fullmatch(target)
+        if match is None or not HOST.fullmatch(match[1].decode("latin-1")):
             wrong = "the target of the request is neither a path nor a URL of this server"
         else:
             others = [(name, value) for name, value in scope["headers"] if name != b"host"]
-            scope["headers"], scope["raw_path"] = [*others, (b"host", found[1])], found[2] or b"/"
+            scope["headers"], scope["raw_path"] = [*others, (b"host", match[1])], match[2] or b"/"
             scope["path"] = plain_path(unquote(scope["raw_path"].decode("latin-1")))
     if wrong:
         raise ApiError(400, wrong, code="malformed_request")
@@ -192,10 +192,10 @@ class _Guard:
         await app(scope, receive, send)
 
     def _knows_key(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            given = headers.get("x-api-key", "")  # as Anthropic's clients send it
-        return hmac.compare_digest(given.strip().encode("latin-1"), self._key or b"")
+            key = headers.get("x-api-key", "")  # as Anthropic's clients send it
+        return hmac.compare_digest(key.strip().encode("latin-1"), self._key or b"")
 
     def _is_foreign(self, headers: Headers) -> bool:
         """Return whether this may come from another server's page without a CORS request from its browser."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 from pydantic import BeforeValidator, Field, FiniteFloat, WithJsonSchema, field_validator, model_validator
 from typing_extensions import TypedDict
 
-from fastgen.cli.serve.validation import Body, History, Items, Some, Strict, wrong
+from fastgen.cli.serve.validation import Body, Items, MessagePart, Some, Strict, wrong
 from fastgen.request import MAX_BIASES, MAX_LOGPROBS, SamplingParams
 from fastgen.text.grammar import MAX_GRAMMAR, lark_grammar
 
@@ -52,14 +52,14 @@ def _check_part(part: Any) -> Any:
 _Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
-class CalledFunction(History):
+class CalledFunction(MessagePart):
     """A call of a function. arguments: a JSON object as text, which is incomplete if max_tokens has cut it off."""
 
     name: str
     arguments: str
 
 
-class ToolCall(History):
+class ToolCall(MessagePart):
     id: str
     type: Literal["function"]
     function: CalledFunction
@@ -82,7 +82,7 @@ def _thought(message: dict[str, Any]) -> str | None:
     return next((text for text in found if isinstance(text, str) and text), None)
 
 
-class ChatMessage(History):
+class ChatMessage(MessagePart):
     """A message of a chat. reasoning_content: reasoning of an earlier answer, which may also have other names."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -24,7 +24,7 @@ from fastgen.option import ITEMS
 from fastgen.processes.errors import DepartedError
 from fastgen.request import SAMPLING_OPTIONS, Completion, Event
 from fastgen.rl.bodies import completion_of
-from fastgen.rl.options import MOST_SECONDS
+from fastgen.rl.options import MAX_SECONDS
 
 Tags = Some[Literal["weights", "kv_cache"]]
 Treatment = Literal["error", "keep", "recompute", "abort"]
@@ -100,7 +100,7 @@ class GroupRequest(ModelRequest):
 
     backend: Literal["gloo", "nccl"] | None = None
     gpu: str | None = None
-    timeout: FiniteFloat = Field(gt=0, le=MOST_SECONDS)
+    timeout: FiniteFloat = Field(gt=0, le=MAX_SECONDS)
     bucket_bytes: int = Field(gt=0)
     replace: bool = False
 

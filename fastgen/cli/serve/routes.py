@@ -46,9 +46,9 @@ class Post:
         """Return the checked body, and the function that answers it. limits: function that returns the limits of the
         model that a body names. Raises ApiError, which names the wrong field."""
         data = {} if self.bodiless and not body.strip() else parse(body)
-        given = data if isinstance(data, dict) else {}
-        post = next((other for name, other in self.dialects.items() if name in given), self)
-        check_counts(post.kind, given, limits(given.get("model")))
+        fields = data if isinstance(data, dict) else {}
+        post = next((other for name, other in self.dialects.items() if name in fields), self)
+        check_counts(post.kind, fields, limits(fields.get("model")))
         return check_request(post.kind, data, policy), post.answer
 
     @property

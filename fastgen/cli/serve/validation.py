@@ -117,7 +117,7 @@ class Strict(BaseModel):
     def _read_fields(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
-        policy, given = info.context or FieldPolicy(), {}
+        policy, fields = info.context or FieldPolicy(), {}
         for name, value in data.items():  # stops at the first unknown field, since there may be very many
             if value is None or (name in cls.neutral and is_neutral(value, cls.neutral[name][0])):
                 continue
@@ -128,8 +128,8 @@ class Strict(BaseModel):
                 cls._refuse(name, policy)
             elif not unused or name in cls.model_fields:
                 whole = isinstance(value, float) and value.is_integer() and name in _integers(cls)
-                given[name] = int(value) if whole else value
-        return given
+                fields[name] = int(value) if whole else value
+        return fields
 
     @classmethod
     def _knows(cls, name: str) -> bool:
@@ -169,7 +169,7 @@ def _integers(kind: type[Strict]) -> frozenset[str]:
     return frozenset(name for name, field in fields if int in (field.annotation, *get_args(field.annotation)))
 
 
-class History(Strict):
+class MessagePart(Strict):
     """A part of a message. Clients send messages back with keys that servers and libraries have added. These are
     dropped, except for keys that hold a part of what was said, which are errors."""
 
@@ -213,7 +213,7 @@ def parse(body: bytes | bytearray) -> Any:
     """Return the value of a body. Raises ApiError if it is not JSON, or has so many lists and objects that reading them
     would stop all other threads for long."""
     if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:  # also in strings
-        opened = (found for found in STRING_OR_OPENED.finditer(body) if len(found[0]) == 1)
+        opened = (match for match in STRING_OR_OPENED.finditer(body) if len(match[0]) == 1)
         if next(islice(opened, MAX_CONTAINERS, None), None) is not None:
             message = f"the body has more than {MAX_CONTAINERS} lists and objects; send less"
             raise ApiError(400, message, code="invalid_value")
@@ -280,8 +280,8 @@ def check_request(kind: type[RequestT], data: Any, policy: FieldPolicy | None = 
 def _api_error(error: ValidationError, data: Any) -> ApiError:
     """Return the error about the deepest wrong field, or the last one in a list. Of the types of a union, this belongs
     to the type that the value is closest to."""
-    found = [(_path(details, data), details) for details in error.errors(include_url=False)]
-    path, details = max(found, key=lambda pair: (len(pair[0]), [step for step in pair[0] if isinstance(step, int)]))
+    errors = [(_path(details, data), details) for details in error.errors(include_url=False)]
+    path, details = max(errors, key=lambda pair: (len(pair[0]), [step for step in pair[0] if isinstance(step, int)]))
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
     kind = details["type"]
     if kind == "missing":
@@ -289,7 +289,7 @@ def _api_error(error: ValidationError, data: Any) -> ApiError:
     if "field" in (context := details.get("ctx", {})):  # see `wrong`
         inside = param if path[-1:] == (context["field"],) else f"{param}.{context['field']}".removeprefix(".")
         return ApiError(400, f"{inside} {context['message']}", inside, kind)
-    messages = dict.fromkeys(other["msg"] for at, other in found if at == path)
+    messages = dict.fromkeys(other["msg"] for at, other in errors if at == path)
     reason = ", or ".join(_plain(message) for message in messages)
     return ApiError(
         400,
