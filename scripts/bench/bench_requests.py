@@ -45,7 +45,7 @@ class Draw:
 
 
 def rl(draw: Draw, small: bool) -> list[Round]:
-    """Return the rounds of `rl`, as a trainer asks that sends each sample as a request."""
+    """Return the rounds of `rl`, of a trainer that sends a request for each sample."""
     prompts, size, samples, answer, least = (2, 24, 2, 8, 1) if small else (64, 512, 16, 450, 16)
     ids = [draw.ids(size) for _ in range(prompts)]
     numbers = range(prompts * samples)

@@ -7,12 +7,12 @@
 
 A round sends chats and completions, streamed or not. A third of its clients leave midway, and a tenth of its requests
 are malformed. The first round warms the server up; with --minutes, rounds follow until then, else there is one more.
-After each round, when the server is idle, its memory, threads, file descriptors and pages are counted: `drift` is
-their change from the first round to the last, and its `mb_percent` leaves the KV pool of a CPU out. In the end, clients
-that read nothing run while others read, and a SIGTERM comes under load. The exit status is 1 if an answer is wrong,
-lost or late, or something is held. Writes scripts/results/serve-NAME.json. --serve comes last: flags of fgserve follow
-its model. A model of bench.py (mistral7, ...) has random weights and the bundled model's tokenizer. --pause lets
-each connection rest between two requests. --note is kept in the file, such as what else the machine does.
+After each round, when the server is idle, its memory, threads, file descriptors and pages are counted: `drift` is their
+change from the first round to the last, and its `mb_percent` leaves the KV pool of a CPU out. In the end, clients that
+read nothing run while others read. The exit status is 1 if an answer is wrong, lost or late, or something is held.
+Writes scripts/results/serve-NAME.json. --serve comes last: flags of fgserve follow its model. A model of bench.py
+(mistral7, ...) has random weights and the bundled model's tokenizer. --pause lets each connection rest between two
+requests. --note is kept in the file, such as what else the machine does.
 """
 
 from __future__ import annotations
@@ -257,30 +257,6 @@ class Flood:
         writer.close()
         return b"data: [DONE]" in said
 
-    # --------------------------------------------------------------------------------------------- the end
-
-    async def sigterm(self, server: Server, connections: int) -> dict[str, Any]:
-        """Send a SIGTERM in the middle of streams; return how they and the server have ended."""
-        ends: Counter[str] = Counter()
-        begun = asyncio.Barrier(connections + 1)
-
-        async def one(number: int) -> None:
-            body = {"prompt": WORDS[number % len(WORDS)], "max_tokens": 64, "ignore_eos": True, "stream": True}
-            async with self.client.stream("POST", f"{self.url}/v1/completions", json=body) as reply:
-                await begun.wait()
-                try:
-                    await read_stream(reply, {})
-                    ends["complete"] += 1
-                except ValueError as error:
-                    ends["an error" if "the server said" in str(error) else "torn"] += 1
-
-        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
-            for number in range(connections):
-                group.create_task(one(number))
-            await begun.wait()
-            server.process.terminate()
-        return {"streams": dict(ends), "status": await asyncio.to_thread(server.process.wait, 60)}
-
 
 async def connect(url: str, room: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to a server. room: bytes that the connection holds for a reader that does not read."""
@@ -359,7 +335,6 @@ async def soak(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
             print(line(rounds[-1]), flush=True)
         flood.client = client
         slow = await flood.slow_readers(arguments.slow, 4 * arguments.slow)
-        ended = await flood.sigterm(server, arguments.slow)
     return {
         "server": " ".join(arguments.serve),
         "machine": processor(),
@@ -370,7 +345,6 @@ async def soak(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
         "minutes": arguments.minutes,
         "drift": drift(rounds[0], rounds[-1]),
         "slow_readers": slow,
-        "sigterm": ended,
         "tracebacks": server.said.count("Traceback"),
         "rounds": rounds,
     }
@@ -399,8 +373,6 @@ def faults(report: dict[str, Any]) -> list[str]:
         found.append(f"the memory has grown by {report['drift']['mb_percent']:.1f} %")
     if report["slow_readers"]["p99_ratio"] > 2:
         found.append(f"slow readers slow others by {report['slow_readers']['p99_ratio']:.1f}")
-    if report["sigterm"]["status"] or "torn" in report["sigterm"]["streams"]:
-        found.append(f"after a SIGTERM: {report['sigterm']}")
     return found + ["the log has a traceback"] * bool(report["tracebacks"])
 
 
@@ -436,7 +408,7 @@ def main(argv: list[str] | None = None) -> int:
     ends = sum((Counter(each["ends"]) for each in report["rounds"]), Counter[str]())
     written = report | {"number_of_rounds": len(report["rounds"]), "ends": ends, "rounds": thinned(report["rounds"])}
     write_json(arguments.out / f"serve-{arguments.name}.json", written)
-    print(json.dumps({name: report[name] for name in ("drift", "slow_readers", "sigterm", "tracebacks")}, indent=2))
+    print(json.dumps({name: report[name] for name in ("drift", "slow_readers", "tracebacks")}, indent=2))
     for fault in (found := faults(report)):
         print(fault)
     return int(bool(found))

@@ -1,4 +1,4 @@
-"""scripts/check: the simulation, the plausible bugs and the sanitizer, run small."""
+"""scripts/check: the plausible bugs and the sanitizer, run small."""
 
 from __future__ import annotations
 
@@ -58,18 +58,11 @@ def test_bugs_that_cannot_be_applied_are_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("script", "options", "count"),
-    [
-        ("simulate.py", ("--schedules", "600", "--processes", "2"), "schedules"),
-        ("mutate.py", ("--only", "engine.options"), "found"),
-    ],
-)
-def test_the_scripts_find_what_they_should(script: str, options: tuple[str, ...], count: str, tmp_path: Path) -> None:
+def test_bugs_in_the_options_are_found(tmp_path: Path) -> None:
     report = tmp_path / "found.json"
-    subprocess.run([sys.executable, CHECK / script, *options, "--json", report], check=True)
+    subprocess.run([sys.executable, CHECK / "mutate.py", "--only", "engine.options", "--json", report], check=True)
     found = json.loads(report.read_text())
-    assert found[count] == (600 if count == "schedules" else found["mutants"])
+    assert found["found"] == found["mutants"] > 0
 
 
 SANITIZER = """#!/bin/sh

@@ -33,8 +33,8 @@ def test_a_small_flood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     report["slow_readers"]["p99_ratio"] = 1.0  # a time, while other tests run
     assert soak.faults(report) == [], capsys.readouterr().out
     assert report["ends"] == {"right": 58, "left": 32, "refused": 10}
-    for changed in ("drift", "sigterm", "slow_readers"):
-        wrong = report | {changed: {"mb_percent": 6, "p99_ratio": 2.1, "streams": {"torn": 1}, "status": 0}}
+    for changed in ("drift", "slow_readers"):
+        wrong = report | {changed: {"mb_percent": 6, "p99_ratio": 2.1}}
         assert len(soak.faults(wrong)) == 1
     for each in ({"trouble": ["lost"]}, {"held": {"pages_used": 1}}):
         assert len(soak.faults(report | {"rounds": [report["rounds"][0] | each], "tracebacks": 2})) == 2
