@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,8 @@ from invariants import check_scheduler
 
 from fastgen import Generator
 from fastgen.kernels import batch_invariant
+
+sys.dont_write_bytecode = False  # pytest keeps the tests that it has compiled, which takes each worker 7 seconds
 
 if os.environ.get("TRITON_INTERPRET"):
     with suppress(ImportError):
