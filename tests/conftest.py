@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +34,8 @@ from invariants import check_scheduler
 
 from fastgen import Generator
 from fastgen.kernels.triton import batch_invariant
+
+sys.dont_write_bytecode = False  # pytest keeps the tests that it has compiled, which takes each worker 7 seconds
 
 if os.environ.get("TRITON_INTERPRET"):
     with suppress(ImportError):

@@ -2,6 +2,7 @@
 of threads. With the argument `few`, it checks only some sizes and numbers of threads."""
 
 import sys
+from itertools import product
 
 import numpy as np
 import torch
@@ -112,7 +113,6 @@ for dtype in (torch.float32,) if has_amx() else (torch.float32, torch.bfloat16):
         for shape in SHAPES:
             check(kind, *shape, dtype)
 for head_size in (12, 64, 100, 128, 264) if FEW else (12, 24, 40, 64, 72, 100, 120, 128, 264):
-    for kv_heads in (1, 2):
-        for page_size in (16, 64):
-            check_attention(head_size, kv_heads, page_size)
+    for kv_heads, page_size in ((1, 64), (2, 16)) if FEW else product((1, 2), (16, 64)):
+        check_attention(head_size, kv_heads, page_size)
 print("equal")

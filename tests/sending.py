@@ -25,7 +25,8 @@ class Last:
         print("sending", flush=True)
         os.kill(os.getpid(), getattr(signal, end))
 del tensors["model.norm.weight"]
-gen = RemoteGenerator(url, api_key=key, timeout=1, replace_group=True, bucket_bytes=1)
+timeout = 60 if (end, device) == ("SIGKILL", "cpu") else 1  # its end is noticed at once
+gen = RemoteGenerator(url, api_key=key, timeout=timeout, replace_group=True, bucket_bytes=1)
 gen.update_weights({**tensors, "model.norm.weight": Last()})
 """
 

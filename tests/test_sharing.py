@@ -68,9 +68,7 @@ def test_a_cold_and_a_warm_cache_change_no_bit(name: str, family: Path, apart: l
         assert gen.stats.cached_tokens > 500
 
 
-@pytest.mark.parametrize(
-    ("family", "page_size"), [("llama", 3), ("mistral", 16), ("qwen2", 3), ("qwen3", 16)], indirect=["family"]
-)
+@pytest.mark.parametrize(("family", "page_size"), families_in_turn([3, 16]), indirect=["family"])
 def test_a_host_tier_that_thrashes_changes_no_bit(page_size: int, family: Path, apart: list[Answer]) -> None:
     options = {"page_size": page_size, "num_pages": 176 // page_size, "max_seqs": 3, "max_step_tokens": 40}
     with Generator(family, **options, host_cache_gb=host_gb(family, 200 / page_size, page_size)) as gen:

@@ -275,10 +275,17 @@ def test_what_does_not_fit_a_head_is_an_error(llama: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"kv_cache_dtype": "fp8"}, {"dtype": "bfloat16"}, {"attention": "reference"}, {"quantization": "fp8"}],
+    ("kind", "options"),
+    [
+        ("dflash", {"kv_cache_dtype": "fp8"}),
+        ("dflash", {"dtype": "bfloat16"}),
+        ("dflash", {"attention": "reference"}),
+        ("eagle", {"quantization": "fp8"}),
+        ("eagle", {"kv_cache_dtype": "fp8"}),
+        ("medusa", {"dtype": "bfloat16"}),
+        ("medusa", {"quantization": "fp8"}),
+    ],
 )
-@pytest.mark.parametrize("kind", ["dflash", "eagle", "medusa"])
 def test_heads_run_with_other_options(
     kind: str, options: dict[str, Any], llama: Path, tmp_path: Path, always: None
 ) -> None:

@@ -126,6 +126,7 @@ def test_ranks_that_nobody_holds_end_and_what_they_print_goes_to_stderr(capfd: p
 @pytest.mark.usefixtures("fake")
 def test_an_interrupt_while_ranks_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "FOLLOWER", ("-c", "import time; time.sleep(1000)"))
+    monkeypatch.setattr(spawning, "GRACE", 0.1)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -21,7 +21,7 @@ from fastgen.request import RequestOutput
 
 pytestmark = pytest.mark.timeout(120)
 
-SERVED = ("hermes", "mistral", "llama")  # formats of tool calls of the models
+SERVED = ("hermes", "llama")  # formats of tool calls of the models
 
 
 @pytest.fixture(scope="module")

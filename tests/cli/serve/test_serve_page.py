@@ -2,7 +2,7 @@
 
 Node comes with playwright's wheel, from PyPI; no wheel has a browser. So the first test holds the script to all that it
 does, on any machine, against a real server; the next ones hold that a browser shows it, that no text becomes more than
-text there, and that it enforces the page's policy.
+text there, and that it enforces the page's policy. They are long, since Node and Chromium take seconds to start.
 """
 
 from __future__ import annotations
@@ -112,12 +112,14 @@ def assert_harmless(page: Page) -> None:
     assert not page.locator("#log :is([onerror], [onclick], [style], [href^=javascript], [href^=data])").count()
 
 
+@pytest.mark.long
 def test_the_script_of_the_page(server: Server) -> None:
     command = [str(NODE), str(TESTS / "page_in_node.mjs"), server.url, KEY]
     run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=250)
     assert run.returncode == 0, run.stdout
 
 
+@pytest.mark.long
 def test_the_page_in_a_browser(server: Server, chromium: Browser) -> None:
     page = chromium.new_page()
     said = console(page)
@@ -146,6 +148,7 @@ def test_the_page_in_a_browser(server: Server, chromium: Browser) -> None:
     assert page.get_by_role("heading", level=1).is_visible()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("width", "scheme"), [(1300, "light"), (360, "dark")])
 def test_markdown_of_a_model_that_thinks_in_a_browser(
     server: Server, chromium: Browser, width: int, scheme: Literal["light", "dark"]
