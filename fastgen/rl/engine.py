@@ -11,7 +11,7 @@ from typing import Protocol, TypedDict
 
 from fastgen.rl.http import Connections, Json, ServerClient
 from fastgen.rl.options import RemoteGeneratorOptions
-from fastgen.rl.weights import WeightSender, WeightUpdate
+from fastgen.rl.weights import RemoteUpdate, WeightSender
 
 
 class WeightStatus(TypedDict):
@@ -41,7 +41,7 @@ class Engines(Protocol):
     def score(self, bodies: list[Json]) -> list[list[float]]:
         """Return the logprobs of the sequences of all bodies."""
 
-    def update(self, update: WeightUpdate) -> int | None:
+    def update(self, update: RemoteUpdate) -> int | None:
         """Make an update, and return the version of the weights; None on ranks of the trainer that only gather."""
 
     def post(self, path: str, body: Json) -> list[Json]:
@@ -73,7 +73,7 @@ class RemoteEngine:
     def score(self, bodies: list[Json]) -> list[list[float]]:
         return [row for body in bodies for row in self._client.post("/score", body)["logprobs"]]
 
-    def update(self, update: WeightUpdate) -> int | None:
+    def update(self, update: RemoteUpdate) -> int | None:
         return self._sender.update(update)
 
     def state(self) -> WeightStatus:

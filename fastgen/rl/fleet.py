@@ -19,7 +19,7 @@ from fastgen.rl.http import Connections, Json
 from fastgen.rl.members import LOST, Member, Members, Turn, of_each
 from fastgen.rl.options import RemoteGeneratorOptions
 from fastgen.rl.router import prefix_keys
-from fastgen.rl.weights import WeightUpdate
+from fastgen.rl.weights import RemoteUpdate
 
 if TYPE_CHECKING:
     from fastgen.rl.gathering import Gathering
@@ -113,7 +113,7 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------ weights
 
-    def update(self, update: WeightUpdate) -> int | None:
+    def update(self, update: RemoteUpdate) -> int | None:
         """Update all engines. DTensors are gathered once.
 
         An engine that ends during the update is lost, and the update goes on. If engines refuse it, the first of their
@@ -131,7 +131,7 @@ class Fleet:
         finally:
             gathering.run()  # other ranks need this one to gather, also after an error
 
-    def _update(self, update: WeightUpdate, gathering: Gathering | None) -> int:
+    def _update(self, update: RemoteUpdate, gathering: Gathering | None) -> int:
         """Update all engines at the same time. gathering: the tensors, which this thread gathers meanwhile; None: the
         source of `update`."""
         members = self.members

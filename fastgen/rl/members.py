@@ -19,7 +19,7 @@ from fastgen.rl.engine import RemoteEngine, WeightStatus
 from fastgen.rl.http import POLL_SECONDS, Connections, ServerClient, UnavailableError
 from fastgen.rl.options import RemoteGeneratorOptions
 from fastgen.rl.router import Router
-from fastgen.rl.weights import ADAPTER, Named, WeightUpdate
+from fastgen.rl.weights import ADAPTER, Named, RemoteUpdate
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Members:
         self._made = 0  # number of members so far
         self._router = Router()
         self.version, self._begun = 0, False
-        self._made_updates: list[WeightUpdate] | None = []  # those that lead to the current weights; None: no copy
+        self._made_updates: list[RemoteUpdate] | None = []  # those that lead to the current weights; None: no copy
         self._changed = threading.Condition()  # guards all of the above
         self.resting = set[str]()
         self._updating = self._closed = False
@@ -283,7 +283,7 @@ class Members:
                 state = error if isinstance(error, Exception) else tried(member.engine.state)
             self._judge(member, state)
 
-    def _update_again(self, engine: RemoteEngine, updates: list[WeightUpdate]) -> None:
+    def _update_again(self, engine: RemoteEngine, updates: list[RemoteUpdate]) -> None:
         """Make the updates that lead to the current weights."""
         for left, update in zip(reversed(range(len(updates))), updates, strict=True):
             # A version must differ from the previous one, and the last update sets the current one.
@@ -325,7 +325,7 @@ class Members:
                 self._updating = False
                 self._changed.notify_all()
 
-    def that_take(self, update: WeightUpdate) -> list[Member]:
+    def that_take(self, update: RemoteUpdate) -> list[Member]:
         """Return the engines that take an update: those that serve, and with all weights also others that answer.
         Raises ConnectionError if there are none."""
         if not update.is_complete:  # an engine that was started again would hide its other weights under our version
@@ -339,7 +339,7 @@ class Members:
             raise self._nobody()
         return taking
 
-    def _note(self, update: WeightUpdate | None) -> None:
+    def _note(self, update: RemoteUpdate | None) -> None:
         """Remember an update for engines that come back. None: there is no copy of its tensors."""
         made = self._made_updates
         if update is not None and update.is_complete:
@@ -354,7 +354,7 @@ class Members:
             self._made_updates = [*made, update]
 
     def settle(
-        self, found: dict[Member, int | Exception | None], update: WeightUpdate, copy: WeightUpdate | None
+        self, found: dict[Member, int | Exception | None], update: RemoteUpdate, copy: RemoteUpdate | None
     ) -> int:
         """Let those engines serve that have the weights of an update, and return their version. Raises the first error
         that is not the loss of an engine.
@@ -393,7 +393,7 @@ class Members:
                 raise error
 
 
-def _joined(before: WeightUpdate, after: WeightUpdate) -> Named | None:
+def _joined(before: RemoteUpdate, after: RemoteUpdate) -> Named | None:
     """Return the tensors in host memory of an update and of a partial one after it as those of one update; None if they
     cannot be one. Deltas are written into the tensors of `before`, so that their number does not matter."""
     from fastgen.model.deltas import DELTA, Delta

@@ -32,7 +32,7 @@ from fastgen.rl.engine import Engines, RemoteEngine
 from fastgen.rl.fleet import Fleet
 from fastgen.rl.http import END_SECONDS, Connections, Json, shut_down
 from fastgen.rl.options import RemoteGeneratorOptions as RemoteGeneratorOptions
-from fastgen.rl.weights import ADAPTER, WEIGHTS, WeightUpdate, tensors_of
+from fastgen.rl.weights import ADAPTER, WEIGHTS, RemoteUpdate, tensors_of
 
 SCORED = 64  # maximum number of sequences that one request to /score has, since nothing is reported during one
 TAGS = ("weights", "kv_cache")
@@ -204,7 +204,7 @@ class RemoteGenerator:
         """
         options = {"version": version, "partial": partial, "in_flight": in_flight, "requantize": requantize}
         source = str(Path(named).resolve()) if isinstance(named, str | Path) else tensors_of(named)
-        return self._engines.update(WeightUpdate(WEIGHTS, source, options))
+        return self._engines.update(RemoteUpdate(WEIGHTS, source, options))
 
     def update_adapter(
         self,
@@ -217,7 +217,7 @@ class RemoteGenerator:
         `Generator.update_adapter`. Ranks that shard the adapter call it together, as `update_weights`."""
         fields = config.to_dict() if hasattr(config, "to_dict") else config
         options = {"config": fields, "version": version, "in_flight": in_flight}
-        return self._engines.update(WeightUpdate(ADAPTER, None if named is None else tensors_of(named), options))
+        return self._engines.update(RemoteUpdate(ADAPTER, None if named is None else tensors_of(named), options))
 
     @property
     def weight_version(self) -> int:

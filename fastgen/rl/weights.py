@@ -23,7 +23,7 @@ Named = list[tuple[str, Any]]
 
 
 @dataclass(frozen=True)
-class WeightUpdate:
+class RemoteUpdate:
     """An update of weights, as a server takes it.
 
     route: WEIGHTS or ADAPTER. source: tensors, the path of a folder on the server's machine, or None for no adapter.
@@ -39,7 +39,7 @@ class WeightUpdate:
         """True for an update of all weights."""
         return self.route == WEIGHTS and not self.options["partial"]
 
-    def with_options(self, **options: Any) -> WeightUpdate:
+    def with_options(self, **options: Any) -> RemoteUpdate:
         return replace(self, options={**self.options, **options})
 
 
@@ -79,7 +79,7 @@ class WeightSender:
         """Backend of the weight group; None if there is no group."""
         return None if self._wire is None else self._wire.backend
 
-    def update(self, update: WeightUpdate) -> int | None:
+    def update(self, update: RemoteUpdate) -> int | None:
         """Make an update. Return the version of the weights; None on ranks that only gather tensors."""
         if update.source is None or isinstance(update.source, str):
             folder = {} if update.source is None else {"folder": update.source}
@@ -95,7 +95,7 @@ class WeightSender:
                 if hasattr(tensor, "full_tensor"):
                     tensor.full_tensor()
 
-    def _send(self, update: WeightUpdate, tensors: Named, turns: Iterator[tuple[str, Any]]) -> int:
+    def _send(self, update: RemoteUpdate, tensors: Named, turns: Iterator[tuple[str, Any]]) -> int:
         """Ask the engine to receive tensors, and send them meanwhile. turns: iterator of `tensors`."""
         from fastgen.async_engine.wire import header_of
 

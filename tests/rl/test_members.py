@@ -14,7 +14,7 @@ from fastgen.rl.fleet import Fleet
 from fastgen.rl.http import Connections, Json, ServerClient
 from fastgen.rl.members import Member, Members, StaleError, of_each
 from fastgen.rl.options import RemoteGeneratorOptions
-from fastgen.rl.weights import ADAPTER, WEIGHTS, WeightUpdate
+from fastgen.rl.weights import ADAPTER, WEIGHTS, RemoteUpdate
 
 URL = "http://localhost:1"
 
@@ -53,9 +53,9 @@ def test_all_members_are_called_at_the_same_time() -> None:
     assert list(found.values()) == [number for number in range(70) if number != 3]
 
 
-def update_of(route: str, version: int, name: str, **options: Any) -> WeightUpdate:
+def update_of(route: str, version: int, name: str, **options: Any) -> RemoteUpdate:
     """Make an update of one tensor, for which a number stands."""
-    return WeightUpdate(route, [(name, 0)], {"version": version, "in_flight": "error", **options})
+    return RemoteUpdate(route, [(name, 0)], {"version": version, "in_flight": "error", **options})
 
 
 def test_an_engine_returns_with_each_kind_of_update_and_the_others_do_not_wait_for_it(
@@ -63,7 +63,7 @@ def test_an_engine_returns_with_each_kind_of_update_and_the_others_do_not_wait_f
 ) -> None:
     made, updating, go_on, done = list[tuple[str, list[str]]](), *(threading.Event() for _ in range(3))
 
-    def update(engine: RemoteEngine, update: WeightUpdate) -> int:
+    def update(engine: RemoteEngine, update: RemoteUpdate) -> int:
         assert isinstance(update.source, list)
         made.append((update.route, [name for name, _ in update.source]))
         updating.set()
@@ -178,8 +178,8 @@ class Engines:
         self.versions[url], self.posted = 0, []
 
 
-def folder(partial: bool) -> WeightUpdate:
-    return WeightUpdate(WEIGHTS, "/new", {"version": None, "in_flight": "keep", "partial": partial})
+def folder(partial: bool) -> RemoteUpdate:
+    return RemoteUpdate(WEIGHTS, "/new", {"version": None, "in_flight": "keep", "partial": partial})
 
 
 def generate(fleet: Fleet, prompt: list[int], **fields: Any) -> set[int]:
@@ -354,7 +354,7 @@ def test_deltas_join_the_copy_of_the_weights(monkeypatch: pytest.MonkeyPatch) ->
 
     def note(partial: bool, **tensors: Any) -> list[dict[str, Any]]:
         named = [(name.replace("_delta", DELTA), tensor) for name, tensor in tensors.items()]
-        members._note(WeightUpdate(WEIGHTS, named, {"partial": partial}))
+        members._note(RemoteUpdate(WEIGHTS, named, {"partial": partial}))
         assert members._made_updates is not None
         return [dict(update.source) for update in members._made_updates if isinstance(update.source, list)]
 
@@ -368,7 +368,7 @@ def test_deltas_join_the_copy_of_the_weights(monkeypatch: pytest.MonkeyPatch) ->
     (found,) = note(True, a_delta=delta([0], 1 / 3), b=torch.ones(2))
     assert found["a"].view(-1)[0] == torch.tensor(1 / 3)
     assert found["b"].tolist() == [1, 1]
-    members._made_updates = [WeightUpdate(WEIGHTS, "/folder", {"partial": False})]
+    members._made_updates = [RemoteUpdate(WEIGHTS, "/folder", {"partial": False})]
     note(True, a_delta=delta([1, 4], 1.0, 2.0))
     (found,) = note(True, a_delta=delta([0, 4], 7.0, 8.0))
     assert found["a" + DELTA].tolist() == [[0, 1, 4], [7, 1, 8]]

@@ -17,7 +17,7 @@ from fastgen.rl.http import Json
 from fastgen.rl.options import RemoteGeneratorOptions
 from fastgen.rl.verl import NAME, check_version
 from fastgen.rl.verl.replica import STORE_HOST
-from fastgen.rl.weights import WEIGHTS, Named, WeightSender, WeightUpdate, tensors_of
+from fastgen.rl.weights import WEIGHTS, Named, RemoteUpdate, WeightSender, tensors_of
 
 Form = tuple[str, torch.dtype, torch.Size, torch.device]
 """Name, dtype, shape and device of a tensor."""
@@ -59,7 +59,7 @@ class Sender:
             self._update([(form[0], Turn(stream, form)) for form in self._forms])
 
     def _update(self, named: Named) -> None:
-        self._weights.update(WeightUpdate(WEIGHTS, named, {"version": None, "partial": False, "in_flight": "keep"}))
+        self._weights.update(RemoteUpdate(WEIGHTS, named, {"version": None, "partial": False, "in_flight": "keep"}))
 
 
 class Turn:
