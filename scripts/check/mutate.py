@@ -93,6 +93,10 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("OneCaller._take", "if self.forked:", "if False:"),
         ("OneCaller._take", "if not self._lock.acquire(blocking=False):", "if not self._lock.acquire():"),
     ],
+    ("engine.features", "tests/engine/test_features.py"): [
+        ("add_requested", "if not any(isinstance(feature, kind) for feature in features):", "if True:"),
+        ("StepFeatures.__missing__", "self[kind] = feature", "pass"),
+    ],
     ("engine.weight_changes", "tests/test_updating.py"): [
         ("WeightChanges.update", 'if in_flight == "recompute":', 'if in_flight == "keep":'),
     ],
