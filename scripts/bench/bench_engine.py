@@ -42,6 +42,7 @@ from fastgen.model.config import ModelConfig, parse_config
 LONG_RUN = 30.0  # seconds, from where on one run is enough
 PRODUCT_ROWS = 8192
 COPY_BYTES = 8 * 10**9
+PLACES = {"model", "revision", "tokenizer", "adapter", "tp_group"}  # options that a report leaves out: files and objects
 
 
 # What the chip can do
@@ -362,7 +363,8 @@ def measure_workload(
     costs = Costs.of(generator.model_config, generator.config.kv_cache_dtype)
     found = compare(figures_of(generator, workload), costs, rates, workload, vllm, gpus)
     pool_gb = generator.config.num_pages * generator.config.page_bytes(generator.model_config) / 1e9
-    found |= {"engine": asdict(generator.config), "pool_gb": pool_gb}
+    engine = {name: value for name, value in asdict(generator.config).items() if name not in PLACES}
+    found |= {"engine": engine, "pool_gb": pool_gb}
     if not arguments.smoke and gpus == 1:  # with several, other processes have the memory
         found["peak_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
     print(line(name, found, arguments.smoke), flush=True)
