@@ -12,7 +12,7 @@ import torch
 
 from fastgen.kernels.launch import INTERPRETED, KNOWN, optional, triton
 
-tl = None if triton is None else optional("triton.language")
+tl: Any = None if triton is None else optional("triton.language")
 
 
 class Notes:
