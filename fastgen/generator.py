@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from fastgen.device.memory import release_memory
 from fastgen.display import engine_line
 from fastgen.engine.inputs import InputProcessor
-from fastgen.engine.interface import History, StepRunner
+from fastgen.engine.interface import EarlierOutputs, StepRunner
 from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.loop import Loop
 from fastgen.engine.options import GeneratorOptions
@@ -100,7 +100,7 @@ class Generator(PrefillOnly):
         self._adapter_base = options.adapter_base
 
     @functools.cached_property
-    def history(self) -> History:
+    def history(self) -> EarlierOutputs:
         """Outputs of earlier requests, from which tokens are drafted; `history.clear()` removes them."""
         return self._loop.scheduler.history
 

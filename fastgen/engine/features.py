@@ -17,7 +17,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from fastgen.engine.admission import LaneTable
-from fastgen.engine.interface import History, PlanFeature
+from fastgen.engine.interface import EarlierOutputs, PlanFeature
 from fastgen.engine.options import EngineConfig, FeatureOptions, GeneratorOptions
 from fastgen.engine.pages import PageAllocator
 from fastgen.engine.stats import Stats
@@ -42,6 +42,7 @@ BY_PAYLOAD = {"fastgen.engine.prompt_scores:ScorePlan": "fastgen.engine.prompt_s
 """The StepFeature that the first payload of a type asks for, if no Feature has made one. It is made of the model."""
 
 HISTORY = "fastgen.speculation.planning:OutputHistory"
+"""The class of `Generator.history`, of which `history_of` makes an empty one if no feature keeps outputs."""
 
 
 class Feature(ABC):
@@ -113,10 +114,10 @@ def make_allocator(config: EngineConfig, features: Iterable[PlanFeature]) -> Pag
     return next(filter(None, made), None) or PageAllocator(config.num_pages, config.page_size)
 
 
-def history_of(features: Iterable[PlanFeature]) -> History:
-    """Return the outputs of earlier requests that a feature keeps; if none does, a History that stays empty."""
+def history_of(features: Iterable[PlanFeature]) -> EarlierOutputs:
+    """Return the outputs of earlier requests that a feature keeps; if none does, an object that stays empty."""
     kept = [feature.history for feature in features if feature.history is not None]
-    history: History = kept[0] if kept else resolve_name(HISTORY)(0)
+    history: EarlierOutputs = kept[0] if kept else resolve_name(HISTORY)(0)
     return history
 
 

@@ -60,7 +60,7 @@ class StepRunner(Protocol):
     def close(self) -> None: ...
 
 
-class History(Protocol):
+class EarlierOutputs(Protocol):
     """Protocol of the outputs of earlier requests that a feature keeps. tokens: how many, prompts included."""
 
     tokens: int
@@ -82,7 +82,7 @@ class PlanFeature:
     rows that are not read; until then `computed` and `pending` of their sequences are upper bounds.
     """
 
-    history: History | None = None
+    history: EarlierOutputs | None = None
     makes_masks = False
     plans_rows = False
     in_flight = 0

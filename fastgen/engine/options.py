@@ -272,6 +272,11 @@ class EngineConfig(GeneratorOptions):
             )
         return replace(self, num_pages=num_pages, max_model_len=min(self.max_model_len, room))
 
+    def __str__(self) -> str:
+        """Return the values that are not the defaults of their options, for the log."""
+        values = ((each, getattr(self, each.name)) for each in fields(self))
+        return f"EngineConfig({', '.join(f'{each.name}={value!r}' for each, value in values if value != each.default)})"
+
     @property
     def summary(self) -> str:
         """Description of the values that a user looks for after a start."""

@@ -33,7 +33,7 @@ import numpy as np
 
 from fastgen.engine.admission import LaneTable, LengthEstimate, PageReservations, begins_like, next_chunk
 from fastgen.engine.features import add_requested, features_of, history_of, make_allocator
-from fastgen.engine.interface import History, PlanFeature
+from fastgen.engine.interface import EarlierOutputs, PlanFeature
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.pages import NOT_INDEXED
 from fastgen.engine.stats import Stats
@@ -92,7 +92,7 @@ class Scheduler:
         return bool(self.waiting or self.running or self.in_flight)
 
     @property
-    def history(self) -> History:
+    def history(self) -> EarlierOutputs:
         """The outputs of earlier requests that a feature keeps."""
         return history_of(self._features)
 

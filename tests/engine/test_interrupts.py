@@ -216,10 +216,15 @@ def raise_own() -> None:
 def test_after_an_exception_or_ctrl_c_at_any_point_requests_go_on_or_can_be_aborted(
     gen: Generator, action: Callable[[], object], aborts: bool
 ) -> None:
-    """It comes at each point of a step in these modules, and no token is lost or told twice."""
+    """It comes at every fourth point of a step in these modules and at each of its last ones, which are after the check
+    for Ctrl-C. No token is lost or told twice."""
     expected = gen.generate(["hello"], SHORT)[0].completions[0]
-    modules, raised = ("generator.py", "loop.py", "contextlib.py"), 0
-    for event in range(60):
+    modules, points, raised = ("generator.py", "loop.py", "contextlib.py"), list[str](), 0
+    gen.add("hello", SHORT, id="a")
+    gen.step()
+    at(-1, action, gen.step, lambda file: file.endswith(modules) and points.append(file) is None)
+    gen.abort("a")
+    for event in (*range(0, len(points), 4), *range(len(points) - 8, len(points))):
         gen.add("hello", SHORT, id="a")
         told = gen.step()
         try:
