@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from functools import cache
 from typing import Any
 
 import numpy as np
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 core = interpreter.tl.core
@@ -19,6 +22,10 @@ def hasten() -> None:
     interpreter._get_np_dtype = _numpy_type
     interpreter.InterpreterBuilder.create_dot = _dot
     core._unwrap_shape = _sizes
+    core.tensor.__init__ = _init_tensor
+    core.block_type.__init__ = _init_block
+    core.block_type.name = property(lambda block: f"<{block.shape}, {block.element_ty}>")
+    TritonSemantic.broadcast_impl_value = _broadcast
     core.tuple.__init__ = _init_tuple
     core.tuple.type = property(_type_of_tuple, _set_type)
 
@@ -26,6 +33,7 @@ def hasten() -> None:
 patch = interpreter._patch_lang
 numpy_type, numpy_types = interpreter._get_np_dtype, {}
 dot = interpreter.InterpreterBuilder.create_dot
+broadcast = TritonSemantic.broadcast_impl_value
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,6 +66,35 @@ def _sizes(shape: Any) -> list[int]:
     if isinstance(shape, core.constexpr):
         shape = shape.value
     return [size.value if isinstance(size, core.constexpr) else size for size in shape]
+
+
+@cache
+def _shape_of_block(*sizes: int) -> tuple[Any, int]:
+    """Return the shape of the type of a block, and the number of its elements."""
+    if not sizes:
+        raise TypeError("0d block_type is forbidden")
+    return core.tuple(sizes), core.validate_block_shape(sizes)
+
+
+@cache
+def _shape_of_tensor(*sizes: int) -> tuple[Any, Any]:
+    """Return the shape of a tensor, and the number of its elements, as the language has them."""
+    return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
+
+
+def _init_block(self: Any, element_ty: Any, shape: Any) -> None:
+    self.element_ty = element_ty
+    self.shape, self.numel = _shape_of_block(*_sizes(shape))
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _shape_of_tensor(*(type.shape.values if type.is_block() else ()))
+
+
+def _broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+    """Return two tensors as they are if they have one shape."""
+    return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
 
 def _init_tuple(self: Any, args: Any, type: Any = None) -> None:

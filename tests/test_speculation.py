@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -64,31 +65,26 @@ def test_drafts_of_an_adversary_change_no_bit(
         assert "drafts right" in str(stats)
 
 
-@pytest.mark.parametrize("stop", [(), (" ",), ("e", "qu"), ("help you",), ("?",)])
-@pytest.mark.parametrize("shown", [False, True])
-def test_texts_and_events_end_where_they_do_without_drafts(
-    stop: tuple[str, ...], shown: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_and_events_end_where_they_do_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop strings, stop ids and the last token come in the middle of drafts."""
-    whole = SamplingParams(max_tokens=50, n=3, seed=0, min_tokens=2)
-    params = replace(whole, stop=stop, include_stop_str_in_output=shown)
-    with Generator(speculate=False) as gen:
-        outputs = gen.generate(["hello", "what is fastgen?"], whole)
-        expected = gen.generate(["hello", "what is fastgen?"], params)
-    adversary(monkeypatch, outputs, 1024)
-    with Generator(speculate=EAGER, page_size=16) as gen:
-        assert completions(gen.generate(["hello", "what is fastgen?"], params)) == completions(expected)
-        gen.add("hello", params)
-        text, ids = ["", "", ""], [[], [], []]  # type: ignore[var-annotated]
-        while gen.unfinished:
-            for event in gen.step():
-                assert len(event.token_ids) == len(event.logprobs) == len(event.raw_logprobs)
-                text[event.index] += event.text
-                ids[event.index] += event.token_ids
-        assert gen.stats.accepted > 0
-        check_idle(gen)
-    assert text == [completion.text for completion in expected[0].completions]
-    assert ids == [completion.token_ids for completion in expected[0].completions]
+    prompts, whole = ["hello", "what is fastgen?"], SamplingParams(max_tokens=50, n=3, seed=0, min_tokens=2)
+    with Generator(speculate=False) as plain, Generator(speculate=EAGER, page_size=16) as gen:
+        adversary(monkeypatch, plain.generate(prompts, whole), 1024)
+        for stop, shown in itertools.product(((), (" ",), ("e", "qu"), ("help you",), ("?",)), (False, True)):
+            params, accepted = replace(whole, stop=stop, include_stop_str_in_output=shown), gen.stats.accepted
+            expected = plain.generate(prompts, params)
+            assert completions(gen.generate(prompts, params)) == completions(expected)
+            gen.add("hello", params)
+            text, ids = ["", "", ""], [[], [], []]  # type: ignore[var-annotated]
+            while gen.unfinished:
+                for event in gen.step():
+                    assert len(event.token_ids) == len(event.logprobs) == len(event.raw_logprobs)
+                    text[event.index] += event.text
+                    ids[event.index] += event.token_ids
+            assert gen.stats.accepted > accepted
+            check_idle(gen)
+            assert text == [completion.text for completion in expected[0].completions]
+            assert ids == [completion.token_ids for completion in expected[0].completions]
 
 
 def test_history_drafts_the_answers_of_the_same_prompt() -> None:

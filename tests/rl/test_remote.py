@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(120)
 SHORT = SamplingParams(n=2, max_tokens=8, seed=7, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, seed=7, ignore_eos=True, speculate=False)
 PROMPTS: list[Any] = ["hello", random_ids(20), [{"role": "user", "content": "how are you?"}], {"prompt": "the"}]
-SECONDS = 1.0  # time limit of the wire
+SECONDS = 30.0  # time limit of the wire, also on a busy machine
 
 Weights = dict[str, Tensor]
 
