@@ -42,7 +42,7 @@ from fastgen.model.config import ModelConfig, parse_config
 LONG_RUN = 30.0  # seconds, from where on one run is enough
 PRODUCT_ROWS = 8192
 COPY_BYTES = 8 * 10**9
-PLACES = {"model", "revision", "tokenizer", "adapter", "tp_group"}  # options that a report leaves out: files and objects
+PLACES = {"model", "revision", "tokenizer", "adapter", "tp_group"}  # options that a report leaves out
 
 
 # What the chip can do
