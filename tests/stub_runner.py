@@ -62,7 +62,7 @@ def stub_generator(lanes: int, context: int, model: Path) -> Generator:
         return StubRunner(replace(EngineConfig.make(model_config, options), max_model_len=context, num_pages=pages))
 
     size = {"max_seqs": lanes, "max_step_tokens": 1 << 20, "page_size": PAGE_SIZE}
-    with patch("fastgen.ranks.start.build_rank", build):
+    with patch("fastgen.start.build_rank", build):
         return Generator(model, device="cpu", **size)
 
 
