@@ -113,7 +113,7 @@ def _spoil_copy(gen: Generator) -> None:
 def _compare_graphs(gen: Generator) -> None:
     """Compare what a head's graph drafts for three lanes with what it drafts launched kernel by kernel."""
     head, lanes = head_of(gen), gen._runner.lanes
-    head._drawing[:3] = torch.arange(3, device="cuda")
+    head._draw_lanes[:3] = torch.arange(3, device="cuda")
     head._ends[:3] = torch.arange(3, device="cuda")
     lanes.kv_lens[:3] = torch.tensor([20, 100, 130], device="cuda", dtype=torch.int32)
     head._limits[:3] = 200
