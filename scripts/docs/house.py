@@ -3,14 +3,16 @@
     python scripts/docs/house.py            # write it into the page
     python scripts/docs/house.py --check    # fail if the page has another one
 
-An arrow leads from a folder to one whose modules it imports when it is loaded; a dotted arrow is a door, an import
-inside a function. Arrows that follow from others are left out: A -> C is not drawn if A imports B, and B imports C.
+An arrow leads from a folder to one whose modules it imports when it is loaded. A dotted arrow is a door: an import
+inside a function, or a module that a table of strings names. Arrows that follow from others are left out: A -> C is not
+drawn if A imports B, and B imports C.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +28,7 @@ def room(path: Path) -> str:
 
 
 def imported(tree: ast.Module) -> Iterator[tuple[str, bool]]:
-    """Yield (room, whether the import stands inside a function) for the imports of fastgen's modules."""
+    """Yield (room, whether it is a door) for the imports of fastgen's modules, and the modules that strings name."""
     lazy = {
         inner
         for node in ast.walk(tree)
@@ -37,6 +39,8 @@ def imported(tree: ast.Module) -> Iterator[tuple[str, bool]]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fastgen":
             names = node.module.split(".")[1:] or [alias.name for alias in node.names]
             yield names[0], node in lazy
+        elif isinstance(node, ast.Constant) and (named := re.fullmatch(r"fastgen\.(\w+)[\w.]*:\w+", str(node.value))):
+            yield named[1], True
 
 
 def arrows() -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
