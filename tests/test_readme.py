@@ -37,7 +37,11 @@ def test_the_table_and_the_picture_of_speed_are_those_of_the_measured_files() ->
     assert compare.picture() == (ROOT / "docs" / "images" / "speed.svg").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+LONG = {"quickstart-train.md": pytest.mark.long}  # it trains
+PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=LONG.get(page, ())) for page in PAGES])
 def test_the_code_of_a_guide_runs_and_its_links_lead_somewhere(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
