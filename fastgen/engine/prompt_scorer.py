@@ -52,9 +52,9 @@ class PromptScorer(StepFeature[ScorePlan]):
 
     def after(self, step: Launched, payload: ScorePlan, x: Tensor) -> None:
         pending: list[_Pending] = []
-        first, requests = len(step.batch.decodes), {request.lane: request for request in payload.requests}
+        first, by_lane = len(step.batch.decodes), {request.lane: request for request in payload.requests}
         for chunk in step.batch.prefills:
-            if (request := requests.get(chunk.lane)) is not None:
+            if (request := by_lane.get(chunk.lane)) is not None:
                 rows = x[first + request.row : first + request.row + len(request.targets)]
                 targets = upload(np.array(request.targets, dtype=np.int64), x.device)
                 temperature = min(max(request.temperature, 1 / LARGE), LARGE)  # float32 holds no more
