@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import os
+import pickle
 import signal
 import warnings
 from collections import Counter
@@ -139,6 +141,14 @@ def test_one_thread_of_one_process_uses_a_generator(gen: Generator) -> None:
     os.close(writing)
     with open(reading) as told:
         assert f"was made by process {os.getpid()}, and a fork of it cannot use it" in told.read()
+
+
+def test_a_generator_is_not_copied_or_pickled_but_its_outputs_are(gen: Generator) -> None:
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled; make one in each process"):
+            attempt(gen)
+    outputs = gen.generate([[5, 6, 7]], SHORT)
+    assert copy.deepcopy(outputs) == pickle.loads(pickle.dumps(outputs)) == outputs
 
 
 def test_numpy_values_are_values(gen: Generator) -> None:
