@@ -93,7 +93,8 @@ def log_start(name: str, seconds: float, config: EngineConfig, model_config: Mod
     log.info("%s in %.1f s: %s", name, seconds, config)
     if not config.context_given and config.max_model_len < model_config.max_position:
         log.warning(
-            "the KV pool holds a context of %d tokens, and the model's is %d; raise kv_cache_gb or memory_fraction",
+            "the KV pool holds a context of %d tokens, and the model's is %d; raise num_pages, kv_cache_gb or "
+            "memory_fraction",
             config.max_model_len,
             model_config.max_position,
         )
