@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from fastgen.device.memory import release_memory
 from fastgen.display import engine_line
@@ -455,6 +455,9 @@ class Generator(PrefillOnly):
             del self._runner
             self._loop.close()
             release_memory(self.config.device)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Generator cannot be copied or pickled; make one in each process")
 
     def __repr__(self) -> str:
         return engine_line(self)

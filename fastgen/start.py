@@ -6,10 +6,13 @@ This is the door to tensor parallelism: the modules in `ranks/` load in these fu
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from fastgen.device.find import find_device
 from fastgen.engine.features import read_options
@@ -23,6 +26,8 @@ if TYPE_CHECKING:  # only for several ranks
     from fastgen.ranks.protocol import Follower
 
 log = logging.getLogger(__name__)
+
+_process: int | None = None  # the process in which torch has computed for a Generator; a fork of it sees this number
 
 
 def agreeing(tp_group: Any) -> AbstractContextManager[None]:
@@ -45,14 +50,27 @@ def start_runner(arguments: BuildArguments, tp_group: Any, status: Callable[[], 
     """Load the weights on all ranks. Return the Runner, Leader or Follower of this rank.
 
     arguments: contain the options that `resolve_options` returned. tp_group: the program's process group or DeviceMesh,
-    or None. status: see Leader.
+    or None. status: see Leader. Raises RuntimeError in a fork of a process that had a Generator.
     """
     device = str(arguments[1].device)
+    _check_fork(device)
     if tp_group is None and arguments[1].tensor_parallel == 1:
         return build_rank(*arguments, device, Group())
     from fastgen.ranks import start
 
     return start.start_ranks(arguments, tp_group, device, status)
+
+
+def _check_fork(device: str) -> None:
+    """Raise RuntimeError if this process is a fork of one whose threads computed: torch would wait for them forever.
+    On a GPU torch raises an error itself."""
+    global _process
+    if _process not in (None, os.getpid()) and device == "cpu" and torch.get_num_threads() > 1:
+        raise RuntimeError(
+            f"this process is a fork of process {_process}, which had a Generator, and torch's threads are only there; "
+            "in multiprocessing, use the start method 'spawn'"
+        )
+    _process = os.getpid()
 
 
 def resolve_options(model_config: ModelConfig, options: GeneratorOptions) -> GeneratorOptions:
@@ -75,7 +93,8 @@ def log_start(name: str, seconds: float, config: EngineConfig, model_config: Mod
     log.info("%s in %.1f s: %s", name, seconds, config)
     if not config.context_given and config.max_model_len < model_config.max_position:
         log.warning(
-            "the KV pool holds a context of %d tokens, and the model's is %d; raise kv_cache_gb or memory_fraction",
+            "the KV pool holds a context of %d tokens, and the model's is %d; raise num_pages, kv_cache_gb or "
+            "memory_fraction",
             config.max_model_len,
             model_config.max_position,
         )

@@ -273,6 +273,15 @@ def test_errors_that_concern_all_prompts_are_raised(gen: Generator, monkeypatch:
     check_idle(gen)
 
 
+def test_a_pool_that_limits_the_context_is_a_warning_with_all_that_can_raise_it(
+    talker: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Generator(talker, page_size=16, num_pages=9).close()
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert said.startswith("the KV pool holds a context of 128 tokens")
+    assert said.endswith("raise num_pages, kv_cache_gb or memory_fraction")
+
+
 def test_failed_prompts_are_counted_in_the_log(gen: Generator, caplog: pytest.LogCaptureFixture) -> None:
     good, empty, wrong = gen.generate([[5], [], [VOCAB]], SHORT)
     (record,) = (record for record in caplog.records if record.levelname == "WARNING")

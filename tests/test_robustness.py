@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -139,6 +143,38 @@ def test_one_thread_of_one_process_uses_a_generator(gen: Generator) -> None:
     os.close(writing)
     with open(reading) as told:
         assert f"was made by process {os.getpid()}, and a fork of it cannot use it" in told.read()
+
+
+def test_a_generator_is_not_copied_or_pickled_but_its_outputs_are(gen: Generator) -> None:
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled; make one in each process"):
+            attempt(gen)
+    outputs = gen.generate([[5, 6, 7]], SHORT)
+    assert copy.deepcopy(outputs) == pickle.loads(pickle.dumps(outputs)) == outputs
+
+
+FORK = """
+import os, signal, sys, torch
+from fastgen import Generator
+torch.set_num_threads(2)
+options = {"device": "cpu", "dtype": "float32", "num_pages": 4, "max_model_len": 64}
+gen = Generator(**options)
+if not (child := os.fork()):
+    signal.alarm(20)  # a fork that waits for threads which it does not have ends here
+    try:
+        Generator(**options)
+    except RuntimeError as error:
+        print(error, flush=True)
+        os._exit(3)
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_of_a_process_with_a_generator_makes_none_instead_of_hanging() -> None:
+    program = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=False)
+    assert program.returncode == 3, program
+    assert "start method 'spawn'" in program.stdout
 
 
 def test_numpy_values_are_values(gen: Generator) -> None:

@@ -116,8 +116,8 @@ class OneCaller(DeferredInterrupt):
     def _take(self) -> None:
         if self.forked:
             raise RuntimeError(
-                f"this Generator was made by process {self._process}, and a fork of it cannot use it; make one in "
-                "this process (in multiprocessing, with the start method 'spawn')"
+                f"this Generator was made by process {self._process}, and a fork of it cannot use it; in "
+                "multiprocessing, use the start method 'spawn', and make a Generator in each process"
             )
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(

@@ -279,8 +279,12 @@ class _Routes:
 
     def under(self, prefix: str) -> list[Route]:
         """Return all routes, with a prefix of their paths."""
-        posts = [Route(prefix + path, partial(self._post, path), methods=["POST"]) for path in self._table.posts]
-        return posts + [Route(prefix + path, partial(self._get, path), methods=["GET"]) for path in self._table.gets]
+        posts, gets = self._table.posts, self._table.gets
+        methods = {path: ["POST"] * (path in posts) + ["GET"] * (path in gets) for path in {**posts, **gets}}
+        return [Route(prefix + path, partial(self._answer, path), methods=methods[path]) for path in methods]
+
+    async def _answer(self, path: str, request: Request) -> Response:
+        return await (self._post if request.method == "POST" else self._get)(path, request)
 
     async def _post(self, path: str, request: Request) -> Response:
         body, answer = await self._read(await self._table.post(path), request)

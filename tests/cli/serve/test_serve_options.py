@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fastgen.cli import serve
 from fastgen.cli.options import flag
 from fastgen.cli.options import read as read_text
 from fastgen.cli.serve.options import TABLE, Options, ServerOptions, read_options
@@ -147,3 +148,14 @@ def test_a_file_in_another_encoding_is_told(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         read("--config", str(file))
     assert f"{file} is not UTF-8; save it in that encoding" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve, "needed", interrupt)
+    assert serve.command() == 130
+    assert capsys.readouterr().err == "\n"

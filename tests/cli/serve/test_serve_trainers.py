@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from adapters import CONFIG, adapter, save_adapter
 from conftest import new_weights, random_ids
@@ -53,6 +54,16 @@ def refused(server: Server, path: str, body: Any, status: int = 400, **query: An
     assert answer.status_code == status, answer.text
     message: str = answer.json()["error"]["message"]
     return message
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"), [("/v1/pause", "POST"), ("/weight_version", "GET, HEAD"), ("/flush_cache", "GET, HEAD, POST")]
+)
+def test_a_wrong_method_is_answered_with_all_that_the_path_takes(server: Server, path: str, allowed: str) -> None:
+    answer = httpx.put(server.url + path, headers={"authorization": "Bearer secret"})
+    assert answer.status_code == 405
+    assert sorted(answer.headers["allow"].split(", ")) == allowed.split(", ")
+    assert answer.json()["error"]["message"].endswith(f"use {allowed.replace(', ', ' or ')}")
 
 
 def tokens(server: Server, **sampling: Any) -> Any:
