@@ -191,7 +191,8 @@ def test_handlers_that_return_are_called_once_and_one_that_the_iterable_installs
 OPEN_STREAM = """
 import json
 from fastgen import Generator, Request, SamplingParams
-json.stream = Generator().stream(Request("hello", SamplingParams(max_tokens=5 + 50 * n)) for n in range(3))
+params = [SamplingParams(max_tokens=5 + 50 * n, ignore_eos=True) for n in range(3)]  # r0 is the first to end
+json.stream = Generator().stream(Request("hello", each) for each in params)
 print(next(json.stream).id)
 """
 
