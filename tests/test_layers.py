@@ -105,7 +105,7 @@ FEATURES = {
     "chosen logprobs": r"chosen|ChosenTokens|alternatives_of|logprob_token_ids",
     "reasoning and tool calls": r"\w*([Rr]easoning|tool_call|parse_message|tool_syntax)\w*|TOKENIZER_OPTIONS",
     "embeddings": r"embed|embedding|classify|PrefillOnly",
-    "grammars": r"mask|masks|masked|_?masks|TokenMask|MaskMaker|mask_of|fill_masks|copy_mask|structure\w*",
+    "grammars": r"mask|masks|masked|_?masks|TokenMask|MaskMaker|mask_of|fill_masks|token_masks|structure\w*",
     "tensor parallelism": r"tp_group|tensor_parallel|rank|on_all_ranks|Leader|Follower|agreeing|_team|\w*exchange",
     "profiling": r"span|[Tt]racer|profile|end_step",
     "CPU acceleration": r"\w*([Ff]ree_?[Cc]ores|[Pp]acked|mkl)\w*",
@@ -185,6 +185,22 @@ def test_a_room_imports_nothing_from_above() -> None:
         if height(target) < height(module)
     ]
     assert not upward, f"imports from rooms above: {upward}"
+
+
+def test_names_of_classes_in_strings_are_those_of_the_source() -> None:
+    """What a string names is imported when it is used, perhaps on a GPU only. Only the doors may name rooms above."""
+    found = {
+        (module, node.value)
+        for module in SOURCES
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.Constant) and re.fullmatch(r"fastgen[\w.]*:\w+", str(node.value))
+    }
+    assert len(found) > 30
+    for module, text in found:
+        target, _, name = text.partition(":")
+        assert name in {getattr(node, "name", "") for node in TREES[target].body}, f"{module}: {text}"
+    upward = {(module, text) for module, text in found if height(text.partition(":")[0]) < height(module)}
+    assert {module for module, _ in upward} == {"fastgen.engine.features"}, upward
 
 
 def test_a_module_in_no_room_is_noticed() -> None:

@@ -41,8 +41,8 @@ BY_REQUEST = {"score": "fastgen.engine.prompt_scores:PromptScores", "mask": "fas
 BY_PAYLOAD = {"fastgen.engine.prompt_scores:ScorePlan": "fastgen.engine.prompt_scorer:PromptScorer"}
 """The StepFeature that the first payload of a type asks for, if no Feature has made one. It is made of the model."""
 
-HISTORY = "fastgen.speculation.planning:OutputHistory"
-"""The class of `Generator.history`, of which `history_of` makes an empty one if no feature keeps outputs."""
+EMPTY_HISTORY = "fastgen.speculation.planning:OutputHistory"
+"""The class of an empty `Generator.history`, for engines whose features keep no outputs."""
 
 
 class Feature(ABC):
@@ -117,7 +117,7 @@ def make_allocator(config: EngineConfig, features: Iterable[PlanFeature]) -> Pag
 def history_of(features: Iterable[PlanFeature]) -> EarlierOutputs:
     """Return the outputs of earlier requests that a feature keeps; if none does, an object that stays empty."""
     kept = [feature.history for feature in features if feature.history is not None]
-    history: EarlierOutputs = kept[0] if kept else resolve_name(HISTORY)(0)
+    history: EarlierOutputs = kept[0] if kept else resolve_name(EMPTY_HISTORY)(0)
     return history
 
 

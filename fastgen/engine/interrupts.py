@@ -67,8 +67,8 @@ class DeferredInterrupt:
     def _defer(self) -> None:
         handler = signal.getsignal(signal.SIGINT)
         if callable(handler):
+            signal.signal(signal.SIGINT, self._note)  # the first thing: before it, Ctrl-C must leave nothing behind
             self._handler = handler
-            signal.signal(signal.SIGINT, self._note)
 
     def _deliver(self) -> None:
         """Give SIGINT back to the user's handler, and call it if a SIGINT has been deferred."""

@@ -7,7 +7,7 @@ does not import torch, so that `--help` answers at once.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -182,13 +182,17 @@ class EngineConfig(GeneratorOptions):
     weights: form of quantized weights, "fp8" or "int4"; "": they have the dtype.
     """
 
-    device: str
-    max_model_len: int
-    max_seqs: int
-    max_step_tokens: int
-    max_prefill_tokens: int
-    num_pages: int
-    deterministic: bool
+    # `field()` has no default; without it, the option's default would be inherited.
+    dtype: str = field()
+    kv_cache_dtype: str = field()
+    device: str = field()
+    max_model_len: int = field()
+    max_seqs: int = field()
+    max_step_tokens: int = field()
+    max_prefill_tokens: int = field()
+    num_pages: int = field()
+    attention: str = field()
+    deterministic: bool = field()
     speculate: FeatureOptions | None = None
     host_pages: int
     kernels: str

@@ -32,7 +32,7 @@ FLASH_TOKENS = 256  # up to which steps are captured, with our own kernels, if f
 
 
 def compile_kernels(runner: Runner) -> None:
-    """Compile the kernels that steps need. Imported here, since only GPUs load them."""
+    """Compile the kernels that steps need. Here and below, what only GPUs load is imported in functions."""
     from fastgen.kernels.triton.compile_ahead import compile_ahead
 
     show = sys.stderr.isatty() and runner.group.rank == 0
@@ -42,7 +42,7 @@ def compile_kernels(runner: Runner) -> None:
 def _launch_all(runner: Runner) -> None:
     """Launch each kernel that a step may need: in the largest steps, in decodes of all sizes, and in products of all
     sizes that have kernels of their own."""
-    from fastgen.kernels.triton import batch_invariant  # as above
+    from fastgen.kernels.triton import batch_invariant
 
     config, model = runner.config, runner.model
     run_largest_steps(runner)
@@ -75,7 +75,7 @@ def launch_products(
     """Launch the kernels of linear layers: fp8 products, and int4 and batch-invariant products for steps of these
     numbers of tokens, on which their tiles depend. more: linear layers in addition to the model's, as in
     `products_of`."""
-    from fastgen.kernels.triton import batch_invariant  # as above
+    from fastgen.kernels.triton import batch_invariant
     from fastgen.model.int4_linear import Int4Linear
     from fastgen.model.quantized import Fp8Linear, WeightOnlyFp8
 

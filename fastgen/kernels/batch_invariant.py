@@ -58,6 +58,9 @@ class Fused(NamedTuple):
     out: Tensor | None = None
 
 
+UNFUSED = Fused()
+
+
 def _twin(x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
     """Return x weight^T + bias, [T, N] in x's dtype, with the epilogue `fused`.
 

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from fastgen.device.chip import Chip
 from fastgen.kernels import epilogue
-from fastgen.kernels.batch_invariant import Fused, pays, product
+from fastgen.kernels.batch_invariant import UNFUSED, Fused, pays, product
 from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import rope_write
 
 ROW_TILE = 16
 """Multiple to which steps and logits are padded on the CPU: BLAS then sums all rows in one order."""
-
-UNFUSED = Fused()
 
 
 @dataclass(eq=False)

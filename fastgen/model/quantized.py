@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fastgen.device.chip import Chip
 from fastgen.kernels import fp8
-from fastgen.kernels.batch_invariant import Fused
+from fastgen.kernels.batch_invariant import UNFUSED, Fused
 from fastgen.kernels.launch import kernels_of
 from fastgen.kernels.norm import RMSNorm
 from fastgen.model.config import ModelConfig
-from fastgen.model.linear import UNFUSED, Linear
+from fastgen.model.linear import Linear
 from fastgen.model.quantization import Quantization, SizeError
 from fastgen.model.weights import Shard
 

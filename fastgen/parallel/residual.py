@@ -10,10 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fastgen.kernels.batch_invariant import Fused
+from fastgen.kernels.batch_invariant import UNFUSED, Fused
 from fastgen.kernels.norm import BranchEnd, RMSNorm
-
-UNFUSED = Fused()
 
 
 class Linear(Protocol):

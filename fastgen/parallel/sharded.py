@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastgen.kernels.batch_invariant import Fused
+from fastgen.kernels.batch_invariant import UNFUSED, Fused
 from fastgen.kernels.norm import BranchEnd, RMSNorm
 from fastgen.parallel.group import Group
 from fastgen.parallel.overlap import Exchange, PendingGather
-from fastgen.parallel.residual import UNFUSED, Linear
+from fastgen.parallel.residual import Linear
 
 
 class ShardedResidual:

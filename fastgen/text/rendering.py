@@ -24,7 +24,7 @@ TEMPLATE_SECONDS = 5.0  # CPU time; usual conversations take milliseconds
 TEMPLATE_CHARS = 100_000_000
 TEMPLATE_BYTES = 2**30  # growth of the process's memory while a template renders
 POLL_SECONDS = 0.05
-MOST_POLLS = 6000  # of one rendering: five minutes, not counting the time when this process is suspended
+MAX_POLLS = 6000  # of one rendering: five minutes, not counting the time when this process is suspended
 IDLE_SECONDS = 5.0  # the watcher ends after this time without a rendering
 
 
@@ -90,8 +90,8 @@ class _Attempt:
             return 0.0
         if seconds > TEMPLATE_SECONDS:
             self._stop(f"{TEMPLATE_SECONDS:g} seconds of CPU time")
-        elif self.polls > MOST_POLLS:
-            self._stop(f"{MOST_POLLS * POLL_SECONDS:g} seconds")
+        elif self.polls > MAX_POLLS:
+            self._stop(f"{MAX_POLLS * POLL_SECONDS:g} seconds")
         return seconds
 
     def check_memory(self, memory: int) -> None:

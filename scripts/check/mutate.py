@@ -141,7 +141,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("text.rendering", "tests/text/test_rendering.py"): [
         ("TEMPLATE_BYTES", "2**30", "2**32"),
         ("_Attempt.is_to_blame", "return self._grown - used_memory() > TEMPLATE_BYTES // 2", "return True"),
-        ("_Attempt.check_time", "self.polls > MOST_POLLS", "False"),
+        ("_Attempt.check_time", "self.polls > MAX_POLLS", "False"),
     ],
     ("text.special_tokens", "tests/text/test_special_tokens.py"): [
         ("TextGuard._spells", "or (self._normalize and self._parts.search(self._normalize(text)))", ""),

@@ -10,7 +10,7 @@ import pytest
 from conftest import Turns
 
 from fastgen import Generator, SamplingParams, Speculation
-from fastgen.engine.features import BY_OPTION, BY_PAYLOAD, BY_REQUEST, HISTORY, read_options
+from fastgen.engine.features import BY_OPTION, BY_PAYLOAD, BY_REQUEST, EMPTY_HISTORY, read_options
 from fastgen.engine.host_tier import HostPages
 from fastgen.engine.masks import Masks
 from fastgen.engine.options import EngineConfig, GeneratorOptions
@@ -68,5 +68,5 @@ def test_a_value_that_turns_a_feature_off_is_read_as_none() -> None:
 def test_the_tables_name_what_there_is() -> None:
     assert BY_OPTION.keys() <= {each.name for each in fields(EngineConfig)}
     assert BY_REQUEST.keys() <= {each.name for each in fields(Sequence)}
-    for path in (*BY_OPTION.values(), *BY_REQUEST.values(), *BY_PAYLOAD, *BY_PAYLOAD.values(), HISTORY):
+    for path in (*BY_OPTION.values(), *BY_REQUEST.values(), *BY_PAYLOAD, *BY_PAYLOAD.values(), EMPTY_HISTORY):
         assert isinstance(resolve_name(path), type)

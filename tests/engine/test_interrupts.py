@@ -80,6 +80,24 @@ class PressesInCopy(Turns):
 # ------------------------------------------------------------------------------------------- Ctrl-C at one place
 
 
+def test_a_ctrl_c_as_a_call_begins_leaves_the_next_one_as_it_is(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        press()  # the last moment: signal.signal raises for what is pending before it changes the handler
+
+    interrupt = interrupts.OneCaller()
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "signal", interrupted)
+        with pytest.raises(error), interrupt:
+            raise AssertionError("the block has begun")
+    deferred = False
+    with pytest.raises(error), interrupt:  # noqa: PT012
+        press()
+        deferred = True
+    assert deferred
+
+
 @pytest.mark.parametrize("place", ["a step", "the iterable", "between two outputs"])
 def test_ctrl_c_from_outside_ends_a_stream_and_loses_nothing_of_others(
     gen: Generator, error: type[BaseException], place: str
@@ -173,7 +191,8 @@ def test_handlers_that_return_are_called_once_and_one_that_the_iterable_installs
 OPEN_STREAM = """
 import json
 from fastgen import Generator, Request, SamplingParams
-json.stream = Generator().stream(Request("hello", SamplingParams(max_tokens=5 + 50 * n)) for n in range(3))
+params = [SamplingParams(max_tokens=5 + 50 * n, ignore_eos=True) for n in range(3)]  # r0 is the first to end
+json.stream = Generator().stream(Request("hello", each) for each in params)
 print(next(json.stream).id)
 """
 

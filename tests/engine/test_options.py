@@ -75,6 +75,11 @@ def test_the_defaults() -> None:
     )
 
 
+def test_a_configuration_has_all_values_that_are_chosen() -> None:
+    with pytest.raises(TypeError, match=r"missing .* 'dtype', .* 'device', .* 'max_seqs', .* 'deterministic'"):
+        EngineConfig(host_pages=0, kernels="torch", context_given=False)  # type: ignore[call-arg]
+
+
 def test_prefill_tokens_are_limited_only_in_steps_with_decodes_and_these_count_if_256_remain() -> None:
     assert make(max_step_tokens=2048).prefill_tokens(200) == 2048 - 200
     limited = make(max_step_tokens=2048, max_prefill_tokens=1024)

@@ -104,7 +104,7 @@ def test_waiting_for_a_cpu_is_no_fault_of_a_template(machine: Machine) -> None:
 
 
 def test_a_rendering_that_never_gets_a_cpu_ends(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "MOST_POLLS", 20)
+    monkeypatch.setattr(rendering, "MAX_POLLS", 20)
     with pytest.raises(ValueError, match=r"rendering takes more than 0\.02 seconds; look"):
         rendered(lambda: machine.await_polls(50))
 

@@ -115,7 +115,9 @@ class ServedModel:
                 tokenizer.hf.chat_template = self._options.chat_template
             tokenizer.encode("")  # changes the tokenizer's state, the first time, which several threads must not do
             with suppress(ValueError):  # there is no chat template, or it takes no such message
-                tokenizer.render_chat([{"role": "user", "content": "a"}])  # imports jinja2, which takes a while
+                # It imports jinja2, which takes a while, and modules of fastgen. Work that may be stopped must import
+                # none: the lock of a module that is being imported is written in Python (see processes/stopping.py).
+                tokenizer.read_chat([{"role": "user", "content": "a"}])
             vocabulary = Vocabulary(tokenizer)
         return ModelFacts(self.name, tokenizer, vocabulary, info.default_params, info.vocab_size, info.max_model_len)
 

@@ -25,7 +25,7 @@ from fastgen.model.attention.paged import PagedAttention, PagedPlan
 from fastgen.model.kv_pool import KVPool
 
 KEY_TILE = 128  # keys per tile in the package's kernels
-MOST_HEAD_SIZE = 128  # the largest head size that was tested; larger heads have other tiles
+MAX_HEAD_SIZE = 128  # the largest head size that was tested; larger heads have other tiles
 MANY = 256  # above this number of sequences the package runs another variant of its kernel
 
 
@@ -54,8 +54,8 @@ class FlashAttention(PagedAttention):
     def __init__(self, pool: KVPool, num_heads: int, windows: tuple[int, ...], max_seqs: int, *rest: Any) -> None:
         super().__init__(pool, num_heads, windows, max_seqs, *rest)
         try:
-            if pool.keys.shape[-1] > MOST_HEAD_SIZE:
-                raise ValueError(f"the head size is {pool.keys.shape[-1]}, above {MOST_HEAD_SIZE}")
+            if pool.keys.shape[-1] > MAX_HEAD_SIZE:
+                raise ValueError(f"the head size is {pool.keys.shape[-1]}, above {MAX_HEAD_SIZE}")
             from flash_attn.cute import flash_attn_varlen_func
 
             self._varlen = flash_attn_varlen_func

@@ -12,9 +12,9 @@ from typing import Any
 
 UNREADABLE = object()  # the result for a text that is no literal; None is a value
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
-MOST_NESTED = 100  # signs and brackets in a row, above which Python's own parser may run out of stack
-MOST_REFS = 20  # references in a schema that lead to each other
-MOST_ALTERNATIVES = 100_000  # in the schema of a function's arguments
+MAX_NESTED = 100  # signs and brackets in a row, above which Python's own parser may run out of stack
+MAX_REFS = 20  # references in a schema that lead to each other
+MAX_ALTERNATIVES = 100_000  # in the schema of a function's arguments
 
 _ANYTHING: Mapping[str, Any] = {}  # the schema that allows everything
 _NAMES = {"true": True, "false": False, "null": None}  # of JSON, which models write in Python as well
@@ -57,7 +57,7 @@ def python_text(value: Any) -> str:
 def read_literal(text: str) -> Any:
     """Return the value of a literal of JSON or Python, or UNREADABLE."""
     value = read_json(text)
-    if value is not UNREADABLE or re.search(rf"(?:[-+~(\[{{]\s*){{{MOST_NESTED}}}", text):
+    if value is not UNREADABLE or re.search(rf"(?:[-+~(\[{{]\s*){{{MAX_NESTED}}}", text):
         return value
     if not _RAW.search(text):
         text = _ESCAPE.sub(lambda found: found[0] if found[1] in _ESCAPED else "\\" + found[0], text)
@@ -105,7 +105,7 @@ class Schemas:
 
     def resolved(self, schema: Any) -> Mapping[str, Any]:
         """Return a schema, or the one that its reference names; {}, which allows everything, if there is none."""
-        for _ in range(MOST_REFS):
+        for _ in range(MAX_REFS):
             reference = schema.get("$ref") if isinstance(schema, Mapping) else None
             if not isinstance(reference, str):
                 return schema if isinstance(schema, Mapping) else _ANYTHING
@@ -129,13 +129,13 @@ class Schemas:
 
     def alternatives(self, schema: Any) -> Iterator[Mapping[str, Any]]:
         """Yield a schema and, if it has anyOf or oneOf, the schemas there, those in them, and so on, each once. Raises
-        ValueError after MOST_ALTERNATIVES of all calls together."""
+        ValueError after MAX_ALTERNATIVES of all calls together."""
         known, left = set[int](), list[Iterator[Any]]([iter([schema])])
         while left:
             for part in left[-1]:
                 self._steps += 1
-                if self._steps > MOST_ALTERNATIVES:
-                    raise ValueError(f"a schema leads to more than {MOST_ALTERNATIVES} others; simplify it")
+                if self._steps > MAX_ALTERNATIVES:
+                    raise ValueError(f"a schema leads to more than {MAX_ALTERNATIVES} others; simplify it")
                 each = self.resolved(part)
                 if id(each) not in known:
                     known.add(id(each))
@@ -148,7 +148,7 @@ class Schemas:
     def types(self, schema: Any, deep: int = 0) -> frozenset[str]:
         """Return the types of JSON that a schema allows; all if it does not say. deep: number of schemas that contain
         this one."""
-        schema = self.resolved(schema) if deep < MOST_REFS else _ANYTHING
+        schema = self.resolved(schema) if deep < MAX_REFS else _ANYTHING
         if id(schema) in self._types:
             return self._types[id(schema)]
         found = self._types[id(schema)] = TYPES

@@ -365,7 +365,7 @@ def test_work_for_a_schema_is_linear_or_has_a_limit(
     monkeypatch.setattr(Schemas, "resolved", counted)
     assert work_for(union(400, part, False)) < 4.5 * work_for(union(100, part, False))
     monkeypatch.setattr(tool_grammars, "MAX_GRAMMAR", 100_000)
-    monkeypatch.setattr(values, "MOST_ALTERNATIVES", 10_000)
+    monkeypatch.setattr(values, "MAX_ALTERNATIVES", 10_000)
     with suppress(ValueError):  # of one of the limits
         work_for(union(400, part, True))
     assert work < 20_000

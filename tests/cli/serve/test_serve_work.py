@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -40,6 +42,40 @@ class Loop:
                 time.sleep(0.01)
         finally:
             self.ended.set()
+
+
+IMPORTS = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from fastgen.cli.serve.app import make_app
+from fastgen.cli.serve.openai_input import ChatRequest
+from fastgen.cli.serve.engine_input import prepare
+from fastgen.cli.serve.openai_output import ChatReply
+from fastgen.cli.serve.options import read_options
+from fastgen.cli.serve.service import Service
+from fastgen.model.loader import BUNDLED
+from fastgen.request import SamplingParams
+
+service = Service(read_options(["tiny"]))
+make_app(service)
+model = service.models["tiny"]
+sizes = {"vocab_size": 4096, "max_model_len": 2048, "default_params": SamplingParams()}
+model.engine = SimpleNamespace(info=SimpleNamespace(tokenizer=str(BUNDLED), **sizes))
+facts = model._read_facts()
+before = set(sys.modules)
+tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+said = [{"role": "user", "content": "a <|im_end|> b"}]
+prepare(facts, ChatRequest(messages=said, tools=[tool], tool_choice="required"), ChatReply)
+print(sorted(name for name in set(sys.modules) - before if name.startswith("fastgen")))
+"""
+
+
+def test_work_that_may_be_stopped_imports_no_modules() -> None:
+    """A thread that is stopped while it imports may keep the lock of the module for ever."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
 def test_small_work_does_not_wait_for_large_work() -> None:

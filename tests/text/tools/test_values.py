@@ -52,7 +52,7 @@ def test_references_of_which_each_leads_to_the_next_in_two_ways() -> None:
 
 
 def test_alternatives_are_read_as_far_as_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "MOST_ALTERNATIVES", 100)
+    monkeypatch.setattr(values, "MAX_ALTERNATIVES", 100)
     leaves = [{"const": number} for number in range(90)]
     schemas = Schemas({"$defs": {"u": {"anyOf": [*leaves[:40], {"oneOf": leaves[40:]}, SELF]}}})
     for _ in range(20):
