@@ -59,8 +59,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     processes of its own."""
     if names_gpu_tests(config):
         return 0
-    # Tests wait for servers and other processes: one worker more than there are cores uses that time.
-    return 6 if torch.cuda.is_available() else len(os.sched_getaffinity(0)) + 1
+    return 6 if torch.cuda.is_available() else None
 
 
 def pytest_cmdline_main(config: pytest.Config) -> None:

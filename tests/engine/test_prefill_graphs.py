@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 from called_graphs import Called, capturable
-from conftest import Checkpoint, check_idle, random_ids
+from conftest import FEW, Checkpoint, check_idle, random_ids
 from handmade import make_runner, mover, run, start, table
 from hash_model import hopeful, num_tokens
 from test_schedules import answers
@@ -57,7 +57,12 @@ NAMES = "llama", "mistral", "qwen2", "qwen3", "ministral3", "granite", "olmo3", 
 
 
 @pytest.mark.parametrize(
-    ("family", "budget"), [(name, 50 if name in ("mistral", "olmo3") else 32) for name in NAMES], indirect=["family"]
+    ("family", "budget"),
+    [
+        pytest.param(name, 50 if name in ("mistral", "olmo3") else 32, marks=() if name in FEW else pytest.mark.long)
+        for name in NAMES
+    ],
+    indirect=["family"],
 )
 def test_graphs_change_no_bit_in_any_schedule(budget: int, family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests arrive at random, with few pages and a small host tier; steps of more than 32 tokens have no graphs."""
