@@ -218,7 +218,6 @@ def listens(port: int) -> bool:
     ("command", "status", "extra"),
     [
         ("fgserve --help", 2, "serve"),
-        ("fgchat --url http://localhost:1", 1, "serve"),
         ("fggen fastgen-tiny in.jsonl -o out.parquet", 1, "parquet"),
         ("fggen fastgen-tiny in.jsonl -o out.jsonl --ray", 1, "ray"),
         ("fggen fastgen-tiny in.jsonl -o out.jsonl --url http://localhost:1", 1, "openai"),
@@ -236,3 +235,9 @@ def test_an_extra_that_is_not_installed_is_a_line_with_the_command_that_installs
         rf"{name}: error: .* cannot be used: the package \w+ is not installed; run: pip install 'fastgen\[{extra}\]'\n"
     )
     assert re.fullmatch(line, said.stderr), said.stderr
+
+
+def test_fgchat_needs_no_extra_for_a_server(scripts: Path) -> None:
+    said = run(scripts / "fgchat", "--url", "http://localhost:1")
+    assert (said.returncode, said.stdout) == (1, "")
+    assert said.stderr.startswith("fgchat: error: no connection to http://localhost:1/v1"), said.stderr
