@@ -413,7 +413,7 @@ class Generator(PrefillOnly):
     @property
     def torn(self) -> bool:
         """Raise AttributeError, which names `needs_weights`."""
-        raise AttributeError("a Generator has no torn any more; read needs_weights")
+        raise AttributeError("Generator.torn was renamed; use Generator.needs_weights")
 
     @property
     def weight_version(self) -> int:

@@ -47,8 +47,8 @@ class DeferredInterrupt:
             self._handler(signal.SIGINT, None)
 
     def reading(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items of a user's iterable. SIGINT is not deferred while the iterable makes its next item, and a
-        handler that it installs is the user's from then on."""
+        """Yield the items of a user's iterable. SIGINT is not deferred while the iterable makes its next item. If the
+        iterable installs a handler, that one becomes the user's handler."""
         iterator = iter(items)
         while True:
             deferred = _in_main_thread() and self._handler is not None

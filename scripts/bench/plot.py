@@ -1,6 +1,6 @@
-"""Plots what `bench.py gpu`, bench_serve.py, rl_grpo.py or async_grpo.py wrote.
+"""Plots what bench_serve.py, rl_grpo.py or async_grpo.py wrote.
 
-    python scripts/bench/plot.py scripts/results/mistral7-h200.json scripts/results/mistral7-compared.png
+    python scripts/bench/plot.py scripts/results/rl-grpo-cpu.json scripts/results/rl-grpo-cpu.png
 
 Needs matplotlib, which fastgen itself does not.
 """
@@ -14,7 +14,6 @@ from typing import Any
 
 Report = dict[str, Any]
 
-NAMES = {"mistral7": "Mistral 7B", "qwen14": "Qwen2.5 14B"}
 LINES = {"reward": ("samples, temperature 1", "0.6", ""), "held_out_accuracy": ("held out, greedy", "tab:blue", "o")}
 TIMES = {"ttft": "first token", "inter_token": "between two tokens", "end_to_end": "whole answer"}
 COLORS = {"p50": "tab:blue", "p90": "tab:orange", "p99": "tab:red"}
@@ -77,27 +76,7 @@ def draw_rl(report: Report, figure: Any) -> None:
     axes.legend(loc="lower right")
 
 
-def draw_comparison(report: Report, figure: Any) -> None:
-    """Draw the share of the limit that fastgen and vLLM reach, for each workload with a figure of both."""
-    both = {name: found for name, found in report["workloads"].items() if found.get("vllm")}
-    axes = figure.subplots()
-    shares = {
-        "vLLM 0.26.0": ("0.7", [found["vllm"] / found["limit"]["h200"] for found in both.values()]),
-        "fastgen": ("tab:blue", [found["of_limit"]["h200"] for found in both.values()]),
-    }
-    for place, (engine, (color, heights)) in enumerate(shares.items()):
-        bars = axes.bar([number + 0.4 * place for number in range(len(both))], heights, 0.38, color=color, label=engine)
-        axes.bar_label(bars, fmt="%.2f", fontsize=7)
-    axes.axhline(1, color="0.5", linestyle="--", label="limit of memory and matrix products")
-    axes.set_xticks([number + 0.2 for number in range(len(both))], list(both))
-    axes.set_ylim(0, 1.2)
-    axes.set_ylabel("generated tokens per second, of the limit")
-    axes.set_title(f"{NAMES.get(report['model'], report['model'])}, {report['gpu']}, bfloat16")
-    axes.legend(loc="upper right", ncols=3, fontsize=8)
-
-
 DRAWN = {  # by a key that the report has
-    "workloads": draw_comparison,
     "server": draw_serve,
     "curve": draw_rl,
 }

@@ -215,7 +215,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """The structure of an answer, with vLLM's fields, of which exactly one is given."""
+    """The structure of an answer, with vLLM's fields; exactly one is given."""
 
     json_: dict[str, Any] | GrammarText | None = Field(None, alias="json")
     regex: GrammarText | None = None

@@ -92,8 +92,8 @@ class Strict(BaseModel):
     null means that a field is left out. The validation's context may be a FieldPolicy.
 
     without_effect: names of fields that are accepted and dropped; those that the class also declares are checked.
-    neutral: as NEUTRAL, of fields that are accepted with one value. Both are those of the base class and, for classes
-    of fastgen, what names.toml adds under the name of the class.
+    neutral: fields that are accepted with one value, in the form of NEUTRAL. A class inherits both from its base;
+    names.toml adds more under the name of a class of fastgen.
     spoken: names of fields whose items become tokens of one prompt. batch: name of a field with a list of prompts.
     """
 

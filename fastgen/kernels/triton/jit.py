@@ -1,4 +1,4 @@
-"""How kernels in Triton are compiled and launched."""
+"""The compilation and the launch of kernels in Triton."""
 
 from __future__ import annotations
 
