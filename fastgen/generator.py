@@ -356,6 +356,13 @@ class Generator(PrefillOnly):
         update = WeightUpdate(named, checkpoint_shards(self.model_config), partial, self._interrupt.reading, self._tie)
         return self._update_on_all("update_weights", update, version, in_flight)
 
+    def weights_changed(self, version: int | None = None, in_flight: str = "error") -> int:
+        """Note that a trainer has written the weights in place, which `fastgen.rl.policy.Policy` does on a GPU; return
+        their version. version, in_flight: see `update_weights`."""
+        from fastgen.model.weight_updates import WrittenUpdate  # as above
+
+        return self._update_on_all("update_weights", WrittenUpdate(), version, in_flight)
+
     def update_adapter(
         self, named: Tensors | None, config: Any = None, version: int | None = None, in_flight: str = "error"
     ) -> int:

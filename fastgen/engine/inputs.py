@@ -94,6 +94,14 @@ class InputProcessor:
         eos_ids = () if params.ignore_eos else self.model.eos_ids
         return frozenset(id for id in (*params.stop_token_ids, *eos_ids) if 0 <= id < self.model.vocab_size)
 
+    def ids_to_score(self, prompt: Prompt, start: int) -> list[int]:
+        """Return the ids of a sequence whose logprobs from `start` on are wanted, at least 1. Raises ValueError or
+        TypeError for a sequence that cannot be scored."""
+        ids, _ = encode_prompt(prompt, self.tokenizer)
+        self._check_prompt(ids, SamplingParams(max_tokens=0))
+        check_start(start, ids, least=1)
+        return ids
+
     def process(
         self, id: str | int, request: Request, queue: OutputQueue | None, score: tuple[int, float] | None
     ) -> ActiveRequest:
@@ -110,8 +118,8 @@ class InputProcessor:
         mask, rest = self._masks.mask_of(params, ids, stop_ids) if asks_for_mask(params) else (None, params)
         if score is None and params.prompt_logprobs is not None:
             score = (0, 1.0)
-        if score is not None and not 0 <= score[0] <= len(ids):
-            raise ValueError(f"start is {score[0]}; it must be from 0 to the sequence's length, {len(ids)}")
+        if score is not None:
+            check_start(score[0], ids)
         if resume is not None:
             check_resumed(resume, params, self.model.vocab_size)
         seed = self._seed_of(params, resume)
@@ -184,6 +192,12 @@ class InputProcessor:
                 f"the prompt has {len(ids)} tokens, and the context of {context} tokens has room for {room}; "
                 "shorten it, or raise max_model_len or the KV pool where the model allows it"
             )
+
+
+def check_start(start: int, ids: list[int], least: int = 0) -> None:
+    """Raise ValueError if `start` cannot be the first position of a sequence to score. least: the smallest one."""
+    if not least <= start <= len(ids):
+        raise ValueError(f"start is {start}; it must be from {least} to the sequence's length, {len(ids)}")
 
 
 def check_resumed(completion: Completion, params: SamplingParams, vocab_size: int) -> None:

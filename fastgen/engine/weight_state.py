@@ -38,6 +38,11 @@ class WeightState:
             raise RuntimeError(f"asleep: {', '.join(sorted(self.asleep))}; call wake first")
         self.check_whole()
 
+    def check_awake(self) -> None:
+        """Raise RuntimeError if the weights are asleep."""
+        if "weights" in self.asleep:
+            raise RuntimeError("the weights are asleep; call wake first, of 'weights' at least")
+
     def check_whole(self) -> None:
         """Raise RuntimeError if the weights are torn."""
         if self.unusable:
@@ -66,8 +71,7 @@ class WeightState:
             raise ValueError(f"version is {version}, which is the current one; give another, or none")
         if in_flight not in IN_FLIGHT:
             raise ValueError(f"in_flight is {in_flight!r}; it must be one of {', '.join(map(repr, IN_FLIGHT))}")
-        if "weights" in self.asleep:
-            raise RuntimeError("the weights are asleep; call wake first, of 'weights' at least")
+        self.check_awake()
         if update.partial or update.merges:
             self.check_whole()
         if update.partial and self.has_adapter:

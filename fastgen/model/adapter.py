@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -111,22 +111,17 @@ class AdapterUpdate(WeightUpdate):
 
     def _expect(self, config: Mapping[str, Any]) -> None:
         """Set the expected factors, and the scaling of each layer."""
-        layers = _targeted(config, [*self._sizes, "lm_head", "model.embed_tokens"])
-        if others := layers - self._sizes.keys():
-            raise ValueError(f"target_modules has {', '.join(sorted(others))}, which {_UNSUPPORTED}")
+        given = set[str]()
         if "target_modules" not in config:
             names = [item[0] for item in self._given if isinstance(item, tuple) and len(item) == 2]
-            layers = {layer for layer in self._sizes if f"{layer}.lora_A.weight" in names}
-        if not layers:
-            raise ValueError("the adapter has no linear layer of this model; update_adapter(None) gives the base back")
+            given = {layer for layer in self._sizes if f"{layer}.lora_A.weight" in names}
+        factors = factors_of(config, self._sizes, given)
+        self._scaling = {layer: each.scaling for layer, each in factors.items()}
         shapes = {}
-        for layer in sorted(layers):
-            rank = _number(config, "r", "rank_pattern", layer)
-            alpha = _number(config, "lora_alpha", "alpha_pattern", layer)
-            self._scaling[layer] = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+        for layer, each in factors.items():
             outputs, inputs = self._sizes[layer]
-            shapes[f"{layer}.lora_A.weight"] = rank, inputs
-            shapes[f"{layer}.lora_B.weight"] = outputs, rank
+            shapes[f"{layer}.lora_A.weight"] = each.rank, inputs
+            shapes[f"{layer}.lora_B.weight"] = outputs, each.rank
         self._shards = {name: Shard.whole(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -139,6 +134,34 @@ class AdapterUpdate(WeightUpdate):
                 continue
             a, b = (factors[f"{layer}.lora_{name}.weight"].detach().float() for name in "AB")
             yield layer, torch.cat((a, self._scaling[layer] * b.t().to(a.device)), 1)
+
+
+class Factors(NamedTuple):
+    """The factors of a layer: A [rank, inputs] and B [outputs, rank]; scaling * B A is added to its weight."""
+
+    rank: int
+    scaling: float
+
+
+def factors_of(config: Any, sizes: Mapping[str, Sequence[int]], given: Collection[str] = ()) -> dict[str, Factors]:
+    """Return the factors of each layer that an adapter changes, by the layer's name.
+
+    config: PEFT's LoraConfig, or a dict of its fields. sizes: the shapes of the model's linear layers, by name. given:
+    the layers that have factors, if the config does not say which. Raises ValueError for an unsupported config, and
+    TypeError for objects of the wrong kind.
+    """
+    fields = _fields(config)
+    layers = _targeted(fields, [*sizes, "lm_head", "model.embed_tokens"]) or set(given)
+    if others := layers - sizes.keys():
+        raise ValueError(f"target_modules has {', '.join(sorted(others))}, which {_UNSUPPORTED}")
+    if not layers:
+        raise ValueError("the adapter has no linear layer of this model; update_adapter(None) gives the base back")
+    factors = {}
+    for layer in sorted(layers):
+        rank = _number(fields, "r", "rank_pattern", layer)
+        alpha = _number(fields, "lora_alpha", "alpha_pattern", layer)
+        factors[layer] = Factors(rank, alpha / (rank**0.5 if fields.get("use_rslora") else rank))
+    return factors
 
 
 def _renamed(item: Any) -> Any:

@@ -41,6 +41,18 @@ class LiveWeights:
         """The layers that adapters have changed."""
         return self._model.parameters.bases.layers
 
+    @property
+    def in_place(self) -> bool:
+        """Whether `tensors` are the memory that steps read: not on the CPU, which packs its weights."""
+        return self._device.type != "cpu"
+
+    def tensors(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Return the whole tensors of the weights (None: all) by Hugging Face name: the memory itself if `in_place`,
+        else copies. Call it on one rank only, for weights that are not quantized."""
+        with self._unpacked() as shards:
+            chosen = shards if names is None else {name: shards[name] for name in names}
+            return {name: shard.view if self.in_place else shard.view.clone() for name, shard in chosen.items()}
+
     def update(self, update: WeightUpdate, begin: Callable[[], None]) -> None:
         """Check an update as far as possible, call `begin`, and write it. Raises ValueError as `WeightUpdate.tensors`
         does."""

@@ -105,6 +105,13 @@ class WeightUpdate:
         return shard.shape, torch.float64
 
 
+class WrittenUpdate(WeightUpdate):
+    """A weight update whose tensors a trainer has written already, into the memory of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__((), {})
+
+
 def named_items(given: Any) -> list[tuple[str, Any]]:
     """Return the tensors that a program sends to another one as a list, where each delta is one tensor, under the name
     with which it travels. DTensors stay as they are. Raises TypeError or ValueError for what cannot be sent."""

@@ -1,0 +1,310 @@
+"""Policy: a torch module whose forward pass is a Generator's, and whose backward pass is transformers'."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fastgen.engine.prompts import pair_scores
+from fastgen.engine.runner import Runner
+from fastgen.generator import Generator
+from fastgen.model.adapter import LINEARS, Factors, factors_of
+from fastgen.model.weights import EMBEDDING, HEAD
+from fastgen.rl.policy.engine_forward import EngineForward, score_rows
+from fastgen.rl.policy.gradients import AdaptedWeights, Head, SameWeights, Weights, head_results, recomputed
+from fastgen.rl.policy.layers import PackTensors, RecomputedModel
+from fastgen.rl.policy.packs import Pack, make_packs
+
+NORM = "model.norm.weight"
+
+
+@dataclass
+class PolicyOutput:
+    """What a Policy computes of sequences, flat: their tokens one after the other, each from its start on.
+
+    logprobs: float32 [N], differentiable. offsets: int64 [sequences + 1]; those of sequence i are
+    logprobs[offsets[i] : offsets[i + 1]]. entropy: float32 [N], of the distribution at this temperature, or None.
+    logits: float32 [K, V], of the tokens that were asked for, before the temperature, or None.
+    """
+
+    logprobs: Tensor
+    offsets: Tensor
+    entropy: Tensor | None = None
+    logits: Tensor | None = None
+
+    def split(self) -> list[Tensor]:
+        """Return the logprobs of each sequence."""
+        return list(torch.split(self.logprobs, self.offsets.diff().tolist()))
+
+
+class Policy(nn.Module):
+    """The model of a Generator as a module that can be trained: its logprobs have the bits of the Generator's draws.
+
+    gen: a Generator of one GPU or of the CPU, of a model that is not quantized. Its prefix cache and requests are not
+        touched by the forward pass, which takes pages of its own for a short time.
+    dtype: of the parameters; None: that of the Generator's weights. On a GPU, parameters of that dtype are the
+        Generator's weights, not copies, so each optimizer step changes the weights that draw. With torch.float32 and a
+        Generator in bfloat16, the parameters are master weights, which `commit` rounds once.
+    adapter: PEFT's LoraConfig, or a dict of its fields: only the factors A and B are trained, in float32, and the
+        Generator computes with the merged weights.
+    pack_tokens: number of tokens that go through a layer at a time; a longer sequence does alone.
+
+    `parameters()` have Hugging Face's names, or PEFT's with an adapter. The values of the logprobs are the Generator's.
+    The gradients are those of transformers' layers, computed one at a time from the Generator's residual stream, so
+    they agree with those of the ordinary backward pass to rounding. Memory is that of gradient checkpointing.
+
+    Raises ValueError for a Generator that cannot be trained: with quantized weights, several ranks, or a head that
+    drafts.
+    """
+
+    def __init__(
+        self, gen: Generator, dtype: torch.dtype | None = None, adapter: Any = None, pack_tokens: int = 8192
+    ) -> None:
+        super().__init__()
+        self._runner, self._gen = _runner_of(gen), gen
+        if pack_tokens < 1:
+            raise ValueError(f"pack_tokens is {pack_tokens}; it must be at least 1")
+        own = getattr(torch, gen.config.dtype)
+        if dtype not in (None, own, torch.float32):
+            raise ValueError(f"dtype is {dtype}; give torch.float32, or leave it out for the Generator's {own}")
+        self._pack_tokens = pack_tokens
+        self._weights = self._runner.weights.tensors()
+        self._model = RecomputedModel(gen.folder, self._runner.model.config, self._weights)
+        self._adapter = adapter
+        trained = self._make_factors() if adapter is not None else self._make_masters(own if dtype is None else dtype)
+        for name, parameter in trained.items():
+            _register(self, name, parameter)
+        self._trained = trained
+        self._seen = self._count_writes()
+        if adapter is not None:
+            self.commit()
+
+    # ---------------------------------------------------------------------------------------- parameters
+
+    def _make_masters(self, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+        """Return the trainer's parameters by name, and set `_stages`: the weights of each stage by its prefix."""
+        computed = self._model.parameters
+        shared = {name: p.dtype == dtype for name, p in computed.items()}
+        trained = {name: p if shared[name] else nn.Parameter(p.detach().to(dtype)) for name, p in computed.items()}
+        self._stages: dict[str, Weights] = {
+            stage: SameWeights([computed[name] for name in names], [trained[name] for name in names])
+            for stage, names in self._names_of_stages().items()
+        }
+        return trained
+
+    def _make_factors(self) -> dict[str, nn.Parameter]:
+        """Return the factors of an adapter by PEFT's names, and set `_stages`."""
+        computed = self._model.parameters
+        sizes = {n.removesuffix(".weight"): tuple(p.shape) for n, p in computed.items() if n.endswith(LINEARS)}
+        self._factors: dict[str, Factors] = factors_of(self._adapter, sizes)
+        trained: dict[str, nn.Parameter] = {}
+        for parameter in computed.values():
+            parameter.requires_grad_(False)
+        for layer, factors in self._factors.items():
+            weight = computed[f"{layer}.weight"].requires_grad_()
+            outputs, inputs = weight.shape
+            a = torch.empty(factors.rank, inputs, device=weight.device)
+            nn.init.kaiming_uniform_(a, a=math.sqrt(5))  # as PEFT begins
+            b = torch.zeros(outputs, factors.rank, device=weight.device)
+            trained |= {_factor(layer, "A"): nn.Parameter(a), _factor(layer, "B"): nn.Parameter(b)}
+        self._stages = {}
+        for stage, names in self._names_of_stages().items():
+            layers = [name.removesuffix(".weight") for name in names if name.removesuffix(".weight") in self._factors]
+            self._stages[stage] = AdaptedWeights(
+                [computed[f"{layer}.weight"] for layer in layers],
+                [trained[_factor(layer, which)] for layer in layers for which in "AB"],
+                [self._factors[layer].scaling for layer in layers],
+            )
+        return trained
+
+    def _names_of_stages(self) -> dict[str, list[str]]:
+        """Return the names of the parameters of each stage: "embed", "head", and each layer's number."""
+        names = self._model.parameters
+        stages = {
+            str(number): [name for name in names if name.startswith(f"model.layers.{number}.")]
+            for number in range(len(self._model.layers))
+        }
+        head = HEAD if HEAD in names else EMBEDDING
+        return stages | {"embed": [EMBEDDING], "head": [NORM, head]}
+
+    def _count_writes(self) -> int:
+        """Return how often the parameters were written in place, as torch counts it."""
+        return sum(parameter._version for parameter in self._trained.values())
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether the parameters are the Generator's weights."""
+        weights = self._runner.weights.in_place
+        return weights and all(p is self._trained.get(name) for name, p in self._model.parameters.items())
+
+    @torch.no_grad()
+    def commit(self, version: int | None = None, in_flight: str = "error") -> int:
+        """Let the Generator draw with the parameters as they are now, and return the version of its weights.
+
+        version, in_flight: see `Generator.update_weights`. Cached prefixes of the old weights are dropped. If the
+        parameters are the Generator's weights, nothing is copied. Call it after each optimizer step, or at least before
+        the Generator draws again; a forward pass calls it if the parameters have changed.
+        """
+        if self._adapter is not None:
+            following = self._gen.update_adapter(dict(self._trained), self._adapter, version, in_flight)
+        elif self._in_place:
+            following = self._gen.weights_changed(version, in_flight)
+        else:
+            following = self._gen.update_weights(dict(self.named_parameters()), version, in_flight=in_flight)
+        if not self._runner.weights.in_place:
+            self._refresh()
+        self._seen = self._count_writes()
+        return following
+
+    def _refresh(self) -> None:
+        """Bring the weights that the backward pass computes with up to date, on the CPU."""
+        computed = self._model.parameters
+        if self._adapter is None:
+            for name, parameter in self._trained.items():
+                if parameter is not computed[name]:
+                    computed[name].copy_(parameter)
+            return
+        for name, tensor in self._runner.weights.tensors([f"{layer}.weight" for layer in self._factors]).items():
+            computed[name].copy_(tensor)
+
+    # ------------------------------------------------------------------------------------------- values
+
+    def logprobs(
+        self, sequences: Iterable[Sequence[int]], start: int | Sequence[int] = 1, temperature: float = 1.0
+    ) -> Tensor:
+        """Return the logprobs of given tokens, differentiable: float32 [N], one sequence after the other.
+
+        sequences: lists of ids. start: the first position whose logprob is wanted, at least 1, for all sequences or a
+        list with one for each: mostly the length of the prompt. They have the bits of `Completion.raw_logprobs`, and at
+        another temperature of `untruncated_logprobs`. Sequences that are equal before their start share its
+        computation. Raises ValueError for what `Generator.score` refuses.
+        """
+        output: PolicyOutput = self(sequences, start, temperature)
+        return output.logprobs
+
+    def forward(
+        self,
+        sequences: Iterable[Sequence[int]],
+        start: int | Sequence[int] = 1,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        logits: Sequence[int] | None = None,
+    ) -> PolicyOutput:
+        """Return what `logprobs` does, with offsets, and on request more, differentiable as well.
+
+        entropy: also return the entropy of each token's distribution. logits: also return the logits of these tokens,
+        by their indices in the flat logprobs.
+        """
+        many, starts = self._checked(sequences, start, temperature)
+        if self._count_writes() != self._seen:
+            self.commit()
+        offsets = [0, *itertools.accumulate(len(ids) - at for ids, at in zip(many, starts, strict=True))]
+        wanted = np.array([] if logits is None else list(logits), dtype=np.int64)
+        if len(bad := wanted[(wanted < 0) | (wanted >= offsets[-1])]):
+            raise ValueError(f"logits has the index {bad[0]}; there are {offsets[-1]} logprobs")
+        packs = list(make_packs(many, starts, self._gen.config.page_size, self._pack_tokens))
+        kept = [np.flatnonzero(np.isin(pack.places, wanted)) for pack in packs]
+        results = list(self._run(packs, kept, float(temperature), entropy))
+        places = np.concatenate([pack.places for pack in packs]) if packs else np.zeros(0, dtype=np.int64)
+        kept_places = [pack.places[of_pack] for pack, of_pack in zip(packs, kept, strict=True)]
+        return PolicyOutput(
+            self._joined([each[0] for each in results], np.argsort(places)),
+            torch.tensor(offsets),
+            self._joined([each[1] for each in results], np.argsort(places)) if entropy else None,
+            None if logits is None else self._joined([each[2] for each in results], _indices(kept_places, wanted)),
+        )
+
+    def _checked(
+        self, sequences: Iterable[Sequence[int]], start: int | Sequence[int], temperature: float
+    ) -> tuple[list[list[int]], list[int]]:
+        """Return the sequences as lists of ids, and the start of each. Raises ValueError or TypeError."""
+        loop, inputs = self._gen._loop, self._gen._inputs
+        loop.check_open()
+        loop.weight_state.check_awake()
+        loop.weight_state.check_whole()
+        prompts, starts = pair_scores(sequences, start, temperature)
+        return [inputs.ids_to_score(*pair) for pair in zip(prompts, starts, strict=True)], starts
+
+    def _run(
+        self, packs: list[Pack], kept: list[NDArray[np.int64]], temperature: float, entropy: bool
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the results of each pack: logprobs, entropies and logits; see `head_results`. kept: the indices of the
+        targets of each pack whose logits are wanted."""
+        if not packs:
+            return
+        engine = EngineForward(self._runner, max(pack.num_pages for pack in packs))
+        for pack, of_pack in zip(packs, kept, strict=True):
+            tensors = PackTensors.of(pack, self._runner.model.config.windows, self._runner.device)
+            head = Head(
+                self._model,
+                self._runner.model.config.logits_divisor,
+                temperature,
+                *(torch.from_numpy(array).to(self._runner.device) for array in (pack.rows, pack.targets, of_pack)),
+            )
+            streams = engine.streams(pack)
+            last = streams[-1]
+            values = score_rows(self._runner.model, last, head.rows, head.targets, temperature, entropy, head.kept)
+            yield head_results(self._through_layers(tensors, streams), values, head, self._stages["head"])
+
+    def _through_layers(self, pack: PackTensors, streams: list[Tensor]) -> Tensor:
+        """Return the engine's residual stream after the last layer, [T, hidden], as a function of the parameters."""
+        embed = functools.partial(self._model.embed, pack)
+        with torch.no_grad():
+            embedded = embed()
+        x = recomputed(None, embedded, embed, self._stages["embed"])
+        calls = self._model.layer_calls(pack, embedded)
+        for number, (call, stream) in enumerate(zip(calls, streams, strict=True)):
+            x = recomputed(x, stream, call, self._stages[str(number)])
+        return x
+
+    def _joined(self, parts: list[Tensor], order: NDArray[np.int64]) -> Tensor:
+        """Return the rows of all parts in an order."""
+        if not parts:
+            return torch.zeros(0, device=self._runner.device)
+        return torch.cat(parts)[torch.from_numpy(order).to(self._runner.device)]
+
+
+def _indices(kept_places: list[NDArray[np.int64]], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the index of each of `wanted` in the concatenated places."""
+    places = np.concatenate(kept_places) if kept_places else np.zeros(0, dtype=np.int64)
+    order = np.argsort(places)
+    indices: NDArray[np.int64] = order[np.searchsorted(places[order], wanted)]
+    return indices
+
+
+def _factor(layer: str, which: str) -> str:
+    """Return PEFT's name of a factor of a layer. which: "A" or "B"."""
+    return f"base_model.model.{layer}.lora_{which}.weight"
+
+
+def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Register a parameter under a name with dots, in modules that are made on the way."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(last, parameter)
+
+
+def _runner_of(gen: Generator) -> Runner:
+    """Return the Runner of a Generator. Raises ValueError for one that cannot be trained."""
+    if gen.model_config.quantization is not None:
+        raise ValueError("the Generator's weights are quantized, which has no gradients; leave quantization out")
+    runner = gen._runner
+    if not isinstance(runner, Runner) or runner.group.size > 1:
+        raise ValueError("the Generator has several ranks; a Policy needs one: leave tensor_parallel out")
+    if runner.model.observer is not None:
+        raise ValueError(
+            "a head drafts for this Generator, which training would leave behind; leave speculate out, or use 'ngram'"
+        )
+    return runner

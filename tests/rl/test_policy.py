@@ -1,0 +1,267 @@
+"""A Policy: values with the bits of the draws, and the gradients of transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Checkpoint, hf_model, random_ids
+from families import FAMILIES, VOCAB
+from torch import Tensor
+
+from fastgen import Generator, RequestOutput, SamplingParams
+from fastgen.rl.policy import Policy, pad
+from fastgen.rl.policy.packs import make_packs
+
+OPTIONS: dict[str, Any] = {"page_size": 16, "max_seqs": 6, "max_step_tokens": 48, "seed": 0}
+DRAWN = SamplingParams(n=3, temperature=0.8, max_tokens=12, ignore_eos=True)
+PROMPTS = [random_ids(length) for length in (37, 5, 48, 33)]
+
+
+def flat(outputs: list[RequestOutput], name: str = "raw_logprobs") -> Tensor:
+    """A field of all completions, one after the other."""
+    return torch.tensor([x for output in outputs for each in output.completions for x in getattr(each, name)])
+
+
+def sequences_of(outputs: list[RequestOutput]) -> tuple[list[list[int]], list[int]]:
+    """The ids of all samples, and where their answers start."""
+    pairs = [(output.prompt_token_ids, each.token_ids) for output in outputs for each in output.completions]
+    return [prompt + answer for prompt, answer in pairs], [len(prompt) for prompt, _ in pairs]
+
+
+def scores(gen: Generator, sequences: list[list[int]], start: int | list[int] = 1) -> Tensor:
+    return torch.tensor([x for row in gen.score(sequences, start) for x in row])
+
+
+def reference(
+    model: Any, sequences: list[list[int]], starts: list[int], temperature: float = 1.0
+) -> tuple[Tensor, ...]:
+    """Logprobs, entropies and logits by transformers, a sequence at a time."""
+    found: list[tuple[Tensor, ...]] = []
+    for ids, start in zip(sequences, starts, strict=True):
+        logits = model(torch.tensor([ids])).logits[0, start - 1 : -1].float()
+        logprobs = (logits / temperature).log_softmax(-1)
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        found.append((logprobs.gather(1, torch.tensor(ids[start:])[:, None])[:, 0], entropies, logits))
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+def worst(policy: Policy, model: Any) -> float:
+    """The largest distance of a gradient from that of transformers, relative to its length."""
+    ours = dict(policy.named_parameters())
+    assert ours.keys() == dict(model.named_parameters()).keys()
+    found = []
+    for name, parameter in model.named_parameters():
+        gradient = ours[name].grad
+        assert gradient is not None
+        found.append(float((gradient - parameter.grad).norm() / (parameter.grad.norm() + 1e-6)))
+    return max(found)
+
+
+@pytest.fixture
+def llama_gen(llama: Path) -> Iterator[Generator]:
+    with Generator(llama, **OPTIONS) as gen:
+        yield gen
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_values_are_the_bits_of_the_draws_and_gradients_those_of_transformers(
+    name: str, checkpoint: Checkpoint
+) -> None:
+    kind, config = FAMILIES[name]
+    folder = checkpoint(kind, **config)
+    with Generator(folder, **OPTIONS) as gen:
+        outputs = gen.generate(PROMPTS, DRAWN)
+        sequences, starts = sequences_of(outputs)
+        policy = Policy(gen, pack_tokens=150)
+        output = policy(sequences, starts, entropy=True, logits=[40, 3, 17])
+        assert torch.equal(output.logprobs.detach(), flat(outputs))
+        assert torch.equal(policy.logprobs(sequences, starts, 0.8).detach(), flat(outputs, "untruncated_logprobs"))
+        model = hf_model(folder).requires_grad_()
+        model.zero_grad()
+        expected = reference(model, sequences, starts)
+        results = output.logprobs, output.entropy, output.logits
+        wanted = expected[0], expected[1], expected[2][[40, 3, 17]]
+        weights = [torch.randn(t.shape) for t in wanted]
+        for ours, theirs in zip(results, wanted, strict=True):
+            assert ours is not None
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        sum((x * w).sum() for x, w in zip(results, weights, strict=True)).backward()
+        sum((x * w).sum() for x, w in zip(wanted, weights, strict=True)).backward()
+        assert worst(policy, model) < 1e-4
+        model.requires_grad_(False)
+
+
+def test_bits_in_bfloat16_also_of_draws_from_cached_prefixes_with_drafts(talker: Path) -> None:
+    with Generator(talker, dtype="bfloat16", speculate="ngram", **OPTIONS) as gen:
+        if not gen.config.deterministic:
+            pytest.skip("bfloat16 on a CPU with AMX is not deterministic")
+        for _ in range(2):
+            outputs = gen.generate(PROMPTS, DRAWN)
+        assert gen.stats.cached_tokens
+        assert gen.stats.drafted_tokens
+        sequences, starts = sequences_of(outputs)
+        assert torch.equal(Policy(gen).logprobs(sequences, starts).detach(), flat(outputs))
+
+
+def test_samples_of_a_prompt_share_its_full_pages() -> None:
+    prompt = random_ids(40)
+    sequences = [prompt + random_ids(10, seed) for seed in range(4)] + [random_ids(40, 9)]
+    (pack,) = make_packs(sequences, [40] * 5, 16, 1000)
+    assert pack.tokens == 32 + 4 * (50 - 32 - 1)  # the last sequence has nothing after its start
+    assert pack.num_pages == 2 + 4 * 2
+    packs = list(make_packs(sequences, [40] * 5, 16, 70))
+    assert [each.tokens for each in packs] == [32 + 2 * 17, 32 + 2 * 17]
+    assert sorted(place for each in packs for place in each.places) == list(range(40))
+
+
+def test_a_commit_lets_the_next_draws_have_the_new_weights(llama_gen: Generator, llama: Path) -> None:
+    policy = Policy(llama_gen)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    for step in range(1, 4):
+        outputs = llama_gen.generate(PROMPTS, DRAWN)
+        sequences, starts = sequences_of(outputs)
+        logprobs = policy.logprobs(sequences, starts)
+        assert torch.equal(logprobs.detach(), flat(outputs))
+        logprobs.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert policy.commit(version=10 * step) == llama_gen.weight_version == 10 * step
+    last = llama_gen.generate(PROMPTS, DRAWN)
+    with Generator(llama, **OPTIONS) as fresh:
+        fresh.update_weights(policy.state_dict())
+        assert torch.equal(flat(last), scores(fresh, *sequences_of(last)))
+
+
+def test_a_forward_pass_after_an_optimizer_step_has_the_new_weights(llama_gen: Generator) -> None:
+    policy, ids = Policy(llama_gen), [random_ids(30)]
+    before = policy.logprobs(ids)
+    with torch.no_grad():
+        policy.get_parameter("model.norm.weight").mul_(1.5)
+    after = policy.logprobs(ids)
+    assert not torch.equal(before, after)
+    assert llama_gen.score(ids, 1) == [after.tolist()]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_float32_parameters_over_a_bfloat16_engine_are_rounded_once(talker: Path, share: bool) -> None:
+    with Generator(talker, dtype="bfloat16", **OPTIONS) as gen:
+        policy = Policy(gen, dtype=None if share else torch.float32)
+        own = torch.bfloat16 if share else torch.float32
+        assert {p.dtype for p in policy.parameters()} == {own}
+        sequences = [random_ids(30), random_ids(21)]
+        policy.logprobs(sequences).sum().backward()
+        assert {p.grad.dtype for p in policy.parameters() if p.grad is not None} == {own}
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter += 1e-3 * torch.randn_like(parameter)
+        policy.commit()
+        assert torch.equal(policy.logprobs(sequences).detach(), scores(gen, sequences))
+        rounded = {name: p.detach().bfloat16() for name, p in policy.named_parameters()}
+        before = gen.score(sequences, 1)
+        gen.update_weights(rounded)
+        assert gen.score(sequences, 1) == before
+
+
+def test_an_adapter_is_trained_and_merged(llama_gen: Generator, llama: Path) -> None:
+    torch.manual_seed(0)
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+    policy = Policy(llama_gen, adapter=config)
+    names = dict(policy.named_parameters())
+    assert len(names) == 2 * 2 * 3
+    sequences, optimizer = [random_ids(30), random_ids(21)], torch.optim.SGD(policy.parameters(), lr=1.0)
+    base = llama_gen.score(sequences, 1)
+    for _ in range(2):  # B is 0 at first, and with it the gradient of A
+        optimizer.zero_grad()
+        policy.logprobs(sequences).mean().backward()
+        optimizer.step()
+    policy.commit()
+    assert llama_gen.score(sequences, 1) != base
+    assert torch.equal(policy.logprobs(sequences).detach(), scores(llama_gen, sequences))
+    optimizer.zero_grad()
+    policy.logprobs(sequences).mean().backward()
+    # The same by transformers, with weights that autograd merges.
+    model, factors = hf_model(llama), {n: p.detach().clone().requires_grad_() for n, p in names.items()}
+    merged = {}
+    for name, weight in model.named_parameters():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{layer}.lora_A.weight" in factors:
+            merged[name] = weight.detach() + 2 * factors[f"{layer}.lora_B.weight"] @ factors[f"{layer}.lora_A.weight"]
+    calls = [torch.func.functional_call(model, merged, torch.tensor([ids])).logits[0, :-1] for ids in sequences]
+    targets = torch.tensor([token for ids in sequences for token in ids[1:]])
+    torch.cat(calls).log_softmax(-1).gather(1, targets[:, None]).mean().backward()
+    for name, parameter in names.items():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, factors[name].grad, atol=1e-6, rtol=1e-3)
+    llama_gen.update_adapter(None)
+    assert llama_gen.score(sequences, 1) == base
+
+
+def test_frozen_parameters_get_no_gradient(llama_gen: Generator) -> None:
+    policy = Policy(llama_gen)
+    frozen = ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight")
+    for name in frozen:
+        policy.get_parameter(name).requires_grad_(False)
+    policy.logprobs([random_ids(20)]).sum().backward()
+    assert {name for name, p in policy.named_parameters() if p.grad is None} == set(frozen)
+
+
+def test_requests_in_flight_go_on_beside_a_policy(llama_gen: Generator) -> None:
+    expected = llama_gen.generate(PROMPTS[0], SamplingParams(max_tokens=20, seed=1))[0].completions[0].token_ids
+    policy = Policy(llama_gen)
+    llama_gen.add(PROMPTS[0], SamplingParams(max_tokens=20, seed=1))
+    events = [*llama_gen.step(), *llama_gen.step(), *llama_gen.step()]
+    policy.logprobs(PROMPTS).sum().backward()
+    while llama_gen.unfinished:
+        events += llama_gen.step()
+    assert [token for event in events for token in event.token_ids] == expected
+
+
+def test_what_cannot_be_scored_or_trained_is_an_error(llama_gen: Generator, llama: Path) -> None:
+    policy = Policy(llama_gen)
+    for sequences, start, words in (
+        ([[5] * 600], 1, "context"),
+        ([[5, VOCAB]], 1, "outside the vocabulary"),
+        ([[5, 6]], 0, "from 1 to"),
+        ([[5, 6]], 3, "from 1 to"),
+        ([[5, 6]], [1, 1], "1 sequences and 2 starts"),
+        ([[]], 1, "empty"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            policy.logprobs(sequences, start)
+    with pytest.raises(ValueError, match="temperature"):
+        policy.logprobs([[5, 6]], temperature=0)
+    with pytest.raises(ValueError, match="index 1; there are 1 logprobs"):
+        policy([[5, 6]], logits=[1])
+    assert policy.logprobs([[5, 6]], 2).shape == policy.logprobs([]).shape == (0,)
+    with pytest.raises(ValueError, match="dtype"):
+        Policy(llama_gen, dtype=torch.float16)
+    with pytest.raises(ValueError, match="pack_tokens"):
+        Policy(llama_gen, pack_tokens=0)
+    llama_gen.sleep("weights")
+    with pytest.raises(RuntimeError, match="asleep"):
+        policy.logprobs([[5, 6]])
+    llama_gen.wake()
+    llama_gen.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        policy.logprobs([[5, 6]])
+
+
+def test_samples_become_padded_tensors(llama_gen: Generator) -> None:
+    outputs = llama_gen.generate(PROMPTS[:2], DRAWN)
+    padded = pad(outputs, pad_id=7, length=64)
+    sequences, starts = sequences_of(outputs)
+    for row, (ids, start) in enumerate(zip(sequences, starts, strict=True)):
+        assert padded.ids[row].tolist() == ids + [7] * (64 - len(ids))
+        assert padded.mask[row].nonzero().flatten().tolist() == list(range(start, len(ids)))
+    assert torch.equal(padded.raw_logprobs[padded.mask], flat(outputs))
+    assert torch.equal(padded.logprobs[padded.mask], flat(outputs, "logprobs"))
+    assert padded.versions[padded.mask].tolist() == [0] * len(flat(outputs))
+    assert set(padded.versions[~padded.mask].tolist()) == {-1}
+    with pytest.raises(ValueError, match="at least 49"):
+        pad(outputs, length=48)
+    assert math.prod(pad([]).ids.shape) == 0
