@@ -103,7 +103,7 @@ def test_bits_in_bfloat16_also_of_draws_from_cached_prefixes_with_drafts(talker:
         for _ in range(2):
             outputs = gen.generate(PROMPTS, DRAWN)
         assert gen.stats.cached_tokens
-        assert gen.stats.drafted_tokens
+        assert gen.stats.drafted
         sequences, starts = sequences_of(outputs)
         assert torch.equal(Policy(gen).logprobs(sequences, starts).detach(), flat(outputs))
 

@@ -1,0 +1,85 @@
+"""A Policy on a GPU: the bits of the draws, one copy of the weights, and gradients near those of float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_gpu import CHATS
+from torch import Tensor
+
+from fastgen import Generator, RequestOutput, SamplingParams
+from fastgen.rl.policy import Policy
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
+OPTIONS: dict[str, Any] = {"device": "cuda", "max_seqs": 8, "num_pages": 96, "page_size": 16, "seed": 0}
+DRAWN = SamplingParams(n=4, temperature=0.9, max_tokens=40, ignore_eos=True)
+
+
+def samples_of(outputs: list[RequestOutput]) -> tuple[list[list[int]], list[int], Tensor]:
+    pairs = [(output.prompt_token_ids, each) for output in outputs for each in output.completions]
+    raw = torch.tensor([x for _, each in pairs for x in each.raw_logprobs], device="cuda")
+    return [prompt + each.token_ids for prompt, each in pairs], [len(prompt) for prompt, _ in pairs], raw
+
+
+@pytest.mark.parametrize(
+    ("dtype", "more"),
+    [
+        ("bfloat16", {}),
+        ("bfloat16", {"speculate": "ngram", "max_step_tokens": 64, "num_pages": 40}),
+        ("bfloat16", {"kv_cache_dtype": "fp8"}),
+        ("float32", {"deterministic": True}),
+    ],
+)
+def test_the_bits_of_the_draws_in_each_step_of_training(dtype: str, more: dict[str, Any]) -> None:
+    with Generator(dtype=dtype, **OPTIONS | more) as gen:
+        policy = Policy(gen, pack_tokens=500)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5)
+        for _ in range(3):
+            sequences, starts, drawn = samples_of(gen.generate([*CHATS, *CHATS], DRAWN))
+            logprobs = policy.logprobs(sequences, starts)
+            assert torch.equal(logprobs.detach(), drawn)
+            logprobs.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            policy.commit()
+        assert gen.weight_version == 3
+
+
+def test_parameters_are_the_memory_of_the_weights_or_masters_in_float32() -> None:
+    with Generator(dtype="bfloat16", **OPTIONS) as gen:
+        views = {name: part.view.data_ptr() for name, part in gen._runner.model.parameters.targets().items()}
+        assert {name: p.data_ptr() for name, p in Policy(gen).named_parameters()} == views
+        masters = Policy(gen, dtype=torch.float32)
+        sequences = [list(range(5, 60)), list(range(9, 40))]
+        masters.logprobs(sequences).sum().backward()
+        with torch.no_grad():
+            for parameter in masters.parameters():
+                parameter -= 1e-4 * parameter.grad
+        after = masters.logprobs(sequences)
+        assert gen.score(sequences, 1) == [each.tolist() for each in after.split([54, 30])]
+        for name, parameter in masters.named_parameters():
+            assert torch.equal(gen._runner.weights.tensors()[name], parameter.bfloat16())
+
+
+def test_an_adapter_is_trained_on_its_merged_weights() -> None:
+    with Generator(dtype="bfloat16", **OPTIONS) as gen:
+        before = gen.generate(CHATS, DRAWN)
+        policy = Policy(gen, adapter={"r": 8, "lora_alpha": 16, "target_modules": "all-linear"})
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+        for _ in range(3):
+            sequences, starts, drawn = samples_of(gen.generate(CHATS, DRAWN))
+            logprobs = policy.logprobs(sequences, starts)
+            assert torch.equal(logprobs.detach(), drawn)
+            logprobs.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            policy.commit()
+        gen.update_adapter(None)
+        assert [o.completions for o in gen.generate(CHATS, DRAWN)] != [o.completions for o in before]  # other seeds
+        assert gen.score(sequences, 1) == [each.tolist() for each in torch.split(*_scores(gen, sequences))]
+
+
+def _scores(gen: Generator, sequences: list[list[int]]) -> tuple[Tensor, list[int]]:
+    return Policy(gen).logprobs(sequences).detach(), [len(ids) - 1 for ids in sequences]
