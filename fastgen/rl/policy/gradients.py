@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fastgen.rl.policy.layers import RecomputedModel
 
-HEAD_ROWS = 2048  # number of rows whose logits are in memory at a time in the backward pass
+HEAD_ROWS = 1024  # number of rows whose logits are in memory at a time in the backward pass
 
 
 class Weights(Protocol):
@@ -136,18 +136,19 @@ class Head:
     def gradient_of_logits(
         self, logits: Tensor, part: slice, of_logprobs: Tensor, of_entropies: Tensor | None, of_kept: Tensor | None
     ) -> Tensor:
-        """Return the gradient of the logits [R, V] of the targets in `part`, float32. The other arguments: gradients of
-        the results for all targets; see `head_results`."""
-        logprobs = (logits / self.temperature if self.temperature != 1 else logits).log_softmax(1)
-        probs = logprobs.exp()
-        factor = of_logprobs[part, None]
-        gradient = probs * -factor
-        gradient.scatter_add_(1, self.targets[part, None], factor)
+        """Return the gradient of the logits, float32 [R, V], which are overwritten, of the targets in `part`. The other
+        arguments: gradients of the results for all targets; see `head_results`."""
+        logits = logits.div_(self.temperature) if self.temperature != 1 else logits
+        gradient, factor = logits.log_softmax(1), of_logprobs[part, None]
         if of_entropies is not None and len(of_entropies):
+            logprobs, probs = gradient, gradient.exp()
             entropy = -(probs * logprobs).sum(1, keepdim=True)
-            gradient -= of_entropies[part, None] * probs * (logprobs + entropy)
+            gradient = probs * (logprobs + entropy).mul_(-of_entropies[part, None]).sub_(factor)
+        else:  # most losses want no entropy, and these are the largest tensors of a step
+            gradient = gradient.exp_().mul_(-factor)
+        gradient.scatter_add_(1, self.targets[part, None], factor)
         if self.temperature != 1:
-            gradient /= self.temperature
+            gradient.div_(self.temperature)
         if of_kept is not None and len(of_kept):
             chosen = (self.kept >= part.start) & (self.kept < part.stop)
             gradient[self.kept[chosen] - part.start] += of_kept[chosen]

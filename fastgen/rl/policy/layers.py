@@ -8,6 +8,7 @@ Shape letters: T rows of a pack, H query heads, K KV heads, D head size.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -97,12 +98,12 @@ def attend_pack(
     if q.is_cuda and q.dtype in HALF:
         from torch.nn.attention.varlen import varlen_attn
 
-        out = varlen_attn(
+        attend: Any = varlen_attn
+        grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(attend).parameters else {}
+        out: Tensor = attend(
             q.contiguous(), k.contiguous(), v.contiguous(), pack.query_ends, pack.key_ends, max(pack.query_lens),
-            max(pack.kv_lens), scale=scaling, window_size=(window - 1 if window else -1, 0),
-            enable_gqa=k.shape[1] < q.shape[1],
+            max(pack.kv_lens), scale=scaling, window_size=(window - 1 if window else -1, 0), **grouped,
         )  # fmt: skip
-        assert isinstance(out, Tensor)
         return out[None], None
     queries, keys, values = torch.split(q, pack.query_lens), torch.split(k, pack.kv_lens), torch.split(v, pack.kv_lens)
     segments = zip(queries, keys, values, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,13 @@ from fastgen.rl.policy.gradients import AdaptedWeights, Head, SameWeights, Weigh
 from fastgen.rl.policy.layers import PackTensors, RecomputedModel
 from fastgen.rl.policy.packs import Pack, make_packs
 
+log = logging.getLogger(__name__)
+
 NORM = "model.norm.weight"
+NOT_EXACT = (
+    "this Generator is not deterministic, so a Policy's logprobs agree with its draws to rounding only; pass "
+    "deterministic=True, or on a CPU with AMX dtype='float32'"
+)
 
 
 @dataclass
@@ -71,6 +78,8 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self._runner, self._gen = _runner_of(gen), gen
+        if not gen.config.deterministic:
+            log.warning("%s", NOT_EXACT)
         if pack_tokens < 1:
             raise ValueError(f"pack_tokens is {pack_tokens}; it must be at least 1")
         own = getattr(torch, gen.config.dtype)
