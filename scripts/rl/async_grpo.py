@@ -6,7 +6,8 @@
     python scripts/rl/async_grpo.py --out FILE --beside scripts/results/rl-grpo-cpu.json
     python scripts/rl/async_grpo.py --smoke                                        # two small steps in seconds
 
-The trainer asks for the samples of step N + 1 before it trains on those of step N, and gives the server its weights
+The trainer is a Policy over a Generator of its own, which computes the server's logprobs to the bit and draws nothing.
+It asks for the samples of step N + 1 before it trains on those of step N, and gives the server its weights
 after each step, while requests are in flight (in_flight="keep"). So the weights that draw an answer are at most one
 step old when it is trained on; it may begin with old weights and end with new ones, over the KV of the old ones. Its
 weight_versions tell whether tokens are old. For such an answer the objective is decoupled, as in AReaL
@@ -45,10 +46,9 @@ from rl_grpo import (
     rollouts,
     timed,
 )
-from transformers import AutoModelForCausalLM
 
-from fastgen import RequestOutput, SamplingParams
-from fastgen.model.loader import resolve
+from fastgen import Generator, RequestOutput, SamplingParams
+from fastgen.rl.policy import Policy
 from fastgen.rl.remote import RemoteGenerator
 
 sys.path.append(str(Path(__file__).parent.parent / "bench"))
@@ -58,6 +58,7 @@ from serve_process import Server
 MOST_LAG = 1  # maximum age of a token, in steps of the trainer
 MOST_WEIGHT = 2.0  # of a token: its probability at the start of the step over the one that it was drawn with
 PARTS = ("wait", "train", "push")
+FEW: dict[str, Any] = {"max_seqs": 1, "num_pages": 8}  # of the trainer's Generator, which draws nothing
 
 
 @dataclass(frozen=True)
@@ -78,23 +79,21 @@ def lags(sample: Rollout, version: int | None) -> list[int]:
     return [version - drawn for drawn, start, end in sample.weight_versions for _ in range(start, end)]
 
 
-def corrected(model: Any, samples: Sequence[Rollout], version: int | None, settings: Settings) -> list[Rollout]:
+def corrected(policy: Policy, samples: Sequence[Rollout], version: int | None) -> list[Rollout]:
     """Return samples for a step that begins with weights of this version. Raises RuntimeError where one is too old."""
     found = [sample for sample in samples if not any(lags(sample, version))]
-    old = sorted((sample for sample in samples if any(lags(sample, version))), key=lambda sample: len(sample.ids))
-    for at in range(0, len(old), settings.micro_batch):
-        batch = old[at : at + settings.micro_batch]
-        with torch.no_grad():
-            now = answer_logprobs(model, batch).tolist()
-        for sample in batch:
-            own, now = now[: len(sample.logprobs)], now[len(sample.logprobs) :]
-            late = lags(sample, version)
-            if max(late) > MOST_LAG:
-                raise RuntimeError(f"a token is {max(late)} steps old; the server has not taken every update")
-            # The tokens of the present version are corrected too: they were drawn with the KV of the old weights.
-            ratios = torch.tensor(own) - torch.tensor(sample.logprobs)
-            weights = ratios.exp().clamp(max=MOST_WEIGHT).tolist()
-            found.append(Corrected(**{**vars(sample), "logprobs": own}, weights=tuple(weights)))
+    old = [sample for sample in samples if any(lags(sample, version))]
+    with torch.no_grad():
+        now = answer_logprobs(policy, old).tolist()
+    for sample in old:
+        own, now = now[: len(sample.logprobs)], now[len(sample.logprobs) :]
+        late = lags(sample, version)
+        if max(late) > MOST_LAG:
+            raise RuntimeError(f"a token is {max(late)} steps old; the server has not taken every update")
+        # The tokens of the present version are corrected too: they were drawn with the KV of the old weights.
+        ratios = torch.tensor(own) - torch.tensor(sample.logprobs)
+        weights = ratios.exp().clamp(max=MOST_WEIGHT).tolist()
+        found.append(Corrected(**{**vars(sample), "logprobs": own}, weights=tuple(weights)))
     return found
 
 
@@ -117,14 +116,15 @@ class Sampler:
         return outputs
 
 
-def train(gen: RemoteGenerator, settings: Settings, device: str) -> dict[str, Any]:
+def train(gen: RemoteGenerator, own: Generator, settings: Settings) -> dict[str, Any]:
     """Train; return the learning curve, a point for each step, and the time of each part.
 
+    own: the trainer's Generator, which computes the server's logprobs.
     idle: shares of the loop's time, without evaluations, in which the trainer waits for samples, and in which the
     server has no samples to work on.
     """
     seconds: dict[str, float] = {}
-    policy: Any = AutoModelForCausalLM.from_pretrained(resolve(None), dtype=torch.float32).to(device)
+    policy = Policy(own, dtype=torch.float32)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     rng, sampler = random.Random(settings.seed), Sampler(gen, settings)
     to_train, held_out = problems(settings)
@@ -144,7 +144,7 @@ def train(gen: RemoteGenerator, settings: Settings, device: str) -> dict[str, An
         with timed(seconds, "train"):
             samples = rollouts(outputs, rewards)
             late = [lag for sample in samples for lag in lags(sample, version)]
-            found = learn(policy, optimizer, corrected(policy, samples, version, settings), settings, rng)
+            found = learn(policy, optimizer, corrected(policy, samples, version), settings, rng)
         with timed(seconds, "push"):
             version = gen.update_weights(policy.named_parameters(), in_flight="keep")
         point = {"step": step, "reward": rewards.mean().item(), "old_tokens": sum(map(bool, late)) / max(len(late), 1)}
@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--beside", type=Path, help="JSON of rl_grpo.py, whose curve is plotted next to this one")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args(argv)
-    smoke = {"steps": 2, "prompts": 4, "samples": 8, "batch": 16, "micro_batch": 8, "held_out": 8}
+    smoke = {"steps": 2, "prompts": 4, "samples": 8, "batch": 16, "held_out": 8}
     settings = replace(Settings(seed=arguments.seed), **(smoke if arguments.smoke else {}))
     key = os.environ.get("FASTGEN_API_KEY")
     with ExitStack() as stack:
@@ -180,9 +180,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         if url is None:  # half of a GPU's memory is the trainer's, if that is on the same one
             options = {"device": arguments.server_device, "dtype": arguments.dtype, "seed": arguments.seed}
             flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-            url = stack.enter_context(Server(None, ["--rollout", "--memory-fraction", "0.5", *flags])).url
+            flags += ["--deterministic", "--memory-fraction", "0.5"]
+            url = stack.enter_context(Server(None, ["--rollout", *flags])).url
         gen = stack.enter_context(RemoteGenerator(url, api_key=key))
-        found = train(gen, settings, arguments.device)
+        same: dict[str, Any] = {"dtype": arguments.dtype, "deterministic": True}
+        own = stack.enter_context(Generator(device=arguments.device, **same, **FEW))
+        found = train(gen, own, settings)
     machine = platform.machine() if arguments.device == "cpu" else torch.cuda.get_device_name()
     report = {"machine": machine, "threads": torch.get_num_threads(), "dtype": arguments.dtype}
     report |= {"torch": torch.__version__, **found}

@@ -1,14 +1,15 @@
-"""GRPO in plain PyTorch: the bundled model learns two-digit products, with a Generator as the sampler.
+"""GRPO in plain PyTorch, exactly on policy: the bundled model learns two-digit products.
 
     python scripts/rl/rl_grpo.py                  # on two CPU cores in minutes
     python scripts/rl/rl_grpo.py --device cuda    # on a GPU
     python scripts/rl/rl_grpo.py --smoke          # two small steps in seconds, to see that it runs
     python scripts/rl/rl_grpo.py --out FILE       # writes the learning curve and the times, as JSON
 
-A step draws prompts, samples each several times, rewards the exact product, takes a few optimizer steps on the clipped
-objective, and gives the weights to the Generator. The behaviour logprobs are the Generator's own, so nothing is
-computed twice. The bundled model has seen neither the training problems nor the held-out ones: it answers them at
-once and mostly wrong, and now and then works one out in steps, which is nearly always right; that is what it can find.
+A step draws prompts, samples each several times, rewards the exact product, and takes a few optimizer steps on the
+clipped objective. The trainer is a Policy over the Generator that samples, so there is one model, and before the first
+optimizer step of a rollout every importance ratio is exactly 1: `first_ratio_error` is 0. The bundled model has seen
+neither the training problems nor the held-out ones: it answers them at once and mostly wrong, and now and then works
+one out in steps, which is nearly always right; that is what it can find.
 
 This file needs only fastgen and transformers: copy it, and change the problems and the reward.
 """
@@ -29,16 +30,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from fastgen import Generator, RequestOutput, SamplingParams
+from fastgen.rl.policy import Policy
 
 Problem = tuple[int, int]
 MAX_TOKENS = 64  # of an answer
 TRAINED_ON = 30  # percent of the products of two-digit numbers that the bundled model was trained on
-PARTS = ("generate", "train", "push")
+PARTS = ("generate", "train", "commit")
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Settings:
     """Settings of the training.
 
     prompts: number of prompts per step. samples: number of samples per prompt. problems: number of problems that
-    prompts are drawn from; None: all. batch: number of sequences per optimizer step, which are computed micro_batch at
-    a time. clip_low, clip_high: how far an importance ratio may fall and rise. held_out: number of problems that are
-    asked every evaluate_every steps and never trained on.
+    prompts are drawn from; None: all. batch: number of sequences per optimizer step. clip_low, clip_high: how far an
+    importance ratio may fall and rise. held_out: number of problems that are asked every evaluate_every steps and never
+    trained on.
     """
 
     steps: int = 12
@@ -56,7 +56,6 @@ class Settings:
     samples: int = 8
     problems: int | None = None
     batch: int = 64
-    micro_batch: int = 32
     learning_rate: float = 1e-4
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -137,59 +136,44 @@ def rollouts(outputs: Sequence[RequestOutput], rewards: Tensor) -> list[Rollout]
     ]
 
 
-def answer_logprobs(model: Any, batch: Sequence[Rollout]) -> Tensor:
-    """Return the trainer's logprobs of the tokens of all answers: float32 [T].
-
-    Rows are padded on the right, where causal attention needs no mask. Shapes: B rows, L positions, T answer tokens.
-    """
-    length = max(len(rollout.ids) for rollout in batch)
-    ids = torch.tensor([rollout.ids + [0] * (length - len(rollout.ids)) for rollout in batch], device=model.device)
-    said = [[rollout.prompt_len <= at < len(rollout.ids) for at in range(length)] for rollout in batch]
-    answer = torch.tensor(said, device=model.device)[:, 1:]  # [B, L - 1]: whether what is predicted there counts
-    logits = model(ids).logits[:, :-1]
-    return -F.cross_entropy(logits[answer], ids[:, 1:][answer], reduction="none")
+def answer_logprobs(policy: Policy, batch: Sequence[Rollout]) -> Tensor:
+    """Return the logprobs of the tokens of all answers: float32 [T]."""
+    return policy.logprobs([rollout.ids for rollout in batch], [rollout.prompt_len for rollout in batch])
 
 
-def clipped_loss(model: Any, batch: Sequence[Rollout], settings: Settings) -> tuple[Tensor, Tensor]:
-    """Return the clipped policy objective, summed over the answers' tokens, and the log importance ratio of each of
-    them."""
-    logprobs = answer_logprobs(model, batch)
-    behaviour = torch.tensor([p for rollout in batch for p in rollout.logprobs], device=model.device)
-    advantages = torch.tensor([a for rollout in batch for a in rollout.advantages], device=model.device)
+def clipped_loss(policy: Policy, batch: Sequence[Rollout], settings: Settings) -> tuple[Tensor, Tensor]:
+    """Return the clipped objective, the mean over the answers' tokens, and the importance ratio of each token."""
+    logprobs = answer_logprobs(policy, batch)
+    behaviour = torch.tensor([p for rollout in batch for p in rollout.logprobs], device=logprobs.device)
+    advantages = torch.tensor([a for rollout in batch for a in rollout.advantages], device=logprobs.device)
     ratios = (logprobs - behaviour).exp()
     clipped = ratios.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    return -torch.minimum(ratios * advantages, clipped * advantages).sum(), (logprobs - behaviour).detach()
+    return -torch.minimum(ratios * advantages, clipped * advantages).mean(), ratios.detach()
 
 
 def learn(
-    model: Any, optimizer: torch.optim.Optimizer, samples: list[Rollout], settings: Settings, rng: random.Random
+    policy: Policy, optimizer: torch.optim.Optimizer, samples: list[Rollout], settings: Settings, rng: random.Random
 ) -> dict[str, float]:
     """Train one pass over a step's samples, with one optimizer step for each batch.
 
-    Returns max_logprob_difference, of trainer and Generator while both have the same weights: over the first batch; and
-    over all tokens the mean ratio and the share of ratios outside the clip range.
+    Returns first_ratio_error, the largest |ratio - 1| in the first batch, before any optimizer step; and over all
+    tokens the mean ratio and the share of ratios outside the clip range.
     """
     rng.shuffle(samples)
-    first: list[Tensor] = []
     found: list[Tensor] = []
     for start in range(0, len(samples), settings.batch):
-        batch = sorted(samples[start : start + settings.batch], key=lambda rollout: len(rollout.ids))
-        tokens = sum(len(rollout.logprobs) for rollout in batch)
-        for at in range(0, len(batch), settings.micro_batch):
-            loss, log_ratios = clipped_loss(model, batch[at : at + settings.micro_batch], settings)
-            (loss / tokens).backward()
-            found.append(log_ratios)
-        if not start:
-            first = list(found)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        loss, ratios = clipped_loss(policy, samples[start : start + settings.batch], settings)
+        loss.backward()
+        found.append(ratios)
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     if not found:  # nothing to learn from
         return {}
-    ratios = torch.cat(found).exp()
+    ratios = torch.cat(found)
     outside = (ratios < 1 - settings.clip_low) | (ratios > 1 + settings.clip_high)
     return {
-        "max_logprob_difference": torch.cat(first).abs().max().item(),
+        "first_ratio_error": (found[0] - 1).abs().max().item(),
         "mean_ratio": ratios.mean().item(),
         "outside_clip": outside.float().mean().item(),
     }
@@ -217,10 +201,10 @@ def train(settings: Settings, device: str, dtype: str, speculate: str = "auto") 
     begin, begin_cpu = time.perf_counter(), time.process_time()
     seconds: dict[str, float] = {}
     curve: list[dict[str, Any]] = []
-    # Half of a GPU's memory is the trainer's
-    with Generator(device=device, dtype=dtype, memory_fraction=0.5, seed=settings.seed, speculate=speculate) as gen:
-        policy: Any = AutoModelForCausalLM.from_pretrained(gen.folder, dtype=torch.float32, trust_remote_code=False)
-        policy.to(device)
+    # Half of a GPU's memory is the trainer's. The bundled model is deterministic on a GPU only if it is asked for.
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "seed": settings.seed, "speculate": speculate}
+    with Generator(memory_fraction=0.5, deterministic=True, **options) as gen:
+        policy = Policy(gen, dtype=torch.float32)  # with dtype="bfloat16", these are master weights
         optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, weight_decay=0.0)
         rng = random.Random(settings.seed)
         sampling = SamplingParams(n=settings.samples, temperature=1.0, max_tokens=MAX_TOKENS)
@@ -234,8 +218,8 @@ def train(settings: Settings, device: str, dtype: str, speculate: str = "auto") 
                 with timed(seconds, "train"):
                     rewards = rewards_of(asked, outputs)
                     found = learn(policy, optimizer, rollouts(outputs, rewards), settings, rng)
-                with timed(seconds, "push"):
-                    gen.update_weights(policy.state_dict(), version=step)
+                with timed(seconds, "commit"):
+                    policy.commit()
                 point |= {"reward": rewards.mean().item(), **found}
             if step % settings.evaluate_every == 0 or step == settings.steps:
                 with timed(seconds, "evaluate"):
@@ -245,15 +229,15 @@ def train(settings: Settings, device: str, dtype: str, speculate: str = "auto") 
             curve.append(point)
     loop = sum(seconds[part] for part in PARTS)
     shares = {part: seconds[part] / loop for part in PARTS}
-    worst = max(point.get("max_logprob_difference", 0.0) for point in curve)
-    return {"settings": asdict(settings), "seconds": seconds, "shares": shares, "max_logprob_difference": worst,
+    worst = max(point.get("first_ratio_error", 0.0) for point in curve)
+    return {"settings": asdict(settings), "seconds": seconds, "shares": shares, "first_ratio_error": worst,
             "curve": curve}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32", help="dtype of the Generator; the trainer's is float32")
+    parser.add_argument("--dtype", default="float32", help="dtype of the Generator; the parameters are float32")
     parser.add_argument(
         "--speculate", default="auto", choices=("auto", "ngram", "off"), help="changes no point of the curve"
     )
@@ -262,7 +246,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, help="JSON file for the learning curve (default: none is written)")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args(argv)
-    smoke = {"steps": 2, "prompts": 4, "samples": 8, "batch": 16, "micro_batch": 8, "held_out": 8}
+    smoke = {"steps": 2, "prompts": 4, "samples": 8, "batch": 16, "held_out": 8}
     given = {name: getattr(arguments, name) for name in ("seed", "steps", "prompts", "samples", "problems")}
     settings = Settings(**given | (smoke if arguments.smoke else {}))
     machine = platform.machine() if arguments.device == "cpu" else torch.cuda.get_device_name()

@@ -31,10 +31,10 @@ from fastgen.rl.policy.packs import Pack
 
 
 class KeepStreams:
-    """An Observer that copies the residual stream after each layer: `streams`, each [T, hidden], by layer."""
+    """An Observer that copies the residual stream after each of `layers`: `streams`, [T, hidden] each."""
 
-    def __init__(self, num_layers: int) -> None:
-        self.layers: Collection[int] = range(num_layers)
+    def __init__(self, layers: Collection[int]) -> None:
+        self.layers = layers
         self.streams: list[Tensor] = []
 
     def observe(self, part: StepPart, number: int) -> None:
@@ -69,14 +69,14 @@ class EngineForward:
         )  # fmt: skip
 
     @torch.no_grad()
-    def streams(self, pack: Pack) -> list[Tensor]:
-        """Return the residual stream after each layer, [T, hidden] each."""
-        model = self._model
+    def streams(self, pack: Pack, all_layers: bool = True) -> list[Tensor]:
+        """Return the residual stream after each layer, or only after the last one: [T, hidden] each."""
+        model, count = self._model, len(self._model.layers)
         padding = -pack.tokens % model.row_tile
         arrays = pack.ids, pack.positions, pack.slots
         ids, positions, slots = (torch.from_numpy(array).to(self._device) for array in arrays)
         table = torch.from_numpy(pack.page_table).to(self._device)
-        with current(self._device), observed(model) as keep:
+        with current(self._device), observed(model, range(0 if all_layers else count - 1, count)) as keep:
             lanes = np.arange(len(pack.segments))
             plan = self._attention.plan(StepLayout(pack.query_lens, pack.kv_lens, 0, lanes, table))
             padded = F.pad(positions, (0, padding)), F.pad(slots, (0, padding), value=-1)
@@ -86,14 +86,14 @@ class EngineForward:
 
 
 @contextmanager
-def observed(model: Transformer) -> Iterator[KeepStreams]:
-    """Keep the streams of the steps in this block. A head that drafts observes the model again afterwards."""
-    before, keep = model.observer, KeepStreams(len(model.layers))
-    model.observer = keep
+def observed(model: Transformer, layers: Collection[int]) -> Iterator[KeepStreams]:
+    """Keep the streams after some layers of the steps in this block."""
+    assert model.observer is None
+    model.observer = keep = KeepStreams(layers)
     try:
         yield keep
     finally:
-        model.observer = before
+        model.observer = None
 
 
 @torch.no_grad()

@@ -259,9 +259,13 @@ class Policy(nn.Module):
                 temperature,
                 *(torch.from_numpy(array).to(self._runner.device) for array in (pack.rows, pack.targets, of_pack)),
             )
-            streams = engine.streams(pack)
+            differentiable = torch.is_grad_enabled()
+            streams = engine.streams(pack, all_layers=differentiable)
             last = streams[-1]
             values = score_rows(self._runner.model, last, head.rows, head.targets, temperature, entropy, head.kept)
+            if not differentiable:
+                yield values
+                continue
             yield head_results(self._through_layers(tensors, streams), values, head, self._stages["head"])
 
     def _through_layers(self, pack: PackTensors, streams: list[Tensor]) -> Tensor:
