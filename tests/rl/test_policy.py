@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import policy_ranks
 import pytest
 import torch
 from conftest import Checkpoint, hf_model, random_ids
@@ -265,3 +268,17 @@ def test_samples_become_padded_tensors(llama_gen: Generator) -> None:
     with pytest.raises(ValueError, match="at least 49"):
         pad(outputs, length=48)
     assert math.prod(pad([]).ids.shape) == 0
+
+
+@pytest.mark.long
+def test_ranks_of_data_parallel_training_take_one_step_together(llama: Path, tmp_path: Path) -> None:
+    """The gradients are the mean over two ranks, each with a Generator of its own."""
+    out, store, program = tmp_path / "state", tmp_path / "store", Path(policy_ranks.__file__)
+    ranks = [subprocess.Popen([sys.executable, program, store, str(rank), "2", llama, out]) for rank in range(2)]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    with Generator(llama, page_size=16) as gen:
+        policy = Policy(gen)
+        (policy.logprobs(policy_ranks.SEQUENCES).sum() / 2).backward()
+        torch.optim.SGD(policy.parameters(), policy_ranks.RATE).step()
+        for name, tensor in torch.load(out).items():
+            torch.testing.assert_close(tensor, policy.state_dict()[name], atol=1e-5, rtol=1e-4)

@@ -22,6 +22,7 @@ from serving import STUB, Server, until
 
 from fastgen import Completion, Generator, Request, RequestOutput, SamplingParams
 from fastgen.rl.bodies import RESUMED, completion_of
+from fastgen.rl.policy import Policy
 from fastgen.rl.remote import RemoteGenerator
 
 pytestmark = pytest.mark.timeout(120)
@@ -141,6 +142,13 @@ def test_scores_are_those_of_a_generator(gen: RemoteGenerator, here: Generator) 
     gen.pause()
     assert "paused; call resume before score" in refusal(lambda: gen.score([[5]]))
     gen.resume()
+
+
+def test_a_policy_here_has_the_bits_of_draws_there(gen: RemoteGenerator, here: Generator) -> None:
+    outputs = gen.generate([random_ids(50), random_ids(20)], SamplingParams(n=3, max_tokens=10))
+    pairs = [(output.prompt_token_ids, sample) for output in outputs for sample in output.completions]
+    logprobs = Policy(here).logprobs([ids + sample.token_ids for ids, sample in pairs], [len(ids) for ids, _ in pairs])
+    assert logprobs.tolist() == [value for _, sample in pairs for value in sample.raw_logprobs]
 
 
 def test_an_adapter_is_merged_and_taken_back(gen: RemoteGenerator, here: Generator, talker: Path) -> None:
