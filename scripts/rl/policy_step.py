@@ -6,9 +6,9 @@
 A step is the forward and the backward pass over samples that the Generator has drawn, a few at a time. Today's loop is
 transformers' model with a copy of the weights, gradient checkpointing, the same attention (torch's flash attention),
 and logits of 2048 rows at a time. Weights are random, in the true shapes. Written for each model: whether all logprobs
-of a Policy are those of the draws, to the bit, and how far transformers' are from them; seconds of a step (the best of
-three); the peak of the device's memory in a step; and how far gradients are from a float32 reference, as the mean over
-the parameters of |gradient - reference| / |reference|.
+of a Policy are those of the draws, to the bit, and how far transformers' are from them, with a histogram of the
+importance ratios; seconds of a step (the best of three); the peak of the device's memory in a step; and how far
+gradients are from a float32 reference, as the mean over the parameters of |gradient - reference| / |reference|.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from fastgen.rl.policy import Policy
 
 RESULTS = Path(__file__).parent.parent / "results"
 HEAD_ROWS = 2048
+RATIOS, BINS = (0.8, 1.2), 40  # range and number of bins of the histogram
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128,
     "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "eos_token_id": 151645,
@@ -113,27 +114,26 @@ def logprobs_by_transformers(model: Any, ids: list[list[int]], starts: list[int]
     return torch.cat([checkpoint(of_rows, *part, use_reentrant=False) for part in parts])
 
 
-def run_step(
-    logprobs_of: Callable[[list[list[int]], list[int]], Tensor], samples: Samples, size: int
-) -> tuple[bool, float]:
-    """Compute logprobs and gradients; return whether the logprobs are those of the draws, and their largest distance.
-    The loss is a policy gradient with advantages that differ by token."""
-    equal, worst = True, 0.0
+def run_step(logprobs_of: Callable[[list[list[int]], list[int]], Tensor], samples: Samples, size: int) -> list[Tensor]:
+    """Compute logprobs and gradients; return the distances of the logprobs from those of the draws. The loss is a
+    policy gradient with advantages that differ by token."""
+    distances = []
     for ids, starts, drawn in samples.parts(size):
         logprobs = logprobs_of(ids, starts)
         drawn = drawn.to(logprobs.device)
         advantages = torch.linspace(-1, 1, len(drawn), device=drawn.device)
         (((logprobs - drawn).exp() * advantages).sum() / 1e3).backward()
-        equal &= bool(torch.equal(logprobs.detach(), drawn))
-        worst = max(worst, float((logprobs.detach() - drawn).abs().max()))
-    return equal, worst
+        distances.append(logprobs.detach() - drawn)
+    return distances
 
 
-def measured(step: Callable[[], tuple[bool, float]], clear: Callable[[], None], device: str) -> dict[str, Any]:
+def measured(step: Callable[[], list[Tensor]], clear: Callable[[], None], device: str) -> dict[str, Any]:
     """Return the figures of a step, which is run once before it is measured."""
     found: dict[str, Any] = {}
-    equal, worst = step()
-    found["equal"], found["max_logprob_difference"] = equal, worst
+    distances = torch.cat(step())
+    found["equal"], found["max_logprob_difference"] = not bool(distances.any()), distances.abs().max().item()
+    ratios = distances.exp().clamp(*RATIOS).cpu()  # what is outside is counted in the last bin on its side
+    found["ratios"] = torch.histc(ratios, BINS, *RATIOS).int().tolist()
     clear()
     with peak_memory(device, found):
         step()
