@@ -1,7 +1,8 @@
 """Measures a trainer's step with a Policy beside today's loop, and writes JSON to scripts/results/.
 
     python scripts/rl/policy_step.py --smoke                       # in seconds on a CPU, to see that it runs
-    python scripts/rl/policy_step.py --models qwen0.6 --name h200-policy
+    python scripts/rl/policy_step.py --models qwen0.6,qwen8 --name h200-policy
+    python scripts/rl/policy_step.py --models smollm135 --sizes 8,256,4 --name cpu-policy    # on a CPU
 
 A step is the forward and the backward pass over samples that the Generator has drawn, a few at a time, and once more
 over groups of 16 samples with one prompt ("policy_groups"). Today's loop is
@@ -49,6 +50,12 @@ MODELS: dict[str, dict[str, Any]] = {
               "num_attention_heads": 32, "tie_word_embeddings": True},
     "qwen8": {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
               "num_attention_heads": 32, "tie_word_embeddings": False},
+    "smollm135": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
+        "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e5, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "eos_token_id": 2,
+    },
     "smoke": {**QWEN3, "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
               "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False},
 }  # fmt: skip
