@@ -15,7 +15,6 @@ from known_models import KNOWN
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS / "bench"))
 
-import bench_arriving  # noqa: E402
 import bench_engine  # noqa: E402
 import bench_gpu  # noqa: E402
 import bench_limits  # noqa: E402
@@ -163,16 +162,6 @@ def test_parts_of_work_that_arrives_are_kept_in_one_file(tmp_path: Path) -> None
     report = smoke(tmp_path, "--arriving --only masked")
     assert {"refilled", "masked"} <= set(report)
     assert [row["lanes"] for row in report["masked"]] == [2]
-
-
-def test_limits_are_compared_with_the_same_requests_at_the_same_times() -> None:
-    served, limited = (
-        {(load.rate, load.long): load for load in bench_arriving.served_loads("", points, False)}
-        for points in (bench_arriving.SERVED, bench_arriving.LIMITED)
-    )
-    both = served.keys() & limited.keys()
-    assert both == {(40.0, 0), (8.0, bench_arriving.LONG)}
-    assert all(served[point] == limited[point] for point in both)
 
 
 @pytest.mark.parametrize("options", ["--only steps", "--arriving --only chat1", "--step --only rl"])
