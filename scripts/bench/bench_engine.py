@@ -24,7 +24,6 @@ import torch
 from bench_limits import (
     CARDS,
     SHARED,
-    VLLM,
     WORKLOADS,
     Costs,
     Rates,
@@ -237,23 +236,16 @@ def figures_of_runs(tokens: int, runs: list[Run]) -> dict[str, Any]:
 
 
 def compare(
-    found: dict[str, Any],
-    costs: Costs,
-    rates: dict[str, float] | None,
-    workload: Workload,
-    vllm: int | None,
-    gpus: int = 1,
+    found: dict[str, Any], costs: Costs, rates: dict[str, float] | None, workload: Workload, gpus: int
 ) -> dict[str, Any]:
-    """Return a workload's figures with its limits on so many GPUs, and vLLM's figure, which is of
-    H200s. rates: ceilings of one GPU."""
+    """Return a workload's figures with its limits on so many GPUs. rates: ceilings of one GPU."""
     card = card_of(torch.cuda.get_device_name() if torch.cuda.is_available() else "")
     limits = {card: limit(costs, workload, CARDS[card].times(gpus), found["lanes"])}
     if rates is not None:
         here = Rates(rates["copy_tb_per_second"] * 1e12, rates["products_tflop_per_second"] * 1e12)
         limits["measured"] = limit(costs, workload, here.times(gpus), found["lanes"])
     speed = found["tokens_per_second"]
-    found |= {"limit": limits, "of_limit": {name: speed / each for name, each in limits.items()}}
-    return found | ({"vllm": vllm, "times_vllm": speed / vllm} if vllm and card == "h200" else {})
+    return found | {"limit": limits, "of_limit": {name: speed / each for name, each in limits.items()}}
 
 
 @contextmanager
@@ -358,10 +350,9 @@ def measure_workload(
 ) -> dict[str, Any]:
     """Measure all that is reported of a workload."""
     workload = WORKLOADS[name].small() if arguments.smoke else WORKLOADS[name]
-    vllm = VLLM.get((arguments.model, gpus), {}).get(name)
     figures_of = measure_shared if name in SHARED and gpus == 1 else measure
     costs = Costs.of(generator.model_config, generator.config.kv_cache_dtype)
-    found = compare(figures_of(generator, workload), costs, rates, workload, vllm, gpus)
+    found = compare(figures_of(generator, workload), costs, rates, workload, gpus)
     pool_gb = generator.config.num_pages * generator.config.page_bytes(generator.model_config) / 1e9
     engine = {name: value for name, value in asdict(generator.config).items() if name not in PLACES}
     found |= {"engine": engine, "pool_gb": pool_gb}
@@ -379,7 +370,6 @@ def line(name: str, found: dict[str, Any], smoke: bool = False) -> str:
     if "limit" in found and not smoke:
         limits = (f"{found['of_limit'][kind]:.3f} of {each:.0f} ({kind})" for kind, each in found["limit"].items())
         more = "; " + ", ".join(limits)
-        more += f"; {found['times_vllm']:.3f} times vLLM's {found['vllm']}" if "vllm" in found else ""
     if "unshared" in found:
         unshared_rate = found["unshared"]["tokens_per_second"]
         more += f"; {found['times_unshared']:.3f} times the {unshared_rate:.1f} with prefixes read once per lane"

@@ -9,7 +9,7 @@
     python scripts/bench/bench.py gpu --quantization fp8               # linear layers in fp8
     python scripts/bench/bench.py gpu --quantization int4              # linear layers in int4, groups of 128
     python scripts/bench/bench.py gpu --kv-cache-dtype fp8             # keys and values in fp8
-    python scripts/bench/bench.py gpu --arriving                       # work that arrives one by one; takes 9 minutes
+    python scripts/bench/bench.py gpu --arriving                       # work that arrives one by one
     python scripts/bench/bench.py gpu --arriving --only served         # a part of it; the file keeps the others
     python scripts/bench/bench.py gpu --model llama70 --tensor-parallel 4 --only headline,chat1
     python scripts/bench/bench.py gpu --smoke                          # tiny, on the CPU; writes nothing

@@ -107,19 +107,6 @@ def settings(model: str, smoke: bool, int4: bool = False) -> dict[str, Any]:
     return found | ({"torch_dtype": "float16", "quantization_config": form} if int4 else {})
 
 
-VLLM: dict[tuple[str, int], dict[str, int]] = {
-    ("mistral7", 1): {
-        "headline": 3992, "decode": 9233, "short": 21826, "chat1": 209, "chat8": 1618, "chat32": 5667, "group": 16646,
-        "chat64": 9624, "batch128": 11998, "long": 864, "longchat": 140,
-    },
-    ("llama1", 1): {"chat1": 693, "chat8": 4645, "chat32": 15673, "batch128": 33951},
-    ("qwen14", 1): {"headline": 2022},
-    ("llama70", 4): {"headline": 1573, "chat1": 81},
-}  # fmt: skip
-"""(model, H200s) -> generated tokens per second of vLLM 0.26.0, with prefix caching where there is something to
-share."""
-
-
 @dataclass(frozen=True)
 class Rates:
     """Rates of a GPU: bytes/s of memory traffic, and FLOP/s of bfloat16 matrix products."""
