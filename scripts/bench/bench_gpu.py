@@ -90,10 +90,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     kinds = parser.add_mutually_exclusive_group()
     for name, (_, what) in KINDS.items():
         kinds.add_argument(f"--{name}", dest="kind", action="store_const", const=name, help=f"instead: {what}")
-    parser.add_argument(
-        "--other", type=Path, action="append", default=[], metavar="FILE",
-        help="for --step: a file with another version of a module of fastgen.kernels, hopper/NAME.py or triton/NAME.py",
-    )  # fmt: skip
     options = parser.add_argument_group("options of Generator")
     for name in ("--max-seqs", "--max-step-tokens", "--page-size", "--max-model-len"):
         options.add_argument(name, type=int)
@@ -109,8 +105,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(wrong)
     if kind == "step" and arguments.tensor_parallel > 1:
         parser.error("--step runs on one GPU; leave --tensor-parallel out")
-    if arguments.other and kind != "step":
-        parser.error("--other is for --step")
     return arguments
 
 

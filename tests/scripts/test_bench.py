@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ import bench_step  # noqa: E402
 import plot  # noqa: E402
 import serve_load  # noqa: E402
 
-from fastgen.kernels.triton import int4  # noqa: E402
 from fastgen.model.config import parse_config  # noqa: E402
 
 
@@ -126,17 +124,6 @@ def test_the_products_of_a_step_are_told_apart() -> None:
         **{f"product {each}": 2 for each in bench_step.PRODUCTS},
     }  # fmt: skip
     assert sum(row["us_per_step"] for row in rows) == len(names)
-
-
-def test_another_version_of_a_module_of_kernels_replaces_ours(tmp_path: Path) -> None:
-    ours, path = int4.hopper_int4, tmp_path / "hopper" / "int4.py"
-    path.parent.mkdir()
-    path.write_text("FEW = 'the other version'")
-    change = bench_step.with_other(path)
-    with ExitStack() as stack:
-        change(stack)
-        assert int4.hopper_int4.FEW == "the other version"
-    assert int4.hopper_int4 is ours
 
 
 def test_a_file_keeps_the_workloads_that_were_not_run_again(tmp_path: Path) -> None:
