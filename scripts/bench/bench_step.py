@@ -30,6 +30,7 @@ from fastgen.engine.runner import Runner
 from fastgen.engine.step import Launched
 from fastgen.kernels import fp8
 from fastgen.kernels.fp8 import quantize
+from fastgen.kernels.launch import Kernel
 from fastgen.model import linear, quantized
 from fastgen.model.sampler import draw
 from fastgen.model.transformer import StepPart, Transformer
@@ -73,7 +74,7 @@ def without_norms(stack: ExitStack) -> None:
 
 def without_quantizing(stack: ExitStack) -> None:
     """Leave out the kernels that only quantize: before o and down."""
-    stack.enter_context(patch.object(fp8, "quantize", like_fp8))
+    stack.enter_context(patch.object(fp8, "quantize", Kernel(like_fp8, f"{__name__}:like_fp8")))
 
 
 def without_rope(stack: ExitStack) -> None:
