@@ -18,7 +18,6 @@ import bench_engine  # noqa: E402
 import bench_gpu  # noqa: E402
 import bench_limits  # noqa: E402
 import bench_step  # noqa: E402
-import plot  # noqa: E402
 import serve_load  # noqa: E402
 
 from fastgen.model.config import parse_config  # noqa: E402
@@ -61,27 +60,14 @@ def test_what_else_is_measured_runs_small(options: str, keys: set[str], tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "command",
-    ["bench.py cpu", "bench_serve.py"],
-)
+@pytest.mark.parametrize("command", ["bench.py cpu", "bench_serve.py"])
 def test_the_other_programs_run_small(command: str, tmp_path: Path) -> None:
     script, *options = command.split()
-    out = {"bench.py": ["--out", str(tmp_path / "cpu.json")], "bench_serve.py": ["--out", str(tmp_path)]}
+    path = tmp_path / "report.json"
     subprocess.run(
-        [sys.executable, SCRIPTS / "bench" / script, *options, "--smoke", *out.get(script, ())], check=True, timeout=250
+        [sys.executable, SCRIPTS / "bench" / script, *options, "--smoke", "--out", path], check=True, timeout=250
     )
-    reports = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert len(reports) == (script in out)
-    for report in reports:
-        assert all(point["errors"] == 0 for point in report.get("points", ()))
-
-
-@pytest.mark.parametrize("name", ["serve-mistral7-h200.json", "rl-grpo-cpu.json"])
-def test_the_plot_of_a_result_is_a_picture(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the plot needs matplotlib, which fastgen does not")
-    plot.plot(json.loads((SCRIPTS / "results" / name).read_text()), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert all(point["errors"] == 0 for point in json.loads(path.read_text()).get("points", ()))
 
 
 @pytest.mark.parametrize(
