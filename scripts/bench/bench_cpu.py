@@ -28,7 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from reports import median_and_spread, processor, write_json
+from reports import MODELS, median_and_spread, processor, write_json
 
 
 @dataclass(frozen=True)
@@ -83,22 +83,6 @@ BUNDLED_WORKLOADS = {
     "batch 64": batch(64),
 }
 SMOKE_TOKENS = 24
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-135m": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
-        "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "head_dim": 64, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-        "tie_word_embeddings": True, "dtype": "bfloat16", "eos_token_id": 0,
-    },
-    "qwen2.5-0.5b": {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896,
-        "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
-        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "use_sliding_window": False,
-        "tie_word_embeddings": True, "dtype": "bfloat16", "eos_token_id": 151643,
-    },
-}  # fmt: skip
-"""Configurations of models that run with random weights."""
 
 Run = Callable[[Workload], None]
 
@@ -203,11 +187,11 @@ def run_pairs(engines: dict[str, Engine], name: str, workload: Workload, pairs: 
 def model_of(name: str | None) -> Iterator[tuple[str | None, bool]]:
     """Return the folder or hub id of the model with this name (None: the bundled one), and whether its weights are
     random."""
-    if name not in SHAPES:
+    if name not in MODELS:
         yield name, False
         return
     with tempfile.TemporaryDirectory(prefix="fastgen-bench-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[name]))
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
         yield folder, True
 
 
@@ -261,7 +245,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="bench.py cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help=f"{', '.join(SHAPES)}, or a folder or hub id (default: the bundled model)")
+    parser.add_argument("--model", help=f"{', '.join(MODELS)}, or a folder or hub id (default: the bundled model)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--only", type=names_of, metavar="NAMES", help=f"of {','.join(BUNDLED_WORKLOADS)}")
     parser.add_argument("--out", type=Path, help="the JSON file to write; without it none is written")

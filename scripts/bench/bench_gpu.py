@@ -33,8 +33,9 @@ from typing import Any
 import bench_arriving
 import bench_step
 from bench_engine import ceilings, line, machine, measure_workload, merge, ready_generator, report_path
-from bench_limits import MODELS, PLAIN, WORKLOADS
+from bench_limits import PLAIN, WORKLOADS
 from bench_requests import REQUESTS, measure_requests
+from reports import MODELS
 
 
 def bench_workloads(arguments: argparse.Namespace) -> None:
