@@ -108,21 +108,18 @@ def wait(device: str) -> None:
 
 @dataclass
 class Run:
-    """One generate() of a workload. lanes: maximum number of sequences running at a time. thirds: tokens/s in each
-    third of its time."""
+    """One generate() of a workload. lanes: maximum number of sequences running at a time."""
 
     seconds: float
     steps: int
     preemptions: int
     lanes: int
-    thirds: list[float]
 
 
 class Watch:
-    """A thread that reads a Generator's counts a few times a second while it works."""
+    """A thread that reads a few times a second how many sequences of a Generator are running. lanes: the maximum."""
 
     def __init__(self, generator: Generator) -> None:
-        self.samples: list[tuple[float, int]] = []  # (time, tokens generated)
         self.lanes = 0
         self._generator = generator
         self._ended = threading.Event()
@@ -130,28 +127,15 @@ class Watch:
 
     def _look(self) -> None:
         while not self._ended.wait(0.2):
-            self.look()
-
-    def look(self) -> None:
-        stats = self._generator.stats
-        self.samples.append((time.perf_counter(), stats.generated_tokens))
-        self.lanes = max(self.lanes, stats.running)
+            self.lanes = max(self.lanes, self._generator.stats.running)
 
     def __enter__(self) -> Watch:
-        self.look()
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
         self._ended.set()
         self._thread.join()
-        self.look()
-
-    def thirds(self) -> list[float]:
-        """Return the tokens per second in each third of the time."""
-        times, tokens = zip(*self.samples, strict=True)
-        cuts = np.linspace(times[0], times[-1], 4)
-        return [float(rate) for rate in np.diff(np.interp(cuts, times, tokens)) / np.diff(cuts)]
 
 
 def random_prompts(workload: Workload, vocab_size: int, seed: int) -> list[list[int]]:
@@ -178,7 +162,7 @@ def run(generator: Generator, workload: Workload, seed: int) -> Run:
         found = f"{len(lengths)} sequences of {sorted(set(lengths))} tokens"
         raise RuntimeError(f"{found} instead of {workload.sequences} of {workload.generated}: {outputs[0].error}")
     lanes = watch.lanes or min(workload.sequences, generator.config.max_seqs)  # a run may end before the first look
-    return Run(seconds, after.steps - before.steps, after.preemptions - before.preemptions, lanes, watch.thirds())
+    return Run(seconds, after.steps - before.steps, after.preemptions - before.preemptions, lanes)
 
 
 def measure(generator: Generator, workload: Workload, repeats: int = 3) -> dict[str, Any]:
@@ -223,11 +207,9 @@ def figures(workload: Workload, runs: list[Run]) -> dict[str, Any]:
 def figures_of_runs(tokens: int, runs: list[Run]) -> dict[str, Any]:
     """Return the figures of runs that each generate so many tokens."""
     rates = [tokens / each.seconds for each in runs]
-    spread = rates if len(runs) > 1 else runs[0].thirds
     return {
         "tokens_per_second": statistics.median(rates),
-        "spread": [min(spread), max(spread)],
-        "spread_over": f"{len(runs)} runs" if len(runs) > 1 else "thirds of a run",
+        "spread": [min(rates), max(rates)],
         "seconds": [each.seconds for each in runs],
         "lanes": max(each.lanes for each in runs),
         "steps": runs[-1].steps,
@@ -374,7 +356,7 @@ def line(name: str, found: dict[str, Any], smoke: bool = False) -> str:
         unshared_rate = found["unshared"]["tokens_per_second"]
         more += f"; {found['times_unshared']:.3f} times the {unshared_rate:.1f} with prefixes read once per lane"
     return (
-        f"{name:9} {found['tokens_per_second']:8.1f} tok/s ({low:.1f} to {high:.1f} over {found['spread_over']})"
+        f"{name:9} {found['tokens_per_second']:8.1f} tok/s ({low:.1f} to {high:.1f}, {len(found['seconds'])} runs)"
         f"{more}; {found['lanes']} lanes, {found['steps']} steps, {found['preemptions']} preemptions"
     )
 

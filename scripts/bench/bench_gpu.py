@@ -16,10 +16,9 @@
 
 Shapes are the true ones, weights and prompts random, temperature 1; every sequence runs to its length. Random weights
 say nothing sensible, and cost what sensible ones cost. A figure is the median of three runs of one generate() each,
-after a warm-up; where a run takes over 30 s, one run, and the spread is over thirds of its time (prefills come early,
-so that the thirds differ more than runs do). Where prefixes are in common, there is one run more, in which each lane
-reads its prefix by itself (on one GPU only). The limit of several GPUs is the limit of one that is so many times as
-fast; ceilings are measured on one, before the engine starts.
+after a warm-up, or one run if that takes over 30 s. If prefixes are in common, one more run lets each lane read its
+prefix by itself (on one GPU only). The limit of several GPUs is the limit of one that is so many times as fast;
+ceilings are measured on one, before the engine starts.
 """
 
 from __future__ import annotations
