@@ -81,10 +81,7 @@ _RUN = """    {command}
 {hardware}: {data:.0f} million tokens of data, made in {data_seconds:.0f} s; {steps:,} steps of about
 {batch_tokens:,} tokens in {seconds:.0f} s ({rate:.2f} million tokens/s, {passes:.1f} passes); final loss {loss:.4f}."""
 
-LABELS = {
-    "recall": "a question about what the user said earlier",
-    "after_long_conversation": "sums, capitals, spelling, weekdays and sorting, late in a chat",
-}
+AFTER_LONG = "sums, capitals, spelling, weekdays and sorting, late in a chat"
 
 
 def _transcript(asked: Sequence[dict[str, Any]]) -> str:
@@ -116,7 +113,7 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
     scores: Scores = facts["skills"]
     rows = []
     for name, score in scores.items():
-        about = LABELS.get(name) or ABOUT_SKILLS[name]
+        about = ABOUT_SKILLS.get(name, AFTER_LONG)
         rows.append(f"| {name} | {about} | {100 * score['accuracy']:.1f} % | {score['prompts']} |")
     (folder / "README.md").write_text(
         _CARD.format(

@@ -6,7 +6,7 @@
     python scripts/tiny/train_tiny.py --eval-only --out fastgen/tiny
 
 The data is made up by `tiny_data.py` of the texts in `data`. Training is bounded by time (`--minutes`), and the
-learning rate follows the clock. The weights are written every minute, so that a run that is cut off leaves a folder.
+learning rate follows the clock.
 """
 
 import argparse
@@ -41,7 +41,6 @@ CONTINUED = 0.4  # share of these rates for a model that was trained before
 # The rate rises for so many steps (the first ones compile, so that time does not measure them), is constant to this
 # share of the run, and then falls to zero.
 WARM_UP_STEPS, DECAY_FROM = 200, 0.35
-SAVE_SECONDS = 60
 
 
 @dataclass
@@ -125,7 +124,7 @@ def learning_rate(steps: int, share: float) -> float:
 
 
 def train(model: LlamaForCausalLM, data: dict[int, Tensor], args: argparse.Namespace) -> Progress:
-    """Train in place until the time (or the number of steps) is used up; write the weights every minute."""
+    """Train in place until the time (or the number of steps) is used up."""
     layers = model.model.layers
     vectors = [p for p in model.parameters() if p.dim() == 1]
     matrices = [p for p in layers.parameters() if p.dim() == 2]
@@ -135,7 +134,7 @@ def train(model: LlamaForCausalLM, data: dict[int, Tensor], args: argparse.Names
         for layer in layers:  # one at a time: all share their code, so that compilation takes seconds
             layer.compile(dynamic=False)
         loss_of = torch.compile(next_token_loss, dynamic=False)
-    done, start, last, saved = Progress(), time.perf_counter(), 0.0, 0.0
+    done, start, last = Progress(), time.perf_counter(), 0.0
     for rows in batches(data, args.batch_tokens, args.seed):
         share = done.steps / args.steps if args.steps else (time.perf_counter() - start) / (60 * args.minutes)
         if share >= 1:
@@ -152,14 +151,10 @@ def train(model: LlamaForCausalLM, data: dict[int, Tensor], args: argparse.Names
             if not math.isfinite(done.loss):
                 raise FloatingPointError(f"the loss is {done.loss} at step {done.steps}")
             done.seconds = time.perf_counter() - start
-            if done.seconds > saved + SAVE_SECONDS:
-                saved = done.seconds
-                save_folder(model, args.out)
             if done.seconds > last + 10 or done.steps < 4:
                 last, speed = done.seconds, done.tokens / done.seconds / 1e6
-                print(
-                    f"step {done.steps:6d}  {done.seconds:5.0f} s  loss {done.loss:.4f}  {speed:.2f} Mtok/s", flush=True
-                )
+                times = f"{done.seconds:5.0f} s  {speed:.2f} Mtok/s"
+                print(f"step {done.steps:6d}  {times}  loss {done.loss:.4f}", flush=True)
     done.seconds = time.perf_counter() - start
     return done
 
