@@ -249,8 +249,6 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if given.get("quantization") == "int4":  # of the folder
         del given["quantization"]
         dtype = dtype if arguments.smoke else "float16"
-    if arguments.no_prefix_cache:
-        given["prefix_cache"] = False
     if arguments.tensor_parallel > 1:
         given["tensor_parallel"] = arguments.tensor_parallel
     return {"load": "dummy", "device": device, "dtype": dtype, "seed": 0, **given}
@@ -280,10 +278,10 @@ def slug(gpu: str) -> str:
 
 
 def report_path(arguments: argparse.Namespace, gpu: str, part: str = "") -> Path:
-    """Return MODEL-GPU-tpN-fp8-kv-fp8-PART-nocache.json; each part is there only where it applies."""
+    """Return MODEL-GPU-tpN-fp8-kv-fp8-PART.json; each part is there only where it applies."""
     several = f"tp{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else ""
     numbers = arguments.quantization or "", "kv-fp8" if arguments.kv_cache_dtype == "fp8" else ""
-    parts = (arguments.model, slug(gpu), several, *numbers, part, "nocache" if arguments.no_prefix_cache else "")
+    parts = (arguments.model, slug(gpu), several, *numbers, part)
     folder: Path = arguments.out or RESULTS
     return folder / f"{'-'.join(filter(None, parts))}.json"
 

@@ -98,7 +98,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options.add_argument("--quantization", choices=["fp8", "int4"], help="the file's name has -fp8 or -int4")
     options.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="... -kv-fp8")
     options.add_argument("--memory-fraction", type=float)
-    options.add_argument("--no-prefix-cache", action="store_true", help="the file's name ends in -nocache")
     arguments = parser.parse_args(argv)
     kind = arguments.kind
     if arguments.only and (wrong := only_known(arguments.only, kind)):
