@@ -57,7 +57,7 @@ def bench_arriving(arguments: argparse.Namespace) -> None:
                 report["masked"] = measure_steps(gen, *(((2,), (16,)) if smoke else ((64,), (512,))), Even())
             if "refilled" in wanted:
                 report["refilled"] = measure_refilled(gen, smoke)
-    if "served" in wanted and arguments.tensor_parallel == 1 and not arguments.quantization:  # fgserve does not get these
+    if "served" in wanted and arguments.tensor_parallel == 1 and not arguments.quantization:
         report["served"] = measure_served(arguments)
     write_report(arguments, "arriving", report, show=smoke, keep=True)
 

@@ -177,6 +177,11 @@ def save_folder(model: LlamaForCausalLM, folder: Path) -> None:
         do_sample=True, temperature=0.2, bos_token_id=BOS, eos_token_id=[END, EOS], pad_token_id=PAD
     )
     generation.save_pretrained(folder)
+    save_weights(model, folder / "model.safetensors")
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Write the parameters in bfloat16."""
     weights = {name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in model.named_parameters()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes it private
