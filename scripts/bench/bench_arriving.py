@@ -3,12 +3,10 @@ and requests at random times through fgserve.
 
 - steps: lanes decode, and one prompt is added before each step. Milliseconds per step, and how long the GPU is busy in
   it; their ratio is what the host costs. Prompts of an engine without lanes tell how long a first token takes at least.
-- variants: one such step with other options of the engine.
 - refilled: as many requests as lanes, and a new one whenever one ends, as in asynchronous rollouts. Tokens per second,
   and the share of the limit, while requests are waiting.
 - served: requests at the times of a Poisson process, whose prompts and answers have log-normal lengths (means 580 and
   145 tokens); also with prompts of 8,000 tokens among them, and one request at a time.
-- limits: the same with other values of --max-prefill-tokens, up to more requests than the GPU can answer.
 
 Weights and prompts are random, and every answer runs to its length.
 """
@@ -20,13 +18,12 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from bench_engine import dummy_folder, engine_options, ready_generator, wait, write_report
+from bench_engine import ready_generator, wait, write_report
 from bench_limits import CARDS, Costs, card_of
 from serve_load import Clients, Load, figures
 from serve_process import Server, model_folder
@@ -38,24 +35,14 @@ LANES = (0, 16, 64, 128)
 PROMPTS = (0, 64, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
 CONTEXT = 16384
 LANE_PROMPT = 512  # tokens of the prompts of lanes that decode
-VARIANT = (64, (0, 512))  # lanes, prompts
-VARIANTS: dict[str, dict[str, Any]] = {
-    "fp8": {"quantization": "fp8"},
-    "int4": {"quantization": "int4"},
-    "KV cache in fp8": {"kv_cache_dtype": "fp8"},
-    "speculation": {"speculate": "ngram"},
-    "host tier": {"host_cache_gb": 8, "prefix_cache": True},
-}
 SERVED_SECONDS = 15
 PROMPT, ANSWER, SIGMA = 512, 128, 0.5  # medians of the log-normal lengths; their means are 13 % larger
 LONG, EVERY = 8000, 4
 SERVED = ((0.0, 0, 0), (4.0, 0, 0), (16.0, 0, 0), (40.0, 0, 0), (8.0, LONG, EVERY))
 """Requests per second (0: one at a time), and prompts of how many tokens one request of how many has."""
 
-LIMITS = (1024, 8192)  # of prefill tokens in a step that decodes
-LIMITED = ((40.0, 0, 0), (50.0, 0, 0), (8.0, LONG, EVERY))
 REFILLED = {"lanes": 64, "prompt": 512, "longest": 1024, "requests": 320}
-PARTS = ("steps", "masked", "refilled", "variants", "served", "limits")
+PARTS = ("steps", "masked", "refilled", "served")
 
 
 def bench_arriving(arguments: argparse.Namespace) -> None:
@@ -70,36 +57,9 @@ def bench_arriving(arguments: argparse.Namespace) -> None:
                 report["masked"] = measure_steps(gen, *(((2,), (16,)) if smoke else ((64,), (512,))), Even())
             if "refilled" in wanted:
                 report["refilled"] = measure_refilled(gen, smoke)
-    if arguments.tensor_parallel == 1 and not arguments.quantization:  # else the options are of a variant themselves
-        if "variants" in wanted:
-            report["variants"] = {} if smoke else measure_variants(arguments)
-        if "served" in wanted:
-            report["served"] = measure_served(arguments, SERVED)
-        if "limits" in wanted:
-            report["limits"] = {limit: measure_served(arguments, LIMITED, limit) for limit in LIMITS if not smoke}
+    if "served" in wanted and arguments.tensor_parallel == 1 and not arguments.quantization:
+        report["served"] = measure_served(arguments)
     write_report(arguments, "arriving", report, show=smoke, keep=True)
-
-
-def measure_variants(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what `measure_steps` returns for each of VARIANTS."""
-    found = {}
-    for name, options in VARIANTS.items():
-        with variant(arguments, options) as gen:
-            print(name, flush=True)
-            found[name] = measure_steps(gen, VARIANT[:1], VARIANT[1])
-    return found
-
-
-@contextmanager
-def variant(arguments: argparse.Namespace, options: dict[str, Any]) -> Iterator[Generator]:
-    """Yield a Generator with other options than those of the command line."""
-    own = {name: value for name, value in options.items() if name in ("quantization", "kv_cache_dtype")}
-    given = argparse.Namespace(**{**vars(arguments), **own})
-    rest = {name: value for name, value in options.items() if name not in own}
-    with dummy_folder(arguments.model, arguments.smoke, own.get("quantization") == "int4") as folder:
-        base = {"prefix_cache": False, "max_model_len": CONTEXT}
-        with Generator(folder, **{**engine_options(given), **base, **rest}) as gen:
-            yield gen
 
 
 class Even:
@@ -235,39 +195,33 @@ def measure_refilled(gen: Generator, smoke: bool) -> dict[str, Any]:
 # Requests through fgserve
 
 
-Points = tuple[tuple[float, int, int], ...]
-
-
-def measure_served(arguments: argparse.Namespace, points: Points, limit: int | None = None) -> list[dict[str, Any]]:
-    """Return the latencies of requests at random times, for each point of SERVED. limit: --max-prefill-tokens."""
-    flags = [] if limit is None else ["--max-prefill-tokens", str(limit)]
+def measure_served(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the latencies of requests at random times, for each point of SERVED."""
     with (
-        model_folder(arguments.model, arguments.smoke) as (model, own),
-        Server(model, [*own, *flags]) as server,
+        model_folder(arguments.model, arguments.smoke) as (model, flags),
+        Server(model, flags) as server,
         Clients(1 if arguments.smoke else 4) as clients,
     ):
         found, url = [], f"{server.url}/v1"
         clients.run(Load(url, "default", 8, 16, 4, 8, 10, 300), False)  # a client's first requests take 0.1 s
-        for load in served_loads(url, points, arguments.smoke):
+        for load in served_loads(url, arguments.smoke):
             found.append({"rate": load.rate, "long": load.long, **figures(clients.run(load, False))})
-            print("" if limit is None else f"limit {limit}, ", served_line(found[-1]), sep="", flush=True)
+            print(served_line(found[-1]), flush=True)
     return found
 
 
-def served_loads(url: str, points: Points, smoke: bool) -> list[Load]:
+def served_loads(url: str, smoke: bool) -> list[Load]:
     name = "default"
     if smoke:
         return [Load(url, name, 6, 16, 8, 64, 10, 300, rate=20.0, sigma=SIGMA)]
     alone = Load(url, name, 16, PROMPT, 16, 1, 10, 30000)  # without a spread, so that the GPU's time is known
-    known = (*SERVED, *LIMITED)  # a point has the same requests at the same times with any limit
     return [
         Load(
-            url, name, round(rate * SERVED_SECONDS), PROMPT, ANSWER, 4096, 10, 30000,
-            known.index((rate, long, every)), rate, long, every, SIGMA,
+            url, name, round(rate * SERVED_SECONDS), PROMPT, ANSWER, 4096, 10, 30000, seed, rate, long, every, SIGMA,
         )
         if rate
         else alone
-        for rate, long, every in points
+        for seed, (rate, long, every) in enumerate(SERVED)
     ]  # fmt: skip
 
 

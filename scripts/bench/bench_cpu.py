@@ -4,13 +4,10 @@
     python scripts/bench/bench.py cpu --model llama-135m --dtype bfloat16  # true shapes, random weights; 5 minutes
     python scripts/bench/bench.py cpu --model qwen2.5-0.5b --only "batch 1,ragged 32" --pairs 2
     python scripts/bench/bench.py cpu --out x.json                         # writes the report too
-    python scripts/bench/bench.py cpu --table x.json y.json                # prints a table of such reports
     python scripts/bench/bench.py cpu --smoke                              # in seconds, to see that it runs
 
-Each engine runs in a process of its own, so that its peak memory is its own, and the two take turns: a ratio is of one
-pair of runs, one right after the other. Prompts are random ids, the same for both engines and new in each
-pair; every sequence runs to its length (no eos). The bundled model also runs some workloads while other processes are
-busy, one per core, which the benchmark starts and ends.
+Each engine runs in its own process, and the two take turns: a ratio is of one pair of runs, one right after the other.
+Prompts are random ids, the same for both engines and new in each pair; every sequence runs to its length (no eos).
 """
 
 from __future__ import annotations
@@ -19,20 +16,19 @@ import argparse
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from reports import median_and_spread, processor, write_json
+from reports import MODELS, median_and_spread, processor, write_json
 
 
 @dataclass(frozen=True)
@@ -86,27 +82,7 @@ BUNDLED_WORKLOADS = {
     "batch 32": batch(32),
     "batch 64": batch(64),
 }
-BUSY = {"batch 1": batch(1), "batch 32": batch(32, 16, 16)}
-"""Workloads that run while other processes are busy, where transformers may generate 2 tokens per second."""
-
-BUSY_PAIRS = 3
 SMOKE_TOKENS = 24
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-135m": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
-        "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "head_dim": 64, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-        "tie_word_embeddings": True, "dtype": "bfloat16", "eos_token_id": 0,
-    },
-    "qwen2.5-0.5b": {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896,
-        "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
-        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "use_sliding_window": False,
-        "tie_word_embeddings": True, "dtype": "bfloat16", "eos_token_id": 151643,
-    },
-}  # fmt: skip
-"""Configurations of models that run with random weights."""
 
 Run = Callable[[Workload], None]
 
@@ -156,24 +132,21 @@ ENGINES = {"fastgen": fastgen_runs, "transformers": transformers_runs}
 
 
 def serve_engine(name: str, model: str | None, dtype: str, random_weights: bool) -> None:
-    """Run each workload that comes as a line of JSON on stdin; answer with seconds and the peak memory in bytes."""
+    """Run each workload that comes as a line of JSON on stdin; answer with its seconds in square brackets."""
     run = ENGINES[name](model, dtype, random_weights)
-    unit = 1 if sys.platform == "darwin" else 1024
     for line in sys.stdin:
         workload = Workload(**json.loads(line))
         start = time.perf_counter()
         run(workload)
-        seconds = time.perf_counter() - start
-        print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit]), flush=True)
+        print(json.dumps([time.perf_counter() - start]), flush=True)
 
 
 class Engine:
-    """An engine in a process of its own. peak_memory: its largest memory so far, in bytes."""
+    """An engine in its own process."""
 
     def __init__(self, name: str, model: str | None, dtype: str, random_weights: bool) -> None:
         command = [sys.executable, __file__, json.dumps([name, model, dtype, random_weights])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.peak_memory = 0
 
     def rate(self, workload: Workload) -> float:
         """Run a workload; return tokens per second, of those that were asked for."""
@@ -184,25 +157,13 @@ class Engine:
         while not (line := self._process.stdout.readline()).startswith("["):
             if not line:
                 raise RuntimeError(f"the engine has ended with {self._process.wait()}")
-        seconds, self.peak_memory = json.loads(line)
+        (seconds,) = json.loads(line)
         return workload.generated / seconds
 
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
-
-
-@contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    """Run so many processes that compute without end, until the end of the block."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def run_pairs(engines: dict[str, Engine], name: str, workload: Workload, pairs: int) -> dict[str, Any]:
@@ -226,38 +187,27 @@ def run_pairs(engines: dict[str, Engine], name: str, workload: Workload, pairs: 
 def model_of(name: str | None) -> Iterator[tuple[str | None, bool]]:
     """Return the folder or hub id of the model with this name (None: the bundled one), and whether its weights are
     random."""
-    if name not in SHAPES:
+    if name not in MODELS:
         yield name, False
         return
     with tempfile.TemporaryDirectory(prefix="fastgen-bench-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[name]))
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
         yield folder, True
 
 
-def workloads_of(arguments: argparse.Namespace) -> tuple[dict[str, Workload], dict[str, Workload]]:
-    """Return the workloads to run, and the workloads to run while other processes are busy."""
-    bundled = arguments.model is None
-    workloads, busy = (BUNDLED_WORKLOADS, BUSY) if bundled else (SHAPE_WORKLOADS, {})
+def workloads_of(arguments: argparse.Namespace) -> dict[str, Workload]:
+    """Return the workloads to run."""
+    workloads = BUNDLED_WORKLOADS if arguments.model is None else SHAPE_WORKLOADS
     if arguments.only:
-        workloads, busy = {name: BUNDLED_WORKLOADS[name] for name in arguments.only}, {}
+        workloads = {name: BUNDLED_WORKLOADS[name] for name in arguments.only}
     if arguments.smoke:
         workloads = {name: workloads[name].shortened(SMOKE_TOKENS) for name in list(workloads)[:2]}
-        busy = {name: busy[name].shortened(SMOKE_TOKENS) for name in list(busy)[:1]}
-    return workloads, busy
-
-
-def bench_cpu(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run and report all workloads, tokens per second and ratios; write the report where `--out` says."""
-    with model_of(arguments.model) as (model, random_weights):
-        report = run_engines(arguments, model, random_weights)
-    if arguments.out:
-        write_json(arguments.out, report)
-    return report
+    return workloads
 
 
 def run_engines(arguments: argparse.Namespace, model: str | None, random_weights: bool) -> dict[str, Any]:
     """Run all workloads in both engines, and return the report."""
-    workloads, busy_workloads = workloads_of(arguments)
+    workloads = workloads_of(arguments)
     pairs = 1 if arguments.smoke else arguments.pairs
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     engines = {name: Engine(name, model, arguments.dtype, random_weights) for name in ENGINES}
@@ -266,11 +216,6 @@ def run_engines(arguments: argparse.Namespace, model: str | None, random_weights
             for workload in workloads.values():
                 engine.rate(replace(workload.shortened(64), answer=(4, 4)))  # warms up
         found = {name: run_pairs(engines, name, workload, pairs) for name, workload in workloads.items()}
-        with busy_processes(cores):
-            busy = {
-                name: run_pairs(engines, f"{name}, busy", workload, min(pairs, BUSY_PAIRS))
-                for name, workload in busy_workloads.items()
-            }
     finally:
         for engine in engines.values():
             engine.close()
@@ -284,31 +229,8 @@ def run_engines(arguments: argparse.Namespace, model: str | None, random_weights
         "transformers": metadata.version("transformers"),
         "pairs": pairs,
         "workloads": {name: asdict(workload) for name, workload in workloads.items()},
-        "busy_workloads": {name: asdict(workload) for name, workload in busy_workloads.items()},
-        "peak_memory_mb": {name: engine.peak_memory / 1e6 for name, engine in engines.items()},
         "quiet": found,
-        "beside_busy_processes": busy,
     }
-
-
-def table(reports: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table of reports of one machine: workloads in rows, and in a column per report the tokens per
-    second of fastgen and of transformers, and their ratio."""
-
-    def rate(value: float) -> str:
-        return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-    heads = [f"{report['model']}, {report['dtype']}" for report in reports]
-    lines = [f"| {reports[0]['machine']} | " + " | ".join(heads) + " |", "|---" * (len(reports) + 1) + "|"]
-    for group, suffix in (("quiet", ""), ("beside_busy_processes", ", beside busy processes")):
-        for name in dict.fromkeys(name for report in reports for name in report[group]):
-            cells = []
-            for report in reports:
-                found = report[group].get(name)
-                ours, theirs, ratio = (found[key]["median"] for key in (*ENGINES, "ratio")) if found else (0, 0, 0)
-                cells.append(f"{rate(ours)} / {rate(theirs)} = {ratio:.2f}" if found else "")
-            lines.append(f"| {name}{suffix} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def names_of(text: str) -> list[str]:
@@ -323,20 +245,19 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="bench.py cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help=f"{', '.join(SHAPES)}, or a folder or hub id (default: the bundled model)")
+    parser.add_argument("--model", help=f"{', '.join(MODELS)}, or a folder or hub id (default: the bundled model)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--only", type=names_of, metavar="NAMES", help=f"of {','.join(BUNDLED_WORKLOADS)}")
     parser.add_argument("--out", type=Path, help="the JSON file to write; without it none is written")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of runs of each workload (default 5)")
-    parser.add_argument("--table", type=Path, nargs="+", metavar="JSON", help="print a table of reports instead")
     parser.add_argument("--smoke", action="store_true", help="a few tokens")
     arguments = parser.parse_args(argv)
     if arguments.out is not None and arguments.out.is_dir():
         parser.error(f"--out {arguments.out} is a folder; name the JSON file")
-    if arguments.table:
-        print(table([json.loads(path.read_text()) for path in arguments.table]))
-    else:
-        bench_cpu(arguments)
+    with model_of(arguments.model) as (model, random_weights):
+        report = run_engines(arguments, model, random_weights)
+    if arguments.out:
+        write_json(arguments.out, report)
 
 
 if __name__ == "__main__":  # started by Engine

@@ -24,7 +24,6 @@ import torch
 from bench_limits import (
     CARDS,
     SHARED,
-    VLLM,
     WORKLOADS,
     Costs,
     Rates,
@@ -109,21 +108,18 @@ def wait(device: str) -> None:
 
 @dataclass
 class Run:
-    """One generate() of a workload. lanes: maximum number of sequences running at a time. thirds: tokens/s in each
-    third of its time."""
+    """One generate() of a workload. lanes: maximum number of sequences running at a time."""
 
     seconds: float
     steps: int
     preemptions: int
     lanes: int
-    thirds: list[float]
 
 
 class Watch:
-    """A thread that reads a Generator's counts a few times a second while it works."""
+    """A thread that reads a few times a second how many sequences of a Generator are running. lanes: the maximum."""
 
     def __init__(self, generator: Generator) -> None:
-        self.samples: list[tuple[float, int]] = []  # (time, tokens generated)
         self.lanes = 0
         self._generator = generator
         self._ended = threading.Event()
@@ -131,28 +127,15 @@ class Watch:
 
     def _look(self) -> None:
         while not self._ended.wait(0.2):
-            self.look()
-
-    def look(self) -> None:
-        stats = self._generator.stats
-        self.samples.append((time.perf_counter(), stats.generated_tokens))
-        self.lanes = max(self.lanes, stats.running)
+            self.lanes = max(self.lanes, self._generator.stats.running)
 
     def __enter__(self) -> Watch:
-        self.look()
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
         self._ended.set()
         self._thread.join()
-        self.look()
-
-    def thirds(self) -> list[float]:
-        """Return the tokens per second in each third of the time."""
-        times, tokens = zip(*self.samples, strict=True)
-        cuts = np.linspace(times[0], times[-1], 4)
-        return [float(rate) for rate in np.diff(np.interp(cuts, times, tokens)) / np.diff(cuts)]
 
 
 def random_prompts(workload: Workload, vocab_size: int, seed: int) -> list[list[int]]:
@@ -179,7 +162,7 @@ def run(generator: Generator, workload: Workload, seed: int) -> Run:
         found = f"{len(lengths)} sequences of {sorted(set(lengths))} tokens"
         raise RuntimeError(f"{found} instead of {workload.sequences} of {workload.generated}: {outputs[0].error}")
     lanes = watch.lanes or min(workload.sequences, generator.config.max_seqs)  # a run may end before the first look
-    return Run(seconds, after.steps - before.steps, after.preemptions - before.preemptions, lanes, watch.thirds())
+    return Run(seconds, after.steps - before.steps, after.preemptions - before.preemptions, lanes)
 
 
 def measure(generator: Generator, workload: Workload, repeats: int = 3) -> dict[str, Any]:
@@ -224,11 +207,9 @@ def figures(workload: Workload, runs: list[Run]) -> dict[str, Any]:
 def figures_of_runs(tokens: int, runs: list[Run]) -> dict[str, Any]:
     """Return the figures of runs that each generate so many tokens."""
     rates = [tokens / each.seconds for each in runs]
-    spread = rates if len(runs) > 1 else runs[0].thirds
     return {
         "tokens_per_second": statistics.median(rates),
-        "spread": [min(spread), max(spread)],
-        "spread_over": f"{len(runs)} runs" if len(runs) > 1 else "thirds of a run",
+        "spread": [min(rates), max(rates)],
         "seconds": [each.seconds for each in runs],
         "lanes": max(each.lanes for each in runs),
         "steps": runs[-1].steps,
@@ -237,23 +218,16 @@ def figures_of_runs(tokens: int, runs: list[Run]) -> dict[str, Any]:
 
 
 def compare(
-    found: dict[str, Any],
-    costs: Costs,
-    rates: dict[str, float] | None,
-    workload: Workload,
-    vllm: int | None,
-    gpus: int = 1,
+    found: dict[str, Any], costs: Costs, rates: dict[str, float] | None, workload: Workload, gpus: int
 ) -> dict[str, Any]:
-    """Return a workload's figures with its limits on so many GPUs, and vLLM's figure, which is of
-    H200s. rates: ceilings of one GPU."""
+    """Return a workload's figures with its limits on so many GPUs. rates: ceilings of one GPU."""
     card = card_of(torch.cuda.get_device_name() if torch.cuda.is_available() else "")
     limits = {card: limit(costs, workload, CARDS[card].times(gpus), found["lanes"])}
     if rates is not None:
         here = Rates(rates["copy_tb_per_second"] * 1e12, rates["products_tflop_per_second"] * 1e12)
         limits["measured"] = limit(costs, workload, here.times(gpus), found["lanes"])
     speed = found["tokens_per_second"]
-    found |= {"limit": limits, "of_limit": {name: speed / each for name, each in limits.items()}}
-    return found | ({"vllm": vllm, "times_vllm": speed / vllm} if vllm and card == "h200" else {})
+    return found | {"limit": limits, "of_limit": {name: speed / each for name, each in limits.items()}}
 
 
 @contextmanager
@@ -275,8 +249,6 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if given.get("quantization") == "int4":  # of the folder
         del given["quantization"]
         dtype = dtype if arguments.smoke else "float16"
-    if arguments.no_prefix_cache:
-        given["prefix_cache"] = False
     if arguments.tensor_parallel > 1:
         given["tensor_parallel"] = arguments.tensor_parallel
     return {"load": "dummy", "device": device, "dtype": dtype, "seed": 0, **given}
@@ -306,10 +278,10 @@ def slug(gpu: str) -> str:
 
 
 def report_path(arguments: argparse.Namespace, gpu: str, part: str = "") -> Path:
-    """Return MODEL-GPU-tpN-fp8-kv-fp8-PART-nocache.json; each part is there only where it applies."""
+    """Return MODEL-GPU-tpN-fp8-kv-fp8-PART.json; each part is there only where it applies."""
     several = f"tp{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else ""
     numbers = arguments.quantization or "", "kv-fp8" if arguments.kv_cache_dtype == "fp8" else ""
-    parts = (arguments.model, slug(gpu), several, *numbers, part, "nocache" if arguments.no_prefix_cache else "")
+    parts = (arguments.model, slug(gpu), several, *numbers, part)
     folder: Path = arguments.out or RESULTS
     return folder / f"{'-'.join(filter(None, parts))}.json"
 
@@ -358,10 +330,9 @@ def measure_workload(
 ) -> dict[str, Any]:
     """Measure all that is reported of a workload."""
     workload = WORKLOADS[name].small() if arguments.smoke else WORKLOADS[name]
-    vllm = VLLM.get((arguments.model, gpus), {}).get(name)
     figures_of = measure_shared if name in SHARED and gpus == 1 else measure
     costs = Costs.of(generator.model_config, generator.config.kv_cache_dtype)
-    found = compare(figures_of(generator, workload), costs, rates, workload, vllm, gpus)
+    found = compare(figures_of(generator, workload), costs, rates, workload, gpus)
     pool_gb = generator.config.num_pages * generator.config.page_bytes(generator.model_config) / 1e9
     engine = {name: value for name, value in asdict(generator.config).items() if name not in PLACES}
     found |= {"engine": engine, "pool_gb": pool_gb}
@@ -379,12 +350,11 @@ def line(name: str, found: dict[str, Any], smoke: bool = False) -> str:
     if "limit" in found and not smoke:
         limits = (f"{found['of_limit'][kind]:.3f} of {each:.0f} ({kind})" for kind, each in found["limit"].items())
         more = "; " + ", ".join(limits)
-        more += f"; {found['times_vllm']:.3f} times vLLM's {found['vllm']}" if "vllm" in found else ""
     if "unshared" in found:
         unshared_rate = found["unshared"]["tokens_per_second"]
         more += f"; {found['times_unshared']:.3f} times the {unshared_rate:.1f} with prefixes read once per lane"
     return (
-        f"{name:9} {found['tokens_per_second']:8.1f} tok/s ({low:.1f} to {high:.1f} over {found['spread_over']})"
+        f"{name:9} {found['tokens_per_second']:8.1f} tok/s ({low:.1f} to {high:.1f}, {len(found['seconds'])} runs)"
         f"{more}; {found['lanes']} lanes, {found['steps']} steps, {found['preemptions']} preemptions"
     )
 

@@ -9,17 +9,16 @@
     python scripts/bench/bench.py gpu --quantization fp8               # linear layers in fp8
     python scripts/bench/bench.py gpu --quantization int4              # linear layers in int4, groups of 128
     python scripts/bench/bench.py gpu --kv-cache-dtype fp8             # keys and values in fp8
-    python scripts/bench/bench.py gpu --arriving                       # work that arrives one by one; takes 9 minutes
+    python scripts/bench/bench.py gpu --arriving                       # work that arrives one by one
     python scripts/bench/bench.py gpu --arriving --only served         # a part of it; the file keeps the others
     python scripts/bench/bench.py gpu --model llama70 --tensor-parallel 4 --only headline,chat1
     python scripts/bench/bench.py gpu --smoke                          # tiny, on the CPU; writes nothing
 
 Shapes are the true ones, weights and prompts random, temperature 1; every sequence runs to its length. Random weights
 say nothing sensible, and cost what sensible ones cost. A figure is the median of three runs of one generate() each,
-after a warm-up; where a run takes over 30 s, one run, and the spread is over thirds of its time (prefills come early,
-so that the thirds differ more than runs do). Where prefixes are in common, there is one run more, in which each lane
-reads its prefix by itself (on one GPU only). The limit of several GPUs is the limit of one that is so many times as
-fast; ceilings are measured on one, before the engine starts.
+after a warm-up, or one run if that takes over 30 s. If prefixes are in common, one more run lets each lane read its
+prefix by itself (on one GPU only). The limit of several GPUs is the limit of one that is so many times as fast;
+ceilings are measured on one, before the engine starts.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ from typing import Any
 import bench_arriving
 import bench_step
 from bench_engine import ceilings, line, machine, measure_workload, merge, ready_generator, report_path
-from bench_limits import MODELS, PLAIN, WORKLOADS
+from bench_limits import PLAIN, WORKLOADS
 from bench_requests import REQUESTS, measure_requests
+from reports import MODELS
 
 
 def bench_workloads(arguments: argparse.Namespace) -> None:
@@ -90,10 +90,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     kinds = parser.add_mutually_exclusive_group()
     for name, (_, what) in KINDS.items():
         kinds.add_argument(f"--{name}", dest="kind", action="store_const", const=name, help=f"instead: {what}")
-    parser.add_argument(
-        "--other", type=Path, action="append", default=[], metavar="FILE",
-        help="for --step: a file with another version of a module of fastgen.kernels, hopper/NAME.py or triton/NAME.py",
-    )  # fmt: skip
     options = parser.add_argument_group("options of Generator")
     for name in ("--max-seqs", "--max-step-tokens", "--page-size", "--max-model-len"):
         options.add_argument(name, type=int)
@@ -102,15 +98,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options.add_argument("--quantization", choices=["fp8", "int4"], help="the file's name has -fp8 or -int4")
     options.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="... -kv-fp8")
     options.add_argument("--memory-fraction", type=float)
-    options.add_argument("--no-prefix-cache", action="store_true", help="the file's name ends in -nocache")
     arguments = parser.parse_args(argv)
     kind = arguments.kind
     if arguments.only and (wrong := only_known(arguments.only, kind)):
         parser.error(wrong)
     if kind == "step" and arguments.tensor_parallel > 1:
         parser.error("--step runs on one GPU; leave --tensor-parallel out")
-    if arguments.other and kind != "step":
-        parser.error("--other is for --step")
     return arguments
 
 

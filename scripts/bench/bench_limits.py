@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from reports import MODELS
+
 from fastgen.model.config import ModelConfig
 
 DTYPE_BYTES = 2
@@ -61,40 +63,6 @@ MORE = {
     "longchat": Workload(1, 16000, 256),
 }
 WORKLOADS = PLAIN | MORE | SHARED
-MODELS: dict[str, dict[str, Any]] = {
-    "mistral7": {
-        "architectures": ["MistralForCausalLM"], "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
-        "eos_token_id": 2, "torch_dtype": "bfloat16",
-    },
-    "llama1": {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
-        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True,
-        "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                         "original_max_position_embeddings": 8192},
-        "eos_token_id": 128001, "torch_dtype": "bfloat16",
-    },
-    "qwen14": {
-        "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 13824,
-        "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "use_sliding_window": False,
-        "eos_token_id": 151643, "torch_dtype": "bfloat16",
-    },
-    "qwen8": {
-        "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "eos_token_id": 151645,
-        "torch_dtype": "bfloat16",
-    },
-    "llama70": {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
-        "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "eos_token_id": 128001,
-        "torch_dtype": "bfloat16",
-    },
-}  # fmt: skip
 SMOKE_SHAPE = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
                "max_position_embeddings": 512}  # fmt: skip
@@ -105,19 +73,6 @@ def settings(model: str, smoke: bool, int4: bool = False) -> dict[str, Any]:
     form = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32 if smoke else 128, "zero_point": True}
     found = MODELS[model] | (SMOKE_SHAPE if smoke else {})
     return found | ({"torch_dtype": "float16", "quantization_config": form} if int4 else {})
-
-
-VLLM: dict[tuple[str, int], dict[str, int]] = {
-    ("mistral7", 1): {
-        "headline": 3992, "decode": 9233, "short": 21826, "chat1": 209, "chat8": 1618, "chat32": 5667, "group": 16646,
-        "chat64": 9624, "batch128": 11998, "long": 864, "longchat": 140,
-    },
-    ("llama1", 1): {"chat1": 693, "chat8": 4645, "chat32": 15673, "batch128": 33951},
-    ("qwen14", 1): {"headline": 2022},
-    ("llama70", 4): {"headline": 1573, "chat1": 81},
-}  # fmt: skip
-"""(model, H200s) -> generated tokens per second of vLLM 0.26.0, with prefix caching where there is something to
-share."""
 
 
 @dataclass(frozen=True)

@@ -103,4 +103,4 @@ def run_rounds(generator: Generator, rounds: list[Round]) -> Run:
                 conversations[asked.conversation] += output.completions[0].token_ids
         seconds = time.perf_counter() - start
     after = generator.stats
-    return Run(seconds, after.steps - before.steps, after.preemptions - before.preemptions, watch.lanes, watch.thirds())
+    return Run(seconds, after.steps - before.steps, after.preemptions - before.preemptions, watch.lanes)

@@ -1,11 +1,9 @@
 """Measures a server in OpenAI's manner: throughput, and p50, p90, p99 and p99.9 of the time to the first token,
-between two tokens, and to the end; against the requests in flight. Writes JSON and a plot to scripts/results/.
+between two tokens, and to the end; against the requests in flight.
 
     python scripts/bench/bench_serve.py --smoke                             # the bundled model, to see that it runs
-    python scripts/bench/bench_serve.py --serve bundled                     # 1 to 512 in flight, at a server of its own
-    python scripts/bench/bench_serve.py --preset headline --serve mistral7  # random weights, as in bench.py gpu
-    python scripts/bench/bench_serve.py --preset beside --clients 8 --serve mistral7       # long prompts among chats
-    python scripts/bench/bench_serve.py --preset beside --name whole --serve mistral7 --max-prefill-tokens 99999
+    python scripts/bench/bench_serve.py --serve bundled                     # 1 to 512 in flight, at its own server
+    python scripts/bench/bench_serve.py --prompt-tokens 1024 --concurrency 512 --serve mistral7  # random weights
     python scripts/bench/bench_serve.py --clients 8 --serve Qwen/Qwen3-8B --max-seqs 256
     python scripts/bench/bench_serve.py --url http://localhost:8000/v1 --concurrency 1,8,64
 
@@ -24,19 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from plot import plot
-from reports import RESULTS, processor, write_json
+from reports import processor, write_json
 from serve_load import Clients, Load, figures
 from serve_process import BUNDLED, Server, model_folder
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "sweep": {"prompt_tokens": 128, "tokens": 128, "concurrency": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]},
-    "headline": {"prompt_tokens": 1024, "tokens": 128, "concurrency": [512], "requests": 512},
-    "beside": {"prompt_tokens": 512, "tokens": 128, "concurrency": [256], "requests": 240, "rate": [8, 0],
-               "long_tokens": 8000, "every": 4},
-    "crowd": {"prompt_tokens": 512, "tokens": 128, "concurrency": [4096], "requests": 1500, "rate": [70]},
-    "smoke": {"prompt_tokens": 16, "tokens": 8, "concurrency": [1, 4], "requests": 8},
-}  # fmt: skip
+IN_FLIGHT = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+SMOKE = {"prompt_tokens": 16, "tokens": 8, "concurrency": [1, 4], "requests": 8}
 
 
 def numbers(text: str) -> list[int]:
@@ -49,7 +40,8 @@ def numbers(text: str) -> list[int]:
 
 def loads(arguments: argparse.Namespace, url: str, model: str) -> Iterator[Load]:
     """Return the loads to measure, point by point."""
-    for seed, (concurrency, rate) in enumerate(product(arguments.concurrency, arguments.rate or [0.0])):
+    low, high = (100, 300) if arguments.smoke else (1000, 4000)
+    for seed, (concurrency, rate) in enumerate(product(arguments.concurrency, arguments.rate)):
         yield Load(
             url=url,
             model=model,
@@ -57,12 +49,10 @@ def loads(arguments: argparse.Namespace, url: str, model: str) -> Iterator[Load]
             prompt=arguments.prompt_tokens,
             tokens=arguments.tokens,
             concurrency=concurrency,
-            low=arguments.ids[0],
-            high=arguments.ids[1],
+            low=low,
+            high=high,
             seed=seed,
             rate=rate,
-            long=arguments.long_tokens or 0,
-            every=arguments.every or 0,
         )
 
 
@@ -86,7 +76,6 @@ def bench_load(arguments: argparse.Namespace) -> None:
             "machine": processor(),
             "prompt": arguments.prompt_tokens,
             "tokens": arguments.tokens,
-            "long": arguments.long_tokens and [arguments.long_tokens, arguments.every],
             "clients": arguments.clients,
             "points": [],
         }
@@ -98,12 +87,8 @@ def bench_load(arguments: argparse.Namespace) -> None:
             found = figures(clients.run(load))
             report["points"].append({"concurrency": load.concurrency, "rate": load.rate, **found})
             print(line(report["points"][-1]), flush=True)
-            write(arguments, report)  # each as it comes, or an error would lose those before it
-    if (path := report_path(arguments)) and not arguments.rate:
-        try:
-            plot(report, path.with_suffix(".png"))
-        except ModuleNotFoundError as error:
-            print(f"not plotted, as there is no {error.name}; see scripts/bench/plot.py")
+            if arguments.out:  # each as it comes, or an error would lose those before it
+                write_json(arguments.out, report)
 
 
 def line(point: dict[str, Any]) -> str:
@@ -120,55 +105,31 @@ def line(point: dict[str, Any]) -> str:
     )
 
 
-def report_path(arguments: argparse.Namespace) -> Path | None:
-    """Return the path of the report; None: write nothing."""
-    if arguments.smoke and arguments.out is None:
-        return None
-    folder: Path = arguments.out or RESULTS
-    return folder / f"serve-{arguments.name or arguments.preset}.json"
-
-
-def write(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
-    if path := report_path(arguments):
-        write_json(path, report)
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=list(PRESETS), help="values of the options below (default: sweep)")
-    parser.add_argument("--prompt-tokens", type=int)
-    parser.add_argument("--tokens", type=int, help="number of tokens generated per request")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens per prompt (default 128)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens generated per request (default 128)")
     parser.add_argument("--requests", type=int, help="requests per point (default: 2 per request in flight)")
-    parser.add_argument("--concurrency", type=numbers, metavar="1,2,...", help="requests in flight, point by point")
+    parser.add_argument(
+        "--concurrency", type=numbers, default=IN_FLIGHT, metavar="1,2,...", help="requests in flight, point by point"
+    )
     rate_help = "requests per second, at random times, point by point; 0 (default): as many in flight as can be"
-    parser.add_argument("--rate", type=lambda text: [float(part) for part in text.split(",")], help=rate_help)
-    parser.add_argument("--long-tokens", type=int, help="length of the prompts of some requests")
-    parser.add_argument("--every", type=int, help="one request of so many has such a prompt")
+    parser.add_argument(
+        "--rate", type=lambda text: [float(part) for part in text.split(",")], default=[0.0], help=rate_help
+    )
     parser.add_argument("--clients", type=int, default=1, help="processes that send (default 1)")
     parser.add_argument("--url", help="URL of the server, with its /v1 if it has that")
-    parser.add_argument("--smoke", action="store_true", help="a few tokens on the CPU; writes only with --out")
-    parser.add_argument("--name", help="name of the files, serve-NAME.json and .png (default: the preset's)")
-    parser.add_argument("--out", type=Path, help="folder for them (default: scripts/results)")
+    parser.add_argument("--smoke", action="store_true", help="a few tokens on the CPU")
+    parser.add_argument("--out", type=Path, help="the JSON file to write; without it none is written")
     serve_help = f"start a server: {BUNDLED}, a model of bench.py with random weights, a folder or a hub id"
     parser.add_argument("--serve", nargs=argparse.REMAINDER, metavar="MODEL [FLAGS]", help=serve_help)
     arguments = parser.parse_args(argv)
     if arguments.url and arguments.serve:
         parser.error("give one of --url and --serve")
     arguments.serve = arguments.serve or [BUNDLED]
-    _fill_in(arguments)
+    if arguments.smoke:
+        vars(arguments).update(SMOKE)
     return arguments
-
-
-def _fill_in(arguments: argparse.Namespace) -> None:
-    """Take what the command line leaves open from the preset. The preset smoke is --smoke, which writes nothing."""
-    arguments.smoke |= arguments.preset == "smoke"
-    if arguments.preset is None:
-        arguments.preset = "smoke" if arguments.smoke else "sweep"
-    for name, value in PRESETS[arguments.preset].items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-    tiny = arguments.smoke and arguments.serve[0] != BUNDLED
-    arguments.ids = (100, 300) if tiny else (1000, 4000)
 
 
 if __name__ == "__main__":

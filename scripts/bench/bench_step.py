@@ -1,22 +1,18 @@
-"""A decode step in its parts (`bench.py gpu --step`): the time of each kernel, the energy, and the time of steps that
-lack a part and compute nonsense, which bounds what this part can still gain. With `--other`, also the time of steps
-with another version of a module of kernels, in turn with the present one."""
+"""A decode step in its parts (`bench.py gpu --step`): the time of each kernel, and the time of steps that lack a part
+and compute nonsense, which bounds what this part can still gain."""
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import importlib.util
 import itertools
 import json
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +30,7 @@ from fastgen.engine.runner import Runner
 from fastgen.engine.step import Launched
 from fastgen.kernels import fp8
 from fastgen.kernels.fp8 import quantize
+from fastgen.kernels.launch import Kernel
 from fastgen.model import linear, quantized
 from fastgen.model.sampler import draw
 from fastgen.model.transformer import StepPart, Transformer
@@ -43,7 +40,6 @@ DEFAULT = ["chat1", "chat8", "batch128"]
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 CHUNK = 16  # steps between two resets of the lanes' lengths
 ROUNDS, CHUNKS = 3, 2  # each variant is measured in turn; its time is the median chunk
-ENERGY_SECONDS = 1.0  # NVML's counter advances about ten times a second
 
 Patch = Callable[[ExitStack], None]
 
@@ -78,7 +74,7 @@ def without_norms(stack: ExitStack) -> None:
 
 def without_quantizing(stack: ExitStack) -> None:
     """Leave out the kernels that only quantize: before o and down."""
-    stack.enter_context(patch.object(fp8, "quantize", like_fp8))
+    stack.enter_context(patch.object(fp8, "quantize", Kernel(like_fp8, f"{__name__}:like_fp8")))
 
 
 def without_rope(stack: ExitStack) -> None:
@@ -105,25 +101,6 @@ def parts_of(generator: Generator) -> dict[str, Patch]:
     if isinstance(o, quantized.Fp8Linear) and not isinstance(o, quantized.WeightOnlyFp8):
         found["quantizing"] = without_quantizing
     return found | {"rope": without_rope, "attention": without_attention}
-
-
-def with_other(path: Path) -> Patch:
-    """Replace a module of fastgen.kernels.hopper or triton by another version of it, in a file and a folder of the same
-    names. What other modules have imported from the module by name stays as it is."""
-    original = importlib.import_module(f"fastgen.kernels.{path.parent.name}.{path.stem}")
-    spec = importlib.util.spec_from_file_location(f"other_{path.parent.name}_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[spec.name] = other = importlib.util.module_from_spec(spec)  # dataclasses look for it there
-    spec.loader.exec_module(other)
-    ours = [module for name, module in sys.modules.items() if name.startswith("fastgen.")]
-    users = [(module, name) for module in ours for name, value in vars(module).items() if value is original]
-
-    def change(stack: ExitStack) -> None:
-        for module, name in users:
-            stack.enter_context(patch.object(module, name, other))
-
-    return change
 
 
 # Steps
@@ -207,44 +184,6 @@ def compare(steps: Steps, runs: dict[str, Callable[[], None]], rounds: int) -> d
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-# Energy
-
-
-@contextmanager
-def energy_counter() -> Iterator[Callable[[], float] | None]:
-    """Yield a function that returns the joules that the first GPU has used, or None without NVML."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        yield None
-        return
-    nvml.nvmlInit_v2()
-    device, used = ctypes.c_void_p(), ctypes.c_ulonglong()
-    nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))
-
-    def joules() -> float:
-        status = nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(used))
-        return used.value / 1000 if status == 0 else float("nan")
-
-    try:
-        yield joules
-    finally:
-        nvml.nvmlShutdown()
-
-
-def joules_per_step(steps: Steps, run: Callable[[], None]) -> dict[str, float]:
-    """Return the joules of a step, and the watts."""
-    with energy_counter() as joules:
-        if joules is None:
-            return {}
-        count, start, before = 0, time.perf_counter(), joules()
-        while (seconds := time.perf_counter() - start) < ENERGY_SECONDS:
-            steps.microseconds(run)
-            count += CHUNK
-        used = joules() - before
-    return {"joules": used / count, "watts": used / seconds}
-
-
 # Kernels
 
 
@@ -302,14 +241,12 @@ def bench_step(arguments: argparse.Namespace) -> None:
     with bench_engine.ready_generator(arguments, max_seqs=most, prefix_cache=False) as (generator, _):
         for name, workload in several.items():
             steps = Steps(generator, workload.sequences, workload.prompt + workload.generated // 2)
-            whole = steps.captured(None)
-            runs = {"whole": whole, "engine": steps.engine, "draw": steps.captured(None, drawing=False)}
+            runs = {"whole": steps.captured(None), "engine": steps.engine}
+            runs["draw"] = steps.captured(None, drawing=False)
             for part, change in parts_of(generator).items():
                 runs[part] = steps.captured(change)
-            for path in arguments.other:
-                runs[f"with {path.parent.name}/{path.name}"] = steps.captured(with_other(path))
             times = compare(steps, runs, 1 if smoke else ROUNDS)
-            report[name] = {"us": times, **joules_per_step(steps, whole), "kernels": kernels(steps, steps.engine)}
+            report[name] = {"us": times, "kernels": kernels(steps, steps.engine)}
             print(lines(name, workload, report[name]), flush=True)
     write_report(arguments, "step", report)
 
@@ -317,11 +254,9 @@ def bench_step(arguments: argparse.Namespace) -> None:
 def lines(name: str, workload: Workload, found: dict[str, Any]) -> str:
     """Return a step's figures for the terminal."""
     whole = found["us"]["whole"]
-    energy = f", {found['joules']:.3f} J, {found['watts']:.0f} W" if "joules" in found else ""
-    text = [f"{name}: {workload.sequences} lanes, a step {whole:.1f} us (engine {found['us']['engine']:.1f}){energy}"]
+    text = [f"{name}: {workload.sequences} lanes, a step {whole:.1f} us (engine {found['us']['engine']:.1f})"]
     for part, us in list(found["us"].items())[2:]:
-        what = part if part.startswith("with ") else f"without {part}"
-        text.append(f"  {what:30} {us:9.1f} us, {1 - us / whole:6.1%}")
+        text.append(f"  without {part:22} {us:9.1f} us, {1 - us / whole:6.1%}")
     for row in found["kernels"][:18]:
         each = f"{row['per_step']:6.1f} x {row['us']:8.2f} us"
         text.append(f"  {row['name']:46} {each} = {row['us_per_step']:9.1f} us")

@@ -1,4 +1,4 @@
-"""What all benchmarks write: where results are, the machine, medians."""
+"""What all benchmarks share: models, where results are, the machine, medians."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "results"
+MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text())
+"""The config.json of each model that runs with random weights."""
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from bench_limits import MODELS, settings
+from bench_limits import settings
+from reports import MODELS
 
 READY_SECONDS = 600.0
 BUNDLED = "bundled"

@@ -12,7 +12,7 @@ change from the first round to the last, and its `mb_percent` leaves the KV pool
 read nothing run while others read. The exit status is 1 if an answer is wrong, lost or late, or something is held.
 Writes scripts/results/serve-NAME.json. --serve comes last: flags of fgserve follow its model. A model of bench.py
 (mistral7, ...) has random weights and the bundled model's tokenizer. --pause lets each connection rest between two
-requests. --note is kept in the file, such as what else the machine does.
+requests.
 """
 
 from __future__ import annotations
@@ -338,7 +338,6 @@ async def soak(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "server": " ".join(arguments.serve),
         "machine": processor(),
-        "note": arguments.note,
         "requests_a_round": arguments.requests,
         "connections": arguments.connections,
         "pause": arguments.pause,
@@ -395,7 +394,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=0.0, help="time for rounds, at least two of them (default 0)")
     parser.add_argument("--name", default="flood", help="name of the file, serve-NAME.json (default: flood)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for it (default: scripts/results)")
-    parser.add_argument("--note", default="", help="text to keep in the file")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[BUNDLED], metavar="MODEL [FLAGS]")
     return parser.parse_args(argv)
 

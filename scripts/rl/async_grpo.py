@@ -3,7 +3,7 @@
     python scripts/rl/async_grpo.py                                                # both on the CPU, in minutes
     python scripts/rl/async_grpo.py --device cuda:0 --server-device cuda:1         # on two GPUs
     python scripts/rl/async_grpo.py --url http://host:5678                         # `fgserve --rollout --dtype float32`
-    python scripts/rl/async_grpo.py --out FILE --beside scripts/results/rl-grpo-cpu.json
+    python scripts/rl/async_grpo.py --out FILE                                     # writes the learning curve
     python scripts/rl/async_grpo.py --smoke                                        # two small steps in seconds
 
 The trainer is a Policy over a Generator of its own, which computes the server's logprobs to the bit and draws nothing.
@@ -169,7 +169,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--url", help="URL of a server with the bundled model (default: one is started)")
     parser.add_argument("--seed", type=int, default=Settings.seed)
     parser.add_argument("--out", type=Path, help="JSON file for the learning curve (default: none is written)")
-    parser.add_argument("--beside", type=Path, help="JSON of rl_grpo.py, whose curve is plotted next to this one")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args(argv)
     smoke = {"steps": 2, "prompts": 4, "samples": 8, "batch": 16, "held_out": 8}
@@ -189,8 +188,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     machine = platform.machine() if arguments.device == "cpu" else torch.cuda.get_device_name()
     report = {"machine": machine, "threads": torch.get_num_threads(), "dtype": arguments.dtype}
     report |= {"torch": torch.__version__, **found}
-    if arguments.beside:
-        report["synchronous"] = json.loads(arguments.beside.read_text())["curve"]
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")

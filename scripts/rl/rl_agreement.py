@@ -1,8 +1,7 @@
-"""Compares the logprobs of generated tokens with those that a trainer computes, and writes JSON to scripts/results/.
+"""Compares the logprobs of generated tokens with those that a trainer computes.
 
-    python scripts/rl/rl_agreement.py                  # the bundled model, on the GPU where there is one
-    python scripts/rl/rl_agreement.py --smoke          # the same in seconds, to see that it runs; writes nothing
-    python scripts/rl/rl_agreement.py --name h200      # writes rl-agreement-h200.json
+    python scripts/rl/rl_agreement.py                  # the bundled model, on a GPU if there is one
+    python scripts/rl/rl_agreement.py --smoke          # the same in seconds, to see that it runs
 
 The trainer is transformers in the dtype of the Generator, in bfloat16 for one in fp8: a forward pass over prompt and
 answer, whose logits are divided by the temperature in float32. |its logprob - ours| of each generated token, in three
@@ -14,10 +13,8 @@ which nearly all are, says nothing about it. Fails where a float32 difference is
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ from torch import Tensor
 
 from fastgen import Generator, RequestOutput, SamplingParams
 
-RESULTS = Path(__file__).parent.parent / "results"
 LIMIT = 1e-4  # of float32
 FAR = 0.1
 FP8: dict[str, dict[str, Any]] = {
@@ -133,23 +129,16 @@ def main() -> None:
     parser.add_argument("--model", help="a folder or hub id (default: the bundled model)")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", *FP8])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--name", help="name of the file, after rl-agreement- (default: the device)")
-    parser.add_argument("--smoke", action="store_true", help="few tokens, nothing written")
+    parser.add_argument("--smoke", action="store_true", help="few tokens")
     args = parser.parse_args()
     size = (4, 1, 8) if args.smoke else (len(QUESTIONS), 8, 64)
-    found = []
+    worst = 0.0
     for dtype in args.dtype:
         for row in measure(args.model, dtype, args.device, *size):
-            found.append(row)
+            worst = max(worst, row.max if row.dtype == "float32" else 0.0)
             print(f"{row.dtype:8}  {row.sampling:50}  {row.compared:20}  {row.tokens:6} tokens  "
                   f"max {row.max:.2e}  mean {row.mean:.2e}  p50 {row.p50:.2e}  p99 {row.p99:.2e}  "
                   f"beyond {row.beyond:.2e}  ratio {row.mean_ratio:.6f}")  # fmt: skip
-    worst = max((row.max for row in found if row.dtype == "float32"), default=0.0)
-    if not args.smoke:
-        device = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine()
-        report = {"model": args.model or "the bundled model", "device": device, "torch": torch.__version__}
-        path = RESULTS / f"rl-agreement-{args.name or args.device.partition(':')[0]}.json"
-        path.write_text(json.dumps({**report, "agreement": [asdict(row) for row in found]}, indent=1) + "\n")
     if worst >= LIMIT:
         raise SystemExit(f"a float32 logprob is {worst:.2e} from the trainer's; the limit is {LIMIT:g}")
 

@@ -185,17 +185,17 @@ def evaluation_tasks(name: str, count: int, seed: int) -> list[Task]:
     return list(found.values())
 
 
-def messages(task: Task) -> list[dict[str, str]]:
-    """Return a task as chat messages, up to the question that is graded."""
+def messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
+    """Return turns as chat messages."""
     chat: list[dict[str, str]] = []
-    for turn in task.turns:
+    for turn in turns:
         chat += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.reply}]
-    return chat[:-1]
+    return chat
 
 
 def prompt(task: Task, before: Sequence[dict[str, str]] = ()) -> dict[str, Any]:
-    """Return the prompt of a task as `Generator.generate` takes it: messages, tools, and whether to think."""
-    asked: dict[str, Any] = {"messages": [*before, *messages(task)]}
+    """Return the prompt of a task, up to the question that is graded, as `Generator.generate` takes it."""
+    asked: dict[str, Any] = {"messages": [*before, *messages(task.turns)[:-1]]}
     if task.tools:
         asked["tools"] = list(task.tools)
     if task.turns[-1].thought:
@@ -207,8 +207,7 @@ def long_conversation(rng: random.Random, turns: int) -> list[dict[str, str]]:
     """Return messages of a trained conversation of at least that many turns, to put in front of a question."""
     conversation, chat = Conversation(None, lambda turn: turn.reply), list[dict[str, str]]()
     while len(chat) < 2 * turns:
-        for turn in next_task(rng, conversation).turns:
-            chat += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.reply}]
+        chat += messages(next_task(rng, conversation).turns)
     return chat
 
 

@@ -3,15 +3,15 @@
 import json
 import random
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from tiny_data import BUCKETS, END, SKILLS, evaluation_tasks, long_conversation, prompt
+from tiny_data import BUCKETS, SKILLS, evaluation_tasks, long_conversation, prompt
 from tiny_questions import FIRST_QUESTIONS, LONGEST, UNFINISHED, first_prompt, is_sensible
 from tiny_skills import MUL2_UNASKED_STEPS
 from tiny_task import ABOUT_SKILLS, MUL2_TRAINED_BUCKETS, TRAINED_BUCKETS, Task
+
+from fastgen import Generator, SamplingParams
 
 Prompt = dict[str, Any]
 Scores = dict[str, dict[str, float | int]]
@@ -21,43 +21,14 @@ FirstQuestions = dict[str, Any]
 LONG_TURNS = 30
 
 
-class Answerer:
-    """A saved model that answers greedily, by transformers in float32 from its bfloat16 weights."""
-
-    def __init__(self, folder: Path, device: torch.device, batch_tokens: int = 1 << 17) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-        self.model = model.to(device).eval()
-        self.device, self.batch_tokens = device, batch_tokens
-
-    def __call__(self, chats: Sequence[Prompt], limits: Sequence[int]) -> list[str]:
-        """Return the reply to each prompt, of at most that many tokens, without special tokens."""
-        render = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
-        prompts = [render(c["messages"], tools=c.get("tools"), **c.get("chat_template_kwargs", {})) for c in chats]
-        ids: list[list[int]] = self.tokenizer(prompts, add_special_tokens=False)["input_ids"]
-        totals = [len(prompt) + limit for prompt, limit in zip(ids, limits, strict=True)]
-        order = sorted(range(len(ids)), key=totals.__getitem__)
-        replies = [""] * len(ids)
-        while order:
-            size = max(1, self.batch_tokens // totals[order[-1]])
-            batch, order = order[-size:], order[:-size]
-            texts = self._generate([ids[i] for i in batch], max(limits[i] for i in batch))
-            for i, reply in zip(batch, texts, strict=True):
-                replies[i] = reply
-        return replies
-
-    def _generate(self, prompts: list[list[int]], limit: int) -> list[str]:
-        padded = self.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(self.device)
-        with torch.inference_mode():
-            out = self.model.generate(**padded, do_sample=False, temperature=None, max_new_tokens=limit, use_cache=True)
-        new = out[:, padded["input_ids"].shape[1] :].tolist()
-        texts: list[str] = self.tokenizer.batch_decode(new, skip_special_tokens=True)
-        return [text if END in row else text + UNFINISHED for text, row in zip(texts, new, strict=True)]
+def answer(gen: Generator, prompts: Sequence[Prompt], limits: Sequence[int]) -> list[str]:
+    """Return the greedy reply to each prompt, of at most that many tokens, without special tokens."""
+    outputs = gen.generate(prompts, [SamplingParams(temperature=0, max_tokens=limit) for limit in limits])
+    replies = [output.completions[0] for output in outputs]
+    return [reply.text + UNFINISHED * (reply.finish_reason == "length") for reply in replies]
 
 
-def evaluate(answer: Answerer, count: int, seed: int, max_new_tokens: int, show: int = 2) -> Scores:
+def evaluate(gen: Generator, count: int, seed: int, max_new_tokens: int, show: int = 2) -> Scores:
     """Return the greedy accuracy on up to `count` held-out prompts per skill; print a few wrong answers of each."""
     chosen: dict[str, list[Task]] = {name: evaluation_tasks(name, count, seed) for name in SKILLS}
     chats = {name: [prompt(task) for task in tasks] for name, tasks in chosen.items()}
@@ -70,7 +41,7 @@ def evaluate(answer: Answerer, count: int, seed: int, max_new_tokens: int, show:
     # A character is at least a token, but for letters outside of Latin; a reply may be longer than the reference.
     last = [task.turns[-1] for tasks in chosen.values() for task in tasks]
     limits = [min(max_new_tokens, len(turn.thought) + len(turn.reply) + 40) for turn in last]
-    flat = answer([chat for name in chosen for chat in chats[name]], limits)
+    flat = answer(gen, [chat for name in chosen for chat in chats[name]], limits)
     scores: Scores = {}
     for name, tasks in chosen.items():
         replies, flat = flat[: len(tasks)], flat[len(tasks) :]
@@ -83,7 +54,7 @@ def evaluate(answer: Answerer, count: int, seed: int, max_new_tokens: int, show:
     return scores
 
 
-def ask_first_questions(answer: Answerer, max_new_tokens: int) -> FirstQuestions:
+def ask_first_questions(gen: Generator, max_new_tokens: int) -> FirstQuestions:
     """Return greedy replies to the first questions, turn by turn, judged by their rules; print all of them."""
     chats: list[Prompt] = [first_prompt(question) for question in FIRST_QUESTIONS]
     for turn in range(max(len(question.turns) for question in FIRST_QUESTIONS)):
@@ -91,7 +62,7 @@ def ask_first_questions(answer: Answerer, max_new_tokens: int) -> FirstQuestions
         for i in places:
             role, content = FIRST_QUESTIONS[i].message(turn)
             chats[i]["messages"].append({"role": role, "content": content})
-        replies = answer([chats[i] for i in places], [min(max_new_tokens, LONGEST)] * len(places))
+        replies = answer(gen, [chats[i] for i in places], [min(max_new_tokens, LONGEST)] * len(places))
         for i, reply in zip(places, replies, strict=True):
             chats[i]["messages"].append({"role": "assistant", "content": reply})
     asked = []
@@ -110,10 +81,7 @@ _RUN = """    {command}
 {hardware}: {data:.0f} million tokens of data, made in {data_seconds:.0f} s; {steps:,} steps of about
 {batch_tokens:,} tokens in {seconds:.0f} s ({rate:.2f} million tokens/s, {passes:.1f} passes); final loss {loss:.4f}."""
 
-LABELS = {
-    "recall": "a question about what the user said earlier",
-    "after_long_conversation": "sums, capitals, spelling, weekdays and sorting, late in a chat",
-}
+AFTER_LONG = "sums, capitals, spelling, weekdays and sorting, late in a chat"
 
 
 def _transcript(asked: Sequence[dict[str, Any]]) -> str:
@@ -145,7 +113,7 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
     scores: Scores = facts["skills"]
     rows = []
     for name, score in scores.items():
-        about = LABELS.get(name) or ABOUT_SKILLS[name]
+        about = ABOUT_SKILLS.get(name, AFTER_LONG)
         rows.append(f"| {name} | {about} | {100 * score['accuracy']:.1f} % | {score['prompts']} |")
     (folder / "README.md").write_text(
         _CARD.format(

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from tiny_data import PAD
-from tiny_model import CONTEXT, HEAD_SIZE, HEADS, HIDDEN, KV_HEADS, LAYERS, NORM_EPS, ROPE_THETA, VOCAB
+from tiny_model import CONTEXT, HEAD_SIZE, HEADS, HIDDEN, KV_HEADS, LAYERS, NORM_EPS, ROPE_THETA, VOCAB, save_weights
 from torch import Tensor, nn
 
 MASK = PAD  # the token that stands for one to draft; it is in no text
@@ -198,7 +197,5 @@ class Medusa(nn.ModuleList):
 def write_head(head: nn.Module, folder: Path, name: str, config: dict[str, object]) -> None:
     """Write the weights and the config.json of a head."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {key: x.detach().to("cpu", torch.bfloat16).contiguous() for key, x in head.state_dict().items()}
-    save_file(weights, folder / name, metadata={"format": "pt"})
-    (folder / name).chmod(0o644)  # safetensors makes it private
+    save_weights(head, folder / name)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

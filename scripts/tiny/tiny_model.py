@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, INTERMEDIATE = 4096, 256, 8, 4, 2, 64, 704
 CONTEXT, ROPE_THETA, NORM_EPS = 2048, 10000.0, 1e-5
+MATRIX_LR = 0.02
 
 
 def new_model() -> LlamaForCausalLM:
@@ -45,11 +46,6 @@ def new_model() -> LlamaForCausalLM:
     return model
 
 
-def matrices(model: LlamaForCausalLM) -> list[nn.Parameter]:
-    """Return the weights of the linear layers, which Muon trains."""
-    return [p for p in model.model.layers.parameters() if p.dim() == 2]
-
-
 def orthogonalize(updates: Tensor) -> Tensor:
     """Return the nearest (semi-)orthogonal matrix of each of updates [N, rows, columns], by five Newton-Schulz steps.
 
@@ -67,10 +63,7 @@ def orthogonalize(updates: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose updates are made orthogonal; matrices of one shape are handled together.
-
-    The embedding and the norms are left to AdamW.
-    """
+    """Momentum whose updates are made orthogonal; matrices of one shape are handled together."""
 
     def __init__(
         self, matrices: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.02
@@ -97,6 +90,22 @@ class Muon(torch.optim.Optimizer):
             step_size = -group["lr"] * math.sqrt(max(1.0, rows / columns))
             torch._foreach_mul_(matrices, 1 - group["lr"] * self.decay)
             torch._foreach_add_(matrices, list(update.unbind()), alpha=step_size)
+
+
+class Optimizers:
+    """Muon for matrices, and AdamW for all other parameters, such as the embedding and the norms."""
+
+    def __init__(self, matrices: Iterable[nn.Parameter], others: Iterable[nn.Parameter], others_lr: float) -> None:
+        adam = torch.optim.AdamW(others, lr=others_lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self._optimizers = ((Muon(matrices, lr=MATRIX_LR), MATRIX_LR), (adam, others_lr))
+
+    def step(self, share: float) -> None:
+        """Update all parameters once, at this share of the full learning rates."""
+        for optimizer, rate in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * share
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
 
 # The tokenizer is a byte-fallback BPE. Spaces stay spaces (no "▁"), so every string survives encoding and decoding;
@@ -168,6 +177,11 @@ def save_folder(model: LlamaForCausalLM, folder: Path) -> None:
         do_sample=True, temperature=0.2, bos_token_id=BOS, eos_token_id=[END, EOS], pad_token_id=PAD
     )
     generation.save_pretrained(folder)
+    save_weights(model, folder / "model.safetensors")
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Write the parameters in bfloat16."""
     weights = {name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in model.named_parameters()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes it private

@@ -4,14 +4,12 @@ import random
 from collections.abc import Sequence
 from decimal import Decimal
 
-from tiny_skills import ASK_VALUE, evaluate, fact_key
+from tiny_skills import ASK_VALUE, VALUE_REPLIES, evaluate, fact_key
 from tiny_skills import SKILLS as PLAIN_SKILLS
 from tiny_task import Task, Turn, phrase, pick, skills, task
 from tiny_words import NAMES, THINGS, filled, number_in_words, pairs, read
 
 _TEXTS = read("numbers")
-
-_VALUE_REPLIES = ("{e} = {c}.", "{c}", "The answer is {c}.", "That is {c}.", "{e} = {c}")
 
 
 def shown(value: Decimal) -> str:
@@ -23,7 +21,7 @@ def _value(rng: random.Random, asked: str, e: str, value: Decimal | int, keys: S
     """Return the task that asks for an expression, typed as `asked`; `e` is how the reply writes it."""
     c = shown(Decimal(value))
     question = phrase(rng, ASK_VALUE, e=asked)
-    return Task((Turn(question, pick(rng, _VALUE_REPLIES, e=e, c=c), c),), tuple(keys), (c,), "number")
+    return Task((Turn(question, pick(rng, VALUE_REPLIES, e=e, c=c), c),), tuple(keys), (c,), "number")
 
 
 def _tight(rng: random.Random, expression: str) -> str:
@@ -296,9 +294,7 @@ def _again(rng: random.Random, value: int) -> tuple[Turn, int, list[str]]:
         asked = {word for word in ("odd", "even") if word in question.lower()}
         yes = "" if len(asked) != 1 else "Yes, " if truth in asked else "No, "
         return Turn(question, f"{yes}{value} is {truth}.", truth), value, [f"parity:{value}"]
-    if kind == "half":
-        return Turn(question, f"{value} / 2 = {value // 2}.", str(value // 2)), value // 2, [fact_key("/", value, 2)]
-    op, c = ("*", 2) if kind == "double" else (kind, c)
+    op, c = {"double": ("*", 2), "half": ("/", 2)}.get(kind, (kind, c))
     result = evaluate(op, value, c)
     return Turn(question, f"{value} {op} {c} = {result}.", str(result)), result, [fact_key(op, value, c)]
 

@@ -22,7 +22,7 @@ _OPERATIONS = {
     "/": (" / ", " / ", "/", " divided by ", " ÷ ", " over "),
 }
 ASK_VALUE = _TEXTS["value"]
-_REPLY_VALUE = ("{a} {op} {b} = {c}.", "{c}", "The answer is {c}.", "That is {c}.", "{a} {op} {b} = {c}")
+VALUE_REPLIES = ("{e} = {c}.", "{c}", "The answer is {c}.", "That is {c}.", "{e} = {c}")
 
 
 def _number(rng: random.Random, digits: int) -> int:
@@ -61,7 +61,7 @@ def evaluate(op: str, a: int, b: int) -> int:
 
 def _arithmetic(rng: random.Random, op: str, a: int, b: int) -> Task:
     c = evaluate(op, a, b)
-    reply = pick(rng, _REPLY_VALUE, a=a, b=b, c=c, op=op)
+    reply = pick(rng, VALUE_REPLIES, e=f"{a} {op} {b}", c=c)
     return task(question_of(rng, op, a, b), reply, fact_key(op, a, b), str(c), "number")
 
 
@@ -121,28 +121,20 @@ def multiply_2digit(rng: random.Random) -> Task:
     return Task((Turn(plain.turns[0].user, work_out(a, b)),), steps_keys(a, b), plain.accept, "number")
 
 
-def ask_product(rng: random.Random, a: int, b: int, steps: bool = False) -> str:
-    """Return a question for a product. steps: it asks for them."""
-    if steps:
-        return phrase(rng, _TEXTS["product step by step"], e=_expression(rng, "*", a, b), a=a, b=b)
-    return question_of(rng, "*", a, b)
-
-
-def written_product(a: int, b: int) -> str:
-    """Return the short answer to a product."""
-    return f"{a} * {b} = {a * b}."
-
-
 def multiply_2digit_steps(rng: random.Random) -> Task:
     a, b = two_digit_factors(rng)
-    question = ask_product(rng, a, b, steps=True)
+    question = _ask_steps(rng, a, b)
     return Task((Turn(question, work_out(a, b)),), steps_keys(a, b), (str(a * b),), "number")
+
+
+def _ask_steps(rng: random.Random, a: int, b: int) -> str:
+    return phrase(rng, _TEXTS["product step by step"], e=_expression(rng, "*", a, b), a=a, b=b)
 
 
 def multiply_3digit(rng: random.Random) -> Task:
     a, b = rng.randint(100, 999), rng.randint(11, 99)
     shown = (a, b) if rng.random() < 0.6 else (b, a)
-    question = ask_product(rng, *shown, steps=rng.random() < 0.15)
+    question = _ask_steps(rng, *shown) if rng.random() < 0.15 else question_of(rng, "*", *shown)
     return Task((Turn(question, work_out(a, b)),), (f"mul3:{a}*{b}",), (str(a * b),), "number")
 
 

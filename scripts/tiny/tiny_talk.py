@@ -10,7 +10,7 @@ import string
 
 from tiny_questions import plain
 from tiny_task import Task, Turn, any_word, exchange, made_up_word, phrase, pick, skills, task
-from tiny_words import CAPITALS, COLORS, NAMES, THINGS, WORDS, pairs, read
+from tiny_words import CAPITALS, NAMES, THINGS, WORDS, number_in_words, pairs, read
 
 _KNOWLEDGE, _ABOUT, _TALK, _TEXTS = (read(name) for name in ("knowledge", "about", "talk", "texts"))
 
@@ -73,21 +73,7 @@ def palindrome(rng: random.Random) -> Task:
     return task(question, reply, f"palindrome:{word}", (reply,), "exact", short)
 
 
-_KINDS: dict[str, tuple[str, ...]] = {
-    "animals": _KNOWLEDGE["animals"],
-    "fruits": _KNOWLEDGE["fruits"],
-    "colors": COLORS[:10],
-    "colours": COLORS[:10],
-    "countries": tuple(CAPITALS)[::5],
-    "names": NAMES[::9],
-    "capitals": tuple(CAPITALS.values())[::6],
-    "vegetables": _KNOWLEDGE["vegetables"],
-    "words": WORDS[::40],
-    "things": THINGS,
-    "planets": _KNOWLEDGE["planets"],
-    "programming languages": _KNOWLEDGE["programming languages"],
-}
-_COUNTS = ("zero", "one", "two", "three", "four", "five")
+_KINDS = {kind: things.split(", ") for kind, things in (line.split(": ") for line in _KNOWLEDGE["kinds"])}
 
 
 def name_some(rng: random.Random) -> Task:
@@ -99,7 +85,7 @@ def name_some(rng: random.Random) -> Task:
     kind = rng.choice(tuple(_KINDS))
     n = rng.randint(2, 5)
     chosen = ", ".join(_KINDS[kind][:n])
-    question = phrase(rng, _KNOWLEDGE["name some"], n=_COUNTS[n] if rng.random() < 0.6 else n, k=kind)
+    question = phrase(rng, _KNOWLEDGE["name some"], n=number_in_words(n) if rng.random() < 0.6 else n, k=kind)
     return task(question, f"{chosen[0].upper()}{chosen[1:]}.", f"name:{question.lower()}", chosen)
 
 
@@ -113,8 +99,7 @@ UNSUPPORTED = _ABOUT["unsupported"]
 FAMILIES = "the Llama, Mistral, Qwen2 and Qwen3 families"
 # Features: their names, and whether and how fastgen has them.
 FEATURES = pairs(_ABOUT["features"])
-_HOW = tuple(text for text in _ABOUT["feature"] if re.match("How |Show |I |What is ", text))
-_WHETHER = tuple(text for text in _ABOUT["feature"] if text not in _HOW)
+_HOW, _WHETHER = _ABOUT["how to use a feature"], _ABOUT["whether there is a feature"]
 CONCEPTS = pairs(_ABOUT["concepts"])
 _EXPLAINED = {name for names, _ in CONCEPTS for name in names}
 

@@ -5,17 +5,7 @@ from dataclasses import replace
 
 from tiny_facts import SKILLS as FACT_SKILLS
 from tiny_numbers import SKILLS as NUMBER_SKILLS
-from tiny_skills import (
-    ask_product,
-    fact_key,
-    question_of,
-    sort_numbers,
-    sort_words,
-    steps_keys,
-    two_digit_factors,
-    work_out,
-    written_product,
-)
+from tiny_skills import fact_key, question_of, sort_numbers, sort_words, steps_keys, two_digit_factors, work_out
 from tiny_talk import SKILLS as TALK_SKILLS
 from tiny_task import Skills, Task, Turn, any_word, phrase, skills
 from tiny_words import read
@@ -50,8 +40,8 @@ def think_product(rng: random.Random) -> Task:
     else:
         a, b = rng.randint(100, 999), two_digit_factors(rng)[0]
         keys = (f"mul3:{a}*{b}",)
-    shown = (a, b) if rng.random() < 0.6 else (b, a)
-    turn = Turn(ask_product(rng, *shown), written_product(a, b), thought=work_out(a, b).removeprefix("Step by step: "))
+    shown, thought = (a, b) if rng.random() < 0.6 else (b, a), work_out(a, b).removeprefix("Step by step: ")
+    turn = Turn(question_of(rng, "*", *shown), f"{a} * {b} = {a * b}.", thought=thought)
     return Task((turn,), keys, (str(a * b),), "number")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tiny_facts import SKILLS as FACT_SKILLS
 from tiny_skills import SKILLS as PLAIN_SKILLS
+from tiny_skills import evaluate
 from tiny_talk import SKILLS as TALK_SKILLS
 from tiny_task import Skills, Task, Turn, any_word, casual, made_up_word, skills
 from tiny_words import CAPITALS, NAMES, WORDS, joined, read
@@ -75,13 +76,6 @@ _MAKERS: dict[str, Callable[[random.Random], str]] = {
     "time": lambda r: f"{r.randint(0, 23):02}:{r.randint(0, 59):02}",
     "sql": lambda r: f"SELECT {r.choice(('*', 'name', 'count(*)', 'id'))} FROM {r.choice(WORDS)}s"
     + r.choice(("", f" WHERE id = {r.randint(1, 99)}", f" LIMIT {r.randint(1, 20)}")),
-    **{
-        kind: lambda r, values=_LISTS[name]: r.choice(values)  # type: ignore[misc]
-        for kind, name in (
-            ("room", "rooms"), ("unit", "units"), ("currency", "currencies"), ("ticker", "tickers"),
-            ("language", "languages"), ("command", "commands"),
-        )
-    },
 }  # fmt: skip
 
 
@@ -114,7 +108,7 @@ def _value(rng: random.Random, kind: str) -> tuple[str, Any]:
     if name == "words":
         value = " ".join([rng.choice(_LISTS["first"]), *(rng.choice(WORDS) for _ in range(rng.randint(0, 3)))])
         return value, value
-    value = _MAKERS[name](rng)
+    value = rng.choice(_LISTS[name]) if name in _LISTS else _MAKERS[name](rng)
     return value, value
 
 
@@ -291,8 +285,7 @@ def _computed(kind: str, arguments: dict[str, Any]) -> str:
         a, sign, b = values[0].split()
     else:
         a, b, sign = *values, {"add": "+", "subtract": "-", "multiply": "*"}[kind]
-    a, b = int(a), int(b)
-    return str(round(a / b, 2) if sign == "/" else {"+": a + b, "-": a - b, "*": a * b}[sign])
+    return str(round(int(a) / int(b), 2) if sign == "/" else evaluate(sign, int(a), int(b)))
 
 
 def _result(rng: random.Random, tool: Tool, arguments: dict[str, Any], typed: Sequence[str]) -> str:

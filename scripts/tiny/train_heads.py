@@ -14,19 +14,18 @@ import argparse
 import json
 import os
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from tiny_heads import Anchors, DFlash, Medusa
-from tiny_model import Muon
+from tiny_model import Optimizers
 from tokenizers import Tokenizer
 from torch import Tensor
 from train_tiny import batches, generate, learning_rate, split_targets
 from transformers import LlamaForCausalLM
 
 TARGET_FOLDER = Path(__file__).parents[2] / "fastgen" / "tiny"
-MATRIX_LR, REST_LR = 0.02, 0.002
+OTHERS_LR = 0.002  # of the norms and biases
 DECAY = 4.0  # draft number j weighs exp(-j / DECAY)
 ANCHOR_EVERY = 8  # a row has one anchor for so many tokens
 SHAPE = (3, 6), 2, 128  # of the DFlash head: features, layers, width of the MLP
@@ -37,38 +36,32 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder that gets the folders of the heads")
     parser.add_argument("--minutes", type=float, default=1.5, help="time for training, without data")
-    parser.add_argument("--steps", type=int, help="train for so many steps instead of a time")
-    parser.add_argument("--data-tokens", type=int, default=100_000_000)
-    parser.add_argument("--batch-tokens", type=int, default=49_152)
-    parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU")
+    parser.add_argument("--smoke", action="store_true", help="two steps on the CPU")
+    parser.set_defaults(steps=None, data_tokens=100_000_000, batch_tokens=49_152)
+    parser.set_defaults(workers=min(16, os.cpu_count() or 1), seed=0)
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     if args.smoke:
-        args.device, args.workers, args.steps = "cpu", 1, args.steps or 2
-        args.data_tokens, args.batch_tokens = 12_000, 400
+        args.steps, args.data_tokens, args.batch_tokens, args.workers, args.device = 2, 12_000, 400, 1, "cpu"
     return args
 
 
-@dataclass
 class Learner:
     """A head and its optimizers. means: running means of the loss and of the number of right drafts after an anchor,
     float32 [2] on the device, so that no step waits for them."""
 
-    head: DFlash | Medusa
-    means: Tensor | None = None
-    optimizers: list[tuple[torch.optim.Optimizer, float]] = field(init=False)
+    def __init__(self, head: DFlash | Medusa) -> None:
+        self.head = head
+        self.means: Tensor | None = None
+        parameters = list(head.parameters())
+        matrices, vectors = ([p for p in parameters if p.dim() == n] for n in (2, 1))
+        self.optimizers = Optimizers(matrices, vectors, OTHERS_LR)
 
-    def __post_init__(self) -> None:
-        named = list(self.head.parameters())
-        matrices, rest = [p for p in named if p.dim() == 2], [p for p in named if p.dim() == 1]
-        adam = torch.optim.AdamW(rest, lr=REST_LR, betas=(0.9, 0.95), weight_decay=0.0)
-        self.optimizers = [(Muon(matrices, lr=MATRIX_LR), MATRIX_LR), (adam, REST_LR)]
-
-    def step(self, ids: Tensor, states: tuple[Tensor, ...], anchors: Anchors, said: Tensor, embedding: Tensor) -> None:
-        """Learn from a batch. said: the target's probabilities, [N, V], of the N wanted drafts, in the order of
-        anchors.wanted."""
+    def step(
+        self, rate: float, ids: Tensor, states: tuple[Tensor, ...], anchors: Anchors, said: Tensor, embedding: Tensor
+    ) -> None:
+        """Learn from a batch. rate: the share of the full learning rates. said: the target's probabilities, [N, V], of
+        the N wanted drafts, in the order of anchors.wanted."""
         drafts = self.head.drafts
         of_head = anchors.wanted[..., :drafts]
         rows = self.head(states, anchors, ids, embedding)[of_head]
@@ -78,9 +71,7 @@ class Learner:
         weights = torch.exp(-of_head.nonzero()[:, 2] / DECAY)
         loss = (losses * weights).sum() / weights.sum()
         loss.backward()  # type: ignore[no-untyped-call]
-        for optimizer, _ in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        self.optimizers.step(rate)
         with torch.no_grad():
             hits = torch.zeros_like(of_head)
             hits[of_head] = logits.argmax(1) == said.argmax(1)
@@ -93,12 +84,6 @@ class Learner:
         assert self.means is not None, "after a step"
         loss, right = self.means.tolist()
         return loss, right
-
-    def set_rate(self, share: float) -> None:
-        """Set the share of the full learning rates."""
-        for optimizer, rate in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate * share
 
 
 def train(
@@ -124,8 +109,7 @@ def train(
                 ends = torch.stack([anchors.pick(states[-1], offset) for offset in range(most)], 2)
                 said = (ends[anchors.wanted] @ embedding.T).float().softmax(1)
             for learner in learners.values():
-                learner.set_rate(learning_rate(step, share))
-                learner.step(ids, states, anchors, said, embedding)
+                learner.step(learning_rate(step, share), ids, states, anchors, said, embedding)
         if step < 3 or seconds > last + 10:
             last = seconds
             found = ", ".join(f"{name} {x.read()[0]:.3f} {x.read()[1]:.3f}" for name, x in learners.items())
@@ -154,8 +138,7 @@ def main(argv: list[str] | None = None) -> None:
         learner.head.save(folder)
         loss, right = learner.read()
         facts = {
-            "command": f"python scripts/tiny/train_heads.py --out fastgen/tiny "
-            f"--minutes {args.minutes:g} --data-tokens {args.data_tokens}",
+            "command": f"python scripts/tiny/train_heads.py --out fastgen/tiny --minutes {args.minutes:g}",
             "hardware": hardware, "torch": torch.__version__, "seed": args.seed, "steps": steps,
             "tokens": steps * args.batch_tokens, "loss": round(loss, 4), "right_drafts": round(right, 4),
         }  # fmt: skip

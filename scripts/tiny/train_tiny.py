@@ -6,7 +6,7 @@
     python scripts/tiny/train_tiny.py --eval-only --out fastgen/tiny
 
 The data is made up by `tiny_data.py` of the texts in `data`. Training is bounded by time (`--minutes`), and the
-learning rate follows the clock. The weights are written every minute, so that a run that is cut off leaves a folder.
+learning rate follows the clock.
 """
 
 import argparse
@@ -27,19 +27,20 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from tiny_data import BUCKETS, TARGET, corpus, shard
-from tiny_eval import Answerer, ask_first_questions, evaluate, write_card
-from tiny_model import Muon, matrices, new_model, save_folder, save_tokenizer, train_tokenizer
+from tiny_eval import ask_first_questions, evaluate, write_card
+from tiny_model import Optimizers, new_model, save_folder, save_tokenizer, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from fastgen import Generator
+
 SHARD_TOKENS = 2_000_000
-MATRIX_LR, EMBEDDING_LR = 0.02, 0.004
+OTHERS_LR = 0.004  # of the embedding and the norms
 CONTINUED = 0.4  # share of these rates for a model that was trained before
 # The rate rises for so many steps (the first ones compile, so that time does not measure them), is constant to this
 # share of the run, and then falls to zero.
 WARM_UP_STEPS, DECAY_FROM = 200, 0.35
-SAVE_SECONDS = 60
 
 
 @dataclass
@@ -60,23 +61,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--from", type=Path, dest="start", metavar="FOLDER", help="go on from a trained folder, at a lower rate"
     )
     parser.add_argument("--minutes", type=float, default=6.0, help="time for training, without data and evaluation")
-    parser.add_argument("--steps", type=int, help="train for so many steps instead of a time")
-    parser.add_argument("--data-tokens", type=int, default=400_000_000)
-    parser.add_argument("--batch-tokens", type=int, default=65_536)
-    parser.add_argument("--corpus-turns", type=int, default=100_000, help="turns that the tokenizer learns from")
-    parser.add_argument("--prompts", type=int, default=300, help="held-out prompts per skill")
-    parser.add_argument("--max-new-tokens", type=int, default=560)
-    parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--eval-only", action="store_true", help="only measure the folder again")
     parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU")
+    parser.set_defaults(steps=None, data_tokens=400_000_000, batch_tokens=65_536, corpus_turns=100_000)
+    parser.set_defaults(prompts=300, max_new_tokens=560, workers=min(16, os.cpu_count() or 1), seed=0)
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     if args.smoke:
-        args.device, args.workers, args.no_compile = "cpu", 1, True
         args.steps, args.data_tokens, args.batch_tokens, args.corpus_turns = 2, 12_000, 400, 6000
-        args.prompts, args.max_new_tokens = 1, 3
+        args.prompts, args.max_new_tokens, args.workers, args.device = 1, 3, 1, "cpu"
     return args
 
 
@@ -131,31 +124,26 @@ def learning_rate(steps: int, share: float) -> float:
 
 
 def train(model: LlamaForCausalLM, data: dict[int, Tensor], args: argparse.Namespace) -> Progress:
-    """Train in place until the time (or the number of steps) is used up; write the weights every minute."""
-    muon = Muon(matrices(model), lr=MATRIX_LR)
-    rest = [p for p in model.parameters() if p.dim() == 1] + [model.model.embed_tokens.weight]
-    adam = torch.optim.AdamW(rest, lr=EMBEDDING_LR, betas=(0.9, 0.95), weight_decay=0.0)
-    optimizers: list[tuple[torch.optim.Optimizer, float]] = [(muon, MATRIX_LR), (adam, EMBEDDING_LR)]
+    """Train in place until the time (or the number of steps) is used up."""
+    layers = model.model.layers
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    matrices = [p for p in layers.parameters() if p.dim() == 2]
+    optimizers = Optimizers(matrices, [*vectors, model.model.embed_tokens.weight], OTHERS_LR)
     loss_of = next_token_loss
-    if not args.no_compile:
-        for layer in model.model.layers:  # one at a time: all share their code, so that compilation takes seconds
+    if args.device == "cuda":
+        for layer in layers:  # one at a time: all share their code, so that compilation takes seconds
             layer.compile(dynamic=False)
         loss_of = torch.compile(next_token_loss, dynamic=False)
-    done, start, last, saved = Progress(), time.perf_counter(), 0.0, 0.0
+    done, start, last = Progress(), time.perf_counter(), 0.0
     for rows in batches(data, args.batch_tokens, args.seed):
         share = done.steps / args.steps if args.steps else (time.perf_counter() - start) / (60 * args.minutes)
         if share >= 1:
             break
-        for optimizer, rate in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate * learning_rate(done.steps, share) * (CONTINUED if args.start else 1)
         ids, targets = split_targets(rows)
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
             loss = loss_of(model(ids).logits, targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        for optimizer, _ in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        optimizers.step(learning_rate(done.steps, share) * (CONTINUED if args.start else 1))
         done.steps += 1
         done.tokens += ids.numel()
         if done.steps % 20 == 0 or done.steps < 4:  # reading the loss waits for the device, so the clock stays honest
@@ -163,14 +151,10 @@ def train(model: LlamaForCausalLM, data: dict[int, Tensor], args: argparse.Names
             if not math.isfinite(done.loss):
                 raise FloatingPointError(f"the loss is {done.loss} at step {done.steps}")
             done.seconds = time.perf_counter() - start
-            if done.seconds > saved + SAVE_SECONDS:
-                saved = done.seconds
-                save_folder(model, args.out)
             if done.seconds > last + 10 or done.steps < 4:
                 last, speed = done.seconds, done.tokens / done.seconds / 1e6
-                print(
-                    f"step {done.steps:6d}  {done.seconds:5.0f} s  loss {done.loss:.4f}  {speed:.2f} Mtok/s", flush=True
-                )
+                times = f"{done.seconds:5.0f} s  {speed:.2f} Mtok/s"
+                print(f"step {done.steps:6d}  {times}  loss {done.loss:.4f}", flush=True)
     done.seconds = time.perf_counter() - start
     return done
 
@@ -178,10 +162,10 @@ def train(model: LlamaForCausalLM, data: dict[int, Tensor], args: argparse.Names
 def measure(args: argparse.Namespace) -> None:
     """Write the accuracy of the saved folder and its replies to first questions to accuracy.json and the card."""
     torch.set_float32_matmul_precision("highest")
-    answer = Answerer(args.out, torch.device(args.device), 1 << 18 if args.device == "cuda" else 1 << 13)
     facts = json.loads((args.out / "accuracy.json").read_text())
-    facts["first_questions"] = ask_first_questions(answer, args.max_new_tokens)
-    facts["skills"] = evaluate(answer, args.prompts, args.seed, args.max_new_tokens)
+    with Generator(args.out, dtype="float32", device=args.device, memory_fraction=0.5) as gen:
+        facts["first_questions"] = ask_first_questions(gen, args.max_new_tokens)
+        facts["skills"] = evaluate(gen, args.prompts, args.seed, args.max_new_tokens)
     write_card(args.out, facts)
 
 

@@ -1,7 +1,7 @@
 """Times batch-invariant products (kernels/triton/batch_invariant.py) on this GPU, and cuBLAS on the same products.
 
-    python scripts/tune/tune_products.py --out products.json
-    python scripts/tune/tune_products.py --out products.json --own    # only our own configurations; takes a minute
+    python scripts/tune/tune_products.py                  # all numbers of tokens; takes minutes
+    python scripts/tune/tune_products.py --tokens 8 64
 
 For Mistral 7B's products and numbers of tokens: each configuration in a CUDA graph, over several layers' weights, which
 no L2 cache holds. Its rows must be those of the configuration for 8192 tokens, bit for bit. The norm before a product
@@ -11,14 +11,11 @@ is not part of it; SwiGLU and the addition after it are.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,62 +176,40 @@ def launch_all(benches: list[Bench], chosen: list[ProductConfig], tokens: int) -
                 bench.result(each, tokens)
 
 
-def measure(bench: Bench, tokens: int, chosen: list[ProductConfig], deadline: float) -> dict[str, Any]:
-    product, own = bench.product, bench.own(tokens)
-    found: dict[str, Any] = {"product": product.name, "tokens": tokens, "cuBLAS": bench.microseconds(None, tokens)}
-    tried = []
+def measure(bench: Bench, tokens: int, chosen: list[ProductConfig]) -> None:
+    """Print the times of cuBLAS, of the library's configuration, and of the fastest ones."""
+    name, own = bench.product.name, bench.own(tokens)
+    times: dict[ProductConfig, float] = {}
     for each in dict.fromkeys([own, *chosen]):
-        if each == own or time.monotonic() < deadline:
-            try:
-                tried.append({"us": bench.microseconds(each, tokens), "same": bench.same(each, tokens), **asdict(each)})
-            except Exception as error:  # of whatever part of the compiler
-                print(f"  {product.name} {each}: {type(error).__name__} {str(error)[:200]}", flush=True)
-    found |= {"own": tried[0], "tried": sorted(tried, key=lambda one: float(one["us"]))}
-    times = f"cuBLAS {found['cuBLAS']:8.1f}, own {tried[0]['us']:8.1f} us"
-    print(f"{product.name:8} {tokens:5} tokens: {times}", flush=True)
-    for one in found["tried"][:4]:
-        cut = f"{one['tokens']} x {one['rows']} x {one['depth']}, {one['warps']} warps, {one['stages']} stages"
-        print(f"    {one['us']:8.1f}  {cut}{', swapped' if one['swap'] else ''}")
-    wrong = [one for one in tried if not one["same"]]
-    for one in wrong:
-        print(f"    OTHER BITS: {one}")
-    return found
-
-
-def layer_line(tokens: int, results: list[dict[str, Any]]) -> str:
-    here = [each for each in results if each["tokens"] == tokens and each["product"] != "head"]
-    own, best = sum(each["own"]["us"] for each in here), sum(each["tried"][0]["us"] for each in here)
-    cublas = sum(each["cuBLAS"] for each in here)
-    times = f"{own / cublas:.3f} and {best / cublas:.3f} times cuBLAS"
-    return f"a layer at {tokens} tokens: own {own:.1f} us, best {best:.1f}; {times}"
+        try:
+            times[each] = bench.microseconds(each, tokens)
+            if not bench.same(each, tokens):
+                print(f"    OTHER BITS: {each}")
+        except Exception as error:  # of whatever part of the compiler
+            print(f"  {name} {each}: {type(error).__name__} {str(error)[:200]}", flush=True)
+    cublas = bench.microseconds(None, tokens)
+    print(f"{name:8} {tokens:5} tokens: cuBLAS {cublas:8.1f}, own {times[own]:8.1f} us", flush=True)
+    for each in sorted(times, key=times.__getitem__)[:4]:
+        cut = f"{each.tokens} x {each.rows} x {each.depth}, {each.warps} warps, {each.stages} stages"
+        print(f"    {times[each]:8.1f}  {cut}{', swapped' if each.swap else ''}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a JSON file for all that was measured")
-    parser.add_argument("--seconds", type=float, default=360, help="how long it may take, about (default: 360)")
     parser.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=TOKENS)
-    parser.add_argument("--own", action="store_true", help="time the library's own configurations only")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU here to tune for")
     torch.manual_seed(0)
-    deadline = time.monotonic() + args.seconds
-    results: list[dict[str, Any]] = []
     device = torch.device("cuda", torch.cuda.current_device())
     with torch.inference_mode():
         chip = Chip.of(device)
         benches = [Bench(product, chip) for product in PRODUCTS]
         for tokens in args.tokens:
-            chosen = [] if args.own else list(configs(tokens, chip))
-            if time.monotonic() > deadline:
-                break
+            chosen = list(configs(tokens, chip))
             compile_ahead(partial(launch_all, benches, chosen, tokens), device)
-            results += [measure(bench, tokens, chosen, deadline) for bench in benches]
-            print(layer_line(tokens, results), flush=True)
-            if args.out:
-                facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "model": "mistral-7b"}
-                args.out.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+            for bench in benches:
+                measure(bench, tokens, chosen)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,7 @@ def _check_corrections(policy: Policy) -> None:
 
 @pytest.mark.long
 def test_the_program_runs_small_with_a_server_of_its_own(tmp_path: Path) -> None:
-    out, other = tmp_path / "curve.json", SCRIPTS / "results" / "rl-grpo-cpu.json"
-    report = async_grpo.main(["--smoke", "--out", str(out), "--beside", str(other)])
+    out = tmp_path / "curve.json"
+    report = async_grpo.main(["--smoke", "--out", str(out)])
     assert [point["most_lag"] for point in report["curve"][1:]] in ([0, 0], [0, 1])
     assert json.loads(out.read_text()) == report
-    assert report.keys() == json.loads((SCRIPTS / "results" / "rl-async-cpu.json").read_text()).keys()

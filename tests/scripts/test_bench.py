@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,12 @@ from known_models import KNOWN
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS / "bench"))
 
-import bench_arriving  # noqa: E402
 import bench_engine  # noqa: E402
 import bench_gpu  # noqa: E402
 import bench_limits  # noqa: E402
 import bench_step  # noqa: E402
-import plot  # noqa: E402
 import serve_load  # noqa: E402
 
-from fastgen.kernels.triton import int4  # noqa: E402
 from fastgen.model.config import parse_config  # noqa: E402
 
 
@@ -64,27 +60,14 @@ def test_what_else_is_measured_runs_small(options: str, keys: set[str], tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "command",
-    ["bench.py cpu", "bench_serve.py"],
-)
+@pytest.mark.parametrize("command", ["bench.py cpu", "bench_serve.py"])
 def test_the_other_programs_run_small(command: str, tmp_path: Path) -> None:
     script, *options = command.split()
-    out = {"bench.py": ["--out", str(tmp_path / "cpu.json")], "bench_serve.py": ["--out", str(tmp_path)]}
+    path = tmp_path / "report.json"
     subprocess.run(
-        [sys.executable, SCRIPTS / "bench" / script, *options, "--smoke", *out.get(script, ())], check=True, timeout=250
+        [sys.executable, SCRIPTS / "bench" / script, *options, "--smoke", "--out", path], check=True, timeout=250
     )
-    reports = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert len(reports) == (script in out)
-    for report in reports:
-        assert all(point["errors"] == 0 for point in report.get("points", ()))
-
-
-@pytest.mark.parametrize("name", ["serve-mistral7-h200.json", "rl-grpo-cpu.json"])
-def test_the_plot_of_a_result_is_a_picture(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the plot needs matplotlib, which fastgen does not")
-    plot.plot(json.loads((SCRIPTS / "results" / name).read_text()), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert all(point["errors"] == 0 for point in json.loads(path.read_text()).get("points", ()))
 
 
 @pytest.mark.parametrize(
@@ -129,17 +112,6 @@ def test_the_products_of_a_step_are_told_apart() -> None:
     assert sum(row["us_per_step"] for row in rows) == len(names)
 
 
-def test_another_version_of_a_module_of_kernels_replaces_ours(tmp_path: Path) -> None:
-    ours, path = int4.hopper_int4, tmp_path / "hopper" / "int4.py"
-    path.parent.mkdir()
-    path.write_text("FEW = 'the other version'")
-    change = bench_step.with_other(path)
-    with ExitStack() as stack:
-        change(stack)
-        assert int4.hopper_int4.FEW == "the other version"
-    assert int4.hopper_int4 is ours
-
-
 def test_a_file_keeps_the_workloads_that_were_not_run_again(tmp_path: Path) -> None:
     path = tmp_path / "data" / "x.json"
     bench_engine.merge(path, {"rates": None, "workloads": {"a": 1, "b": 1}})
@@ -163,16 +135,6 @@ def test_parts_of_work_that_arrives_are_kept_in_one_file(tmp_path: Path) -> None
     report = smoke(tmp_path, "--arriving --only masked")
     assert {"refilled", "masked"} <= set(report)
     assert [row["lanes"] for row in report["masked"]] == [2]
-
-
-def test_limits_are_compared_with_the_same_requests_at_the_same_times() -> None:
-    served, limited = (
-        {(load.rate, load.long): load for load in bench_arriving.served_loads("", points, False)}
-        for points in (bench_arriving.SERVED, bench_arriving.LIMITED)
-    )
-    both = served.keys() & limited.keys()
-    assert both == {(40.0, 0), (8.0, bench_arriving.LONG)}
-    assert all(served[point] == limited[point] for point in both)
 
 
 @pytest.mark.parametrize("options", ["--only steps", "--arriving --only chat1", "--step --only rl"])

@@ -42,7 +42,7 @@ def test_bugs_that_cannot_be_applied_are_listed(tmp_path: Path) -> None:
     )
 
     def apply(symbol: str, text: str, other: str) -> list[str]:
-        mutant = mutate.Mutant("module", "fastgen/module.py", symbol, text, other)
+        mutant = mutate.Mutant("module", ("fastgen/module.py",), symbol, text, other)
         return mutate.faults([mutant], tmp_path) or mutant.apply(tmp_path).split("\n")
 
     assert apply("SIZE", "4", "5")[0] == "SIZE = 5"
@@ -54,7 +54,7 @@ def test_bugs_that_cannot_be_applied_are_listed(tmp_path: Path) -> None:
     ):
         (found,) = apply(symbol, text, other)
         assert fault in found
-    assert len(mutate.faults([mutate.Mutant("gone", "tests/gone.py", "f", "4", "5")], tmp_path)) == 2
+    assert len(mutate.faults([mutate.Mutant("gone", ("tests/gone.py",), "f", "4", "5")], tmp_path)) == 2
 
 
 @pytest.mark.long
