@@ -107,7 +107,7 @@ class Parser(argparse.ArgumentParser):
             return f"there is no {given}; give {place} without it"
         if (parameter := name.replace("-", "_")) in SAMPLING_OPTIONS:
             return f"there is no {given}; {parameter} is a parameter of each request (SamplingParams in Python)"
-        near = nearest(name, (known[2:] for known in self._option_string_actions))
+        near = nearest(name, (option[2:] for option in self._option_string_actions))
         ours = advice("argument").get(name.replace("-", "_"), f"use --{near}" if near else "")
         ours = re.sub(r"[a-z]+(_[a-z]+)+", lambda name: flag(name[0]), ours)
         return f"there is no {given}" + (f"; {ours}" if ours else "")

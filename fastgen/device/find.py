@@ -12,7 +12,7 @@ from fastgen.device.memory import device_memory
 
 log = logging.getLogger(__name__)
 
-LEAST_CAPABILITY = 8  # Ampere, the first with bfloat16
+MIN_CAPABILITY = 8  # Ampere, the first with bfloat16
 
 
 def find_device(name: str | None, ranks: int = 1) -> str:
@@ -56,10 +56,10 @@ def find_device(name: str | None, ranks: int = 1) -> str:
     if device.index is None:  # the current GPU may change later
         device = torch.device("cuda", torch.cuda.current_device())
     chip = torch.cuda.get_device_properties(device)
-    if chip.major < LEAST_CAPABILITY:
+    if chip.major < MIN_CAPABILITY:
         raise ValueError(
             f"{device} is a {chip.name} of compute capability {chip.major}.{chip.minor}, and fastgen needs "
-            f"{LEAST_CAPABILITY}.0 or higher; select another GPU, or use device='cpu'"
+            f"{MIN_CAPABILITY}.0 or higher; select another GPU, or use device='cpu'"
         )
     return str(device)
 

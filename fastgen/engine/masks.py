@@ -60,9 +60,9 @@ class MaskMaker:
         found = [self._tokenizer.encode(text, special=False) for text in written] if self._tokenizer is not None else []
         if [] in found:
             raise ValueError(f"bad_words has {written[found.index([])]!r}, which has no tokens; remove it")
-        known = [ids for ids in found if ids and max(ids) < self._model.vocab_size]
-        row = token_row(self._model.vocab_size, allowed, [ids[0] for ids in known if len(ids) == 1])
-        return row, [ids for ids in known if len(ids) > 1]
+        valid = [ids for ids in found if ids and max(ids) < self._model.vocab_size]
+        row = token_row(self._model.vocab_size, allowed, [ids[0] for ids in valid if len(ids) == 1])
+        return row, [ids for ids in valid if len(ids) > 1]
 
     def copy(self, mask: TokenMask) -> TokenMask:
         """Return a copy of a mask for one sample. Raises ValueError if the user's class cannot be copied."""

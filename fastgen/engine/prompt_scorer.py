@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastgen.device.pinned import to_host, upload
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.prompt_scores import SCORE_ROWS, Scored, ScorePlan, ScoreRequest
+from fastgen.engine.prompt_scores import SCORE_ROWS, ChunkTargets, Scored, ScorePlan
 from fastgen.engine.step import Launched, StepFeature
 from fastgen.kernels import scoring
 from fastgen.kernels.norm import rms_norm
@@ -52,7 +52,7 @@ class PromptScorer(StepFeature[ScorePlan]):
 
     def after(self, step: Launched, payload: ScorePlan, x: Tensor) -> None:
         pending: list[_Pending] = []
-        first, by_lane = len(step.batch.decodes), {request.lane: request for request in payload.requests}
+        first, by_lane = len(step.batch.decodes), {scored.lane: scored for scored in payload.chunks}
         for chunk in step.batch.prefills:
             if (request := by_lane.get(chunk.lane)) is not None:
                 rows = x[first + request.row : first + request.row + len(request.targets)]
@@ -82,4 +82,4 @@ class PromptScorer(StepFeature[ScorePlan]):
 
     def largest_payloads(self, config: EngineConfig, rows: int, top: int) -> Iterator[ScorePlan]:
         if rows:
-            yield ScorePlan((ScoreRequest(0, 0, np.zeros(min(rows, SCORE_ROWS), dtype=np.int32), top),))
+            yield ScorePlan((ChunkTargets(0, 0, np.zeros(min(rows, SCORE_ROWS), dtype=np.int32), top),))

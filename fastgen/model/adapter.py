@@ -163,15 +163,15 @@ def _fields(config: Any) -> dict[str, Any]:
 
 def _targeted(config: Mapping[str, Any], layers: Iterable[str]) -> set[str]:
     """Return the layers that the config targets, by the rules of PEFT."""
-    wanted, unwanted = config.get("target_modules", ()), config.get("exclude_modules", ())
+    targets, unwanted = config.get("target_modules", ()), config.get("exclude_modules", ())
     numbers = config.get("layers_to_transform", [])
     numbers = [numbers] if isinstance(numbers, int) else numbers
     found = set()
     for layer in layers:
         number = re.search(r"\.(\d+)\.", layer)
         names = layer, layer.replace("model.", "model.language_model.", 1)  # as inside a model with vision
-        targeted = number is not None if wanted == "all-linear" else any(_names(wanted, name) for name in names)
-        if numbers and not isinstance(wanted, str):
+        targeted = number is not None if targets == "all-linear" else any(_names(targets, name) for name in names)
+        if numbers and not isinstance(targets, str):
             targeted = targeted and number is not None and int(number[1]) in numbers
         if targeted and not any(_names(unwanted, name) for name in names):
             found.add(layer)

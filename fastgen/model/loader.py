@@ -251,11 +251,11 @@ def _entries(folder: Path, some: Collection[str] | None = None) -> Iterator[tupl
     _check_present(files, folder)
     for path, names in files.items():
         with _open(path) as file:
-            held = set(file.keys())
-            wanted = held if names is None else names
-            if lacking := wanted - held:
+            stored_names = set(file.keys())
+            selection = stored_names if names is None else names
+            if lacking := selection - stored_names:
                 raise ValueError(f"{path} lacks the tensor {min(lacking)!r} that {_INDEX} places there")
-            for name in sorted(name for name in wanted if some is None or text_name(name) in some):
+            for name in sorted(name for name in selection if some is None or text_name(name) in some):
                 yield path, file, name
 
 

@@ -226,9 +226,9 @@ class LaneState:
     def _count(self, starts: Sequence[LaneStart]) -> None:
         """Rebuild the penalty counts of these lanes from their tokens."""
         device = self.last_token.device
-        known = [np.array(s.token_ids, dtype=np.int64) + s.lane * self.vocab_size for s in starts]
-        prompts = np.concatenate([tokens[: s.prompt_len] for tokens, s in zip(known, starts, strict=True)])
-        outputs = np.concatenate([tokens[s.prompt_len :] for tokens, s in zip(known, starts, strict=True)])
+        token_ids = [np.array(s.token_ids, dtype=np.int64) + s.lane * self.vocab_size for s in starts]
+        prompts = np.concatenate([tokens[: s.prompt_len] for tokens, s in zip(token_ids, starts, strict=True)])
+        outputs = np.concatenate([tokens[s.prompt_len :] for tokens, s in zip(token_ids, starts, strict=True)])
         uploaded = upload(np.concatenate((np.array([s.lane for s in starts]), prompts, outputs)), device)
         lanes, cells = uploaded[: len(starts)], uploaded[len(starts) :]
         prompt, output = cells[: len(prompts)], cells[len(prompts) :]
@@ -371,8 +371,8 @@ def _likeliest(edited: Tensor, best: Tensor, rows: _Rows, temperature: Tensor, m
     likeliest = edited.gather(1, ids_of_keys(ranked, vocab))
     count = rows.top_k.clamp(max=width)
     within = torch.arange(width, device=keys.device) < count
-    held = ((likeliest - best) / temperature).exp().double().mul_(within).cumsum_(1)
-    short = (held < held[:, -1:] * rows.top_p).sum(1, keepdim=True)  # this many tokens hold less than top_p together
+    mass = ((likeliest - best) / temperature).exp().double().mul_(within).cumsum_(1)
+    short = (mass < mass[:, -1:] * rows.top_p).sum(1, keepdim=True)  # this many tokens hold less than top_p together
     count = torch.where(rows.top_p < 1, torch.minimum(short + 1, count), count)
     everything = (rows.top_k >= vocab) & (rows.top_p >= 1)  # its count is wrong where width < vocab
     cut = (keys >= ranked.gather(1, count - 1)).logical_and_(edited >= best - REACH * temperature)

@@ -24,6 +24,7 @@ from typing import Any
 from fastgen.engine.outputs import error_output
 from fastgen.engine.prompts import pair_scores, params_list, prompt_list, request_source
 from fastgen.engine.stats import with_progress
+from fastgen.engine.weight_state import check_tags
 from fastgen.names import explains_names
 from fastgen.option import takes_fields_of
 from fastgen.request import Event, Params, Prompt, Request, RequestOutput
@@ -35,7 +36,6 @@ from fastgen.rl.options import RemoteGeneratorOptions as RemoteGeneratorOptions
 from fastgen.rl.weights import ADAPTER, WEIGHTS, RemoteUpdate, tensors_of
 
 SCORED = 64  # maximum number of sequences that one request to /score has, since nothing is reported during one
-TAGS = ("weights", "kv_cache")
 _END: Any = object()  # marks the end of an iterable
 
 
@@ -142,11 +142,11 @@ class RemoteGenerator:
         ids: those of Requests that run; other ids are skipped. None: all requests of this object. Prompts of `generate`
         that were not sent yet then get completions without tokens, and a `stream` goes on with its next request.
         """
-        wanted = None if ids is None else {ids} if isinstance(ids, str | int) else set(ids)
-        if wanted is None:
+        selection = None if ids is None else {ids} if isinstance(ids, str | int) else set(ids)
+        if selection is None:
             for call in list(self._calls):
                 call.aborted = True
-        sent = [each for each in list(self._sent.values()) if wanted is None or each.request.id in wanted]
+        sent = [each for each in list(self._sent.values()) if selection is None or each.request.id in selection]
         for each in sent:
             each.aborted = True
         while left := [each for each in sent if not each.future.done()]:
@@ -236,12 +236,12 @@ class RemoteGenerator:
 
     def sleep(self, tags: str | Iterable[str] | None = None, keep_weights: bool = True) -> int:
         """Give device memory back, and return the number of bytes; see `Generator.sleep`."""
-        answers = self._engines.post("/sleep", {"tags": _tags(tags), "keep_weights": keep_weights})
+        answers = self._engines.post("/sleep", {"tags": sorted(check_tags(tags)), "keep_weights": keep_weights})
         return sum(answer["freed"] for answer in answers)
 
     def wake(self, tags: str | Iterable[str] | None = None) -> None:
         """Take back the memory that `sleep` gave back."""
-        self._engines.post("/wake", {"tags": _tags(tags)})
+        self._engines.post("/wake", {"tags": sorted(check_tags(tags))})
 
     def close(self) -> None:
         """Close the weight group, so that another program may open one. The server continues."""
@@ -272,13 +272,3 @@ class _Sent:
     number: int
     aborted: bool
     future: Future[RequestOutput] = field(init=False)
-
-
-def _tags(tags: str | Iterable[str] | None) -> list[str]:
-    """Return the parts of the memory to put to sleep; None: all. Raises ValueError for an unknown one, since a fleet
-    notes them before an engine refuses them."""
-    wanted = list(TAGS if tags is None else [tags] if isinstance(tags, str) else tags)
-    if unknown := set(wanted).difference(TAGS):
-        there = " and ".join(map(repr, TAGS))
-        raise ValueError(f"tags has {', '.join(sorted(map(repr, unknown)))}; there are {there}")
-    return wanted

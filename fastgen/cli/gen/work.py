@@ -88,9 +88,9 @@ def work(
                 continue
             asked = ask(row)
             # An empty prompt comes back at once, so rows with errors pass one at a time, however many there are.
-            wanted = asked.requests or [([], SamplingParams())]
-            outputs = [None] * len(wanted)
-            for place, (prompt, params) in enumerate(wanted):
+            pairs = asked.requests or [([], SamplingParams())]
+            outputs = [None] * len(pairs)
+            for place, (prompt, params) in enumerate(pairs):
                 id = next(ids)
                 owners[id] = (row.index, asked, outputs, place)
                 yield Request(prompt, params, id)

@@ -238,7 +238,7 @@ class StructuredOutputs(Strict):
 
 
 # {field of a request: the field of structured_outputs that it is another name of}, in SGLang and older versions of vLLM
-STRUCTURES = {
+STRUCTURE_ALIASES = {
     "regex": "regex", "json_schema": "json", "ebnf": "grammar",
     "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
 }  # fmt: skip
@@ -335,7 +335,7 @@ class GenerationFields(Body):
         if self.structured_outputs is not None:
             return {"structured_outputs": self.structured_outputs}
         found: dict[str, StructuredOutputs] = {}
-        for name, part in STRUCTURES.items():
+        for name, part in STRUCTURE_ALIASES.items():
             if (value := getattr(self, name)) is not None:
                 structure = StructuredOutputs(**{part: value})
                 if structure not in found.values():
@@ -384,7 +384,8 @@ def drawn_name(mode: str) -> str:
 
 
 # Fields with the same name and meaning in SamplingParams.
-COPIED = (GenerationFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()) - {"top_p", *STRUCTURES}
+_SHARED = GenerationFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()
+COPIED = _SHARED - {"top_p", *STRUCTURE_ALIASES}
 
 
 class Reasoning(Strict):

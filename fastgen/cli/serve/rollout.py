@@ -227,7 +227,7 @@ class TrainerRoutes:
             self.service.updating.discard(engine)
 
 
-class Rollout(TrainerRoutes):
+class RolloutRoutes(TrainerRoutes):
     """Our own routes for a trainer. /pause, /resume and /sleep are among vLLM's, whose bodies they take too."""
 
     def routes(self) -> Routes:
@@ -352,4 +352,4 @@ async def weight_version(engine: AsyncGenerator, *_: Any) -> Any:
 
 
 def routes(service: Service) -> Routes:
-    return Rollout(service).routes()
+    return RolloutRoutes(service).routes()

@@ -113,8 +113,8 @@ class _Arguments:
 
     def rule(self, schema: Mapping[str, Any], name: str) -> tuple[str, bool]:
         """Return the name of the rule of a schema, and whether it is new. name: the one that a new rule gets."""
-        known = self._rules.setdefault(id(schema), name)
-        return known, known == name
+        rule = self._rules.setdefault(id(schema), name)
+        return rule, rule == name
 
     @property
     def takes_others(self) -> bool:

@@ -336,8 +336,8 @@ def attention(
     if config.streamed:
         assert config.keys == hopper_decode.KEYS
         hopper_decode.launch(
-            q, out, keys, values, page_table, tiles.list, tiles.most, tiles.split, tiles.alone, tiles.kind == PRIVATE,
-            memory, layer, window, scale,
+            q, out, keys, values, page_table, tiles.list, tiles.most, tiles.split, tiles.reads_early,
+            tiles.kind == PRIVATE, memory, layer, window, scale,
         )  # fmt: skip
         return
     if config.specialized:

@@ -41,10 +41,10 @@ MANY = ((128, 256, 64, 8), (128, 128, 64, 4), (128, 64, 64, 4))
 """Choices of tokens, rows, depth and warps for more tokens than FEW has. The one that takes the busiest processor the
 least time is used."""
 
-MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 2, 3, 12  # programs per processor, and stages, for 2-byte weights
+MAX_PROGRAMS, MIN_STAGES, MAX_STAGES = 2, 3, 12  # programs per processor, and stages, for 2-byte weights
 SIDES, TILE = 16, 4096  # the cost, in multiplications, of a row or column of a tile, and of a tile itself
 
-MOST = max(*FEW, FEW_IN_GLUON)  # tokens up to which these products can be faster than cuBLAS
+MAX_TOKENS = max(*FEW, FEW_IN_GLUON)  # tokens up to which these products can be faster than cuBLAS
 
 SIZES = (1, 16, 32, 64, 65, 128, 129, 192, 256, 257, 512, 1024, 2048, 4096)
 """Numbers of tokens whose products are compiled at the start."""
@@ -192,7 +192,7 @@ def config(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, chip: Chi
     several = [
         replace(each, stages=_stages(each, 1, dtype.itemsize, chip)) for each in (ProductConfig(*x, 1) for x in MANY)
     ]
-    several = [each for each in several if each.stages >= LEAST_STAGES] or several[-1:]
+    several = [each for each in several if each.stages >= MIN_STAGES] or several[-1:]
     return min(several, key=lambda each: _cost(each, tokens, outputs, chip))
 
 
@@ -210,10 +210,10 @@ def staged(found: ProductConfig, tiles: int, item_size: int, chip: Chip) -> Prod
     """Return the configuration with as many stages as fit into shared memory.
 
     If all tiles can run at the same time, they fit for one program per processor, otherwise for as many programs as
-    there is room for with LEAST_STAGES each.
+    there is room for with MIN_STAGES each.
     """
-    stages = [_stages(found, programs, item_size, chip) for programs in range(1, MOST_PROGRAMS + 1)]
-    several = [each for each in stages if each >= LEAST_STAGES]
+    stages = [_stages(found, programs, item_size, chip) for programs in range(1, MAX_PROGRAMS + 1)]
+    several = [each for each in stages if each >= MIN_STAGES]
     chosen = several[-1] if several and tiles > chip.processors else stages[0]
     return replace(found, stages=max(chosen, 1))
 
@@ -221,7 +221,7 @@ def staged(found: ProductConfig, tiles: int, item_size: int, chip: Chip) -> Prod
 def _stages(found: ProductConfig, programs: int, item_size: int, chip: Chip) -> int:
     """Return the number of stages that fit into shared memory if a processor runs `programs` programs."""
     step = (found.tokens + found.rows) * found.depth * item_size
-    return min((chip.shared_memory // programs - 3072) // step, MOST_STAGES)
+    return min((chip.shared_memory // programs - 3072) // step, MAX_STAGES)
 
 
 def fuses_rope(tokens: int, dtype: torch.dtype, chip: Chip) -> bool:

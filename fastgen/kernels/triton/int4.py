@@ -199,14 +199,14 @@ def _kernel_of(
         if tile or tokens <= max(FEW):
             return tile
     # Not by hopper_products, which loads weights before the previous kernel, here `dequantize`, has written them.
-    tokens = max(tokens, hopper_products.MOST + 1)
+    tokens = max(tokens, hopper_products.MAX_TOKENS + 1)
     return batch_invariant.config(tokens, len(words), x.shape[1], x.dtype, Chip.of(x.device))
 
 
 def _tile_of(tokens: int, x: Tensor, words: Tensor, scales: Tensor, fused: Fused) -> hopper_int4.Tile | None:
     """Return the tile for a product in Gluon, or None if it is not for Gluon."""
     chip, inputs, add = Chip.of(x.device), x.shape[1], fused.add is not None
-    if tokens > hopper_int4.most(add) or not hopper_int4.runs_on(chip, x.dtype, scales.dtype):
+    if tokens > hopper_int4.max_tokens(add) or not hopper_int4.runs_on(chip, x.dtype, scales.dtype):
         return None
     group = inputs // scales.shape[1]
     tile = hopper_int4.tile_of(tokens, len(words), inputs, chip, add, group, fused.swiglu)

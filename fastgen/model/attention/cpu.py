@@ -49,7 +49,7 @@ have one size there (KEY_STEP), threads are limited (`_threads`), and products h
 KEY_BLOCK = 64
 KEY_STEP = KEY_BLOCK if INTEL_AVX2 else 16  # products read a multiple of this many keys of a block
 TILE_ROWS = 96  # maximum number of query rows of a prefill tile
-LEAST_SIZE = 16  # smaller heads are padded: MKL sums fewer columns in an order that depends on the number of rows
+MIN_SIZE = 16  # smaller heads are padded: MKL sums fewer columns in an order that depends on the number of rows
 SCORES = 2**20  # approximate maximum number of scores in memory: many small operations take longer than slower memory
 
 Indices = NDArray[np.int64]
@@ -192,7 +192,7 @@ class _Copied:
 
     def __init__(self, tiles: _Tiles) -> None:
         self._tiles = tiles
-        self._padding = 0, max(LEAST_SIZE - tiles.q.shape[2], 0)
+        self._padding = 0, max(MIN_SIZE - tiles.q.shape[2], 0)
         self._owner, self._block, self._runs = map(_flat, (tiles.owner, tiles.block, tiles.runs))
 
     def score(self, keys: Tensor) -> None:
@@ -248,7 +248,7 @@ class CpuAttention:
         self._run = math.gcd(self._page_size, KEY_BLOCK)  # number of keys that are always contiguous
         self._layers = list(zip(pool.keys, pool.values, strict=True))
         in_place = mkl.BATCHES and pool.keys.dtype == torch.float32 and self._run == KEY_BLOCK
-        in_place = in_place and self._head_size >= LEAST_SIZE
+        in_place = in_place and self._head_size >= MIN_SIZE
         self._products: type[_InPlace | _Copied] = _InPlace if in_place else _Copied
         self._memory = torch.zeros(0, dtype=torch.float32)
         self._key: tuple[object, ...] | None = None  # of `_plan`, the last plan of a step that has only decodes
@@ -279,7 +279,7 @@ class CpuAttention:
         return groups
 
     def plan_decode(
-        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
+        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, reads_early: bool = False
     ) -> _Plan:
         ones = np.ones(len(lanes), dtype=np.int64)
         return self.plan(StepLayout(ones, kv_lens.long().numpy(), len(lanes), lanes.numpy(), page_table))

@@ -150,7 +150,7 @@ def _place(worker: Any) -> tuple[str, str]:
     return context.get_node_id(), ",".join(found)
 
 
-class Replica(RolloutReplica):  # type: ignore[misc]
+class VerlReplica(RolloutReplica):  # type: ignore[misc]
     """An engine for the workers of one replica, which are on one machine.
 
     It has no HTTP server: `server_address` is the name of its actor, and agents reach it by `server_handle`.

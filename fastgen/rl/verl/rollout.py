@@ -77,7 +77,7 @@ class Turn:
         return tensor
 
 
-class Rollout(BaseRollout):  # type: ignore[misc]
+class VerlRollout(BaseRollout):  # type: ignore[misc]
     """The rollout in a worker. Of the workers of a replica, the first one calls the engine; the others take part in
     gathering the weights."""
 

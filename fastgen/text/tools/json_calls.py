@@ -210,8 +210,8 @@ class JsonParser(ToolParser):
             reader.read(head, last and len(head) == len(self._text))
         if reader.has_arguments:
             reader.read(self._text, last)
-        held = not reader.has_arguments and len(self._text) >= at + HELD
-        if reader.failed or (reader.partial and held):
+        too_long = not reader.has_arguments and len(self._text) >= at + HELD
+        if reader.failed or (reader.partial and too_long):
             self._drop_reader()
 
     def _begin(self, found: CallReader) -> None:

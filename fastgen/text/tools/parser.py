@@ -136,11 +136,11 @@ class ToolParser(ABC):
         """Match a pattern at an index. The match is `partial` if it depends on later text, and None if later text
         cannot make it match."""
         found = pattern.match(self._text, at, at + HELD, partial=True)
-        undecided, held = found is not None and found.partial, len(self._text) - at
-        if undecided and (last or held >= HELD):
+        undecided, size = found is not None and found.partial, len(self._text) - at
+        if undecided and (last or size >= HELD):
             return None
-        if undecided and held > FEW:  # so that the work for all pieces is proportional to the text
-            self._due = min(at + HELD, len(self._text) + held // 8)
+        if undecided and size > FEW:  # so that the work for all pieces is proportional to the text
+            self._due = min(at + HELD, len(self._text) + size // 8)
         return found
 
     def _is_first(self, at: int) -> bool:

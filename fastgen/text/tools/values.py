@@ -130,15 +130,15 @@ class Schemas:
     def alternatives(self, schema: Any) -> Iterator[Mapping[str, Any]]:
         """Yield a schema and, if it has anyOf or oneOf, the schemas there, those in them, and so on, each once. Raises
         ValueError after MAX_ALTERNATIVES of all calls together."""
-        known, left = set[int](), list[Iterator[Any]]([iter([schema])])
+        seen, left = set[int](), list[Iterator[Any]]([iter([schema])])
         while left:
             for part in left[-1]:
                 self._steps += 1
                 if self._steps > MAX_ALTERNATIVES:
                     raise ValueError(f"a schema leads to more than {MAX_ALTERNATIVES} others; simplify it")
                 each = self.resolved(part)
-                if id(each) not in known:
-                    known.add(id(each))
+                if id(each) not in seen:
+                    seen.add(id(each))
                     yield each
                     left.append(chain(listed(each, "anyOf"), listed(each, "oneOf")))
                     break
