@@ -305,9 +305,6 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("layer_table", 'Module(attention + "k_proj", "qkv"', 'Module(attention + "v_proj", "qkv"'),
         ("Module.part", "return rank * parts // ranks * shape[self.split]", "return rank % parts * shape[self.split]"),
     ],
-    ("model.attention.reference", "tests/model/test_attention_reference.py"): [
-        ("ReferenceAttention._attend", "(ahead >= (window or math.inf))", "(ahead > (window or math.inf))"),
-    ],
     ("device.threads", "tests/device/test_threads.py"): [
         ("FreeCores.step", "self._measured = self._times()", "pass"),
         ("FreeCores.step", "pause > PAUSE and _is_only_one", "False and _is_only_one"),

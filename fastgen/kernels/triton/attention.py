@@ -90,7 +90,8 @@ def configure(
         )  # fmt: skip
     raise ValueError(
         f"attention='paged' cannot run {group} query heads per KV head of size {head_size} in {dtype} on this GPU, "
-        f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"
+        f"whose blocks have {chip.shared_memory} bytes of shared memory; use dtype='bfloat16', another GPU or "
+        "device='cpu'"
     )
 
 
