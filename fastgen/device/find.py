@@ -32,9 +32,9 @@ def find_device(name: str | None, ranks: int = 1) -> str:
         )
     name = _default_device() if name is None else name
     if ranks > 1 and name == "cuda":
-        if (found := torch.cuda.device_count()) < ranks:
+        if (gpus := torch.cuda.device_count()) < ranks:
             raise ValueError(
-                f"tensor_parallel is {ranks}, and torch finds {found} GPUs here; lower it, or use device='cpu'"
+                f"tensor_parallel is {ranks}, and torch finds {gpus} GPUs here; lower it, or use device='cpu'"
             )
         name = "cuda:0"
     device = _parsed(name)

@@ -56,10 +56,10 @@ def _free_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys
     """Return how many bytes of memory Linux and the limit of this container leave, or infinity on other systems."""
     free = math.inf
     if meminfo.exists():
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
-        free = int(found[1]) * 1024 if found else free
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+        free = int(match[1]) * 1024 if match else free
     limit, used = group / "memory.max", group / "memory.stat"
     if limit.exists() and limit.read_text().strip() != "max":
-        found = re.search(r"^anon (\d+)$", used.read_text(), re.MULTILINE)  # cached files can be dropped
-        free = min(free, int(limit.read_text()) - (int(found[1]) if found else 0))
+        match = re.search(r"^anon (\d+)$", used.read_text(), re.MULTILINE)  # cached files can be dropped
+        free = min(free, int(limit.read_text()) - (int(match[1]) if match else 0))
     return free

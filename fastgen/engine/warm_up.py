@@ -92,9 +92,9 @@ def launch_products(
             continue
         x = linear.weight.new_zeros(1, linear.weight.shape[1])
         for size in sizes:
-            found = batch_invariant.config(size, *linear.weight.shape, x.dtype, Chip.of(device))
+            tiles = batch_invariant.config(size, *linear.weight.shape, x.dtype, Chip.of(device))
             rope = fused.rope if batch_invariant.fuses_rope(size, x.dtype, Chip.of(device)) else None
-            batch_invariant.launch_as(found, x, linear.weight, linear.bias, fused._replace(rope=rope))
+            batch_invariant.launch_as(tiles, x, linear.weight, linear.bias, fused._replace(rope=rope))
 
 
 def products_of(model: Transformer, mapping: SlotMapping, pool: KVPool) -> list[tuple[Linear, Fused]]:

@@ -340,8 +340,8 @@ def _draw(
     noise = gumbel(rows.seed, rows.sample_index, positions, edited.shape[1])
     scores += noise.masked_fill_(greedy, 0.0) if plan.greedy else noise
     tokens = scores.argmax(1, keepdim=True)
-    found = torch.cat((logprobs.gather(1, tokens), untruncated.gather(1, tokens)), dim=1)
-    return tokens, found.masked_fill(greedy, 0.0), kept
+    values = torch.cat((logprobs.gather(1, tokens), untruncated.gather(1, tokens)), dim=1)
+    return tokens, values.masked_fill(greedy, 0.0), kept
 
 
 def _truncate(edited: Tensor, best: Tensor, rows: _Rows, plan: SamplePlan) -> Tensor | None:

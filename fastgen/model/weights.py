@@ -96,8 +96,8 @@ class Shard:
         if self.is_whole:
             return tensor
         parts = self.parts or ((self.start, self.view.shape[self.dim]),)
-        found = [tensor.narrow(self.dim, start, size) for start, size in parts]
-        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+        slices = [tensor.narrow(self.dim, start, size) for start, size in parts]
+        return slices[0] if len(slices) == 1 else torch.cat(slices, self.dim)
 
     def separated(self) -> Iterator[Shard]:
         """Yield shards of one slice each, which are views of a whole tensor."""
@@ -152,10 +152,10 @@ class Shard:
         from fastgen.kernels.fp8 import quantize_weight  # only for weights in fp8
 
         for piece, rows in self.pieces(part, QUANTIZED_BYTES):  # quantizing takes several times the memory
-            found = quantize_weight(rows.to(device), self.scales.dim() > 1)
-            piece.view.copy_(found.values)
+            result = quantize_weight(rows.to(device), self.scales.dim() > 1)
+            piece.view.copy_(result.values)
             assert piece.scales is not None
-            piece.scales.copy_(found.scales)
+            piece.scales.copy_(result.scales)
 
 
 def text_name(name: str) -> str:

@@ -298,13 +298,13 @@ class Members:
         self.begin()
         with self._changed:
             serving = self._serving()
-        found = of_each(serving, lambda member: call(member.engine))
-        for member, result in found.items():
+        answers = of_each(serving, lambda member: call(member.engine))
+        for member, result in answers.items():
             if isinstance(result, LOST):
                 self._lose(member, result)
             elif isinstance(result, Exception):
                 raise result
-        results = [result for result in found.values() if not isinstance(result, Exception)]
+        results = [result for result in answers.values() if not isinstance(result, Exception)]
         if not results:
             raise self._nobody()
         return results
@@ -387,8 +387,8 @@ class Members:
             self._closed = True
             self._changed.notify_all()
         with self.updates:
-            found = of_each(self._members, lambda member: member.engine.close())
-        for error in found.values():
+            results = of_each(self._members, lambda member: member.engine.close())
+        for error in results.values():
             if isinstance(error, Exception) and not isinstance(error, LOST):
                 raise error
 

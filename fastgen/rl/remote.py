@@ -73,10 +73,10 @@ class RemoteGenerator:
         self._calls.add(call)
         try:
             with closing(self._serve(iter(requests), call)) as outputs:
-                found = {output.id: output for output in with_progress(outputs, len(many), progress)}
+                by_number = {output.id: output for output in with_progress(outputs, len(many), progress)}
         finally:
             self._calls.discard(call)
-        return [found[number] for number in range(len(many))]
+        return [by_number[number] for number in range(len(many))]
 
     def stream(
         self, requests: Prompt | Iterable[Request | Prompt | None], params: Params = None
@@ -127,10 +127,10 @@ class RemoteGenerator:
         request = sent.request
         assert request.id is not None
         try:
-            body, found = self._engines.seeded(body_of(request), sent.number, connections), None
+            body, output = self._engines.seeded(body_of(request), sent.number, connections), None
             if not sent.aborted:  # which may change while an engine is waited for
-                found = self._engines.generate({**body, "id": sent.key}, connections, lambda: sent.aborted)
-            return unsent_output(request, samples_of(body)) if found is None else output_of(found, request.id)
+                output = self._engines.generate({**body, "id": sent.key}, connections, lambda: sent.aborted)
+            return unsent_output(request, samples_of(body)) if output is None else output_of(output, request.id)
         except (ValueError, TypeError) as error:
             return error_output(request.id, error)
 
@@ -165,8 +165,8 @@ class RemoteGenerator:
 
     def _events(self, body: Json, id: str | int) -> PyGenerator[Event, None, None]:
         with closing(self._engines.lines(body)) as lines:
-            for found in lines:
-                yield event_of(found, id)
+            for event in lines:
+                yield event_of(event, id)
 
     def score(
         self, sequences: Iterable[Prompt], start: int | Sequence[int] = 0, temperature: float = 1.0

@@ -132,7 +132,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("StopFinder._take", "{at - end for", "{at for"),
         ("StopFinder._views", "if self._hidden:", "if False:"),
         ("Detokenizer.push", "if text.endswith(BROKEN) and not last:", "if text.endswith(BROKEN):"),
-        ("StopFinder.push", "at, stop = min(found, key=lambda pair: pair[0])", "at, stop = found[0]"),
+        ("StopFinder.push", "at, stop = min(matches, key=lambda pair: pair[0])", "at, stop = matches[0]"),
     ],
     ("async_engine.grammars", "tests/async_engine/test_async_grammars.py"): [
         ("_Checker.compile", "poll(seconds + WAITING_SECONDS)", "poll(seconds)"),
@@ -189,13 +189,13 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("text.tools.json_calls", "tests/text/test_tool_calls.py"): [
         ("DeepSeek.begins", "(?:{self.opens}{WS})?+", ""),
-        ("JsonParser._match_call", "self._marked = found is not None", "pass"),
+        ("JsonParser._match_call", "self._marked = match is not None", "pass"),
         ("JsonParser._read_arguments", "last and not self._cut", "last"),
         ("JsonParser._read_next", "ends is None or (self._separate and ends[\"mark\"] is not None)", "ends is None"),
     ],
     ("text.tools.call_reader", "tests/text/test_tool_calls.py"): [
         ("CallReader._read_field", "(self.name or self.has_arguments)", "False"),
-        ("CallReader._read_field", "(found, stop)", "(found,)"),
+        ("CallReader._read_field", "(match, stop)", "(match,)"),
         ("CallReader._read_field", "not self.begun and self._names is not None", "self._names is not None"),
         ("CallReader._end", "(seen and not self._odd and self._names is None)", "(seen and self._names is None)"),
         ("CallReader._end_value", "and not self.begun:", ":"),
@@ -214,8 +214,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("XmlParser._ends_value", 'return found["tag"] in self._arguments', "return True"),
         ("XmlParser._ends_value", "key in self._arguments if self._arguments else", "True or"),
         ("XmlParser._close", "if self._state == self._read_value:", "if False:"),
-        ("XmlParser._read_value", '(last and "</parameter>" in found[0])', "False"),
-        ("XmlParser._read_end", "if found is not None and found.partial:", "if False:"),
+        ("XmlParser._read_value", '(last and "</parameter>" in match[0])', "False"),
+        ("XmlParser._read_end", "if match is not None and match.partial:", "if False:"),
     ],
     ("text.tools.python_calls", "tests/text/test_tool_calls.py"): [
         ("PythonParser._match_rest", "scan, self._scan = self._scan, Scan(_PLACES)", "scan = self._scan"),

@@ -286,11 +286,11 @@ class _Server:
             await self.check()  # raises if it is not due to the row
             return self._failed(row, BAD_GATEWAY, f"the server gave no answer: {_cause(error)}")
         try:
-            found = _read(data)
-            answer = read_answer(call, found)
+            content = _read(data)
+            answer = read_answer(call, content)
         except ValueError as error:
             return self._failed(row, BAD_GATEWAY, str(error))
-        usage, record = answer.usage or _Usage(), self._calls.record(row, answer, found)
+        usage, record = answer.usage or _Usage(), self._calls.record(row, answer, content)
         return Done(row.index, record, None, usage.prompt_tokens or 0, usage.completion_tokens or 0)
 
     def _failed(self, row: Row, status: int, reason: str) -> Done:

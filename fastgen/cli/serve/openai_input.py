@@ -70,16 +70,16 @@ Content = str | Items[Annotated[_Part, BeforeValidator(_check_part)]]
 
 def reasoning_texts(parts: Any) -> list[str]:
     """Return the texts of a list of parts of reasoning. Other values have none, as encrypted parts."""
-    found = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-    texts = (part.get("text") or part.get("summary") for part in found)
+    objects = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    texts = (part.get("text") or part.get("summary") for part in objects)
     return [text for text in texts if isinstance(text, str)]
 
 
 def _thought(message: dict[str, Any]) -> str | None:
     """Return the reasoning of an earlier answer, from the field that its server has put it into."""
     joined = "".join(reasoning_texts(message.get("reasoning_details")))  # OpenRouter's
-    found = (message.get("reasoning_content"), message.get("reasoning"), joined)
-    return next((text for text in found if isinstance(text, str) and text), None)
+    candidates = (message.get("reasoning_content"), message.get("reasoning"), joined)
+    return next((text for text in candidates if isinstance(text, str) and text), None)
 
 
 class ChatMessage(MessagePart):
@@ -334,13 +334,13 @@ class GenerationFields(Body):
         Clients that know several versions of vLLM send older names too, which structured_outputs overrides."""
         if self.structured_outputs is not None:
             return {"structured_outputs": self.structured_outputs}
-        found: dict[str, StructuredOutputs] = {}
+        by_field: dict[str, StructuredOutputs] = {}
         for name, part in STRUCTURE_ALIASES.items():
             if (value := getattr(self, name)) is not None:
                 structure = StructuredOutputs(**{part: value})
-                if structure not in found.values():
-                    found[name] = structure
-        return found
+                if structure not in by_field.values():
+                    by_field[name] = structure
+        return by_field
 
     @property
     def drawn(self) -> str:

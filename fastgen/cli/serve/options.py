@@ -247,16 +247,16 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _read(data: Mapping[str, Any], options: Mapping[str, Option], where: str = "") -> dict[str, Value]:
     """Return the values of a mapping by option name. where: where the mapping comes from, for error messages."""
-    found = {}
+    values = {}
     for name, value in data.items():
         if name not in options:
             raise ValueError(f"{where}there is no option {name!r}; the options are {', '.join(options)}")
         if value is not None or name == "api_key":
             try:
-                found[options[name].name] = read_yaml(options[name], "" if value is None else value)
+                values[options[name].name] = read_yaml(options[name], "" if value is None else value)
             except ValueError as error:
                 raise ValueError(f"{where}{name} {error}") from None
-    return found
+    return values
 
 
 def _entries(given: Sequence[str], listed: Any, where: str) -> list[dict[str, Any]]:

@@ -299,7 +299,7 @@ class CpuAttention:
         last = query_lens[owner, None] - 1
         ends = before[owner] + np.minimum(offset[:, -1], last[:, 0])  # the position of each tile's last token
         order = np.argsort(-ends, kind="stable")
-        found = []
+        groups = []
         while len(order):
             blocks = int(ends[order[0]]) // KEY_BLOCK + 1
             rows = padded_rows(size * self._group, self._head_size)
@@ -312,8 +312,8 @@ class CpuAttention:
             of = owner[here]
             tokens, position = first[of, None] + inside, before[of, None] + inside
             tiles = self._lay_out(sequences[of], tokens, position, real, table[sequences[of]])
-            found.append((tiles, self._products(tiles)))
-        return found
+            groups.append((tiles, self._products(tiles)))
+        return groups
 
     def _lay_out(
         self, sequences: Indices, tokens: Indices, position: Indices, real: NDArray[np.bool_], table: Indices
@@ -379,11 +379,11 @@ class CpuAttention:
 
     def attend(self, plan: _Plan, layer: int, q: Tensor, window: int) -> Tensor:
         rows = (q.float() * self._scale).view(-1, self._head_size)
-        found = [self._attend(*each, layer, rows, window).view(-1, *q.shape[1:]).to(q.dtype) for each in plan]
-        if len(found) == 1:
-            return found[0]
+        outputs = [self._attend(*each, layer, rows, window).view(-1, *q.shape[1:]).to(q.dtype) for each in plan]
+        if len(outputs) == 1:
+            return outputs[0]
         out = torch.empty_like(q)
-        for (tiles, _), part in zip(plan, found, strict=True):
+        for (tiles, _), part in zip(plan, outputs, strict=True):
             out.index_copy_(0, tiles.targets, part)  # takes half the time of an assignment
         return out
 

@@ -33,8 +33,8 @@ class ActorClient:
 
     def post(self, path: str, body: Json, connections: object = None) -> Json:
         """Return the answer to a call. It cannot be ended, and so ignores `connections`."""
-        found: Json = ray.get(self._actor.post.remote(path, body))
-        return found
+        answer: Json = ray.get(self._actor.post.remote(path, body))
+        return answer
 
 
 class Sender:

@@ -178,13 +178,13 @@ class JsonParser(ToolParser):
 
     def _match_call(self, at: int, last: bool) -> Found:
         if self._reader is None:
-            found = self._match(self._begins[True], at, last)
-            self._marked = found is not None
-            if found is None and (self._bare == "anywhere" or (self._bare == "start" and self._is_first(at))):
-                found = self._match(self._begins[False], at, last)
-            if found is None or found.partial:
-                return found
-            self._new_reader(at, found)
+            match = self._match(self._begins[True], at, last)
+            self._marked = match is not None
+            if match is None and (self._bare == "anywhere" or (self._bare == "start" and self._is_first(at))):
+                match = self._match(self._begins[False], at, last)
+            if match is None or match.partial:
+                return match
+            self._new_reader(at, match)
         self._read_call(at, last)
         if last and self._reader is not None and self._reader.partial:
             self._drop_reader()
