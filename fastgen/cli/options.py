@@ -93,8 +93,8 @@ class Parser(argparse.ArgumentParser):
             rf"|(?:(?<=leave )|(?<=or ))(?P<out>{every})(?= out\b))"
         )
 
-        def flagged(found: re.Match[str]) -> str:
-            name, value = found["set"] or found["long"] or found["first"] or found["out"], found["value"]
+        def flagged(match: re.Match[str]) -> str:
+            name, value = match["set"] or match["long"] or match["first"] or match["out"], match["value"]
             if value == "False":
                 return flag(f"no_{name}")
             return flag(name) + ("" if value in (None, "True") else f" {value.strip(chr(39))}")

@@ -211,7 +211,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("text.tools.xml_calls", "tests/text/test_tool_calls.py"): [
         ("XmlParser._end_value", "self._types == _STRING", "False"),
         ("XmlParser.__init__", "{closes}|{call}|{bare}))", "{closes}|{bare}))"),
-        ("XmlParser._ends_value", 'return found["tag"] in self._arguments', "return True"),
+        ("XmlParser._ends_value", 'return match["tag"] in self._arguments', "return True"),
         ("XmlParser._ends_value", "key in self._arguments if self._arguments else", "True or"),
         ("XmlParser._close", "if self._state == self._read_value:", "if False:"),
         ("XmlParser._read_value", '(last and "</parameter>" in match[0])', "False"),

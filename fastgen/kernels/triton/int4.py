@@ -216,13 +216,13 @@ def _tile_of(tokens: int, x: Tensor, words: Tensor, scales: Tensor, fused: Fused
 def sizes_of(x: Tensor, words: Tensor, scales: Tensor, fused: Fused) -> list[int]:
     """Return numbers of tokens whose products run all kernels, also those that make and multiply scratch copies, for up
     to the last of batch_invariant.SIZES; see the twin."""
-    found, most = dict[object, int](), max(FEW)
+    sizes, most = dict[object, int](), max(FEW)
     # Larger tiles have a multiple of `most` tokens, and so have the limits of kernels: the choice changes only there.
     for tokens in (*range(1, most + 1), *range(most + 1, batch_invariant.SIZES[-1] + 1, most)):
         fuses = batch_invariant.fuses_rope(tokens, x.dtype, Chip.of(x.device))
         kernel = _kernel_of(tokens, x, words, scales, fused if fuses else fused._replace(rope=None))
-        found.setdefault((kernel, fuses), tokens)
-    return [*FEW, *found.values()]
+        sizes.setdefault((kernel, fuses), tokens)
+    return [*FEW, *sizes.values()]
 
 
 def launch_as(

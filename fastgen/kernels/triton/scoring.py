@@ -79,12 +79,12 @@ def score(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Te
     rows, vocab = logits.shape
     assert logits.is_contiguous()
     assert targets.shape == (rows,)
-    found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     _score_kernel[(rows,)](
-        logits, targets, temperature, found, vocab, layout.CHUNK,
+        logits, targets, temperature, results, vocab, layout.CHUNK,
         power_of_two(-(-vocab // layout.CHUNK)), num_warps=layout.WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return found[0], found[1:]
+    return results[0], results[1:]
 
 
 def alternatives(logits: Tensor, most: int, totals: Tensor | None = None) -> tuple[Tensor, Tensor]:

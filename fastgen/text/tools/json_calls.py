@@ -190,9 +190,9 @@ class JsonParser(ToolParser):
             self._drop_reader()
         return self._reader
 
-    def _new_reader(self, at: int, found: Found) -> None:
-        names, name = None if self._marked else self._known, found.groupdict().get("name") or ""
-        self._reader, self._start = CallReader(self._stops, names, name, found.end()), at
+    def _new_reader(self, at: int, match: Found) -> None:
+        names, name = None if self._marked else self._known, match.groupdict().get("name") or ""
+        self._reader, self._start = CallReader(self._stops, names, name, match.end()), at
 
     def _drop_reader(self) -> None:
         """Give up what may have been a call. No other is looked for in its arguments."""
@@ -214,10 +214,10 @@ class JsonParser(ToolParser):
         if reader.failed or (reader.partial and too_long):
             self._drop_reader()
 
-    def _begin(self, found: CallReader) -> None:
-        self._call(found.name)
-        self._text, found.at, self._state = self._text[found.at :], 0, self._read_arguments
-        self._argue(found.take())
+    def _begin(self, reader: CallReader) -> None:
+        self._call(reader.name)
+        self._text, reader.at, self._state = self._text[reader.at :], 0, self._read_arguments
+        self._argue(reader.take())
 
     def _read_arguments(self, last: bool) -> bool:
         reader = self._reader

@@ -125,7 +125,7 @@ class ToolParser(ABC):
         """Match the beginning of a call at an index of the text; see `_match` for the result."""
 
     @abstractmethod
-    def _begin(self, found: Found) -> None:
+    def _begin(self, call: Found) -> None:
         """Report the call that was matched, consume its beginning, and set the state that reads on."""
 
     @abstractmethod

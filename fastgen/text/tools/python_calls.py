@@ -76,9 +76,9 @@ class PythonParser(ToolParser):
             match = self._match(self._opens[False], at, last)
         return match if match is None or match.partial else self._match_rest(match, last)
 
-    def _is_known(self, found: Found) -> bool:
+    def _is_known(self, match: Found) -> bool:
         """Return whether the function in a match, if there is one, may be called."""
-        return found["name"] is None or found["name"] in self._known
+        return match["name"] is None or match["name"] in self._known
 
     def _match_rest(self, head: Found, last: bool) -> _Call | None:
         """Match a call after its opening bracket. Another call or the end of the list or of the answer must follow."""
@@ -110,10 +110,10 @@ class PythonParser(ToolParser):
             arguments[match[1]] = value
         return json_text(arguments)
 
-    def _begin(self, found: _Call) -> None:
-        self._call(found.name)
-        self._argue(found.arguments)
-        self._text, self._state = self._text[found.end :], self._read_next
+    def _begin(self, call: _Call) -> None:
+        self._call(call.name)
+        self._argue(call.arguments)
+        self._text, self._state = self._text[call.end :], self._read_next
 
     def _close(self) -> None:
         """A call is reported when it is complete."""

@@ -93,21 +93,21 @@ class XmlParser(ToolParser):
                 match = None
         return match
 
-    def _begin(self, found: Found) -> None:
-        self._call(found["name"])
+    def _begin(self, match: Found) -> None:
+        self._call(match["name"])
         self._argue("{")
-        self._arguments, self._more = self._functions.get(found["name"], {}), ""
-        self._text, self._state = self._text[found.end() :], self._read_parameter
+        self._arguments, self._more = self._functions.get(match["name"], {}), ""
+        self._text, self._state = self._text[match.end() :], self._read_parameter
 
-    def _ends_value(self, found: Found) -> bool:
+    def _ends_value(self, match: Found) -> bool:
         """Return whether a match of `_end` ends the value. Without its closing tag, a value ends only before what the
         call may have."""
-        if found["tag"]:
-            return found["tag"] in self._arguments
-        if found["name"]:
-            return found["name"] in self._functions
-        key = _key_of(found)
-        return key is None or (key in self._arguments if self._arguments else found[0].endswith("\n"))
+        if match["tag"]:
+            return match["tag"] in self._arguments
+        if match["name"]:
+            return match["name"] in self._functions
+        key = _key_of(match)
+        return key is None or (key in self._arguments if self._arguments else match[0].endswith("\n"))
 
     def _read_parameter(self, last: bool) -> bool:
         """Read the tag of an argument, or the end of the call. Other text ends the call."""
@@ -193,7 +193,7 @@ class XmlParser(ToolParser):
             self._argue(self._object.take())
 
 
-def _key_of(found: Found) -> str | None:
+def _key_of(match: Found) -> str | None:
     """Return the name of the argument in a tag that was found, or None if there is none."""
-    key = found["key"] or found["loose"]
+    key = match["key"] or match["loose"]
     return key.strip() if key else None
