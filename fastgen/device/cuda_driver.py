@@ -6,9 +6,11 @@ https://nvidia.github.io/cuda-python/cuda-bindings/latest/module/driver.html
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 
+@cache
 def library() -> Any:
     """Return the module cuda.bindings.driver. Raises ImportError if this torch came without it."""
     try:
