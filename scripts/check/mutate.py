@@ -468,7 +468,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("RowCalls.record", "if len(choices) == 1 else None", "* len(choices)"),
     ],
     ("cli.gen.outputs", "tests/cli/gen/test_gen_server.py"): [
-        ("Parts.write", "make([_encodable(record)]", "make([record]"),
+        ("ParquetParts.write", "make([_encodable(record)]", "make([record]"),
     ],
     ("cli.gen.rows", "tests/cli/gen/test_gen_server.py"): [
         ("read_json", "if depth > NESTED:", "if False:"),

@@ -29,7 +29,7 @@ from fastgen.cli.gen.options import (
     make_parser,
     read_arguments,
 )
-from fastgen.cli.gen.outputs import Lines, Output, Parts, Stdout, begin, csv_columns, parquet_schema
+from fastgen.cli.gen.outputs import Lines, Output, ParquetParts, Stdout, begin, csv_columns, parquet_schema
 from fastgen.cli.gen.progress import Progress
 from fastgen.cli.gen.rows import CSV, PARQUET, Source, format_of, read_rows
 from fastgen.cli.gen.work import (
@@ -150,7 +150,7 @@ def _output(args: argparse.Namespace, path: Path, source: Source) -> Output:
     check_columns(args.template, source)
     check_added(added, source.columns)
     if kind == PARQUET:
-        return Parts(path, parquet_schema(source.files, added), added[:2])
+        return ParquetParts(path, parquet_schema(source.files, added), added[:2])
     return lines(path, state_by(added), csv_columns(source.files, added) if kind == CSV else ())
 
 

@@ -296,7 +296,7 @@ def _as_text(value: Any) -> str:
 # ------------------------------------------------------------------------------------------------- Parquet
 
 
-class Parts:
+class ParquetParts:
     """A folder of numbered Parquet files with one schema, with the methods of Lines.
 
     state: names of the columns with the row index and the error.
@@ -366,7 +366,7 @@ class Parts:
         _save(self.path / f"part-{number:05}.parquet", sink.getvalue())
 
 
-Output = Lines | Parts
+Output = Lines | ParquetParts
 
 
 def _encodable(value: Any) -> Any:

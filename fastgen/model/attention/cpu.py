@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgen.device import mkl
+from fastgen.device.mkl import Indices
 from fastgen.device.processor import is_intel
 from fastgen.device.threads import at_most
 from fastgen.kernels import fp8_pages
@@ -51,8 +52,6 @@ KEY_STEP = KEY_BLOCK if INTEL_AVX2 else 16  # products read a multiple of this m
 TILE_ROWS = 96  # maximum number of query rows of a prefill tile
 MIN_SIZE = 16  # smaller heads are padded: MKL sums fewer columns in an order that depends on the number of rows
 SCORES = 2**20  # approximate maximum number of scores in memory: many small operations take longer than slower memory
-
-Indices = NDArray[np.int64]
 
 
 def padded_rows(rows: int, head_size: int) -> int:
