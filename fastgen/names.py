@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeVar
 
 Class = TypeVar("Class", bound=type)
 
+MAX_FAULTS = 20  # maximum number of names or faults that an error lists
+
 
 @cache
 def foreign_names() -> dict[str, Any]:

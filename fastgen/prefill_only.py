@@ -42,10 +42,10 @@ class PrefillOnly:
         """
         ((prompts, starts),) = self._interrupt.reading(map(pair_scores, [sequences], [start], [temperature]))
         scores = self._read(prompts, starts, float(temperature))
-        found = [score.logprobs[first:] for score, first in zip(scores, starts, strict=True)]
-        if found and not any(found):
+        logprobs = [score.logprobs[first:] for score, first in zip(scores, starts, strict=True)]
+        if logprobs and not any(logprobs):
             raise ValueError(f"start is {start}, the end of each sequence, which leaves nothing to score; lower it")
-        return found
+        return logprobs
 
     @on_all_ranks
     def classify(self, prompts: Prompt | Iterable[Prompt], choices: SequenceOf[str]) -> list[dict[str, float]]:

@@ -364,8 +364,8 @@ class Sequence:
     def cacheable_len(self) -> int:
         """The number of known tokens whose KV may come from the prefix cache. The last one is computed, since its row
         is drawn from, and so is the token before each position to score."""
-        known = len(self.token_ids)
-        return max(0, min(known, known if self.score is None else self.score.start) - 1)
+        length = len(self.token_ids)
+        return max(0, min(length, length if self.score is None else self.score.start) - 1)
 
     @property
     def length(self) -> int:

@@ -15,7 +15,7 @@ from fastgen.engine.features import read_options
 from fastgen.engine.host_pages import PageMoves
 from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.page_moves import PageMover
-from fastgen.engine.prompt_scores import ScorePlan, ScoreRequest
+from fastgen.engine.prompt_scores import ChunkTargets, ScorePlan
 from fastgen.engine.runner import Runner
 from fastgen.engine.startup import build_runner
 from fastgen.model.config import read_config
@@ -93,7 +93,7 @@ def siblings(
     forked: bool,
     steps: int = 20,
     params: Sequence[SamplingParams] = PARAMS,
-    score: ScoreRequest | None = None,
+    score: ChunkTargets | None = None,
     masks: Mapping[int, np.ndarray] | None = None,
 ) -> tuple[list[Said], StepResult]:
     """Return what lanes 0, 1 and 2 draw after a prompt in each step, and the result of the step that prefills.

@@ -360,9 +360,9 @@ class HashRunner:
 
     def _score(self, launched: Launched) -> None:
         plan = launched.batch.find(ScorePlan) or ScorePlan(())
-        requests = {request.lane: request for request in plan.requests}
+        scored = {chunk.lane: chunk for chunk in plan.chunks}
         for chunk in launched.batch.prefills:
-            if (wanted := requests.get(chunk.lane)) is not None:
+            if (wanted := scored.get(chunk.lane)) is not None:
                 first = chunk.start + wanted.row + 1
                 assert first + len(wanted.targets) <= chunk.start + len(chunk.tokens) + 1, "a row that is not there"
                 logprobs = [

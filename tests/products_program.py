@@ -14,9 +14,9 @@ from fastgen.kernels.batch_invariant import Fused
 from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.kv_pool import KVPool
-from fastgen.model.linear import Linear
+from fastgen.model.linear import Linear, PackedLinear
 from fastgen.model.mkl_linear import MklLinear
-from fastgen.model.packed import PACKED_ROW_TILE, Packing, pack, packing, unpack
+from fastgen.model.packed import PACKED_ROW_TILE, pack, packing, unpack
 
 FEW = "few" in sys.argv
 SHAPES = [
@@ -28,7 +28,7 @@ SHAPES = [*SHAPES[:5], (128, 4864), *SHAPES[6:8]] if FEW else SHAPES
 ROWS = [1, 2, 3, 5, 8, 16, 25, 64, *(() if FEW else (150,))]  # in units of PACKED_ROW_TILE
 
 
-def check(kind: Packing, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+def check(kind: type[PackedLinear], outputs: int, inputs: int, dtype: torch.dtype) -> None:
     weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
     plain, x = Linear(weight, bias), torch.randn(ROWS[-1] * PACKED_ROW_TILE, inputs).to(dtype)
     torch.set_num_threads(16)

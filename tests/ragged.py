@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from reference_attention import ReferenceAttention
 from torch import Tensor
 
 from fastgen.kernels import fp8_pages as pages_in_fp8
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.kv_pool import KVPool
 
 KV_HEADS = 2

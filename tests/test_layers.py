@@ -65,6 +65,7 @@ WITHOUT_TORCH = (
     "request",
     "model.config",
     "engine.options",
+    "engine.weight_state",
     "engine.pages",
     "engine.host_pages",
     "engine.host_tier",

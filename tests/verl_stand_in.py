@@ -142,7 +142,7 @@ def use_rollout(device: str, backend: str) -> None:
     """Take the steps of verl's synchronous trainer. backend: the way that the weights must take."""
     with stand_ins():
         from fastgen.rl.verl.replica import EngineServer
-        from fastgen.rl.verl.rollout import Rollout
+        from fastgen.rl.verl.rollout import VerlRollout
 
         engine = {"fastgen": {"device": device, "num_pages": 100, "page_size": 16}}
         config: Any = Config("float32", tensor_model_parallel_size=1, engine_kwargs=engine)
@@ -150,7 +150,7 @@ def use_rollout(device: str, backend: str) -> None:
         actor = Actor(EngineServer(config, model, RolloutMode.HYBRID, "", 0))
         try:
             vars(sys.modules["ray"])["get_actor"] = {"fastgen_server_0": actor}.__getitem__
-            rollout = Rollout(config, model, None, replica_rank=0)
+            rollout = VerlRollout(config, model, None, replica_rank=0)
             asyncio.run(_take_steps(actor, rollout, device))
             assert rollout._sender is not None
             assert rollout._sender._weights.backend == backend

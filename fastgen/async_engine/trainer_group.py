@@ -181,24 +181,24 @@ def find_id(address: tuple[str, int] | None, seconds: float, check: Callable[[],
 def decode_id(text: str) -> bytes:
     """Return the id that base64 stands for. Raises ValueError."""
     try:
-        found = base64.b64decode(text, validate=True)
+        id_bytes = base64.b64decode(text, validate=True)
     except ValueError:
-        found = b""
-    if len(found) != ID_BYTES:
+        id_bytes = b""
+    if len(id_bytes) != ID_BYTES:
         raise ValueError(f"nccl_unique_id_b64 is not the base64 of {ID_BYTES} bytes")
-    return found
+    return id_bytes
 
 
 def read_id(data: bytes) -> bytes:
     """Return the id in a pickle of vLLM's ncclUniqueId. Raises ValueError for any other pickle, of which no code
     runs."""
     try:
-        found = _IdReader(io.BytesIO(data)).load()
+        content = _IdReader(io.BytesIO(data)).load()
     except Exception as error:  # a pickle can be wrong in many ways
         raise ValueError(f"the trainer's NCCL id cannot be read ({error}); known senders are {VERSIONS}") from None
-    if not isinstance(found, _Id):
+    if not isinstance(content, _Id):
         raise ValueError(f"the trainer sent another object than an NCCL id; known senders are {VERSIONS}")
-    return found.value
+    return content.value
 
 
 @dataclass(frozen=True, slots=True)  # without a __dict__, which a pickle could fill

@@ -135,9 +135,9 @@ class WeightUpdates:
         if not self.has_nccl:
             raise ValueError("weights come over NCCL, and this server's are on the CPU; update them from a folder")
         self._leave_trainer()
-        found = given or find_id(address, seconds, self._check)
+        group_id = given or find_id(address, seconds, self._check)
         device = torch.device(self._gen.config.device)
-        self._trainer = TrainerGroup(found, ranks, device, buffer_bytes, seconds, self._check)
+        self._trainer = TrainerGroup(group_id, ranks, device, buffer_bytes, seconds, self._check)
 
     def receive_packed(self, header: Header, buffer_bytes: int | None) -> int:
         """Update the weights with what a trainer's group broadcasts; tensors that are not named stay, and running

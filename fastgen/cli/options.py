@@ -93,8 +93,8 @@ class Parser(argparse.ArgumentParser):
             rf"|(?:(?<=leave )|(?<=or ))(?P<out>{every})(?= out\b))"
         )
 
-        def flagged(found: re.Match[str]) -> str:
-            name, value = found["set"] or found["long"] or found["first"] or found["out"], found["value"]
+        def flagged(match: re.Match[str]) -> str:
+            name, value = match["set"] or match["long"] or match["first"] or match["out"], match["value"]
             if value == "False":
                 return flag(f"no_{name}")
             return flag(name) + ("" if value in (None, "True") else f" {value.strip(chr(39))}")
@@ -107,7 +107,7 @@ class Parser(argparse.ArgumentParser):
             return f"there is no {given}; give {place} without it"
         if (parameter := name.replace("-", "_")) in SAMPLING_OPTIONS:
             return f"there is no {given}; {parameter} is a parameter of each request (SamplingParams in Python)"
-        near = nearest(name, (known[2:] for known in self._option_string_actions))
+        near = nearest(name, (option[2:] for option in self._option_string_actions))
         ours = advice("argument").get(name.replace("-", "_"), f"use --{near}" if near else "")
         ours = re.sub(r"[a-z]+(_[a-z]+)+", lambda name: flag(name[0]), ours)
         return f"there is no {given}" + (f"; {ours}" if ours else "")

@@ -33,8 +33,8 @@ class Wrapper:
 
     def flush(self) -> str:
         """Return the text that was held back."""
-        held, self._blanks = self._place(), ""
-        return held
+        text, self._blanks = self._place(), ""
+        return text
 
     def _take(self, char: str) -> str:
         if char == "\n":

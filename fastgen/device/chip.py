@@ -35,9 +35,9 @@ class Chip:
         interpreter."""
         if device.type != "cuda":
             return Chip((8, 0), 4, 100_000)
-        found = torch.cuda.get_device_properties(device)
-        shared_memory: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        return Chip((found.major, found.minor), found.multi_processor_count, shared_memory)
+        properties = torch.cuda.get_device_properties(device)
+        shared_memory: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        return Chip((properties.major, properties.minor), properties.multi_processor_count, shared_memory)
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

@@ -12,7 +12,7 @@ from fastgen.device.memory import device_memory
 
 log = logging.getLogger(__name__)
 
-LEAST_CAPABILITY = 8  # Ampere, the first with bfloat16
+MIN_CAPABILITY = 8  # Ampere, the first with bfloat16
 
 
 def find_device(name: str | None, ranks: int = 1) -> str:
@@ -32,9 +32,9 @@ def find_device(name: str | None, ranks: int = 1) -> str:
         )
     name = _default_device() if name is None else name
     if ranks > 1 and name == "cuda":
-        if (found := torch.cuda.device_count()) < ranks:
+        if (gpus := torch.cuda.device_count()) < ranks:
             raise ValueError(
-                f"tensor_parallel is {ranks}, and torch finds {found} GPUs here; lower it, or use device='cpu'"
+                f"tensor_parallel is {ranks}, and torch finds {gpus} GPUs here; lower it, or use device='cpu'"
             )
         name = "cuda:0"
     device = _parsed(name)
@@ -56,10 +56,10 @@ def find_device(name: str | None, ranks: int = 1) -> str:
     if device.index is None:  # the current GPU may change later
         device = torch.device("cuda", torch.cuda.current_device())
     chip = torch.cuda.get_device_properties(device)
-    if chip.major < LEAST_CAPABILITY:
+    if chip.major < MIN_CAPABILITY:
         raise ValueError(
             f"{device} is a {chip.name} of compute capability {chip.major}.{chip.minor}, and fastgen needs "
-            f"{LEAST_CAPABILITY}.0 or higher; select another GPU, or use device='cpu'"
+            f"{MIN_CAPABILITY}.0 or higher; select another GPU, or use device='cpu'"
         )
     return str(device)
 

@@ -7,7 +7,6 @@ physical memory is mapped to the same addresses.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import weakref
 from collections.abc import Sequence
@@ -105,32 +104,7 @@ def _rounded(size: int, multiple: int) -> int:
 
 # ------------------------------------------------------------------------------------------- virtual memory
 
-ON_DEVICE = 1  # CU_MEM_ALLOCATION_TYPE_PINNED and CU_MEM_LOCATION_TYPE_DEVICE
-READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 UNSHARED = 2 << 20  # bytes; the driver may place smaller allocations together, and the other process would see them all
-
-
-class _Location(ctypes.Structure):
-    """CUmemLocation"""
-
-    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
-
-
-class _Allocation(ctypes.Structure):
-    """CUmemAllocationProp"""
-
-    _fields_ = [
-        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", _Location),
-        ("win32_metadata", ctypes.c_void_p), ("flags", ctypes.c_uint8 * 8),
-    ]  # fmt: skip
-
-
-class _Access(ctypes.Structure):
-    """CUmemAccessDesc"""
-
-    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
 class _Mapped:
@@ -147,17 +121,21 @@ class VirtualMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._total = torch.cuda.mem_get_info(self._device)[1]  # this call also initializes the driver
-        self._location = _Location(ON_DEVICE, self._device.index)
-        self._allocation = _Allocation(type=ON_DEVICE, location=self._location)
-        granularity = ctypes.c_size_t()
-        self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._allocation), 0)
-        self.granularity = granularity.value
+        driver = cuda_driver.library()
+        self._allocation = driver.CUmemAllocationProp()
+        self._allocation.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._allocation.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._allocation.location.id = self._device.index
+        self._access = driver.CUmemAccessDesc()
+        self._access.location = self._allocation.location
+        self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity: int = self._call("cuMemGetAllocationGranularity", self._allocation, minimum)
 
     def reserve(self) -> tuple[int, int]:
         """Reserve addresses for as much memory as the device has, and return (address, size)."""
-        address, size = ctypes.c_uint64(), _rounded(self._total, self.granularity)
-        self._call("cuMemAddressReserve", ctypes.byref(address), size, 0, 0, 0)
-        return address.value, size
+        size = _rounded(self._total, self.granularity)
+        return int(self._call("cuMemAddressReserve", size, 0, 0, 0)), size
 
     def free(self, address: int, size: int) -> None:
         """Free a range of addresses that `reserve` has returned."""
@@ -165,14 +143,14 @@ class VirtualMemory:
 
     def map(self, address: int, size: int) -> None:
         """Allocate physical memory and map it. Raises torch.OutOfMemoryError if there is too little."""
-        handle = ctypes.c_uint64()
-        create = ctypes.byref(handle), size, ctypes.byref(self._allocation), 0
+        driver = cuda_driver.library()
+        out_of_memory = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
         with current(self._device):
-            status = cuda_driver.library().cuMemCreate(*create)
-            if status == OUT_OF_MEMORY:
+            status, handle = driver.cuMemCreate(size, self._allocation, 0)
+            if status == out_of_memory:
                 release_memory(str(self._device))
-                status = cuda_driver.library().cuMemCreate(*create)
-        if status == OUT_OF_MEMORY:
+                status, handle = driver.cuMemCreate(size, self._allocation, 0)
+        if status == out_of_memory:
             free = device_memory(str(self._device))
             raise torch.OutOfMemoryError(
                 f"{size / 1e9:.2f} GB of {self._device} are needed, and {free / 1e9:.2f} are free; free as much, and "
@@ -183,8 +161,7 @@ class VirtualMemory:
             self._call("cuMemMap", address, size, 0, handle, 0)
         finally:
             self._call("cuMemRelease", handle)  # the mapping holds the memory
-        access = _Access(self._location, READ_AND_WRITE)
-        self._call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
+        self._call("cuMemSetAccess", address, size, [self._access], 1)
 
     def unmap(self, address: int, size: int) -> None:
         """Unmap and free the memory of one call to `map`."""
@@ -198,9 +175,9 @@ class VirtualMemory:
         """Return mapped memory as uint8 [size]. The tensor keeps `owner` alive."""
         return torch.as_tensor(_Mapped(address, size, owner), device=self._device)
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call(self, name: str, *arguments: Any) -> Any:
         with current(self._device):
-            cuda_driver.call(name, *arguments)
+            return cuda_driver.call(name, *arguments)
 
 
 class IpcMemory:
@@ -212,21 +189,22 @@ class IpcMemory:
     """
 
     def __init__(self, size: int, device: torch.device, handle: str | None = None) -> None:
-        self._device, self._address, self._is_mine = device, ctypes.c_uint64(), handle is None
-        address, found, size = ctypes.byref(self._address), cuda_driver.IpcHandle(), _rounded(size, UNSHARED)
+        self._device, self._is_mine, size = device, handle is None, _rounded(size, UNSHARED)
         with current(device):
             if handle is None:
                 release_memory(str(device))
-                cuda_driver.call("cuMemAlloc_v2", address, size)
-                cuda_driver.call("cuIpcGetMemHandle", ctypes.byref(found), self._address)
+                self._address = int(cuda_driver.call("cuMemAlloc", size))
+                self.handle: str = cuda_driver.call("cuIpcGetMemHandle", self._address).reserved.hex()
             else:
-                found = cuda_driver.IpcHandle.from_buffer_copy(bytes.fromhex(handle))
-                cuda_driver.call("cuIpcOpenMemHandle_v2", address, found, PEER_ACCESS)
-        self.handle = bytes(found).hex()
-        self.bytes = torch.as_tensor(_Mapped(self._address.value, size, None), device=device)
+                driver = cuda_driver.library()
+                opened = driver.CUipcMemHandle()
+                self.handle, opened.reserved = handle, bytes.fromhex(handle)
+                peer_access = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+                self._address = int(cuda_driver.call("cuIpcOpenMemHandle", opened, peer_access))
+        self.bytes = torch.as_tensor(_Mapped(self._address, size, None), device=device)
 
     def close(self) -> None:
         """Close the memory when nothing uses it any more. The process that made it has to be the last to close it."""
         with current(self._device):
             torch.cuda.synchronize(self._device)
-            cuda_driver.call("cuMemFree_v2" if self._is_mine else "cuIpcCloseMemHandle", self._address)
+            cuda_driver.call("cuMemFree" if self._is_mine else "cuIpcCloseMemHandle", self._address)

@@ -22,18 +22,18 @@ Indices = NDArray[np.int64]
 def library_function(library: str | None, name: str) -> Callable[..., int] | None:
     """Return a function of a library that torch has loaded, or None if there is none."""
     try:
-        found: Callable[..., int] | None = getattr(ctypes.CDLL(library), name, None)
+        function: Callable[..., int] | None = getattr(ctypes.CDLL(library), name, None)
     except OSError:
         return None
-    return found
+    return function
 
 
 def mkl_function(name: str, returns: type = c_int) -> Callable[..., int] | None:
     """Return a function of torch's MKL, or None if there is none. returns: the ctypes type of its result."""
-    found: Any = library_function(_LIBTORCH, name)
-    if found is not None:
-        found.restype = returns
-    return cast("Callable[..., int] | None", found)
+    function: Any = library_function(_LIBTORCH, name)
+    if function is not None:
+        function.restype = returns
+    return cast("Callable[..., int] | None", function)
 
 
 _LIBTORCH = next(map(str, Path(torch.__file__).parent.glob("lib/libtorch_cpu.*")), None)

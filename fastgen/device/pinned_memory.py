@@ -24,10 +24,10 @@ class Pinned:
 
     @torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
     def __init__(self, num_bytes: int, device: torch.device, use: str, advice: str) -> None:
-        wanted = f"{use} takes {num_bytes / 1e9:.1f} GB of the host's memory"
+        demand = f"{use} takes {num_bytes / 1e9:.1f} GB of the host's memory"
         free = _free_memory()
         if num_bytes > free:
-            raise ValueError(f"{wanted}, of which {free / 1e9:.1f} GB are free; {advice}")
+            raise ValueError(f"{demand}, of which {free / 1e9:.1f} GB are free; {advice}")
         raw = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
         start = -raw.ctypes.data % ALIGNMENT
         self.bytes = torch.from_numpy(raw[start : start + num_bytes])
@@ -37,7 +37,7 @@ class Pinned:
             self.bytes.zero_()
             status = int(_cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0))
             if status:
-                raise ValueError(f"{wanted}, which the GPU's driver cannot pin (CUDA error {status}); {advice}")
+                raise ValueError(f"{demand}, which the GPU's driver cannot pin (CUDA error {status}); {advice}")
             weakref.finalize(self, _unpin, self.bytes, device)
 
 
@@ -56,10 +56,10 @@ def _free_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys
     """Return how many bytes of memory Linux and the limit of this container leave, or infinity on other systems."""
     free = math.inf
     if meminfo.exists():
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
-        free = int(found[1]) * 1024 if found else free
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+        free = int(match[1]) * 1024 if match else free
     limit, used = group / "memory.max", group / "memory.stat"
     if limit.exists() and limit.read_text().strip() != "max":
-        found = re.search(r"^anon (\d+)$", used.read_text(), re.MULTILINE)  # cached files can be dropped
-        free = min(free, int(limit.read_text()) - (int(found[1]) if found else 0))
+        match = re.search(r"^anon (\d+)$", used.read_text(), re.MULTILINE)  # cached files can be dropped
+        free = min(free, int(limit.read_text()) - (int(match[1]) if match else 0))
     return free

@@ -131,11 +131,11 @@ class PageReservations:
         to last until the known tokens of all are computed, in steps of the smallest budget. With
         `speculate`, sequences with right drafts overtake others, and one of these may then be preempted.
         """
-        known, room = len(sequence.token_ids), self.pages.num_pages
-        if self.pages.references + self.pages.count(known) * count > room:
+        length, room = len(sequence.token_ids), self.pages.num_pages
+        if self.pages.references + self.pages.count(length) * count > room:
             return False  # not even now
         rows = [(s.length, s.prefill_len - s.computed, s.max_len, s.reserved, 1) for s in running]
-        rows.append((known, known, sequence.max_len, expected, count))
+        rows.append((length, length, sequence.max_len, expected, count))
         lengths, prefills, most, reserved, counts = np.array([*zip(*rows, strict=True)], dtype=np.int32)
         budget = self.config.prefill_tokens(min(len(running) + count, self.config.max_seqs) - 1)
         delay = np.maximum(prefills, 0) @ counts // budget + 1

@@ -57,12 +57,13 @@ class MaskMaker:
     def _read_rules(self, allowed: tuple[int, ...] | None, words: tuple[str, ...]) -> tuple[Any, list[list[int]]]:
         """Return the row and the words of TokenRules. Raises ValueError for a word without tokens."""
         written = [text for word in words for text in (word, " " + word.lstrip())]
-        found = [self._tokenizer.encode(text, special=False) for text in written] if self._tokenizer is not None else []
-        if [] in found:
-            raise ValueError(f"bad_words has {written[found.index([])]!r}, which has no tokens; remove it")
-        known = [ids for ids in found if ids and max(ids) < self._model.vocab_size]
-        row = token_row(self._model.vocab_size, allowed, [ids[0] for ids in known if len(ids) == 1])
-        return row, [ids for ids in known if len(ids) > 1]
+        tokenizer = self._tokenizer
+        id_lists = [] if tokenizer is None else [tokenizer.encode(text, special=False) for text in written]
+        if [] in id_lists:
+            raise ValueError(f"bad_words has {written[id_lists.index([])]!r}, which has no tokens; remove it")
+        valid = [ids for ids in id_lists if ids and max(ids) < self._model.vocab_size]
+        row = token_row(self._model.vocab_size, allowed, [ids[0] for ids in valid if len(ids) == 1])
+        return row, [ids for ids in valid if len(ids) > 1]
 
     def copy(self, mask: TokenMask) -> TokenMask:
         """Return a copy of a mask for one sample. Raises ValueError if the user's class cannot be copied."""

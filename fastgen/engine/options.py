@@ -39,7 +39,7 @@ class FeatureOptions(Options):
         """Maximum number of rows in its steps of decodes; 0: as without the feature."""
         return 0
 
-    def choose(self, gpu: bool, attention: str, kernels: str, max_step_tokens: int) -> FeatureOptions | None:
+    def choose(self, gpu: bool, kernels: str, max_step_tokens: int) -> FeatureOptions | None:
         """Return these options with all values filled in; None if the feature cannot run. The arguments are those of
         GeneratorOptions and EngineConfig; gpu: the device is not the CPU."""
         return self
@@ -123,8 +123,7 @@ class GeneratorOptions(Options):
     )
     attention: str = option(
         "auto", "attention kernels; auto is paged on a GPU and cpu on the CPU, flash is paged with flash-attn for "
-        "prefills, reference is plain torch, and slow",
-        choices=("auto", "cpu", "flash", "paged", "reference"),
+        "prefills", choices=("auto", "cpu", "flash", "paged"),
     )  # fmt: skip
     tensor_parallel: int = option(
         1, "number of GPUs that hold the model together; this process uses the first, and starts a process for each of "
@@ -221,11 +220,9 @@ class EngineConfig(GeneratorOptions):
         auto_attention = "paged" if gpu else "cpu"
         dtype, dtype_reason = (options.dtype, "") if options.dtype != "auto" else _auto_dtype(model, gpu)
         if options.attention in ("flash", "paged") and not gpu:
-            raise ValueError(f"attention is {options.attention!r}, which needs a GPU; use 'auto', 'cpu' or 'reference'")
+            raise ValueError(f"attention is {options.attention!r}, which needs a GPU; use 'auto' or 'cpu'")
         if options.attention == "cpu" and gpu:
-            raise ValueError("attention is 'cpu', which does not run on a GPU; use 'auto', 'paged' or 'reference'")
-        if options.attention == "reference" and options.deterministic:
-            raise ValueError("deterministic=True needs another attention than 'reference'; use 'auto'")
+            raise ValueError("attention is 'cpu', which does not run on a GPU; use 'auto' or 'paged'")
         context = options.max_model_len
         if context is not None and context > model.max_position:
             raise ValueError(f"max_model_len is {context}, above the model's {model.max_position} positions; lower it")
@@ -236,8 +233,7 @@ class EngineConfig(GeneratorOptions):
         max_seqs, max_step_tokens = _step_size(model, options, dtype, kv_dtype, memory, processors)
         limit = options.max_prefill_tokens
         features = {
-            name: given.choose(gpu, options.attention, kernels, max_step_tokens)
-            for name, given in feature_options(options).items()
+            name: given.choose(gpu, kernels, max_step_tokens) for name, given in feature_options(options).items()
         }
         bytes_of_token = token_bytes(model, kv_dtype, sum(each.kv_layers for each in features.values() if each))
         page_bytes = bytes_of_token * options.page_size * options.tensor_parallel  # on all ranks
@@ -250,8 +246,7 @@ class EngineConfig(GeneratorOptions):
             "num_pages": 0,
             "kv_cache_dtype": kv_dtype,
             "attention": auto_attention if options.attention == "auto" else options.attention,
-            "deterministic": options.attention != "reference"
-            and _deterministic(model, options, (dtype, kv_dtype), gpu, kernels),
+            "deterministic": _deterministic(model, options, (dtype, kv_dtype), gpu, kernels),
             "host_pages": _host_pages(options, page_bytes),
             "kernels": "triton" if kernels == "gluon" and dtype == "float32" else kernels,
             "context_given": context is not None,

@@ -143,15 +143,15 @@ class PageAllocator:
 
     def match(self, tokens: list[int], limit: int) -> list[Node]:
         """Return the nodes of the longest cached prefix of full pages within the first `limit` tokens."""
-        found: list[Node] = []
+        nodes: list[Node] = []
         children, size = self.root.children, self.page_size
         for end in range(size, limit + 1, size):
             node = children.get(tuple(tokens[end - size : end]))
             if node is None:
                 break
-            found.append(node)
+            nodes.append(node)
             children = node.children
-        return found
+        return nodes
 
     def held(self, nodes: list[Node]) -> int:
         """Return how many of these nodes have pages that sequences hold."""

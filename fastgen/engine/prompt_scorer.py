@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastgen.device.pinned import to_host, upload
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.prompt_scores import SCORE_ROWS, Scored, ScorePlan, ScoreRequest
+from fastgen.engine.prompt_scores import SCORE_ROWS, ChunkTargets, Scored, ScorePlan
 from fastgen.engine.step import Launched, StepFeature
 from fastgen.kernels import scoring
 from fastgen.kernels.norm import rms_norm
@@ -52,22 +52,22 @@ class PromptScorer(StepFeature[ScorePlan]):
 
     def after(self, step: Launched, payload: ScorePlan, x: Tensor) -> None:
         pending: list[_Pending] = []
-        first, by_lane = len(step.batch.decodes), {request.lane: request for request in payload.requests}
+        first, by_lane = len(step.batch.decodes), {each.lane: each for each in payload.chunks}
         for chunk in step.batch.prefills:
-            if (request := by_lane.get(chunk.lane)) is not None:
-                rows = x[first + request.row : first + request.row + len(request.targets)]
-                targets = upload(np.array(request.targets, dtype=np.int64), x.device)
-                temperature = min(max(request.temperature, 1 / LARGE), LARGE)  # float32 holds no more
+            if (scored := by_lane.get(chunk.lane)) is not None:
+                rows = x[first + scored.row : first + scored.row + len(scored.targets)]
+                targets = upload(np.array(scored.targets, dtype=np.int64), x.device)
+                temperature = min(max(scored.temperature, 1 / LARGE), LARGE)  # float32 holds no more
                 for at in range(0, len(rows), SCORE_ROWS):
                     part = slice(at, at + SCORE_ROWS)
                     logits = self._model.logits(rows[part])
                     if logits is None:
                         continue
                     logprobs, _ = scoring.score(logits, targets[part], temperature)
-                    top = scoring.alternatives(logits, request.top) if request.top else (None, None)
-                    start = chunk.start + request.row + 1 + at
+                    top = scoring.alternatives(logits, scored.top) if scored.top else (None, None)
+                    start = chunk.start + scored.row + 1 + at
                     pending.append(_Pending(chunk.lane, start, *map(to_host, (logprobs, *top))))
-                if request.embed:
+                if scored.embed:
                     pending.append(self._embedding(chunk, x[first + len(chunk.tokens) - 1]))
             first += len(chunk.tokens)
         step.held[ScorePlan] = pending
@@ -82,4 +82,4 @@ class PromptScorer(StepFeature[ScorePlan]):
 
     def largest_payloads(self, config: EngineConfig, rows: int, top: int) -> Iterator[ScorePlan]:
         if rows:
-            yield ScorePlan((ScoreRequest(0, 0, np.zeros(min(rows, SCORE_ROWS), dtype=np.int32), top),))
+            yield ScorePlan((ChunkTargets(0, 0, np.zeros(min(rows, SCORE_ROWS), dtype=np.int32), top),))

@@ -18,8 +18,8 @@ SCORE_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreRequest:
-    """The prompt logprobs wanted of a prefill chunk: its row `row + i` predicts the token `targets[i]` (int32 [n]).
+class ChunkTargets:
+    """The tokens to score after a prefill chunk: its row `row + i` predicts the token `targets[i]` (int32 [n]).
 
     lane: the lane of the chunk. top: the number of alternatives for each token. temperature: divides the logits.
     embed: the hidden state of the chunk's last row is wanted too.
@@ -37,7 +37,7 @@ class ScoreRequest:
 class ScorePlan:
     """The payload of a Batch: the scores of its prefill chunks."""
 
-    requests: tuple[ScoreRequest, ...]
+    chunks: tuple[ChunkTargets, ...]
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class PromptScores(PlanFeature):
 
     def reset(self, lanes: LaneTable) -> None:
         self._lanes = lanes
-        self._requests: list[ScoreRequest] = []
+        self._chunks: list[ChunkTargets] = []
 
     def chunk(self, chunk: Prefill, num_sequences: int) -> None:
         """Request the prompt logprobs that the rows of a chunk predict, one position later than the rows."""
@@ -68,12 +68,12 @@ class PromptScores(PlanFeature):
         embed = score.embedding is not None and chunk.start + len(chunk.tokens) == sequence.prompt_len
         if len(targets) or embed:
             top = sequence.params.prompt_logprobs or 0
-            request = ScoreRequest(chunk.lane, first - chunk.start, targets, top, score.temperature, embed)
-            self._requests.append(request)
+            row = first - chunk.start
+            self._chunks.append(ChunkTargets(chunk.lane, row, targets, top, score.temperature, embed))
 
     def payload(self, batch: Batch) -> ScorePlan | None:
-        requests, self._requests = tuple(self._requests), []
-        return ScorePlan(requests) if requests else None
+        chunks, self._chunks = tuple(self._chunks), []
+        return ScorePlan(chunks) if chunks else None
 
     def update(self, batch: Batch, result: StepResult) -> None:
         for scored in result.features:

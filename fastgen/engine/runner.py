@@ -164,15 +164,15 @@ class Runner:
         """Compute the logits of a step of the first `size` lanes that decode, with all tensors at fixed addresses, as
         the body of a graph. shared: read keys that rows share once. layers: see Transformer.forward."""
         source = self.lanes if source is None else source
-        self._run_decodes(source.make_rows(size), shared, source.alone, layers)
+        self._run_decodes(source.make_rows(size), shared, source.reads_early, layers)
 
     def _run_decodes(
-        self, rows: DecodeInput, shared: bool = False, alone: bool = False, layers: Sequence[int] | None = None
+        self, rows: DecodeInput, shared: bool = False, reads_early: bool = False, layers: Sequence[int] | None = None
     ) -> None:
-        """Launch the layers for rows that attend as decodes, and write their logits. shared, alone: see
+        """Launch the layers for rows that attend as decodes, and write their logits. shared, reads_early: see
         Attention.plan_decode. layers: see Transformer.forward."""
         count, padding = len(rows.lanes), -len(rows.lanes) % self.model.row_tile
-        plan = self.attention.plan_decode(rows.lanes, rows.kv_lens, self.lanes.page_table, shared, alone)
+        plan = self.attention.plan_decode(rows.lanes, rows.kv_lens, self.lanes.page_table, shared, reads_early)
         ids, positions, slots = rows.token_ids, rows.positions, rows.slots
         if padding:
             ids, positions = F.pad(ids, (0, padding)), F.pad(positions, (0, padding))

@@ -263,19 +263,19 @@ class Scheduler:
         return their lanes."""
         forks: list[int] = []
         while self.waiting and self.lanes.free:
-            sequence, known = next(iter(self.waiting)), len(source.token_ids)
-            if sequence.cacheable_len < known - 1 or sequence.max_len <= known:
+            sequence, length = next(iter(self.waiting)), len(source.token_ids)
+            if sequence.cacheable_len < length - 1 or sequence.max_len <= length:
                 break  # it must compute tokens of its prompt to score them, or draws nothing
             if sequence.token_ids != source.token_ids:
                 break
-            copy = known + 1 < sequence.max_len and known % self.config.page_size != 0  # it will write to its last page
+            copy = length + 1 < sequence.max_len and length % self.config.page_size != 0  # it writes to its last page
             expected = self.reservations.expected(sequence)
             need = expected - len(source.pages) + copy
             if not self.reservations.fits(sequence, expected, need, self.running, self.complete):
                 break
             self.pages.fork(sequence.pages, source.pages, copy)
-            sequence.indexed, sequence.computed, sequence.pending = source.indexed, known, 1
-            self._start(sequence, expected, known - 1)
+            sequence.indexed, sequence.computed, sequence.pending = source.indexed, length, 1
+            self._start(sequence, expected, length - 1)
             self._start_decoding(sequence)
             forks.append(sequence.lane)
         return tuple(forks)

@@ -192,7 +192,7 @@ def make_attention(
     deterministic: bool = False,
     scale: float | None = None,
 ) -> Attention:
-    """Return an implementation of attention: "cpu", "reference" (plain torch), "paged" (fastgen's kernels) or "flash"
+    """Return an implementation of attention: "cpu", "paged" (fastgen's kernels) or "flash"
     (flash-attn). Only this one is imported.
 
     See PagedAttention for the other arguments. Raises ValueError if flash-attn does not run here.
@@ -201,10 +201,6 @@ def make_attention(
         from fastgen.model.attention.cpu import CpuAttention
 
         return CpuAttention(pool, num_heads, scale)
-    if name == "reference":
-        from fastgen.model.attention.reference import ReferenceAttention
-
-        return ReferenceAttention(pool, num_heads, scale)
     if name == "flash":
         from fastgen.model.attention.flash import FlashAttention
 

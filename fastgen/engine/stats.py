@@ -66,8 +66,8 @@ class Stats:
     @property
     def cached_share(self) -> float:
         """The share of known tokens that were cached, from 0 to 1."""
-        known = self.cached_tokens + self.prefilled_tokens
-        return self.cached_tokens / known if known else 0.0
+        tokens = self.cached_tokens + self.prefilled_tokens
+        return self.cached_tokens / tokens if tokens else 0.0
 
     @property
     def kv_cache_usage(self) -> float:

@@ -62,7 +62,7 @@ class Lanes:
     addresses. samples: this rank draws the tokens.
     """
 
-    alone = True  # see RowSource
+    reads_early = True  # see RowSource
 
     def __init__(
         self, config: EngineConfig, vocab: int, page_size: int, spare: int, device: torch.device, samples: bool
@@ -161,11 +161,11 @@ class Lanes:
 class RowSource(Protocol):
     """Makes the rows of a step of decodes from the lanes on the device: Lanes, or a feature that adds rows.
 
-    alone: whether these rows keep the promise of `alone` in Attention.plan_decode.
+    reads_early: whether these rows keep the promise of `reads_early` in Attention.plan_decode.
     """
 
     @property
-    def alone(self) -> bool: ...
+    def reads_early(self) -> bool: ...
 
     def make_rows(self, size: int, exact: bool = False) -> DecodeInput:
         """Launch the kernels that make the rows of the first `size` lanes of `Lanes.input`, and return the rows. A CUDA

@@ -129,6 +129,6 @@ class StepMemory:
 
 def _extended(array: Ints, size: int, fill: int) -> Ints:
     """Return an array with `fill` after its end, up to `size` elements."""
-    found = np.full(size, fill, dtype=array.dtype)
-    found[: len(array)] = array
-    return found
+    longer = np.full(size, fill, dtype=array.dtype)
+    longer[: len(array)] = array
+    return longer

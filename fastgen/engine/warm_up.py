@@ -19,9 +19,9 @@ from fastgen.engine.features import make_requested
 from fastgen.engine.largest_steps import largest_batches
 from fastgen.engine.prefill_graphs import PrefillGraphs
 from fastgen.engine.runner import Runner
-from fastgen.kernels import scoring
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.rope import SlotMapping
+from fastgen.kernels.scoring import MAX_LISTED
 from fastgen.model.attention.interface import CapturableAttention
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.linear import Linear
@@ -57,7 +57,7 @@ def _launch_all(runner: Runner) -> None:
     launch_products(model, runner.pool, sizes, more)
     if deterministic:
         return
-    for size in (size for size in batch_invariant.SIZES if size <= batch_invariant.MOST):
+    for size in (size for size in batch_invariant.SIZES if size <= batch_invariant.MAX_TOKENS):
         count = min(size, config.max_step_tokens, config.max_model_len - 1)
         start = LaneStart(0, SamplingParams(), prompt_len=count)
         zeros = np.zeros(count, dtype=np.int32)
@@ -92,9 +92,9 @@ def launch_products(
             continue
         x = linear.weight.new_zeros(1, linear.weight.shape[1])
         for size in sizes:
-            found = batch_invariant.config(size, *linear.weight.shape, x.dtype, Chip.of(device))
+            tiles = batch_invariant.config(size, *linear.weight.shape, x.dtype, Chip.of(device))
             rope = fused.rope if batch_invariant.fuses_rope(size, x.dtype, Chip.of(device)) else None
-            batch_invariant.launch_as(found, x, linear.weight, linear.bias, fused._replace(rope=rope))
+            batch_invariant.launch_as(tiles, x, linear.weight, linear.bias, fused._replace(rope=rope))
 
 
 def products_of(model: Transformer, mapping: SlotMapping, pool: KVPool) -> list[tuple[Linear, Fused]]:
@@ -116,7 +116,7 @@ def run_largest_steps(runner: Runner) -> None:
     plain = SamplingParams()
     everything = SamplingParams(
         temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, min_tokens=1,
-        logit_bias={0: 1.0}, logprobs=min(scoring.MOST, runner.model.config.vocab_size), return_sampling_mask=True,
+        return_sampling_mask=True, logit_bias={0: 1.0}, logprobs=min(MAX_LISTED, runner.model.config.vocab_size),
     )  # fmt: skip
     demanding = SamplingParams(temperature=0.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1)
     config = runner.config

@@ -86,10 +86,10 @@ class WeightChanges:
         """Take back memory that sleeps; see `Generator.wake`."""
         loop, weights = self._loop, self._loop.weight_state
         loop.check_open()
-        wanted = check_tags(tags) & weights.asleep
-        if not wanted:
+        parts = check_tags(tags) & weights.asleep
+        if not parts:
             return
-        loop.runner.weights.wake(sorted(wanted))
-        if "kv_cache" in wanted:
+        loop.runner.weights.wake(sorted(parts))
+        if "kv_cache" in parts:
             loop.scheduler.drop_prefixes()
-        weights.asleep -= wanted
+        weights.asleep -= parts

@@ -1,4 +1,4 @@
-"""The state of a Generator's weights: their version, and whether they can be used."""
+"""The state of a Generator's weights: their version, and whether they can be used. It does not import torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 from numbers import Integral
 from typing import TYPE_CHECKING
 
-from fastgen.model.weights import LISTED
+from fastgen.names import MAX_FAULTS
 
 if TYPE_CHECKING:  # updates load with the first one
     from fastgen.model.weight_updates import WeightUpdate
 
 IN_FLIGHT = ("error", "keep", "recompute", "abort")
-TAGS = ("weights", "kv_cache")
+TAGS = ("weights", "kv_cache")  # the parts of the memory that can sleep
 TORN = "the weights are torn, as an update was cut short or failed"
 DROPPED = "the weights were dropped by sleep"
 
@@ -54,8 +54,8 @@ class WeightState:
             self.not_finite = find_not_finite()
         if not self.not_finite:
             return ""
-        more = f" and {len(self.not_finite) - LISTED} more" if len(self.not_finite) > LISTED else ""
-        return f", nor are the weights {', '.join(self.not_finite[:LISTED])}{more}; load or update them again"
+        more = f" and {len(self.not_finite) - MAX_FAULTS} more" if len(self.not_finite) > MAX_FAULTS else ""
+        return f", nor are the weights {', '.join(self.not_finite[:MAX_FAULTS])}{more}; load or update them again"
 
     def check_update(self, update: WeightUpdate, version: int | None, in_flight: str) -> int:
         """Return the version after an update: `version`, or the next number if it is None.
@@ -84,12 +84,12 @@ class WeightState:
         self.has_adapter = update.merges and bool(update.names)
 
 
-def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
-    """Return the parts of the memory to put to sleep. Raises ValueError for an unknown one."""
-    wanted = frozenset((tags,) if isinstance(tags, str | int) else tags)
-    if unknown := wanted.difference(TAGS):
-        raise ValueError(f"tags has {', '.join(sorted(map(repr, unknown)))}; there are 'weights' and 'kv_cache'")
-    return wanted
+def check_tags(tags: str | Iterable[str] | None) -> frozenset[str]:
+    """Return the parts of the memory to put to sleep; None stands for all. Raises ValueError for an unknown one."""
+    parts = frozenset((tags,) if isinstance(tags, str | int) else TAGS if tags is None else tags)
+    if unknown := parts.difference(TAGS):
+        raise ValueError(f"tags has {', '.join(sorted(map(repr, unknown)))}; there are {' and '.join(map(repr, TAGS))}")
+    return parts
 
 
 def check_in_flight(treatment: str, requests: int) -> None:

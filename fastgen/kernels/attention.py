@@ -68,8 +68,8 @@ class TileList:
 
     list: int32, see fastgen.kernels.work_tiles. most: maximum number of work tiles in the list. kind: PLAIN, SHARED or
     PRIVATE. rows, bases, kv_lens: for SHARED lists only, the ranges that the list belongs to, their bases for the
-    window (int32 [S]), and the number of keys of each row (int32 [S]). split: whether decodes may be split. alone: see
-    fastgen.model.attention.interface.Attention.plan_decode.
+    window (int32 [S]), and the number of keys of each row (int32 [S]). split: whether decodes may be split.
+    reads_early: see fastgen.model.attention.interface.Attention.plan_decode.
     """
 
     list: Tensor
@@ -80,7 +80,7 @@ class TileList:
     bases: Tensor | None = None
     kv_lens: Tensor | None = None
     split: bool = False
-    alone: bool = False
+    reads_early: bool = False
 
 
 @dataclass(frozen=True)

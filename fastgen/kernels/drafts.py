@@ -307,8 +307,8 @@ def _follow_twin(
     counts = torch.minimum(drafts.proposed[:, lanes], kept)
     right = (drafts.proposals[:, lanes] == drawn[:, :-1]) & (number[:-1] < counts[..., None])
     drafts.scores[:, lanes] = drafts.scores[:, lanes] * torch.exp2(kept * DECAY) + right.int().cumprod(2).sum(2)
-    found = torch.stack((kept, torch.full_like(kept, -1), rows - 1, drafts.chosen[lanes]))
-    return StepDraws(lanes, tokens, positions, found.int())
+    results = torch.stack((kept, torch.full_like(kept, -1), rows - 1, drafts.chosen[lanes]))
+    return StepDraws(lanes, tokens, positions, results.int())
 
 
 def rows_of(lanes: Tensor, drafts: Drafts, tokens: Tensor) -> tuple[Tensor, Tensor]:

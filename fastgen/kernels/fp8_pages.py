@@ -66,8 +66,8 @@ def read(pages: Tensor, runs: Tensor, size: int) -> Tensor:
     place = runs // (page_size // size), runs % (page_size // size)
     numbers = pages.flatten(0, 1).view(torch.uint8).unflatten(1, (-1, size))[place]
     exponents = scales_of(pages).flatten(0, 1).unflatten(1, (-1, size))[place]
-    found: Tensor = numbers.view(E4M3).float() * _power_of(exponents.int())[..., None]
-    return found
+    floats: Tensor = numbers.view(E4M3).float() * _power_of(exponents.int())[..., None]
+    return floats
 
 
 def _power_of(exponents: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 A weight is (q - zero) * scale, computed in float32 and rounded once to the dtype of x. The products are those of
 fastgen.kernels.batch_invariant with the rounded weight, with the same instruction in the same order, so a result has
-the bits that the dequantized weight gives there. Kernels for few tokens, and on Hopper for up to hopper.int4.most,
-dequantize in registers. More tokens use a scratch copy of the dequantized weight.
+the bits that the dequantized weight gives there. Kernels for few tokens, and on Hopper for up to
+hopper.int4.max_tokens, dequantize in registers. More tokens use a scratch copy of the dequantized weight.
 
 Shape letters: T tokens, N outputs, K inputs, G groups of K / G inputs.
 

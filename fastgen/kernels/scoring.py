@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastgen.kernels.launch import Kernel
 
-MOST = 32  # maximum number of alternatives that the kernels list; for more, torch sorts
+MAX_LISTED = 32  # maximum number of alternatives that the kernels list; for more, torch sorts
 
 
 def _score_twin(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor | None]:

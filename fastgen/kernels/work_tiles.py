@@ -83,15 +83,15 @@ def _twin(
         shared.list[1:HEADER] = 0
     for number, (window, whole) in enumerate(zip(windows.tolist(), lists, strict=True)):
         begin = np.maximum(lens - window, 0) // ALIGN * ALIGN if window else np.zeros_like(lens)
-        found = _cut(lanes_of, lens, np.maximum(begin, ends), split, unsplit, (ends > 0).astype(np.int64))
+        tiles = _cut(lanes_of, lens, np.maximum(begin, ends), split, unsplit, (ends > 0).astype(np.int64))
         if shared:
-            shared.bases[number, found[:, FIRST]] = torch.from_numpy(found[:, PART].copy()).to(whole.device)
-        length, rest = found[:, END] - found[:, BEGIN], found[:, SPLIT] % SPLITS + 1 == found[:, SPLIT] // SPLITS
+            shared.bases[number, tiles[:, FIRST]] = torch.from_numpy(tiles[:, PART].copy()).to(whole.device)
+        length, rest = tiles[:, END] - tiles[:, BEGIN], tiles[:, SPLIT] % SPLITS + 1 == tiles[:, SPLIT] // SPLITS
         longest = np.where(rest, length, split).max(initial=1)
         order = np.argsort(np.where(rest, (longest - length) * CLASSES // longest, -1), kind="stable")
         whole[:HEADER] = 0
-        whole[0] = len(found)
-        whole[HEADER : HEADER + found.size] = torch.from_numpy(found[order].ravel()).to(whole.device)
+        whole[0] = len(tiles)
+        whole[HEADER : HEADER + tiles.size] = torch.from_numpy(tiles[order].ravel()).to(whole.device)
 
 
 def _host(tensor: Tensor) -> Ints:
@@ -126,10 +126,10 @@ def tiles_of(
     part: Ints | int = 0, split: Ints | int = SPLITS,
 ) -> NDArray[np.int32]:  # fmt: skip
     """Return work tiles [n, FIELDS], given their fields, [n] each. By default the keys are not split."""
-    found = np.empty((len(first), FIELDS), np.int32)
+    tiles = np.empty((len(first), FIELDS), np.int32)
     for field, values in enumerate((first, tokens, lanes, position, begin, end, part, split)):
-        found[:, field] = values
-    return found
+        tiles[:, field] = values
+    return tiles
 
 
 plan_decode = Kernel(_twin, "fastgen.kernels.triton.work_tiles:plan_decode")
@@ -159,8 +159,8 @@ def prefill_tiles(chunks: Chunks, window: int, tile_rows: int, block: int) -> ND
     position = (chunks.kv_lens - chunks.query_lens)[owner] + offset
     end = position + tokens
     begin = np.maximum(position - window + 1, 0) // block * block if window else np.zeros_like(end)
-    found = tiles_of(chunks.first[owner] + offset, tokens, chunks.lanes[owner], position, begin, end)
-    return found[np.argsort(begin - end, kind="stable")]
+    tiles = tiles_of(chunks.first[owner] + offset, tokens, chunks.lanes[owner], position, begin, end)
+    return tiles[np.argsort(begin - end, kind="stable")]
 
 
 def list_of(work_tiles: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -167,8 +167,8 @@ def factors_of(config: Any, sizes: Mapping[str, Sequence[int]], given: Collectio
 def _renamed(item: Any) -> Any:
     """Return an item named after its layer in the model, such as "model.layers.0.mlp.up_proj.lora_A.weight"."""
     named = isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)
-    found = _FACTOR.fullmatch(item[0]) if named else None
-    return (f"{text_name(found[1] + '.')}{found[2]}.weight", item[1]) if found else item
+    match = _FACTOR.fullmatch(item[0]) if named else None
+    return (f"{text_name(match[1] + '.')}{match[2]}.weight", item[1]) if match else item
 
 
 def _fields(config: Any) -> dict[str, Any]:
@@ -186,19 +186,19 @@ def _fields(config: Any) -> dict[str, Any]:
 
 def _targeted(config: Mapping[str, Any], layers: Iterable[str]) -> set[str]:
     """Return the layers that the config targets, by the rules of PEFT."""
-    wanted, unwanted = config.get("target_modules", ()), config.get("exclude_modules", ())
+    targets, unwanted = config.get("target_modules", ()), config.get("exclude_modules", ())
     numbers = config.get("layers_to_transform", [])
     numbers = [numbers] if isinstance(numbers, int) else numbers
-    found = set()
+    matches = set()
     for layer in layers:
         number = re.search(r"\.(\d+)\.", layer)
         names = layer, layer.replace("model.", "model.language_model.", 1)  # as inside a model with vision
-        targeted = number is not None if wanted == "all-linear" else any(_names(wanted, name) for name in names)
-        if numbers and not isinstance(wanted, str):
+        targeted = number is not None if targets == "all-linear" else any(_names(targets, name) for name in names)
+        if numbers and not isinstance(targets, str):
             targeted = targeted and number is not None and int(number[1]) in numbers
         if targeted and not any(_names(unwanted, name) for name in names):
-            found.add(layer)
-    return found
+            matches.add(layer)
+    return matches
 
 
 def _names(patterns: str | Collection[str], layer: str) -> bool:

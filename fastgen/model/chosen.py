@@ -40,8 +40,8 @@ class ChosenTokens:
         if totals is None:
             return logits.float().log_softmax(1).gather(1, ids)
         best, log_total = totals[:, :, None]
-        found: Tensor = logits.gather(1, ids).float() - best - log_total
-        return found
+        result: Tensor = logits.gather(1, ids).float() - best - log_total
+        return result
 
 
 def alternatives_of(
@@ -55,11 +55,11 @@ def alternatives_of(
     """
     if ids is None and chosen is None:
         return None
-    found: list[dict[int, float]] = [{} for _ in params]
+    alternatives: list[dict[int, float]] = [{} for _ in params]
     if ids is not None and logprobs is not None:
         rows = zip(params, ids.tolist(), logprobs.tolist(), strict=True)
-        found = [dict(zip(top[: p.logprobs or 0], values, strict=False)) for p, top, values in rows]
+        alternatives = [dict(zip(top[: p.logprobs or 0], values, strict=False)) for p, top, values in rows]
     if chosen is not None:
-        for row, p, values in zip(found, params, chosen.tolist(), strict=True):
+        for row, p, values in zip(alternatives, params, chosen.tolist(), strict=True):
             row.update(zip(map(int, p.logprob_token_ids), values, strict=False))
-    return found
+    return alternatives

@@ -297,22 +297,22 @@ def read_config(folder: Path, quantization: str | None = None) -> ModelConfig:
         if not config.get("quantization_config") and (given := _read_json(folder / file)):
             config["quantization_config"] = {"quant_method": method, **given}
     try:
-        found = _quantized(parse_config(config, generation), method_of(config), quantization)
+        model_config = _quantized(parse_config(config, generation), method_of(config), quantization)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
     except (TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{folder / 'config.json'} has a field of a wrong type ({error!r}); fetch it again") from error
-    return found
+    return model_config
 
 
-def _quantized(found: ModelConfig, method: str | None, wanted: str | None) -> ModelConfig:
+def _quantized(config: ModelConfig, method: str | None, option: str | None) -> ModelConfig:
     """Return the configuration with the quantization that the user wants; see `read_config`. method: quant_method of
     the checkpoint."""
-    fits = not isinstance(found.quantization, Int4) if wanted == "fp8" else wanted in (None, method)
+    fits = not isinstance(config.quantization, Int4) if option == "fp8" else option in (None, method)
     if not fits:
-        held = "is not quantized" if method is None else f"has quant_method={method!r}"
-        raise ValueError(f"quantization is {wanted!r}, and the checkpoint {held}; leave quantization out")
-    return replace(found, quantization=found.quantization or Quantization()) if wanted == "fp8" else found
+        state = "is not quantized" if method is None else f"has quant_method={method!r}"
+        raise ValueError(f"quantization is {option!r}, and the checkpoint {state}; leave quantization out")
+    return replace(config, quantization=config.quantization or Quantization()) if option == "fp8" else config
 
 
 def _quantization(config: dict[str, Any], family: _Family) -> Quantization | None:
@@ -390,12 +390,12 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     samples = generation.get("do_sample", generation.get("temperature") is not None)
     fields = GENERATION_CONFIG if samples else ("repetition_penalty",)
     try:
-        found = {field: _number(generation, field) for field in fields if generation.get(field) is not None}
-        for field, value in found.items():
+        defaults = {field: _number(generation, field) for field in fields if generation.get(field) is not None}
+        for field, value in defaults.items():
             SAMPLING_OPTIONS[field].check(value)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}; correct it, or ignore the file with generation_config=False") from None
-    return {"temperature": 0, **found} if generation.get("do_sample") is False else found
+    return {"temperature": 0, **defaults} if generation.get("do_sample") is False else defaults
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -423,9 +423,9 @@ def _family(config: dict[str, Any]) -> _Family:
 
 def _refuse_foreign(config: dict[str, Any], family: _Family) -> None:
     for field, values in (family.only or {}).items():
-        found = config.get(field)
-        if not set(found if isinstance(found, list) else [found]) <= set(values):
-            raise unsupported(field, found, f"only {' or '.join(values)} is")
+        value = config.get(field)
+        if not set(value if isinstance(value, list) else [value]) <= set(values):
+            raise unsupported(field, value, f"only {' or '.join(values)} is")
     for field in _FOREIGN:
         if config.get(field):
             raise unsupported(field, config[field])

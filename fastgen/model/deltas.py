@@ -107,12 +107,12 @@ class DeltaTarget:
         shard, view = self._shard, self._shard.view.detach()
         if view.dim() == 1 or shard.is_whole or shard.dim == 0:  # a range of the whole tensor's elements
             local = indices - shard.start * (view.shape[1] if view.dim() > 1 else 1)
-            held = (local >= 0) & (local < view.numel())
-            view.view(-1)[local[held]] = values[held].to(view.dtype)
+            inside = (local >= 0) & (local < view.numel())
+            view.view(-1)[local[inside]] = values[inside].to(view.dtype)
             return
         rows, columns = indices // shard.shape[1], indices % shard.shape[1] - shard.start
-        held = (columns >= 0) & (columns < view.shape[1])
-        view[rows[held], columns[held]] = values[held].to(view.dtype)
+        inside = (columns >= 0) & (columns < view.shape[1])
+        view[rows[inside], columns[inside]] = values[inside].to(view.dtype)
 
 
 def delta_targets(shards: Mapping[str, Slice]) -> dict[str, DeltaTarget]:

@@ -64,6 +64,11 @@ class Linear:
 class PackedLinear(Linear, ABC):
     """A linear layer on the CPU whose weight is stored in the order of a library's products; see packed.py."""
 
+    @classmethod
+    @abstractmethod
+    def pack(cls, linear: Linear) -> PackedLinear:
+        """Return a linear layer with its weight packed."""
+
     @abstractmethod
     def unpack(self) -> Linear:
         """Return a linear layer with a plain weight."""

@@ -86,10 +86,10 @@ def find_tokenizer(name: str | Path | None, folder: Path, **options: Any) -> Tok
 
     folder: the model's folder. options: see Tokenizer.
     """
-    found = Tokenizer.find(folder if name is None else resolve(name, weights=False), **options)
-    if name is not None and found is None:
+    tokenizer = Tokenizer.find(folder if name is None else resolve(name, weights=False), **options)
+    if name is not None and tokenizer is None:
         raise ValueError(f"tokenizer is {str(name)!r}, which has no tokenizer files")
-    return found
+    return tokenizer
 
 
 def with_eos_of(tokenizer: Tokenizer | None, config: ModelConfig) -> ModelConfig:
@@ -209,12 +209,12 @@ def follow_head(config: ModelConfig, folder: Path) -> ModelConfig:
     if not config.tied:
         return config
     names = {HEAD, EMBEDDING, EMBEDDING.removeprefix("model.")}
-    found = {text_name(name): file.get_tensor(name) for _, file, name in _entries(folder, names)}
-    if len(found) < 2 or HEAD not in found:
+    tensors = {text_name(name): file.get_tensor(name) for _, file, name in _entries(folder, names)}
+    if len(tensors) < 2 or HEAD not in tensors:
         return config
     from fastgen.model.tied import are_equal  # few files have both
 
-    if are_equal(*found.values()):
+    if are_equal(*tensors.values()):
         return config
     log.warning(
         "%s: config.json has tie_word_embeddings=true, and the weights have a head that is not the embedding; it is "
@@ -228,8 +228,8 @@ def scale_dtype(folder: Path, suffix: str) -> str:
     """Return the dtype of a checkpoint's scales, whose names end in `suffix`: float32 if they do not share one of 2
     bytes."""
     entries = ((file, name) for _, file, name in _entries(folder) if name.endswith("." + suffix))
-    found = {file.get_slice(name).get_dtype() for file, name in entries}
-    return {("F16",): "float16", ("BF16",): "bfloat16"}.get(tuple(found), "float32")
+    dtypes = {file.get_slice(name).get_dtype() for file, name in entries}
+    return {("F16",): "float16", ("BF16",): "bfloat16"}.get(tuple(dtypes), "float32")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -251,11 +251,11 @@ def _entries(folder: Path, some: Collection[str] | None = None) -> Iterator[tupl
     _check_present(files, folder)
     for path, names in files.items():
         with _open(path) as file:
-            held = set(file.keys())
-            wanted = held if names is None else names
-            if lacking := wanted - held:
+            stored_names = set(file.keys())
+            selection = stored_names if names is None else names
+            if lacking := selection - stored_names:
                 raise ValueError(f"{path} lacks the tensor {min(lacking)!r} that {_INDEX} places there")
-            for name in sorted(name for name in wanted if some is None or text_name(name) in some):
+            for name in sorted(name for name in selection if some is None or text_name(name) in some):
                 yield path, file, name
 
 

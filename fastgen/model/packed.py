@@ -9,7 +9,6 @@ bfloat16 with AMX they are oneDNN's, and not deterministic.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -72,13 +71,7 @@ class OneDnnGatedLinear(PackedLinear):
         return Linear(torch.cat((self.gate.to_dense(), self.up.to_dense())), self.bias)
 
 
-class Packing(Protocol):
-    """A class of packed layers."""
-
-    def pack(self, linear: Linear) -> Linear: ...
-
-
-def packing(dtype: torch.dtype) -> Packing | None:
+def packing(dtype: torch.dtype) -> type[PackedLinear] | None:
     """Return the class of packed layers for a dtype on this processor, or None if none has been tested on it. The
     modules for Intel's processors load on these only."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):

@@ -26,13 +26,13 @@ def parse_quantization(config: dict[str, Any], gated: bool = True) -> Quantizati
         return None
     if method not in _METHODS:
         raise _unsupported("quantization_config.quant_method", method, *_METHODS)
-    found = _METHODS[method](given)
-    if isinstance(found, Int4):
+    quantization = _METHODS[method](given)
+    if isinstance(quantization, Int4):
         _check_modules(given.get("modules_in_block_to_quantize"), gated)
     has_head = method == "compressed-tensors" and not config.get("tie_word_embeddings")
-    if isinstance(found, Int4) and has_head and found.covers("lm_head"):
+    if isinstance(quantization, Int4) and has_head and quantization.covers("lm_head"):
         raise ValueError(f"ignore={given.get('ignore')!r} lacks lm_head, and fastgen runs no head in int4")
-    return found
+    return quantization
 
 
 def _need(given: dict[str, Any], field: str, *values: Any, name: str = "") -> Any:
@@ -128,7 +128,7 @@ def _gptq(given: dict[str, Any]) -> Int4:
     _need(given, "is_marlin_format", None, False)
     layouts = "gptq", "gptq_v2"
     formats = [_need(given, field, None, *layouts) for field in ("checkpoint_format", "format")]
-    layout = next((found for found in formats if found), "gptq")
+    layout = next((form for form in formats if form), "gptq")
     ignored = []
     for pattern, changed in (given.get("dynamic") or {}).items():
         if pattern.startswith("-:"):

@@ -226,9 +226,9 @@ class LaneState:
     def _count(self, starts: Sequence[LaneStart]) -> None:
         """Rebuild the penalty counts of these lanes from their tokens."""
         device = self.last_token.device
-        known = [np.array(s.token_ids, dtype=np.int64) + s.lane * self.vocab_size for s in starts]
-        prompts = np.concatenate([tokens[: s.prompt_len] for tokens, s in zip(known, starts, strict=True)])
-        outputs = np.concatenate([tokens[s.prompt_len :] for tokens, s in zip(known, starts, strict=True)])
+        token_ids = [np.array(s.token_ids, dtype=np.int64) + s.lane * self.vocab_size for s in starts]
+        prompts = np.concatenate([tokens[: s.prompt_len] for tokens, s in zip(token_ids, starts, strict=True)])
+        outputs = np.concatenate([tokens[s.prompt_len :] for tokens, s in zip(token_ids, starts, strict=True)])
         uploaded = upload(np.concatenate((np.array([s.lane for s in starts]), prompts, outputs)), device)
         lanes, cells = uploaded[: len(starts)], uploaded[len(starts) :]
         prompt, output = cells[: len(prompts)], cells[len(prompts) :]
@@ -340,8 +340,8 @@ def _draw(
     noise = gumbel(rows.seed, rows.sample_index, positions, edited.shape[1])
     scores += noise.masked_fill_(greedy, 0.0) if plan.greedy else noise
     tokens = scores.argmax(1, keepdim=True)
-    found = torch.cat((logprobs.gather(1, tokens), untruncated.gather(1, tokens)), dim=1)
-    return tokens, found.masked_fill(greedy, 0.0), kept
+    values = torch.cat((logprobs.gather(1, tokens), untruncated.gather(1, tokens)), dim=1)
+    return tokens, values.masked_fill(greedy, 0.0), kept
 
 
 def _truncate(edited: Tensor, best: Tensor, rows: _Rows, plan: SamplePlan) -> Tensor | None:
@@ -371,8 +371,8 @@ def _likeliest(edited: Tensor, best: Tensor, rows: _Rows, temperature: Tensor, m
     likeliest = edited.gather(1, ids_of_keys(ranked, vocab))
     count = rows.top_k.clamp(max=width)
     within = torch.arange(width, device=keys.device) < count
-    held = ((likeliest - best) / temperature).exp().double().mul_(within).cumsum_(1)
-    short = (held < held[:, -1:] * rows.top_p).sum(1, keepdim=True)  # this many tokens hold less than top_p together
+    mass = ((likeliest - best) / temperature).exp().double().mul_(within).cumsum_(1)
+    short = (mass < mass[:, -1:] * rows.top_p).sum(1, keepdim=True)  # this many tokens hold less than top_p together
     count = torch.where(rows.top_p < 1, torch.minimum(short + 1, count), count)
     everything = (rows.top_k >= vocab) & (rows.top_p >= 1)  # its count is wrong where width < vocab
     cut = (keys >= ranked.gather(1, count - 1)).logical_and_(edited >= best - REACH * temperature)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fastgen.model.deltas import DELTA, Delta
 from fastgen.model.tied import Tie
-from fastgen.model.weights import LISTED, UNEXPECTED, Shard, TensorMatcher, shard_of, text_name
+from fastgen.model.weights import UNEXPECTED, Shard, TensorMatcher, shard_of, text_name
+from fastgen.names import MAX_FAULTS
 
 
 class WeightUpdate:
@@ -72,18 +73,18 @@ class WeightUpdate:
                 if name.endswith(DELTA):
                     name = name.removesuffix(DELTA)
                     shape, dtype = self._check_delta(name, tensor)
-                known = matcher.find(name, shape, dtype) is not None
+                has_shard = matcher.find(name, shape, dtype) is not None
             except ValueError as error:
                 if str(error) not in faults:  # a thousand items without a name have the same fault
                     faults.append(str(error))
                 continue
             finally:
                 del item
-            if known:
+            if has_shard:
                 self.names.append(name)
                 yield travels, tensor
             del tensor
-        complete: list[Callable[[], None]] = [] if self.partial else [partial(matcher.check_complete, LISTED)]
+        complete: list[Callable[[], None]] = [] if self.partial else [partial(matcher.check_complete, MAX_FAULTS)]
         for check in (*complete, matcher.check_names):
             try:
                 check()
@@ -92,8 +93,8 @@ class WeightUpdate:
         if self.partial and not self.names and not faults:
             faults.append("no tensors are given")
         if faults:
-            more = [f"and {len(faults) - LISTED} more"] if len(faults) > LISTED else []
-            raise ValueError("\n  ".join(["the weights do not fit the model:", *faults[:LISTED], *more]))
+            more = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
+            raise ValueError("\n  ".join(["the weights do not fit the model:", *faults[:MAX_FAULTS], *more]))
 
     def _check_delta(self, name: str, packed: Tensor) -> tuple[Sequence[int], torch.dtype]:
         """Check a delta of the model's weight. Return the shape of the weight, and a dtype that it takes; those of the

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fastgen.kernels.fp8_pages import E4M3
 
-LISTED = 20  # maximum number of names or faults that an error lists
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 """Supported dtypes of weights, by their names in safetensors files."""
 Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -75,13 +74,13 @@ class Shard:
     parts: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        held = tuple(self.view.shape)
-        if held == self.shape or not self.shape:
+        sizes = tuple(self.view.shape)
+        if sizes == self.shape or not self.shape:
             assert self.start == 0
             return
         assert self.dim in (0, 1)
-        assert 0 <= self.start <= self.start + held[self.dim] <= self.shape[self.dim]
-        assert held == (*self.shape[: self.dim], held[self.dim], *self.shape[self.dim + 1 :])
+        assert 0 <= self.start <= self.start + sizes[self.dim] <= self.shape[self.dim]
+        assert sizes == (*self.shape[: self.dim], sizes[self.dim], *self.shape[self.dim + 1 :])
 
     @classmethod
     def whole(cls, view: Tensor) -> Shard:
@@ -97,8 +96,8 @@ class Shard:
         if self.is_whole:
             return tensor
         parts = self.parts or ((self.start, self.view.shape[self.dim]),)
-        found = [tensor.narrow(self.dim, start, size) for start, size in parts]
-        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+        slices = [tensor.narrow(self.dim, start, size) for start, size in parts]
+        return slices[0] if len(slices) == 1 else torch.cat(slices, self.dim)
 
     def separated(self) -> Iterator[Shard]:
         """Yield shards of one slice each, which are views of a whole tensor."""
@@ -153,10 +152,10 @@ class Shard:
         from fastgen.kernels.fp8 import quantize_weight  # only for weights in fp8
 
         for piece, rows in self.pieces(part, QUANTIZED_BYTES):  # quantizing takes several times the memory
-            found = quantize_weight(rows.to(device), self.scales.dim() > 1)
-            piece.view.copy_(found.values)
+            result = quantize_weight(rows.to(device), self.scales.dim() > 1)
+            piece.view.copy_(result.values)
             assert piece.scales is not None
-            piece.scales.copy_(found.scales)
+            piece.scales.copy_(result.scales)
 
 
 def text_name(name: str) -> str:
@@ -176,7 +175,7 @@ def known_name(name: str, targets: Mapping[str, Shard]) -> str | None:
     plain = ".".join(part for part in name.split(".") if part not in WRAPPING)
     if shard_of(plain, targets) is not None:
         return plain
-    return next((known for known in targets if f".{plain}".endswith(f".{known}") or known.endswith(f".{plain}")), None)
+    return next((each for each in targets if f".{plain}".endswith(f".{each}") or each.endswith(f".{plain}")), None)
 
 
 class TensorMatcher:
@@ -216,8 +215,8 @@ class TensorMatcher:
         if not shard.takes(dtype):
             supported = "bfloat16, float16, float32 and float64 weights are supported"
             if dtype in FLOATS.values():
-                held = "fp8" if shard.view.dtype == E4M3 else "words of int32"
-                supported = f"quantization_config says that it is in {held}"
+                form = "fp8" if shard.view.dtype == E4M3 else "words of int32"
+                supported = f"quantization_config says that it is in {form}"
             raise ValueError(f"tensor {name!r} is {dtype}; {supported}")
         return shard
 

@@ -221,12 +221,12 @@ class SideStream:
         cuda_driver.call("cuMemcpyAsync", target, source, size, self._handle)
 
     def write(self, address: int, value: int) -> None:
-        """Set a flag, after all copies made so far."""
-        cuda_driver.call("cuStreamWriteValue32_v2", self._handle, address, value, 0)
+        """Set a flag, after all copies made so far and a memory barrier, which flags of 0 add."""
+        cuda_driver.call("cuStreamWriteValue32", self._handle, address, value, 0)
 
     def wait(self, address: int, value: int) -> None:
         """Wait until a flag is `value`, or has passed it by less than 2 ** 31."""
-        cuda_driver.call("cuStreamWaitValue32_v2", self._handle, address, value, 0)
+        cuda_driver.call("cuStreamWaitValue32", self._handle, address, value, 0)
 
     def launch(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function; its launches go to this stream."""

@@ -14,7 +14,7 @@ from fastgen.kernels.batch_invariant import UNFUSED, Fused
 from fastgen.kernels.norm import BranchEnd, RMSNorm
 
 
-class Linear(Protocol):
+class LinearLayer(Protocol):
     """The part of a linear layer that a residual stream uses; see `fastgen.model.linear`."""
 
     def apply(
@@ -38,10 +38,10 @@ class Residual(Protocol):
     def __len__(self) -> int:
         """Return the number of tokens T."""
 
-    def project(self, linear: Linear, norm: RMSNorm | None, fused: Fused = UNFUSED) -> Tensor:
+    def project(self, linear: LinearLayer, norm: RMSNorm | None, fused: Fused = UNFUSED) -> Tensor:
         """Return the output of a linear layer for the normed stream; for the stream itself if norm is None."""
 
-    def apply(self, linear: Linear, x: Tensor, following: RMSNorm | None, end: BranchEnd | None = None) -> None:
+    def apply(self, linear: LinearLayer, x: Tensor, following: RMSNorm | None, end: BranchEnd | None = None) -> None:
         """Add the output of a linear layer for x, summed over the ranks, to the stream. following: the norm that comes
         next, or None. end: the operations on the sum before it is added; None: nothing, so that the product adds it."""
 
@@ -63,11 +63,11 @@ class ReplicatedResidual:
     def __len__(self) -> int:
         return len(self._x)
 
-    def project(self, linear: Linear, norm: RMSNorm | None, fused: Fused = UNFUSED) -> Tensor:
+    def project(self, linear: LinearLayer, norm: RMSNorm | None, fused: Fused = UNFUSED) -> Tensor:
         delta, self._delta = self._delta, None
         return linear.apply(self._x, fused, norm, delta)
 
-    def apply(self, linear: Linear, x: Tensor, following: RMSNorm | None, end: BranchEnd | None = None) -> None:
+    def apply(self, linear: LinearLayer, x: Tensor, following: RMSNorm | None, end: BranchEnd | None = None) -> None:
         if end is not None:
             self._x.add_(end.apply(self._group.sum(linear.apply(x))))
         elif self._group.size == 1:

@@ -11,7 +11,7 @@ from fastgen.kernels.batch_invariant import UNFUSED, Fused
 from fastgen.kernels.norm import BranchEnd, RMSNorm
 from fastgen.parallel.group import Group
 from fastgen.parallel.overlap import Exchange, PendingGather
-from fastgen.parallel.residual import Linear
+from fastgen.parallel.residual import LinearLayer
 
 
 class ShardedResidual:
@@ -30,12 +30,12 @@ class ShardedResidual:
     def __len__(self) -> int:
         return self._count
 
-    def project(self, linear: Linear, norm: RMSNorm | None, fused: Fused = UNFUSED) -> Tensor:
+    def project(self, linear: LinearLayer, norm: RMSNorm | None, fused: Fused = UNFUSED) -> Tensor:
         """Return the output of a linear layer for the normed stream. `norm` is ignored: the preceding `apply` has been
         given it as `following`, and has applied it."""
         return linear.apply(self.whole(), fused)
 
-    def apply(self, linear: Linear, x: Tensor, following: RMSNorm | None, end: BranchEnd | None = None) -> None:
+    def apply(self, linear: LinearLayer, x: Tensor, following: RMSNorm | None, end: BranchEnd | None = None) -> None:
         """Add the output of a linear layer for x, summed over the ranks, to the stream. following: the norm that comes
         next; None if `whole` comes next. end: None, since a model with such ends has no exchange."""
         assert end is None

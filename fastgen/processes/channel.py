@@ -205,7 +205,7 @@ class Peers:
 
     def _take(self, rank: int, message: Any) -> None:
         if message is None:
-            if self._closing or any(known == rank for known, _ in self.failures):
+            if self._closing or any(failed_rank == rank for failed_rank, _ in self.failures):
                 return
             message = Failed(None)
         if isinstance(message, Failed):

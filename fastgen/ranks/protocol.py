@@ -352,16 +352,16 @@ class Leader(Rank):
     def _gather(self, kind: type[Invoke | Result], number: int) -> dict[int, Any]:
         """Wait for every follower's message of this kind and number. Skip other messages, which an interrupted RPC may
         have left."""
-        found: dict[int, Any] = {}
-        while len(found) < len(self._peers):
+        messages: dict[int, Any] = {}
+        while len(messages) < len(self._peers):
             rank, message = self._peers.receive()
             if isinstance(message, Failed):
                 raise self._fail(DepartedError())
             if message is Signal.CLOSING:
                 raise self._fail(error_of(rank, Failed(None)))
             if isinstance(message, kind) and message.number == number:
-                found[rank] = message
-        return found
+                messages[rank] = message
+        return messages
 
     def check_all(self) -> None:
         """Raise an error if any rank has failed, or if this one is closed."""
@@ -370,9 +370,9 @@ class Leader(Rank):
             raise self._fail(DepartedError())
 
     def _fail(self, error: BaseException) -> BaseException:
-        found = self._peers.first_failure(CAUSE_SECONDS) if isinstance(error, DepartedError) else None
-        if found is not None:
-            error = error_of(*found, self._spawned)
+        failure = self._peers.first_failure(CAUSE_SECONDS) if isinstance(error, DepartedError) else None
+        if failure is not None:
+            error = error_of(*failure, self._spawned)
         self._failure = f"{type(error).__name__}: {error}"
         self._peers.send(Failed(portable(error)))
         self._group.leave()
@@ -497,8 +497,8 @@ class Follower(Rank):
         self._peers.send(Failed.of(error))
         self._group.leave()
         if isinstance(error, DepartedError):
-            found = self._peers.first_failure(CAUSE_SECONDS_OF_FOLLOWER)
-            error = error if found is None else error_of(*found)
+            failure = self._peers.first_failure(CAUSE_SECONDS_OF_FOLLOWER)
+            error = error if failure is None else error_of(*failure)
         self._failure = f"{type(error).__name__}: {error}"
         return error
 

@@ -37,27 +37,27 @@ def samples_of(body: Json) -> int:
     return int((body["params"] or {}).get("n", 1))
 
 
-def completion_of(found: Json) -> Completion:
+def completion_of(fields: Json) -> Completion:
     """Return the completion described by JSON."""
-    completion = Completion(**found)
+    completion = Completion(**fields)
     _restore(completion)
     return completion
 
 
-def event_of(found: Json, id: str | int) -> Event:
+def event_of(fields: Json, id: str | int) -> Event:
     """Return the event described by JSON, with another id."""
-    event = Event(**{**found, "id": id})
+    event = Event(**{**fields, "id": id})
     _restore(event)
     event.prompt_top_logprobs = with_ids(event.prompt_top_logprobs)
     return event
 
 
-def output_of(found: Json, id: str | int) -> RequestOutput:
+def output_of(fields: Json, id: str | int) -> RequestOutput:
     """Return the output described by JSON, with another id."""
-    output = RequestOutput(**{**found, "id": id})
-    output.completions = [completion_of(each) for each in found["completions"]]
+    output = RequestOutput(**{**fields, "id": id})
+    output.completions = [completion_of(each) for each in fields["completions"]]
     output.prompt_top_logprobs = with_ids(output.prompt_top_logprobs)
-    output.timings = Timings(**found["timings"])
+    output.timings = Timings(**fields["timings"])
     return output
 
 

@@ -77,8 +77,8 @@ class RemoteEngine:
         return self._sender.update(update)
 
     def state(self) -> WeightStatus:
-        found = self._client.get("/weight_version")
-        return WeightStatus(weight_version=found["weight_version"], torn=found["torn"])
+        body = self._client.get("/weight_version")
+        return WeightStatus(weight_version=body["weight_version"], torn=body["torn"])
 
     def fleet_seed(self) -> int:
         """Return a number that the engine has given to no other client."""

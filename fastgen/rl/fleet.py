@@ -70,24 +70,24 @@ class Fleet:
         """Return a seed that no other client of these engines has. Each engine adds a number, in the order of their
         addresses, so that clients that begin at the same time, or do not reach all engines, differ."""
         serving = sorted((member for member in self.members if member.serves), key=lambda member: member.url)
-        found = of_each(serving, lambda member: member.engine.fleet_seed()).values()
-        seeds = [seed for seed in found if isinstance(seed, int)]
-        for error in found:
+        answers = of_each(serving, lambda member: member.engine.fleet_seed()).values()
+        seeds = [seed for seed in answers if isinstance(seed, int)]
+        for error in answers:
             if isinstance(error, Exception) and (not seeds or not isinstance(error, LOST)):
                 raise error
         return repr(seeds).encode()
 
     def generate(self, body: Json, connections: Connections, is_aborted: Callable[[], bool]) -> Json | None:
         def generate(turn: Turn) -> Json | None:
-            found = turn.member.engine.generate(body, connections, is_aborted)
+            output = turn.member.engine.generate(body, connections, is_aborted)
             resumed = len((body.get("resume") or {"token_ids": ()})["token_ids"])
-            for completion in found["completions"] if found else ():
+            for completion in output["completions"] if output else ():
                 if completion["finish_reason"] == "abort" and not is_aborted():
                     turn.check_kept()
                 for version, _, end in completion["weight_versions"][-1:]:
                     if end > resumed:
                         turn.check(version)
-            return found
+            return output
 
         return self.members.ask_any(generate, prefix_keys(body["prompt"]), samples_of(body), connections)
 
@@ -150,9 +150,9 @@ class Fleet:
                 finally:
                     gathering.leave(senders[member])
 
-            found, copies = of_each(taking, send, gathering.run), gathering.copies
+            results, copies = of_each(taking, send, gathering.run), gathering.copies
             copy = None if copies is None else replace(update, source=list(copies.items()))
-            return members.settle(found, update, copy)
+            return members.settle(results, update, copy)
 
     def weight_version(self) -> int:
         """Return the version of the weights of all engines that serve."""

@@ -78,10 +78,10 @@ class ServerClient:
             if response.status != 200:
                 self._fail(response.status, response.read().decode())
             while line := response.readline():
-                found = json.loads(line)
-                if "status" in found:  # the error of a request that failed after its beginning
-                    self._fail(found["status"], line.decode())
-                yield found
+                value = json.loads(line)
+                if "status" in value:  # the error of a request that failed after its beginning
+                    self._fail(value["status"], line.decode())
+                yield value
 
     def await_ready(self) -> None:
         """Wait until the model is loaded, the first time; log what it waits for. A server that does not listen yet is
@@ -122,8 +122,8 @@ class ServerClient:
         status, text = self._exchange(method, path, data, connections)
         if status != 200:
             self._fail(status, text)
-        found: Json = json.loads(text)
-        return found
+        body: Json = json.loads(text)
+        return body
 
     def _exchange(
         self, method: str, path: str, data: str | None = None, connections: set[HTTPConnection] | None = None

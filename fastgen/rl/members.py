@@ -204,19 +204,19 @@ class Members:
     def _find(self) -> None:
         """Add the engines at the given addresses. The address of replicas lists the addresses of its engines, which
         change when Ray replaces one."""
-        urls, known = list[str](), [member.url for member in self._members]
+        urls, old_urls = list[str](), [member.url for member in self._members]
         for url, client in self._given.items():
             listed = tried(client.get, "/engines")
             if not isinstance(listed, Exception):
                 urls += listed["urls"]
-            elif isinstance(listed, LOST) and known and url not in known:  # replicas, whose address does not answer
-                urls += known
+            elif isinstance(listed, LOST) and old_urls and url not in old_urls:  # replicas, whose address is dead
+                urls += old_urls
             else:
                 urls.append(url)
         with self._changed:
             gone = [member for member in self._members if not member.serves and member.url not in urls]
             for url in dict.fromkeys(urls):
-                if url not in known:
+                if url not in old_urls:
                     if gone:  # one that has ended stays until another one takes its place, since it is looked for
                         self._members.remove(gone.pop())
                     self._members.append(Member(self._made, url, RemoteEngine(url, self._options)))
@@ -298,13 +298,13 @@ class Members:
         self.begin()
         with self._changed:
             serving = self._serving()
-        found = of_each(serving, lambda member: call(member.engine))
-        for member, result in found.items():
+        answers = of_each(serving, lambda member: call(member.engine))
+        for member, result in answers.items():
             if isinstance(result, LOST):
                 self._lose(member, result)
             elif isinstance(result, Exception):
                 raise result
-        results = [result for result in found.values() if not isinstance(result, Exception)]
+        results = [result for result in answers.values() if not isinstance(result, Exception)]
         if not results:
             raise self._nobody()
         return results
@@ -387,8 +387,8 @@ class Members:
             self._closed = True
             self._changed.notify_all()
         with self.updates:
-            found = of_each(self._members, lambda member: member.engine.close())
-        for error in found.values():
+            results = of_each(self._members, lambda member: member.engine.close())
+        for error in results.values():
             if isinstance(error, Exception) and not isinstance(error, LOST):
                 raise error
 

@@ -24,6 +24,7 @@ from typing import Any
 from fastgen.engine.outputs import error_output
 from fastgen.engine.prompts import pair_scores, params_list, prompt_list, request_source
 from fastgen.engine.stats import with_progress
+from fastgen.engine.weight_state import check_tags
 from fastgen.names import explains_names
 from fastgen.option import takes_fields_of
 from fastgen.request import Event, Params, Prompt, Request, RequestOutput
@@ -35,7 +36,6 @@ from fastgen.rl.options import RemoteGeneratorOptions as RemoteGeneratorOptions
 from fastgen.rl.weights import ADAPTER, WEIGHTS, RemoteUpdate, tensors_of
 
 SCORED = 64  # maximum number of sequences that one request to /score has, since nothing is reported during one
-TAGS = ("weights", "kv_cache")
 _END: Any = object()  # marks the end of an iterable
 
 
@@ -73,10 +73,10 @@ class RemoteGenerator:
         self._calls.add(call)
         try:
             with closing(self._serve(iter(requests), call)) as outputs:
-                found = {output.id: output for output in with_progress(outputs, len(many), progress)}
+                by_number = {output.id: output for output in with_progress(outputs, len(many), progress)}
         finally:
             self._calls.discard(call)
-        return [found[number] for number in range(len(many))]
+        return [by_number[number] for number in range(len(many))]
 
     def stream(
         self, requests: Prompt | Iterable[Request | Prompt | None], params: Params = None
@@ -127,10 +127,10 @@ class RemoteGenerator:
         request = sent.request
         assert request.id is not None
         try:
-            body, found = self._engines.seeded(body_of(request), sent.number, connections), None
+            body, output = self._engines.seeded(body_of(request), sent.number, connections), None
             if not sent.aborted:  # which may change while an engine is waited for
-                found = self._engines.generate({**body, "id": sent.key}, connections, lambda: sent.aborted)
-            return unsent_output(request, samples_of(body)) if found is None else output_of(found, request.id)
+                output = self._engines.generate({**body, "id": sent.key}, connections, lambda: sent.aborted)
+            return unsent_output(request, samples_of(body)) if output is None else output_of(output, request.id)
         except (ValueError, TypeError) as error:
             return error_output(request.id, error)
 
@@ -142,11 +142,11 @@ class RemoteGenerator:
         ids: those of Requests that run; other ids are skipped. None: all requests of this object. Prompts of `generate`
         that were not sent yet then get completions without tokens, and a `stream` goes on with its next request.
         """
-        wanted = None if ids is None else {ids} if isinstance(ids, str | int) else set(ids)
-        if wanted is None:
+        selection = None if ids is None else {ids} if isinstance(ids, str | int) else set(ids)
+        if selection is None:
             for call in list(self._calls):
                 call.aborted = True
-        sent = [each for each in list(self._sent.values()) if wanted is None or each.request.id in wanted]
+        sent = [each for each in list(self._sent.values()) if selection is None or each.request.id in selection]
         for each in sent:
             each.aborted = True
         while left := [each for each in sent if not each.future.done()]:
@@ -165,8 +165,8 @@ class RemoteGenerator:
 
     def _events(self, body: Json, id: str | int) -> PyGenerator[Event, None, None]:
         with closing(self._engines.lines(body)) as lines:
-            for found in lines:
-                yield event_of(found, id)
+            for event in lines:
+                yield event_of(event, id)
 
     def score(
         self, sequences: Iterable[Prompt], start: int | Sequence[int] = 0, temperature: float = 1.0
@@ -236,12 +236,12 @@ class RemoteGenerator:
 
     def sleep(self, tags: str | Iterable[str] | None = None, keep_weights: bool = True) -> int:
         """Give device memory back, and return the number of bytes; see `Generator.sleep`."""
-        answers = self._engines.post("/sleep", {"tags": _tags(tags), "keep_weights": keep_weights})
+        answers = self._engines.post("/sleep", {"tags": sorted(check_tags(tags)), "keep_weights": keep_weights})
         return sum(answer["freed"] for answer in answers)
 
     def wake(self, tags: str | Iterable[str] | None = None) -> None:
         """Take back the memory that `sleep` gave back."""
-        self._engines.post("/wake", {"tags": _tags(tags)})
+        self._engines.post("/wake", {"tags": sorted(check_tags(tags))})
 
     def close(self) -> None:
         """Close the weight group, so that another program may open one. The server continues."""
@@ -272,13 +272,3 @@ class _Sent:
     number: int
     aborted: bool
     future: Future[RequestOutput] = field(init=False)
-
-
-def _tags(tags: str | Iterable[str] | None) -> list[str]:
-    """Return the parts of the memory to put to sleep; None: all. Raises ValueError for an unknown one, since a fleet
-    notes them before an engine refuses them."""
-    wanted = list(TAGS if tags is None else [tags] if isinstance(tags, str) else tags)
-    if unknown := set(wanted).difference(TAGS):
-        there = " and ".join(map(repr, TAGS))
-        raise ValueError(f"tags has {', '.join(sorted(map(repr, unknown)))}; there are {there}")
-    return wanted

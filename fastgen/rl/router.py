@@ -88,6 +88,6 @@ class Router:
     def _holders(self, keys: Sequence[int], engines: Collection[int]) -> list[int]:
         """Return those engines that had the longest beginning of a prompt that any of them had."""
         for key in reversed(keys):
-            if found := [engine for engine in engines if engine in self._places.get(key, ())]:
-                return found
+            if holders := [engine for engine in engines if engine in self._places.get(key, ())]:
+                return holders
         return []

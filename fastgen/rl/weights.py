@@ -128,11 +128,11 @@ class WeightSender:
             seconds, bucket_bytes = self._options.timeout, self._options.bucket_bytes
             limits = {"timeout": seconds, "bucket_bytes": bucket_bytes}
             body = {"backend": self._options.backend, "gpu": gpu_id(device), "replace": self._replace_group, **limits}
-            found = self._client.post("/init_weight_group", body)
+            group = self._client.post("/init_weight_group", body)
             self._replace_group = True  # from now on, the group belongs to this object
-            self._key = found["group"]
-            address = self._client.host, found["port"]
-            self._wire = connect(address, found["group"], found["backend"], device, seconds, bucket_bytes)
+            self._key = group["group"]
+            address = self._client.host, group["port"]
+            self._wire = connect(address, group["group"], group["backend"], device, seconds, bucket_bytes)
         return self._wire
 
     def close(self) -> None:

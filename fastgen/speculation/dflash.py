@@ -169,12 +169,12 @@ class DFlash(LayeredHead):
     def _draw_in_turn(self, logits: Tensor, lanes: Tensor, positions: Tensor, rows: Tensor, matrix: Linear) -> Tensor:
         """Return drafts, int64 [S, D], from logits [S, D, V] and those that the token before each of them adds. rows,
         matrix: the Markov head."""
-        last, found = self._lanes.state.last_token[lanes], list[Tensor]()
+        last, drafts = self._lanes.state.last_token[lanes], list[Tensor]()
         for number in range(logits.shape[1]):
             added = matrix.apply(F.embedding(last, rows), LOGITS)
             last = self.draw(logits[:, number] + added, lanes, positions[:, number])
-            found.append(last)
-        return torch.stack(found, 1)
+            drafts.append(last)
+        return torch.stack(drafts, 1)
 
     @property
     def linears(self) -> Iterable[tuple[Linear, Fused]]:

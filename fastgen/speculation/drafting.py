@@ -82,7 +82,7 @@ def weights_of(config: HeadConfig, target: Parameters, context: int, determinist
 class Drafting(StepFeature[DraftPlan]):
     """The drafts of the lanes, and the rows that a speculative step makes of them (see RowSource)."""
 
-    alone = False
+    reads_early = False
 
     def __init__(self, options: Speculation, config: EngineConfig, lanes: Lanes, page_size: int, samples: bool) -> None:
         self.options, self._config = options, config
@@ -133,8 +133,8 @@ class Drafting(StepFeature[DraftPlan]):
         the CPU, where each row takes time."""
         drafts, lanes, count = self._drafts, self._lanes.input.lanes[:size], self.options.row_limit(size)
         if exact and self._device.type == "cpu":
-            wanted = torch.minimum(drafts.most, drafts.counts + 1)[lanes]
-            count = min(int(wanted.sum()), self.options.max_rows)
+            demand = torch.minimum(drafts.most, drafts.counts + 1)[lanes]
+            count = min(int(demand.sum()), self.options.max_rows)
         rows, own = self._rows.first(count), self._lanes
         spread(lanes, drafts, own.state.last_token, own.kv_lens, own.page_table, rows, self._page_size)
         return rows

@@ -80,13 +80,13 @@ class EagleWeights(LayeredWeights):
                        "self_attn.v_proj": kv_heads},
             self.gate_up: {"mlp.gate_proj": inner, "mlp.up_proj": inner},
         }  # fmt: skip
-        found = {"fc": self.fc.weight, "self_attn.o_proj": self.o.weight, "mlp.down_proj": self.down.weight}
+        tensors = {"fc": self.fc.weight, "self_attn.o_proj": self.o.weight, "mlp.down_proj": self.down.weight}
         for linear, rows in stacked.items():
-            found |= dict(zip(rows, torch.split(linear.weight, list(rows.values())), strict=True))
-        found |= {name: norm.weight for name, norm in self.norms.items()}
+            tensors |= dict(zip(rows, torch.split(linear.weight, list(rows.values())), strict=True))
+        tensors |= {name: norm.weight for name, norm in self.norms.items()}
         if self.lm_head is not None:
-            found["lm_head"] = self.lm_head.weight
-        return {f"{name}.weight": Shard.whole(weight) for name, weight in found.items()}
+            tensors["lm_head"] = self.lm_head.weight
+        return {f"{name}.weight": Shard.whole(weight) for name, weight in tensors.items()}
 
     def finish(self) -> None:
         """Nothing is made of the weights."""

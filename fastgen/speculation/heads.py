@@ -150,12 +150,12 @@ def read_head(folder: Path, target: ModelConfig) -> HeadConfig:
     try:
         if (folder / "mask_embedding.pt").exists():
             raise ValueError("mask_embedding.pt, an embedding of the mask token, is not supported")
-        found = parse_head(config, folder, target)
+        head_config = parse_head(config, folder, target)
     except ValueError as error:
         raise ValueError(f"speculate: {path}: {error}") from error
     except (TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"speculate: {path} has a field of a wrong type or lacks one ({error!r})") from error
-    return found
+    return head_config
 
 
 def parse_head(config: dict[str, Any], folder: Path, target: ModelConfig) -> HeadConfig:
@@ -163,9 +163,9 @@ def parse_head(config: dict[str, Any], folder: Path, target: ModelConfig) -> Hea
     if "medusa_num_heads" in config:
         return MedusaConfig(folder, _integer(config, "medusa_num_heads"), _integer(config, "medusa_num_layers"))
     kind = str(config.get("speculators_model_type") or (config.get("architectures") or [""])[0])
-    found = (parse_eagle if "eagle3" in kind.lower() else parse_dflash)(config, folder, target)
-    _check_fit(found.layers, found.features, target)
-    return found
+    head_config = (parse_eagle if "eagle3" in kind.lower() else parse_dflash)(config, folder, target)
+    _check_fit(head_config.layers, head_config.features, target)
+    return head_config
 
 
 def parse_dflash(config: dict[str, Any], folder: Path, target: ModelConfig) -> DFlashConfig:
@@ -187,8 +187,8 @@ def parse_dflash(config: dict[str, Any], folder: Path, target: ModelConfig) -> D
             raise unsupported(name, fields[name])
     vocab = _integer(fields, "draft_vocab_size") if fields.get("draft_vocab_size") else target.vocab_size
     sizes = {"vocab_size": target.vocab_size, "tie_word_embeddings": True}
-    found = parse_config({**layers, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **sizes})
-    if any(found.windows):
+    layer_config = parse_config({**layers, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **sizes})
+    if any(layer_config.windows):
         raise unsupported("layer_types", layers.get("layer_types"), "only full_attention is")
     block, mask = _integer(fields, "block_size"), _integer(fields, "mask_token_id")
     if not 2 <= block <= 64:
@@ -205,7 +205,7 @@ def parse_dflash(config: dict[str, Any], folder: Path, target: ModelConfig) -> D
         log.info("%s has a confidence head, which is not used: all drafts are verified", folder)
     return DFlashConfig(
         folder=folder,
-        layers=found,
+        layers=layer_config,
         features=tuple(int(number) - shift for number in fields["target_layer_ids"]),
         block=block,
         mask_id=mask,

@@ -68,15 +68,15 @@ class MedusaWeights(StoredWeights):
         return read_tensors_of(path)
 
     def shards(self) -> dict[str, Shard]:
-        found: dict[str, Shard] = {}
+        shards: dict[str, Shard] = {}
         for head, blocks in enumerate(self.blocks):
             for number, block in enumerate(blocks):
                 assert block.bias is not None
-                found[f"{head}.{number}.linear.weight"] = Shard.whole(block.weight)
-                found[f"{head}.{number}.linear.bias"] = Shard.whole(block.bias)
+                shards[f"{head}.{number}.linear.weight"] = Shard.whole(block.weight)
+                shards[f"{head}.{number}.linear.bias"] = Shard.whole(block.bias)
         for head, output in enumerate(self.outputs):
-            found[f"{head}.{self.config.blocks}.weight"] = Shard.whole(output.weight)
-        return found
+            shards[f"{head}.{self.config.blocks}.weight"] = Shard.whole(output.weight)
+        return shards
 
     def finish(self) -> None:
         """Nothing is made of the weights."""

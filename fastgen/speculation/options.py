@@ -50,10 +50,10 @@ class Speculation(FeatureOptions):
         given.check()
         return given
 
-    def choose(self, gpu: bool, attention: str, kernels: str, max_step_tokens: int) -> Speculation | None:
+    def choose(self, gpu: bool, kernels: str, max_step_tokens: int) -> Speculation | None:
         """Speculation is off on a GPU without CUDA graphs of decodes, whose start warns that it is slower than
         possible, and where a step has no room for drafts."""
-        if gpu and (kernels == "torch" or attention == "reference"):
+        if gpu and kernels == "torch":
             return None
         rows, cost = (GPU_ROWS, GPU_ROW_COST) if gpu else (CPU_ROWS, CPU_ROW_COST)
         rows, cost = min(self.max_rows or rows, max_step_tokens), cost if self.row_cost is None else self.row_cost

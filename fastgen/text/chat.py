@@ -32,9 +32,9 @@ class ChatTemplate:
     @property
     def syntax(self) -> Syntax | None:
         """The format of the model's tool calls, or None if it is unknown."""
-        known = self._hf.chat_template is not None
+        has_template = self._hf.chat_template is not None
         # Some tokenizers have a separate template for tools.
-        return find_format(self._hf.get_chat_template(tools=[{}]) if known else None, self._tool_call_parser)
+        return find_format(self._hf.get_chat_template(tools=[{}]) if has_template else None, self._tool_call_parser)
 
     def plain(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return messages for the chat template. Raises ValueError, also if there is no template for them."""

@@ -62,14 +62,14 @@ class StopFinder:
         if hidden:
             self._hidden.update(range(len(self._held), len(self._held) + len(text)))
         text = self._held = self._held + text
-        found, ends = [], [len(text)]
+        matches, ends = [], [len(text)]
         for view, places in self._views(text):
             for stop in self._stops:
                 at = view.find(stop)
-                found += [(places[at], stop)] if at >= 0 else []
+                matches += [(places[at], stop)] if at >= 0 else []
                 ends.append(places[len(view) - overlap(view, stop)])
-        if found:
-            at, stop = min(found, key=lambda pair: pair[0])
+        if matches:
+            at, stop = min(matches, key=lambda pair: pair[0])
             shown, self._held = self._take(at), ""
             return shown + stop * self._shown, stop
         return self._take(min(ends)), None

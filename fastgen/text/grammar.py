@@ -94,10 +94,10 @@ def regex_rule(pattern: str) -> str:
     """Return the rule of a text that a regular expression matches completely, in the syntax of Rust's regex crate."""
     written = {"/": r"\x2F", "\n": r"\x0A"}  # these cannot stand between the slashes of a literal
 
-    def write(found: re.Match[str]) -> str:
-        if found[0] == "\\":
+    def write(match: re.Match[str]) -> str:
+        if match[0] == "\\":
             raise ValueError("regex ends with a backslash, which escapes nothing")
-        return written.get(found[0][-1], found[0])
+        return written.get(match[0][-1], match[0])
 
     return "/" + re.sub(r"(?s)\\.?|[/\n]", write, pattern) + "/"
 

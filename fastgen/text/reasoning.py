@@ -61,8 +61,8 @@ def find_reasoning(tokenizer: Tokenizer) -> ReasoningSyntax | None:
 def template_parser(template: str) -> str:
     """Return the name of the parser for the reasoning whose marks are in a chat template, or OFF."""
     marked = {"mistral": MISTRAL, "think": THINK}
-    found = (name for name, syntax in marked.items() if syntax.opens in template or syntax.closes in template)
-    return next(found, OFF)
+    names = (name for name, syntax in marked.items() if syntax.opens in template or syntax.closes in template)
+    return next(names, OFF)
 
 
 def _mark_ids(syntax: ReasoningSyntax, tokenizer: Tokenizer) -> tuple[int | None, int | None]:

@@ -77,8 +77,8 @@ class TextGuard:
 
     def _spells(self, text: str) -> bool:
         """Return whether a text has a special token, or ends with the beginning of one."""
-        found = self._parts.search(text) or (self._normalize and self._parts.search(self._normalize(text)))
-        return found is not None
+        match = self._parts.search(text) or (self._normalize and self._parts.search(self._normalize(text)))
+        return match is not None
 
     def encode(self, text: str, mark: str) -> list[int]:
         """Return the ids of a rendered conversation with marks. Raises ValueError if the tokenizer cannot encode a

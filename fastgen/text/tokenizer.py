@@ -89,8 +89,8 @@ class Tokenizer:
     @classmethod
     def find(cls, folder: Path, **options: Any) -> Tokenizer | None:
         """Return the tokenizer of a folder, or None if the folder has none. options: see the class."""
-        found = any((folder / name).is_file() for name in TOKENIZER_FILES)
-        return cls(folder, **options) if found else None
+        has_files = any((folder / name).is_file() for name in TOKENIZER_FILES)
+        return cls(folder, **options) if has_files else None
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -241,12 +241,12 @@ def _processor_template(folder: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_bytes())["chat_template"]
+        template = json.loads(path.read_bytes())["chat_template"]
     except (ValueError, LookupError, TypeError, RecursionError):
-        found = None
-    if not isinstance(found, str):
+        template = None
+    if not isinstance(template, str):
         raise ValueError(f"{path.name} is not a JSON object with a string chat_template")
-    return found
+    return template
 
 
 def _class_of(folder: Path) -> Any:

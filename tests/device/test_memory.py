@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -121,19 +121,27 @@ def test_the_cpus_memory_stays() -> None:
 
 
 class FakeLibrary:
-    """libcuda.so.1, which answers each call with a status, and gives numbers out."""
+    """cuda.bindings.driver, whose functions return a status, and give numbers out. Its structures and constants exist
+    as far as they are used."""
+
+    CUresult = SimpleNamespace(CUDA_ERROR_OUT_OF_MEMORY=2)
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
+    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
+    CUmemAccessDesc = SimpleNamespace
+    results: ClassVar = {"cuMemGetAllocationGranularity": 2 * MB, "cuMemAddressReserve": 1 << 40, "cuMemCreate": 77}
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[Any]]] = []
         self.statuses: dict[str, list[int]] = {}
+        self.CUmemAllocationProp = lambda: SimpleNamespace(location=SimpleNamespace())
 
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        def call(*arguments: Any) -> int:
-            given = [getattr(each, "_obj", each) for each in arguments]
-            if name in ("cuMemGetAllocationGranularity", "cuMemAddressReserve", "cuMemCreate"):
-                given[0].value = {"cuMemGetAllocationGranularity": 2 * MB, "cuMemAddressReserve": 1 << 40}.get(name, 77)
-            self.calls.append((name, given))
-            return self.statuses[name].pop(0) if self.statuses.get(name) else 0
+    def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.calls.append((name, list(arguments)))
+            status = self.statuses[name].pop(0) if self.statuses.get(name) else 0
+            return (status, None if status else self.results[name]) if name in self.results else (status,)
 
         return call
 
@@ -163,17 +171,16 @@ def test_the_driver_is_called_as_cuda_says(library: FakeLibrary) -> None:
     driver.map(1 << 40, 4 * MB)
     (_, created), (_, mapped), (_, released), (_, access) = library.calls
     assert [name for name, _ in library.calls] == ["cuMemCreate", "cuMemMap", "cuMemRelease", "cuMemSetAccess"]
-    assert created[1] == 4 * MB
-    assert (created[2].type, created[2].location.type, created[2].location.id) == (1, 1, 3)
-    assert mapped[:3] == [1 << 40, 4 * MB, 0]
-    assert mapped[3].value == released[0].value == 77
+    size, allocation, _ = created
+    assert size == 4 * MB
+    assert (allocation.type, allocation.location.type, allocation.location.id) == (1, 1, 3)
+    assert mapped == [1 << 40, 4 * MB, 0, 77, 0]
+    assert released == [77]
     assert (access[:2], access[3]) == ([1 << 40, 4 * MB], 1)
-    assert (access[2].flags, access[2].location.id) == (3, 3)
+    assert [(each.flags, each.location.id) for each in access[2]] == [(3, 3)]
     driver.unmap(1 << 40, 4 * MB)
     driver.free(1 << 40, 8 * MB)
     assert library.calls[4:] == [("cuMemUnmap", [1 << 40, 4 * MB]), ("cuMemAddressFree", [1 << 40, 8 * MB])]
-    assert ctypes.sizeof(gpu_memory._Allocation) == 32
-    assert ctypes.sizeof(gpu_memory._Access) == 12
 
 
 def test_memory_that_torch_keeps_is_asked_for_before_there_is_too_little(library: FakeLibrary) -> None:

@@ -90,7 +90,7 @@ def test_prefill_tokens_are_limited_only_in_steps_with_decodes_and_these_count_i
 
 def test_speculation_suits_the_device() -> None:
     assert make(device="cpu", speculate="auto").speculate == Speculation(max_rows=32, row_cost=0.08)
-    assert make(device="cuda", speculate="auto", attention="reference").speculate is None
+    assert make(device="cuda", speculate="auto", kernels="torch").speculate is None
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,6 @@ def test_equal_bits_where_they_cost_little() -> None:
     assert make().deterministic
     assert not make(deterministic=False).deterministic
     assert make(tensor_parallel=2).deterministic
-    assert not make(attention="reference").deterministic, "its bits depend on the batch"
     assert make(ODD, deterministic=True).deterministic
     hopper: dict[str, Any] = {"device": "cuda", "kernels": "gluon", "dtype": "bfloat16"}
     model = replace(MODEL, head_size=128)
@@ -259,11 +258,10 @@ def test_a_value_of_the_wrong_type_is_an_error_that_names_it(options: dict[str, 
         ({"kv_cache_gb": 1.9 * PAGE_GB}, "holds 1 pages"),
         ({"host_cache_gb": 2, "prefix_cache": False}, "host_cache_gb is 2 with prefix_cache=False"),
         ({"host_cache_gb": 1e-6}, r"1e-06, which holds 0 pages of 0\.0 MB, .* lower page_size"),
-        ({"attention": "flash"}, "'flash', which needs a GPU; use 'auto', 'cpu' or 'reference'"),
-        ({"attention": "paged"}, "'paged', which needs a GPU; use 'auto', 'cpu' or 'reference'"),
-        ({"attention": "cpu", "device": "cuda"}, "'cpu', which does not run on a GPU; use 'auto', 'paged'"),
+        ({"attention": "flash"}, "'flash', which needs a GPU; use 'auto' or 'cpu'"),
+        ({"attention": "paged"}, "'paged', which needs a GPU; use 'auto' or 'cpu'"),
+        ({"attention": "cpu", "device": "cuda"}, "'cpu', which does not run on a GPU; use 'auto' or 'paged'"),
         ({"deterministic": True, "attention": "flash", "device": "cuda"}, "not 'flash'; use 'auto'"),
-        ({"deterministic": True, "attention": "reference"}, "than 'reference'; use 'auto'"),
         (
             {"deterministic": True, "device": "cuda", "model": ODD},
             r"inputs are multiples of 8 on a GPU.* 100; leave it out",

@@ -18,7 +18,7 @@ from handmade import run as run_batch
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine.prompt_scorer import SCORE_ROWS
-from fastgen.engine.prompt_scores import Scored, ScoreRequest
+from fastgen.engine.prompt_scores import ChunkTargets, Scored
 from fastgen.engine.warm_up import capture
 from fastgen.model.linear import ROW_TILE
 from fastgen.request import Batch, Prefill
@@ -215,7 +215,7 @@ def test_forks_go_on_in_graphs(llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_forks_and_scores_of_a_prompt_go_together(llama: Path) -> None:
     runner, prompt = make_runner(llama), random_ids(37)
-    score = ScoreRequest(0, 3, np.array(prompt[4:]), 2, 1.0)
+    score = ChunkTargets(0, 3, np.array(prompt[4:]), 2, 1.0)
     expected, alone = siblings(runner, prompt, forked=False, steps=3, score=score)
     found, together = siblings(runner, prompt, forked=True, steps=3, score=score)
     assert found == expected

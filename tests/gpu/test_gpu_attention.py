@@ -13,7 +13,7 @@ from fastgen.model.kv_pool import KVPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 
-NAMES = ["reference", "paged", "flash"]
+NAMES = ["paged", "flash"]
 WINDOWS = (0, 100)
 SHAPES = [(64, 1, 128), (96, 5, 16), (128, 4, 64), (128, 8, 16)]  # head size, query heads per KV head, page size
 

@@ -144,7 +144,7 @@ def test_decodes_in_gluon_are_those_in_triton(
                 patch.setattr(hopper_decode, "streams", lambda *_: False)
             paged = PagedAttention(pool, group * num_kv, (window,), count, longest)
             paged.chip = replace(paged.chip, processors=10**9 if split else 0)
-            plan = paged.plan_decode(torch.arange(count, device="cuda"), lens, table, alone=decodes_alone)
+            plan = paged.plan_decode(torch.arange(count, device="cuda"), lens, table, reads_early=decodes_alone)
             q.add_(0)  # a kernel launched in the ordinary way
             return torch.stack([paged.attend(plan, layer, q, window) for layer in range(2)])[:, lens > 0]
 

@@ -17,7 +17,7 @@ from fastgen.kernels.merge import merge
 from fastgen.kernels.norm import rms_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
 from fastgen.kernels.sum_norm import sum_norm
-from fastgen.kernels.triton.embedding import MOST_BLOCK
+from fastgen.kernels.triton.embedding import MAX_BLOCK
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter truncates to bfloat16
@@ -197,7 +197,7 @@ def test_advance() -> None:
     assert step.slots.tolist() == twin_step.slots.tolist() == [8 * 4 + 3, 0, 17 * 4, 21 * 4, 21 * 4, 4 * 4 + 1]
 
 
-@pytest.mark.parametrize("size", [64, 96, MOST_BLOCK + 8])
+@pytest.mark.parametrize("size", [64, 96, MAX_BLOCK + 8])
 @pytest.mark.parametrize("first", [None, 0, 20])
 def test_embeddings(first: int | None, size: int) -> None:
     """A rank has zeros for the ids that other ranks hold."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from compiling import compiled
 from ragged import KV_HEADS, LAYER, Ragged
+from reference_attention import ReferenceAttention
 from torch import Tensor
 
 from fastgen.device.chip import Chip, power_of_two
@@ -22,7 +23,6 @@ from fastgen.kernels.launch import Kernel, triton
 from fastgen.kernels.triton import attention as attention_kernels
 from fastgen.kernels.work_tiles import BEGIN, END, FIELDS, FIRST, HEADER, PART, SPLIT, SPLITS, TOKENS
 from fastgen.model.attention.paged import PagedAttention
-from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.kv_pool import KVPool
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -358,5 +358,5 @@ def test_configurations_fit_the_chip_and_have_the_same_bits(chip: Chip, dtype: t
 
 
 def test_a_chip_that_is_too_small_is_named() -> None:
-    with pytest.raises(ValueError, match="20000 bytes of shared memory; use attention='reference'"):
+    with pytest.raises(ValueError, match="20000 bytes of shared memory; use dtype='bfloat16', another GPU"):
         attention_kernels.configure(kernel.PREFILL, 4, 256, torch.float32, Chip((7, 0), 10, 20_000))

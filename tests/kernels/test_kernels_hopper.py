@@ -252,7 +252,7 @@ def test_they_run_only_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_tiles_fit_the_chip(outputs: int, inputs: int, item_size: int) -> None:
     """Beyond ALL tokens these products are used only if all tiles run at the same time."""
-    for tokens in range(1, hopper_products.MOST + 1):
+    for tokens in range(1, hopper_products.MAX_TOKENS + 1):
         tile, rows, depth, warps, stages = hopper_products.tile_of(tokens, outputs, inputs, item_size, H200)
         programs = 1 if -(-tokens // tile) * -(-outputs // rows) <= H200.processors else 2
         few = tokens <= hopper_products.ALL[item_size]

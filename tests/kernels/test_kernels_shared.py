@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from ragged import KV_HEADS
+from reference_attention import ReferenceAttention
 from test_kernels_attention import DEVICE, H200, HALF, close, launched, tiles_of
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from fastgen.kernels.launch import Kernel
 from fastgen.model.attention import shared
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.paged import PagedAttention
-from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.kv_pool import KVPool
 
 __all__ = ["launched"]

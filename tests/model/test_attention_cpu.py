@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from ragged import KV_HEADS, LAYER, Ragged, assert_within
+from reference_attention import ReferenceAttention
 from torch import Tensor
 
 from fastgen.kernels import fp8_pages
 from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.attention.reference import ReferenceAttention
 from fastgen.model.kv_pool import KVPool
 
 SHAPES = [(10, 1), (24, 4), (64, 8), (96, 5), (128, 4)]  # head size, query heads per KV head

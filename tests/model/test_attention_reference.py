@@ -1,13 +1,12 @@
-"""attention/reference.py against a softmax in float64 over the keys of one query and head at a time."""
+"""The attention that tests compare with, against a softmax in float64 over the keys of one query and head at a time."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from ragged import KV_HEADS, LAYER, Ragged
+from reference_attention import ReferenceAttention
 from torch import Tensor
-
-from fastgen.model.attention.reference import ReferenceAttention
 
 QUERY_LENS = [1, 1, 5, 70]
 

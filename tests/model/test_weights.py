@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fastgen.model.weight_updates import WeightUpdate
-from fastgen.model.weights import LISTED, Shard, write
+from fastgen.model.weights import Shard, write
+from fastgen.names import MAX_FAULTS
 
 SHAPES = {"a.weight": (4, 3), "b.weight": (2,), "c.weight": (2, 2)}
 PARTS = {name: Shard.whole(torch.empty(shape, device="meta")) for name, shape in SHAPES.items()}
@@ -73,10 +74,10 @@ def test_one_error_tells_all_faults(name: str, once: bool) -> None:
 
 
 def test_the_list_of_faults_has_an_end() -> None:
-    given = state() | {f"module.{number}": torch.ones(1) for number in range(LISTED + 3)}
-    with pytest.raises(ValueError, match=f"'module.{LISTED - 1}'.*\n  and 3 more$") as raised:
+    given = state() | {f"module.{number}": torch.ones(1) for number in range(MAX_FAULTS + 3)}
+    with pytest.raises(ValueError, match=f"'module.{MAX_FAULTS - 1}'.*\n  and 3 more$") as raised:
         WeightUpdate(given, PARTS).check()
-    assert str(raised.value).count("\n") == LISTED + 1
+    assert str(raised.value).count("\n") == MAX_FAULTS + 1
 
 
 def test_a_partial_update_needs_known_tensors() -> None:

@@ -24,12 +24,12 @@ from fastgen.cli.gen.options import (
     ROWS_ONLY,
     SAME,
     STDOUT,
-    STRUCTURES,
+    STRUCTURE_FLAGS,
     check_files,
     make_parser,
     read_arguments,
 )
-from fastgen.cli.gen.outputs import Lines, Output, Parts, Stdout, begin, csv_columns, parquet_schema
+from fastgen.cli.gen.outputs import Lines, Output, ParquetParts, Stdout, begin, csv_columns, parquet_schema
 from fastgen.cli.gen.progress import Progress
 from fastgen.cli.gen.rows import CSV, PARQUET, Source, format_of, read_rows
 from fastgen.cli.gen.work import (
@@ -115,12 +115,12 @@ def check_columns(template: str | None, source: Source) -> None:
 
     Rows are read until all columns have been found. An input without a readable row passes.
     """
-    wanted: list[tuple[str, ...]] = [PROMPTS] if template is None else [(name,) for name in fields_of(template)]
+    alternatives: list[tuple[str, ...]] = [PROMPTS] if template is None else [(name,) for name in fields_of(template)]
     for columns in chain([source.columns], (row.columns for row in read_rows(source.files))):
-        wanted = [names for names in wanted if columns.keys().isdisjoint(names)]
-        if not wanted or not source.columns:
+        alternatives = [names for names in alternatives if columns.keys().isdisjoint(names)]
+        if not alternatives or not source.columns:
             return
-    missing, there = " or ".join(wanted[0]), ", ".join(source.columns)
+    missing, there = " or ".join(alternatives[0]), ", ".join(source.columns)
     advice = (
         "which the template needs (a literal brace is written twice)"
         if template
@@ -150,7 +150,7 @@ def _output(args: argparse.Namespace, path: Path, source: Source) -> Output:
     check_columns(args.template, source)
     check_added(added, source.columns)
     if kind == PARQUET:
-        return Parts(path, parquet_schema(source.files, added), added[:2])
+        return ParquetParts(path, parquet_schema(source.files, added), added[:2])
     return lines(path, state_by(added), csv_columns(source.files, added) if kind == CSV else ())
 
 
@@ -198,7 +198,7 @@ def _make(args: argparse.Namespace, batch: bool, seed: int) -> tuple[Generator, 
     gen = _load(args)
     params = replace(gen.default_params, **given(args, PARAMETERS))
     params.validate(gen.model_config.vocab_size)
-    if given(args, STRUCTURES):
+    if given(args, STRUCTURE_FLAGS):
         gen.abort(gen.add([0], params))  # raises for a grammar that cannot be used
     if gen.tokenizer is None and not args.logprobs and not batch:
         raise ValueError("this model has no tokenizer files, so answers have no text; --logprobs gives their token ids")

@@ -18,8 +18,8 @@ from fastgen.option import Option
 from fastgen.request import SamplingParams
 
 GENERATOR = {name: option for name, option in MODEL.items() if name != "seed"}  # each row has its own seed
-STRUCTURES = ("json_schema", "regex", "choice")
-PARAMETERS = (*SAMPLING, "stop", *STRUCTURES)
+STRUCTURE_FLAGS = ("json_schema", "regex", "choice")
+PARAMETERS = (*SAMPLING, "stop", *STRUCTURE_FLAGS)
 # Options of GENERATOR that are part of the identity of a job.
 SAME = (
     "revision", "tokenizer", "allow_special_tokens", "reasoning_parser", "tool_call_parser", "adapter", "dtype",
@@ -27,7 +27,7 @@ SAME = (
 )  # fmt: skip
 RETRIED = (*PARAMETERS, "max_model_len", "generation_config")  # may change with --retry-errors
 # Options that do not apply to batch files.
-ROWS_ONLY = ("n", "template", "system", "chat", "logprobs", "prefix", *STRUCTURES)
+ROWS_ONLY = ("n", "template", "system", "chat", "logprobs", "prefix", *STRUCTURE_FLAGS)
 
 RAY = (
     Option("replicas", int, help="Generators, each in a Ray actor", unset="as many as fit on the GPUs, or 1", low=1),

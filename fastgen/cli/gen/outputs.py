@@ -296,7 +296,7 @@ def _as_text(value: Any) -> str:
 # ------------------------------------------------------------------------------------------------- Parquet
 
 
-class Parts:
+class ParquetParts:
     """A folder of numbered Parquet files with one schema, with the methods of Lines.
 
     state: names of the columns with the row index and the error.
@@ -331,8 +331,8 @@ class Parts:
 
     def recover(self, retry: bool) -> Iterator[tuple[int, bool]]:
         schema = pyarrow().schema(map(self._schema.field, self._columns))
-        found = ((int(part.stem.removeprefix("part-")), part) for part in self.path.glob("part-*.parquet"))
-        for number, part in sorted(found):
+        parts = ((int(part.stem.removeprefix("part-")), part) for part in self.path.glob("part-*.parquet"))
+        for number, part in sorted(parts):
             state = parquet_file(part).read(self._columns)
             if state.schema != schema or state.columns[0].null_count:
                 raise ValueError(f"{part} is not of this job; remove it to do its rows again")
@@ -366,7 +366,7 @@ class Parts:
         _save(self.path / f"part-{number:05}.parquet", sink.getvalue())
 
 
-Output = Lines | Parts
+Output = Lines | ParquetParts
 
 
 def _encodable(value: Any) -> Any:
@@ -380,9 +380,9 @@ def _encodable(value: Any) -> Any:
 
 def csv_columns(files: Sequence[Path], added: Sequence[str]) -> list[str]:
     """Return the columns of the input and the added ones. Reads all rows."""
-    found = dict.fromkeys(chain.from_iterable(row.columns for row in read_rows(files)))
-    check_added(added, found)
-    return [*added[:2], *found, *added[2:]]
+    columns = dict.fromkeys(chain.from_iterable(row.columns for row in read_rows(files)))
+    check_added(added, columns)
+    return [*added[:2], *columns, *added[2:]]
 
 
 def parquet_schema(files: Sequence[Path], added: Sequence[str]) -> Any:
@@ -397,12 +397,12 @@ def parquet_schema(files: Sequence[Path], added: Sequence[str]) -> Any:
              "logprobs": lists(lists(pa.float32())), "raw_logprobs": lists(lists(pa.float32()))}  # fmt: skip
     prefix = added[0].removesuffix("row")
     own = [pa.field(name, types[name.removeprefix(prefix)]) for name in added]
-    found = pa.schema([])
+    joint_schema = pa.schema([])
     try:
         for schema in _schemas(files):
-            found = pa.unify_schemas([found, schema], promote_options="permissive")
-            check_added(added, found.names)
-        whole = pa.schema([*own[:2], *found, *own[2:]])
+            joint_schema = pa.unify_schemas([joint_schema, schema], promote_options="permissive")
+            check_added(added, joint_schema.names)
+        whole = pa.schema([*own[:2], *joint_schema, *own[2:]])
         parquet.write_table(whole.empty_table(), pa.BufferOutputStream())
     except (pa.ArrowException, UnicodeError) as error:
         raise ValueError(f"the columns cannot be written as Parquet: {error}; write .jsonl instead") from None

@@ -62,11 +62,11 @@ class Worker:
         """Return the records of rows. Raises the error of the engine or of a model that cannot be loaded."""
         waiting = []
         for row in rows:
-            found = self._under_way.get(row.index)  # found if Ray repeats a call while the first one runs
-            if found is None:
-                found = self._under_way[row.index] = Future()
+            future = self._under_way.get(row.index)  # found if Ray repeats a call while the first one runs
+            if future is None:
+                future = self._under_way[row.index] = Future()
                 self._rows.put(row)
-            waiting.append(asyncio.wrap_future(found))
+            waiting.append(asyncio.wrap_future(future))
         if self._error is not None:
             raise self._error
         return await asyncio.gather(*waiting)
@@ -98,10 +98,10 @@ def work_on_ray(args: argparse.Namespace, make: Make, rows: Iterator[Row], count
             actor, future = finished.get()
             under_way += send(actor) - 1
             try:
-                found = future.result()
+                result = future.result()
             except RayTaskError as error:
                 raise error.cause from None  # Ray's own message has pages of tracebacks
-            yield from found
+            yield from result
     finally:
         ray.shutdown()
 

@@ -80,7 +80,7 @@ def find_files(inputs: Sequence[str], output: Path) -> list[Path]:
     The files of a folder or glob are sorted. Files with other suffixes and files of the output are left out. Raises
     ValueError for a name without files.
     """
-    found, left_out = list[Path](), list[Path]()
+    input_files, left_out = list[Path](), list[Path]()
     for name in inputs:
         path = Path(name)
         inside = path.rglob("*") if path.is_dir() else map(Path, glob.glob(name, recursive=True))
@@ -92,10 +92,10 @@ def find_files(inputs: Sequence[str], output: Path) -> list[Path]:
         if not files:
             raise ValueError(f"{name}: there is no file of {', '.join(SUFFIXES)}")
         for file in files:
-            (left_out if file.resolve().is_relative_to(output.resolve()) else found).append(file)
-    if not found:
+            (left_out if file.resolve().is_relative_to(output.resolve()) else input_files).append(file)
+    if not input_files:
         raise ValueError(f"{left_out[0]} is the only input and belongs to the output; give another -o")
-    return found
+    return input_files
 
 
 def format_of(path: Path) -> str:

@@ -70,19 +70,19 @@ class _Usage(_Part):
     completion_tokens: _Count | None = None
 
 
-class Answer(_Part):
+class ServerAnswer(_Part):
     """The answer to a request for completions; to another request, `choices` is None."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
 
 
-def read_answer(call: Call, body: Any) -> Answer:
+def read_answer(call: ServerCall, body: Any) -> ServerAnswer:
     """Return the answer to a request. Raises ValueError, which says what is wrong with it."""
     if isinstance(body, dict) and body.get("error"):
         raise ValueError(error_message(body))
     try:
-        answer = Answer.model_validate(body)
+        answer = ServerAnswer.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(map(str, first["loc"])) or "it"
@@ -113,7 +113,7 @@ def _wrong(reason: str, body: Any) -> ValueError:
 
 
 @dataclass(frozen=True)
-class Call:
+class ServerCall:
     """A request to the server. path: after /v1. Raises ValueError for a body that JSON does not have."""
 
     path: str
@@ -128,10 +128,10 @@ class Calls(Protocol):
 
     refusals: tuple[int, ...]  # statuses that may be an error of the job, since all rows have the same model and path
 
-    def call(self, row: Row) -> Call:
+    def call(self, row: Row) -> ServerCall:
         """Return the request of a row that could be read. Raises ValueError or TypeError if it has none."""
 
-    def record(self, row: Row, answer: Answer, body: Any) -> Record:
+    def record(self, row: Row, answer: ServerAnswer, body: Any) -> Record:
         """Return the record of a row whose request was answered. body: the whole answer."""
 
     def failed(self, row: Row, status: int, body: Any) -> Record:
@@ -152,19 +152,19 @@ class RowCalls:
     seed: int | None
     refusals = (FORBIDDEN, NO_MODEL)
 
-    def call(self, row: Row) -> Call:
+    def call(self, row: Row) -> ServerCall:
         prompt, own = self.job.prompt(row.columns), given_by(row)
         self.job.params_with(own).validate(vocab_size=2**31)
         fields = {"model": self.model, **_seed(self.seed, row), **self.fields, **own}
         chat = bool(prompt) and isinstance(prompt[0], dict)
         if isinstance(prompt, list) and not chat and any(type(id) is not int for id in prompt):
             raise ValueError(f"a prompt of ids must hold integers, not {prompt!r:.40}")
-        return Call(
+        return ServerCall(
             CHAT if chat else COMPLETIONS,
             {"messages" if chat else "prompt": prompt, **_with_structure(fields, chat)},
         )
 
-    def record(self, row: Row, answer: Answer, body: Any) -> Record:
+    def record(self, row: Row, answer: ServerAnswer, body: Any) -> Record:
         choices, usage = answer.choices or [], answer.usage or _Usage()
         counts = [usage.completion_tokens] if len(choices) == 1 else None  # the usage has only their sum
         texts, reasons = [choice.answer for choice in choices], [choice.finish_reason for choice in choices]
@@ -200,14 +200,14 @@ class BatchCalls:
     seed: int | None
     refusals = (FORBIDDEN,)
 
-    def call(self, row: Row) -> Call:
+    def call(self, row: Row) -> ServerCall:
         url, body = row.columns.get("url"), row.columns.get("body")
         path = re.fullmatch(r"/v1((?:/\w[\w.-]*)+)", url, re.ASCII) if isinstance(url, str) else None
         if path is None or not isinstance(body, dict) or body.get("stream"):
             raise ValueError("a row needs a url such as /v1/chat/completions, and a body without stream")
-        return Call(path[1], {**_seed(self.seed, row), **self.fields, **body, "model": self.model})
+        return ServerCall(path[1], {**_seed(self.seed, row), **self.fields, **body, "model": self.model})
 
-    def record(self, row: Row, answer: Answer, body: Any) -> Record:
+    def record(self, row: Row, answer: ServerAnswer, body: Any) -> Record:
         return batch_record(row, 200, body)
 
     def failed(self, row: Row, status: int, body: Any) -> Record:
@@ -286,17 +286,17 @@ class _Server:
             await self.check()  # raises if it is not due to the row
             return self._failed(row, BAD_GATEWAY, f"the server gave no answer: {_cause(error)}")
         try:
-            found = _read(data)
-            answer = read_answer(call, found)
+            content = _read(data)
+            answer = read_answer(call, content)
         except ValueError as error:
             return self._failed(row, BAD_GATEWAY, str(error))
-        usage, record = answer.usage or _Usage(), self._calls.record(row, answer, found)
+        usage, record = answer.usage or _Usage(), self._calls.record(row, answer, content)
         return Done(row.index, record, None, usage.prompt_tokens or 0, usage.completion_tokens or 0)
 
     def _failed(self, row: Row, status: int, reason: str) -> Done:
         return Done(row.index, self._calls.failed(row, status, _error_body(reason, status)), reason, 0, 0)
 
-    async def _refuses_all(self, status: int, call: Call) -> bool:
+    async def _refuses_all(self, status: int, call: ServerCall) -> bool:
         """Return whether the server refuses any request to this path and model with this status, not only the row's."""
         if status not in self._calls.refusals or call.path not in HARMLESS:
             return status == WRONG_KEY

@@ -88,9 +88,9 @@ def work(
                 continue
             asked = ask(row)
             # An empty prompt comes back at once, so rows with errors pass one at a time, however many there are.
-            wanted = asked.requests or [([], SamplingParams())]
-            outputs = [None] * len(wanted)
-            for place, (prompt, params) in enumerate(wanted):
+            pairs = asked.requests or [([], SamplingParams())]
+            outputs = [None] * len(pairs)
+            for place, (prompt, params) in enumerate(pairs):
                 id = next(ids)
                 owners[id] = (row.index, asked, outputs, place)
                 yield Request(prompt, params, id)
@@ -158,12 +158,12 @@ def fill(template: str, columns: Mapping[str, Any]) -> str:
 def fields_of(template: str) -> set[str]:
     """Return the columns that a template names. Raises UsageError for a malformed template."""
     try:
-        found = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:
         raise UsageError(f"the template cannot be read: {error}; write a literal brace twice") from None
-    if "" in found:
+    if "" in names:
         raise UsageError("the template has {} without the name of a column; write a literal brace twice")
-    return found
+    return names
 
 
 def parsed(value: Any) -> Any:
@@ -253,8 +253,8 @@ class RowJob:
             return self._text(fill(self.template, columns))
         given = [name for name in PROMPTS if columns.get(name) is not None]
         if len(given) != 1:
-            found = f"has {' and '.join(given)}" if given else "has none"
-            raise ValueError(f"a row needs one of {', '.join(PROMPTS)}, and this one {found}")
+            state = f"has {' and '.join(given)}" if given else "has none"
+            raise ValueError(f"a row needs one of {', '.join(PROMPTS)}, and this one {state}")
         value = columns[given[0]]
         if isinstance(value, str) and given[0] == "prompt":
             return self._text(value)

@@ -35,10 +35,10 @@ class EmbeddingRequest(Strict):
 
 def encode_inputs(request: EmbeddingRequest, model: ModelFacts) -> list[list[int]]:
     """Return the ids of each input. Raises ApiError."""
-    found = [encode_text(prompt, model).ids for prompt in request.prompts]
-    for ids in found:
+    prompts = [encode_text(prompt, model).ids for prompt in request.prompts]
+    for ids in prompts:
         check_length(ids, "input", model)
-    return found
+    return prompts
 
 
 async def embed(service: Service, request: EmbeddingRequest, large: bool) -> dict[str, Any]:

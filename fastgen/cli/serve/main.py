@@ -16,7 +16,7 @@ from fastgen.async_engine.log_pipe import LOG_SECONDS, LogPipe
 from fastgen.cli.command import note, run_tool
 from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.http_server import HttpServer, configure, listen
-from fastgen.cli.serve.options import Options, make_parser, note_address, read_options
+from fastgen.cli.serve.options import ServeOptions, make_parser, note_address, read_options
 from fastgen.cli.serve.service import Service, import_tokenizers
 
 SHORTAGE_SECONDS = 60  # interval of log lines about connections that cannot be accepted
@@ -39,7 +39,7 @@ class _Shortage:
             note("fgserve", f"WARNING: no more connections: {error.strerror}; raise the hard limit (ulimit -Hn)")
 
 
-async def serve(options: Options) -> None:
+async def serve(options: ServeOptions) -> None:
     """Serve until a SIGINT or SIGTERM. Raises OSError, ValueError or RuntimeError on failure."""
     server_options = options.server
     service = Service(options)
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_tool("fgserve", options.server.verbose, lambda: _run(options), make_parser().in_flags)
 
 
-def _run(options: Options) -> int:
+def _run(options: ServeOptions) -> int:
     if options.server.replicas or options.server.max_replicas:
         from fastgen.cli.serve.ray import serve_replicas
 

@@ -112,9 +112,9 @@ class Meter:
         self._latency.observe(time.monotonic() - self._arrival)
 
     def __str__(self) -> str:
-        found = f"model={self.model} prompt_tokens={self.prompt_tokens} completion_tokens={self._tokens}"
+        counts = f"model={self.model} prompt_tokens={self.prompt_tokens} completion_tokens={self._tokens}"
         times = {"queue": self._queued, "first_token": self._first_token}
-        return " ".join([found, *(f"{name}={value:.3f}s" for name, value in times.items() if value is not None)])
+        return " ".join([counts, *(f"{name}={value:.3f}s" for name, value in times.items() if value is not None)])
 
 
 class Throughput:
@@ -129,16 +129,16 @@ class Throughput:
         now, stats = time.monotonic(), dict(self._read_stats())
         seconds, before = now - self._time, self._before
         self._time, self._before = now, stats
-        found = []
+        lines = []
         for model, own in stats.items():
             restarted = own.steps < before[model].steps
             new = own.since(Stats() if restarted else before[model])
             prompt = new.cached_tokens + new.prefilled_tokens
             if not (prompt or new.generated_tokens or own.running or own.waiting):
                 continue
-            found.append(
+            lines.append(
                 f"{model}: prompts {prompt / seconds:.1f} tok/s, generated {new.generated_tokens / seconds:.1f} tok/s, "
                 f"running {own.running}, waiting {own.waiting}, KV cache {own.kv_cache_usage:.1%}, "
                 f"prefix hits {new.cached_share:.1%}"
             )
-        return found
+        return lines

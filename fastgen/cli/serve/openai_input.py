@@ -70,16 +70,16 @@ Content = str | Items[Annotated[_Part, BeforeValidator(_check_part)]]
 
 def reasoning_texts(parts: Any) -> list[str]:
     """Return the texts of a list of parts of reasoning. Other values have none, as encrypted parts."""
-    found = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-    texts = (part.get("text") or part.get("summary") for part in found)
+    objects = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    texts = (part.get("text") or part.get("summary") for part in objects)
     return [text for text in texts if isinstance(text, str)]
 
 
 def _thought(message: dict[str, Any]) -> str | None:
     """Return the reasoning of an earlier answer, from the field that its server has put it into."""
     joined = "".join(reasoning_texts(message.get("reasoning_details")))  # OpenRouter's
-    found = (message.get("reasoning_content"), message.get("reasoning"), joined)
-    return next((text for text in found if isinstance(text, str) and text), None)
+    candidates = (message.get("reasoning_content"), message.get("reasoning"), joined)
+    return next((text for text in candidates if isinstance(text, str) and text), None)
 
 
 class ChatMessage(MessagePart):
@@ -238,7 +238,7 @@ class StructuredOutputs(Strict):
 
 
 # {field of a request: the field of structured_outputs that it is another name of}, in SGLang and older versions of vLLM
-STRUCTURES = {
+STRUCTURE_ALIASES = {
     "regex": "regex", "json_schema": "json", "ebnf": "grammar",
     "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
 }  # fmt: skip
@@ -334,13 +334,13 @@ class GenerationFields(Body):
         Clients that know several versions of vLLM send older names too, which structured_outputs overrides."""
         if self.structured_outputs is not None:
             return {"structured_outputs": self.structured_outputs}
-        found: dict[str, StructuredOutputs] = {}
-        for name, part in STRUCTURES.items():
+        by_field: dict[str, StructuredOutputs] = {}
+        for name, part in STRUCTURE_ALIASES.items():
             if (value := getattr(self, name)) is not None:
                 structure = StructuredOutputs(**{part: value})
-                if structure not in found.values():
-                    found[name] = structure
-        return found
+                if structure not in by_field.values():
+                    by_field[name] = structure
+        return by_field
 
     @property
     def drawn(self) -> str:
@@ -384,7 +384,8 @@ def drawn_name(mode: str) -> str:
 
 
 # Fields with the same name and meaning in SamplingParams.
-COPIED = (GenerationFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()) - {"top_p", *STRUCTURES}
+_SHARED = GenerationFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()
+COPIED = _SHARED - {"top_p", *STRUCTURE_ALIASES}
 
 
 class Reasoning(Strict):

@@ -127,14 +127,14 @@ class _BaseReply(Generic[Request]):
         by id. The first token has none. The rank of a token that is not among the alternatives is unknown, and the
         first rank after them is given: clients sort by it."""
         assert event.prompt_logprobs is not None
-        found: list[dict[str, Any] | None] = []
+        scores: list[dict[str, Any] | None] = []
         tops = event.prompt_top_logprobs or [{}] * len(event.prompt_logprobs)
         for token, logprob, top in zip(self.prompts[int(event.id)].ids, event.prompt_logprobs, tops, strict=True):
             best = list(islice(top.items(), self.request.prompt_logprobs))
             entries = {token: (logprob, len(best) + 1)}
             entries |= {id: (value, rank) for rank, (id, value) in enumerate(best, 1)}
-            found.append({str(id): self._score(id, *entry) for id, entry in entries.items()} if found else None)
-        return found
+            scores.append({str(id): self._score(id, *entry) for id, entry in entries.items()} if scores else None)
+        return scores
 
     def _score(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
         text = None if self._vocabulary is None else self._vocabulary.text(token)
@@ -318,22 +318,22 @@ class CompletionReply(_BaseReply[CompletionRequest]):
 
     def _logprobs(self, event: Event, index: int, first: bool) -> dict[str, list[Any]]:
         """Return lists with an entry per token, including the stop token. With echo, they begin with the prompt."""
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if first:
             offsets = self._offsets[index] = _Offsets(self._vocabulary)
             if self.request.echo:
                 prompt, scores = self.prompts[int(event.id)], self._scores[int(event.id)]
                 assert scores.prompt_logprobs is not None
-                self._append(found, prompt.ids, scores.prompt_logprobs, scores.prompt_top_logprobs)
-                found["text_offset"] += offsets.take(prompt.ids, prompt.text)
+                self._append(lists, prompt.ids, scores.prompt_logprobs, scores.prompt_top_logprobs)
+                lists["text_offset"] += offsets.take(prompt.ids, prompt.text)
                 offsets.begin(len(prompt.text))
-        self._append(found, event.token_ids, getattr(event, self.request.drawn), event.top_logprobs)
-        found["text_offset"] += self._offsets[index].take(event.token_ids, event.text)
-        return found
+        self._append(lists, event.token_ids, getattr(event, self.request.drawn), event.top_logprobs)
+        lists["text_offset"] += self._offsets[index].take(event.token_ids, event.text)
+        return lists
 
     def _append(
         self,
-        found: dict[str, list[Any]],
+        lists: dict[str, list[Any]],
         ids: list[int],
         logprobs: list[float],
         tops: list[dict[int, float]] | None,
@@ -342,18 +342,18 @@ class CompletionReply(_BaseReply[CompletionRequest]):
         chosen = self.request.logprob_token_ids or ()
         name = token_name if self.request.return_tokens_as_token_ids else self._vocabulary.name
         for position, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
-            found["tokens"].append(name(token))
+            lists["tokens"].append(name(token))
             if math.isnan(logprob):  # the first token of a prompt
-                found["token_logprobs"].append(None)
-                found["top_logprobs"].append(None)
+                lists["token_logprobs"].append(None)
+                lists["top_logprobs"].append(None)
                 continue
             top = dict(islice(tops[position].items(), self.request.logprobs)) if tops else {}
             top |= {id: tops[position][id] for id in chosen if tops and id in tops[position]}
-            found["token_logprobs"].append(max(LOWEST, top.setdefault(token, logprob)))
+            lists["token_logprobs"].append(max(LOWEST, top.setdefault(token, logprob)))
             named: dict[str, float] = {}
             for other, value in top.items():  # best first, so that of tokens with equal names the best is kept
                 named.setdefault(name(other), max(LOWEST, value))
-            found["top_logprobs"].append(named)
+            lists["top_logprobs"].append(named)
 
 
 class _Offsets:
@@ -373,18 +373,18 @@ class _Offsets:
 
     def take(self, ids: Iterable[int], text: str) -> list[int]:
         """Return the offsets of the next tokens. text: their text, as far as it is known."""
-        found, base = [], self._at
+        offsets, base = [], self._at
         for token in ids:
             name = self._vocabulary.text(token)
             if token in self._vocabulary.special and not text.startswith(name, self._at - base):
-                found.append(self._at)
+                offsets.append(self._at)
                 continue
             new = self._decoder.decode(self._vocabulary.raw(token))
-            found.append(self._at + max(0, len(new) - len(name)))  # begins after an earlier, incomplete character
+            offsets.append(self._at + max(0, len(new) - len(name)))  # begins after an earlier, incomplete character
             if self._at == self._start and new.startswith(" ") and text[:1] not in ("", " "):
                 new = new[1:]  # the tokenizer adds a space at the beginning of each text
             self._at += len(new)
-        return found
+        return offsets
 
 
 # ------------------------------------------------------------------------------------------------- tokens

@@ -141,7 +141,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class Options:
+class ServeOptions:
     server: ServerOptions
     models: tuple[ModelOptions, ...]
 
@@ -157,7 +157,7 @@ SERVED = {NAME.name: NAME, TEMPLATE.name: TEMPLATE, **MODEL}
 TABLE = SERVER | SERVED
 
 
-def read_options(argv: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> Options:
+def read_options(argv: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> ServeOptions:
     """Return the options of a command line. Wrong options end the program with a message, as in argparse."""
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -175,7 +175,7 @@ def make_options(
     models: Sequence[str] = (),
     given: Mapping[str, Value] | None = None,
     path: str | None = None,
-) -> Options:
+) -> ServeOptions:
     """Return the options.
 
     file: content of the YAML file at `path`. environment: environment variables, of which API_KEY is read; it overrides
@@ -189,10 +189,10 @@ def make_options(
     given = {**_read(key, {API_KEY: SERVER["api_key"]}), **(given or {})}
     settings = {**_read(file, TABLE, where), **given}
     server = ServerOptions(**{name: settings[name] for name in SERVER if name in settings})  # type: ignore[arg-type]
-    known = {"model": Option("model", str), "name": NAME, **SERVED}
+    entry_options = {"model": Option("model", str), "name": NAME, **SERVED}
     served: list[ModelOptions] = []
     for place, entry in enumerate(entries):
-        own = _read(entry, known, f"{where}models[{place}]: ")
+        own = _read(entry, entry_options, f"{where}models[{place}]: ")
         model = str(own["model"]) if "model" in own else None
         chosen = {**settings, **own, **given}
         name = str(chosen.get(NAME.name, BUNDLED_NAME if model is None else model))
@@ -201,7 +201,7 @@ def make_options(
             raise ValueError(f"two models are called {name!r}; give one of them {advice}")
         template = _read_text(Path(str(chosen[TEMPLATE.name]))) if TEMPLATE.name in chosen else None
         served.append(ModelOptions(name, model, {key: chosen[key] for key in MODEL if key in chosen}, template))
-    return Options(server, tuple(_share_memory(served)))
+    return ServeOptions(server, tuple(_share_memory(served)))
 
 
 def make_parser() -> Parser:
@@ -245,18 +245,18 @@ def _read_file(path: Path) -> dict[str, Any]:
     return data
 
 
-def _read(data: Mapping[str, Any], known: Mapping[str, Option], where: str = "") -> dict[str, Value]:
+def _read(data: Mapping[str, Any], options: Mapping[str, Option], where: str = "") -> dict[str, Value]:
     """Return the values of a mapping by option name. where: where the mapping comes from, for error messages."""
-    found = {}
+    values = {}
     for name, value in data.items():
-        if name not in known:
-            raise ValueError(f"{where}there is no option {name!r}; the options are {', '.join(known)}")
+        if name not in options:
+            raise ValueError(f"{where}there is no option {name!r}; the options are {', '.join(options)}")
         if value is not None or name == "api_key":
             try:
-                found[known[name].name] = read_yaml(known[name], "" if value is None else value)
+                values[options[name].name] = read_yaml(options[name], "" if value is None else value)
             except ValueError as error:
                 raise ValueError(f"{where}{name} {error}") from None
-    return found
+    return values
 
 
 def _entries(given: Sequence[str], listed: Any, where: str) -> list[dict[str, Any]]:

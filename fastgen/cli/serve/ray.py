@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from fastgen.cli.command import needed, note
 from fastgen.cli.serve.app import make_app
 from fastgen.cli.serve.http_server import HttpServer, configure, listen
-from fastgen.cli.serve.options import Options, gpus, make_options, note_address
+from fastgen.cli.serve.options import ServeOptions, gpus, make_options, note_address
 from fastgen.cli.serve.service import Service, import_tokenizers
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Replica:
     trainer, and the common address lists them.
     """
 
-    def __init__(self, options: Options, directory: DeploymentHandle | None = None) -> None:
+    def __init__(self, options: ServeOptions, directory: DeploymentHandle | None = None) -> None:
         self._directory = directory
         logging.getLogger("fastgen").setLevel(logging.INFO if options.server.verbose else logging.WARNING)
         server = replace(options.server, restart=False, replicas=options.server.replicas or 1)
@@ -131,7 +131,7 @@ async def _announce(directory: DeploymentHandle, url: str) -> None:
             log.warning("the directory of replicas does not answer: %s", error)
 
 
-def application(options: Options, tries: int = 20) -> Application:
+def application(options: ServeOptions, tries: int = 20) -> Application:
     """Return the application for `serve.run`. Raises ValueError.
 
     options: of these, host, port and restart have no effect. tries: number of failed starts after which Ray gives up.
@@ -199,7 +199,7 @@ def connect() -> None:
     signal.signal(signal.SIGTERM, terminated)  # Ray has replaced it
 
 
-def serve_replicas(options: Options, port: int) -> None:
+def serve_replicas(options: ServeOptions, port: int) -> None:
     """Serve at a port until a SIGINT or SIGTERM. Raises OSError, ValueError or RuntimeError on failure. Call it in the
     main thread."""
     server = options.server
@@ -232,7 +232,7 @@ def serve_replicas(options: Options, port: int) -> None:
         pass
 
 
-def _deploy(options: Options) -> None:
+def _deploy(options: ServeOptions) -> None:
     """Deploy the replicas and wait until all are ready. Raises RuntimeError with the reason if one cannot start."""
     from ray import serve
 

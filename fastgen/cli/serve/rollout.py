@@ -160,7 +160,7 @@ class WakeRequest(ModelRequest):
     tags: Tags | None = None
 
 
-Call = Callable[[AsyncGenerator, Any, QueryParams], Awaitable[Any]]
+EngineCall = Callable[[AsyncGenerator, Any, QueryParams], Awaitable[Any]]
 """A function that answers a checked request and its query by calls of its model's engine."""
 
 
@@ -183,11 +183,11 @@ class TrainerRoutes:
     def __init__(self, service: Service) -> None:
         self.service = service
 
-    def post(self, kind: type[ModelRequest], call: Call, *, bodiless: bool = False, timed: bool = False) -> Post:
+    def post(self, kind: type[ModelRequest], call: EngineCall, *, bodiless: bool = False, timed: bool = False) -> Post:
         """Return a post that a call answers. timed: it is subject to the time limit of requests."""
         return Post(kind, partial(self._answer, call, timed), bodiless=bodiless)
 
-    def get(self, call: Call) -> Handler:
+    def get(self, call: EngineCall) -> Handler:
         """Return a handler of GETs that a call answers. Their query may name the model."""
 
         async def handle(request: Request) -> Response:
@@ -201,7 +201,7 @@ class TrainerRoutes:
         if isinstance(samples, int) and samples > most:
             raise ValueError(f"n is {samples}; one request may have {most} samples (max_queued_requests)")
 
-    async def _answer(self, call: Call, timed: bool, body: Any, request: Request) -> Response:
+    async def _answer(self, call: EngineCall, timed: bool, body: Any, request: Request) -> Response:
         """Return the response with the result of a call. If the client disconnects, the call ends if it can be
         ended."""
         engine = self.service.choose(body.model).engine
@@ -227,7 +227,7 @@ class TrainerRoutes:
             self.service.updating.discard(engine)
 
 
-class Rollout(TrainerRoutes):
+class RolloutRoutes(TrainerRoutes):
     """Our own routes for a trainer. /pause, /resume and /sleep are among vLLM's, whose bodies they take too."""
 
     def routes(self) -> Routes:
@@ -352,4 +352,4 @@ async def weight_version(engine: AsyncGenerator, *_: Any) -> Any:
 
 
 def routes(service: Service) -> Routes:
-    return Rollout(service).routes()
+    return RolloutRoutes(service).routes()

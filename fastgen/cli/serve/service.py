@@ -19,7 +19,7 @@ from fastgen.cli.command import note
 from fastgen.cli.serve.engine_input import ModelFacts, refused
 from fastgen.cli.serve.metrics import Metrics, Throughput
 from fastgen.cli.serve.openai_output import Vocabulary
-from fastgen.cli.serve.options import ModelOptions, Options
+from fastgen.cli.serve.options import ModelOptions, ServeOptions
 from fastgen.cli.serve.validation import ApiError, Limits
 from fastgen.engine.seeds import replica_seed, seed_of
 from fastgen.engine.stats import Stats
@@ -157,7 +157,7 @@ class Service:
     running requests. updating: the engines whose weights are being updated. work: the threads that work for requests.
     """
 
-    def __init__(self, options: Options, rank: int = 0) -> None:
+    def __init__(self, options: ServeOptions, rank: int = 0) -> None:
         self.options = options.server
         limits = (self.options.max_queued_requests, self.options.max_queued_tokens)
         seconds = self.options.grammar_timeout

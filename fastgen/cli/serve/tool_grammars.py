@@ -53,13 +53,13 @@ def calls_rule(syntax: Syntax, first: str, mark: Mark, parallel: bool) -> str:
 def call_rules(syntax: Syntax, functions: Sequence[Function], mark: Mark) -> list[str]:
     """Return the rule `call`: the name and arguments of one function, as the templates write them; and rules for it.
     Raises ValueError for a function whose calls cannot be enforced in the format, and if the rules are too long."""
-    found, size = list[str](), 0
+    rules, size = list[str](), 0
     for rule in _call_rules(syntax, functions, mark):
-        found.append(rule)
+        rules.append(rule)
         size += len(rule)
         if size > MAX_GRAMMAR:
             raise ValueError(f"the schemas of the tools make a grammar of more than {MAX_GRAMMAR} characters")
-    return found
+    return rules
 
 
 def _call_rules(syntax: Syntax, functions: Sequence[Function], mark: Mark) -> Iterator[str]:
@@ -113,8 +113,8 @@ class _Arguments:
 
     def rule(self, schema: Mapping[str, Any], name: str) -> tuple[str, bool]:
         """Return the name of the rule of a schema, and whether it is new. name: the one that a new rule gets."""
-        known = self._rules.setdefault(id(schema), name)
-        return known, known == name
+        rule = self._rules.setdefault(id(schema), name)
+        return rule, rule == name
 
     @property
     def takes_others(self) -> bool:
@@ -141,15 +141,15 @@ class _Arguments:
 
     def values(self, schema: Any) -> list[Any] | None:
         """Return all values that a schema allows, as for Literal["a", "b"] | None; None if it does not list them."""
-        found: list[Any] = []
+        constants: list[Any] = []
         for each in self.schemas.alternatives(schema):
             if "const" in each or listed(each, "enum"):
-                found += listed(each, "enum") or [each["const"]]
+                constants += listed(each, "enum") or [each["const"]]
             elif each.get("type") == "null":
-                found.append(None)
+                constants.append(None)
             elif not (listed(each, "anyOf") or listed(each, "oneOf")):
                 return None
-        return found
+        return constants
 
     def is_free(self, schema: Any) -> bool:
         """Return whether a schema that allows strings allows all of them."""

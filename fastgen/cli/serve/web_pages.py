@@ -31,10 +31,10 @@ DOCS = f"""<!doctype html>
 def _with_files(name: str) -> str:
     """Return a page with the style sheets and scripts that it names inside, so that it is one file for the browser."""
     text = (FOLDER / name).read_text(encoding="utf-8")
-    for found in re.finditer(r'<link rel="stylesheet" href="(\S+)">|<script src="(\S+)"></script>', text):
-        style, script = found.groups()
+    for match in re.finditer(r'<link rel="stylesheet" href="(\S+)">|<script src="(\S+)"></script>', text):
+        style, script = match.groups()
         tag, content = "style" if style else "script", (FOLDER / (style or script)).read_text(encoding="utf-8")
-        text = text.replace(found[0], f"<{tag}>{content}</{tag}>")
+        text = text.replace(match[0], f"<{tag}>{content}</{tag}>")
     return text
 
 

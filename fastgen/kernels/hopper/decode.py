@@ -42,10 +42,10 @@ from fastgen.kernels.work_tiles import FIELDS, HEADER, SPLITS
 
 KEYS = 64  # keys of a block, as in all attention kernels
 SOME = constant(16)  # keys that an instruction sums; a sequence's last block is padded to a multiple of these
-MOST_GROUP = 32  # maximum query heads per KV head; with more, a thread's numbers do not fit in its registers
+MAX_GROUP = 32  # maximum query heads per KV head; with more, a thread's numbers do not fit in its registers
 PROGRAMS = 2  # programs per processor that REGISTERS and `stages_of` leave room for; more could wait for ever
 SPLIT_BELOW = 0.4  # tasks per processor up to which decodes are split, measured on an H200
-MOST_STAGES = 8
+MAX_STAGES = 8
 SPAN = constant(64)  # dimensions whose partial results a program combines
 UNSPLIT = 448  # keys up to which decodes are not split if none has more: combining takes longer (measured on an H100)
 
@@ -62,7 +62,7 @@ def stages_of(group: int, dims: int, item_size: int, chip: Chip, programs: int =
     if item_size == 1:  # in addition, queries in float16 and weights times scales
         rows += (KEYS + dims) * rows_of(group)
     room = (chip.shared_memory + 1024) // programs - 2048 - rows * 2
-    return min(room // (2 * KEYS * (dims + 2 * (item_size == 1)) * item_size), MOST_STAGES)
+    return min(room // (2 * KEYS * (dims + 2 * (item_size == 1)) * item_size), MAX_STAGES)
 
 
 def streams(
@@ -76,14 +76,14 @@ def streams(
     if item_size == 1 and dtype != torch.bfloat16:  # values are converted to bfloat16
         return False
     loads = page_size % KEYS == 0 and head_size * item_size % 16 == 0  # a requirement of TMA
-    fits = loads and 64 <= dims <= 128 and group <= MOST_GROUP
+    fits = loads and 64 <= dims <= 128 and group <= MAX_GROUP
     return fits and gluon_runs_on(chip, dtype) and stages_of(group, dims, item_size, chip) > 1
 
 
-@gluon_jit("layer", "num_pages", "table_width", "split", "alone")
+@gluon_jit("layer", "num_pages", "table_width", "split", "reads_early")
 def _decode_kernel(
     q_desc, keys_desc, values_desc, key_bits_desc, value_bits_desc, out_ptr, table_ptr, list_ptr, parts_ptr, peaks_ptr,
-    totals_ptr, layer, num_pages, table_width, split, alone,
+    totals_ptr, layer, num_pages, table_width, split, reads_early,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIMS: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr,
     HEADER: gl.constexpr, FIELDS: gl.constexpr, SPLITS: gl.constexpr, PRIVATE: gl.constexpr,
@@ -112,7 +112,7 @@ def _decode_kernel(
     nvidia.mbarrier.init(asked.index(0), count=1)
     nvidia.mbarrier.init(asked.index(1), count=1)
     tl.extra.cuda.gdc_launch_dependents()
-    if alone == 0:
+    if reads_early == 0:
         tl.extra.cuda.gdc_wait()
     tasks = tl.load(list_ptr) * K
     task, programs = schedule(gl.program_id(0), gl.num_programs(0), tasks)
@@ -225,7 +225,7 @@ def _attend(
     if FP8:
         halves = gl.allocate_shared_memory(gl.float16, [ROWS, DIMS], qs.index(0).type.layout)
         scaled = gl.allocate_shared_memory(dtype, [ROWS, KEYS], ws.type.layout)
-    first = _first_of(tiles_ptr, task, tasks, K, FIELDS)  # which the previous kernel has not written, see `alone`
+    first = _first_of(tiles_ptr, task, tasks, K, FIELDS)  # which the previous kernel has not written, see `reads_early`
     tl.extra.cuda.gdc_wait()  # also in a program 0 without tasks: this kernel cannot end before the previous one
     _load_query(q_desc, qs, asked, 0, first, task, tasks, H, K)
     stage, phase, slot, q_phase = 0, 0, 0, 0
@@ -509,14 +509,14 @@ def described_pools(keys: Tensor, values: Tensor, block: list[int]) -> list[Any]
 
 def launch(
     q: Tensor, out: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tiles: Tensor, most: int, split: bool,
-    alone: bool, private: bool, memory: tuple[Tensor, ...], layer: int, window: int, scale: float,
+    reads_early: bool, private: bool, memory: tuple[Tensor, ...], layer: int, window: int, scale: float,
 ) -> None:  # fmt: skip
     """Launch the kernel. fastgen.kernels.triton.attention has checked the arguments, and the twin of
     fastgen.kernels.attention says what it computes.
 
-    tiles: the list of work tiles. most: maximum number of work tiles. split: whether some may be splits. alone: see
-    fastgen.model.attention.interface.Attention.plan_decode. private: whether the list is PRIVATE. memory: the tensors
-    of PartialResults.
+    tiles: the list of work tiles. most: maximum number of work tiles. split: whether some may be splits.
+    reads_early: see fastgen.model.attention.interface.Attention.plan_decode. private: whether the list is PRIVATE.
+    memory: the tensors of PartialResults.
     """
     (_, num_heads, head_size), (_, num_pages, num_kv, page_size, _) = q.shape, keys.shape
     chip, group, dims = Chip.of(q.device), num_heads // num_kv, power_of_two(head_size)
@@ -527,7 +527,7 @@ def launch(
     pools = described_pools(keys, values, [1, KEYS, dims])
     _decode_kernel[(min(most * num_kv, chip.processors * programs),)](
         described(q.view(-1, head_size), [rows, dims]), *pools, out, page_table, tiles, *memory[:3],
-        layer, num_pages, page_table.stride(0), int(split), int(alone), num_heads, num_kv, head_size, page_size,
+        layer, num_pages, page_table.stride(0), int(split), int(reads_early), num_heads, num_kv, head_size, page_size,
         window, scale, rows, KEYS, dims, stages, SIDE, HEADER, FIELDS, SPLITS, private,
         num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

@@ -42,8 +42,8 @@ HALVED = (32, 512, 4, 128)
 """The other sizes but for `programs`, for few tokens and weights with at most one such tile per processor."""
 
 HALVED_TOKENS, SHARED_TOKENS = 32, 16  # tokens up to which HALVED is used, and two of its programs share a processor
-ALONE_TOKENS, ALONE_GROUP = 8, 128  # tokens up to which, and columns per group from which, programs are `alone`
-ALONE_MEMORY, ALONE_REGISTERS = 1.05, 8
+EXCESS_TOKENS, EXCESS_GROUP = 8, 128  # tokens up to which, and columns per group from which, a tile `exceeds` its share
+EXCESS_MEMORY, EXCESS_REGISTERS = 1.05, 8
 """The share of memory of a `memory` program in units of half a processor's, and how many registers per thread more than
 half a `registers` program has. A `memory` program has as many fewer, so that it shares with a `registers` program."""
 
@@ -51,7 +51,7 @@ MANY = (256, 128, 128, 8, 64, 1), (128, 64, 128, 4, 64, 2), (64, 64, 256, 4, 64,
 """Choices for more tokens. The first whose tiles occupy two thirds of the processors is used."""
 
 MANY_NARROW = (128, 64, 256, 4, 128, 1)  # instead of the second of MANY, if all tiles can run at the same time
-MOST, MOST_ADD = 2048, 1024
+MAX_TOKENS, MAX_TOKENS_ADD = 2048, 1024
 """Tokens up to which this kernel is faster than a product with a scratch copy of the weight. The second is for results
 that are added to other numbers: they have no tiles of the first size in MANY."""
 COLUMNS = 64  # columns of a part of a block of 16 rows, 512 bytes
@@ -113,9 +113,9 @@ class Tile:
 
     tokens, rows, depth: sizes of the tiles of x [tokens, depth] and of the weight [rows, depth] in a step. A warp has a
     multiple of 16 rows, or 8 rows. chunk: number of columns that are dequantized at a time. programs: number of
-    programs for which a processor has room. alone: "memory" or "registers", if a program takes a little more than its
+    programs for which a processor has room. exceeds: "memory" or "registers", if a program takes a little more than its
     share of these, so that a processor has room for it and for a program of another kernel, but not for two of its own.
-    A `memory` program has ALONE_REGISTERS fewer registers, so that it shares with a `registers` program.
+    A `memory` program has EXCESS_REGISTERS fewer registers, so that it shares with a `registers` program.
     """
 
     tokens: int
@@ -124,7 +124,7 @@ class Tile:
     warps: int
     chunk: int
     programs: int
-    alone: str = ""
+    exceeds: str = ""
 
     def groups(self, group: int) -> int:
         """Return the number of groups of a step, for groups of `group` columns."""
@@ -136,7 +136,7 @@ class Tile:
 
     def stages(self, chip: Chip, group: int) -> int:
         """Return the number of steps whose tiles fit into the shared memory of a program."""
-        room = int(chip.shared_memory * (ALONE_MEMORY if self.alone == "memory" else 1) / self.programs) - 3072
+        room = int(chip.shared_memory * (EXCESS_MEMORY if self.exceeds == "memory" else 1) / self.programs) - 3072
         factors = 3 * self.rows * self.groups(group) * self.apart(group)  # a scale and a zero per row and group
         return min(room // ((4 * self.tokens + self.rows) * self.depth // 2 + factors), 12)
 
@@ -144,7 +144,7 @@ class Tile:
     def registers(self) -> int:
         """Return the registers per thread at the start."""
         share = 65536 // self.programs // (32 * (self.warps + 4)) // 8 * 8
-        return share + {"": 0, "memory": -ALONE_REGISTERS, "registers": ALONE_REGISTERS}[self.alone]
+        return share + {"": 0, "memory": -EXCESS_REGISTERS, "registers": EXCESS_REGISTERS}[self.exceeds]
 
 
 def tile_of(
@@ -161,7 +161,7 @@ def tile_of(
     runs. Larger weights with HALVED tiles (down), and those that read their results (q, k and v), leave room for each
     other's programs, and down also for those of a gate_up with WIDE tiles. (NARROW ones take the whole memory.) But two
     programs of down, or of q, k and v, on a processor that has become free early, would take longer than one on each:
-    they are `alone`.
+    their tiles `exceed` a half, see Tile.
     """
 
     def programs(size: int, rows: int) -> int:
@@ -171,15 +171,15 @@ def tile_of(
         padded = next(each for each in FEW if tokens <= each)
         if programs(padded, WIDE[0]) >= chip.processors:
             return Tile(padded, *(WIDE_64 if padded == max(FEW) else WIDE))
-        alone = padded <= ALONE_TOKENS and group >= ALONE_GROUP
+        exceeds = padded <= EXCESS_TOKENS and group >= EXCESS_GROUP
         if padded <= HALVED_TOKENS and programs(padded, HALVED[0]) <= chip.processors:
             # small: a program's rows of the weight take at most a third of the shared memory
             small = padded <= SHARED_TOKENS and 3 * HALVED[0] * inputs // 2 <= chip.shared_memory
-            if alone and not small:
+            if exceeds and not small:
                 return Tile(padded, *HALVED, 2, "memory")
             return Tile(padded, *HALVED, 2 if small else 1)
         before = inputs // HALVED[0]  # programs of the same model's down, whose outputs are these inputs
-        if alone and not swiglu and max(programs(padded, NARROW[0]), before) <= chip.processors:
+        if exceeds and not swiglu and max(programs(padded, NARROW[0]), before) <= chip.processors:
             return Tile(padded, *NARROW[:-1], 2, "registers")
         if padded > 32 and programs(32, NARROW[0]) <= chip.processors:
             padded = 32
@@ -190,9 +190,9 @@ def tile_of(
     return Tile(*(MANY_NARROW if narrow else chosen))
 
 
-def most(add: bool) -> int:
+def max_tokens(add: bool) -> int:
     """Return the tokens up to which this kernel is the fastest. add: see `tile_of`."""
-    return MOST_ADD if add else MOST
+    return MAX_TOKENS_ADD if add else MAX_TOKENS
 
 
 def fits(tile: Tile, inputs: int, group: int) -> bool:

@@ -63,7 +63,7 @@ tile per processor, if this tile has fewer than twice the rows of WIDE: a multip
 TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128))
 """Choices of tokens and rows of a tile for more tokens than WIDE has. A tile of x loads for each tile of the weight."""
 
-MOST = 256  # tokens up to which some products are faster here than in the kernels for many tokens
+MAX_TOKENS = 256  # tokens up to which some products are faster here than in the kernels for many tokens
 ALL = {1: 64, 2: FEW_IN_GLUON}  # ... and up to which all are, by bytes per input
 AT_ONCE = {1: 2, 2: 1}  # maximum number of programs per processor for more than ALL tokens, by bytes per input
 ROPE = 32  # tokens up to which rope inside a product is faster than a kernel of its own
@@ -79,14 +79,14 @@ def takes(tokens: int, outputs: int, item_size: int, chip: Chip) -> bool:
     """Return whether a product of `tokens` tokens is faster here than in the kernels for many tokens, which are in
     Triton or, for fp8, in fastgen.kernels.hopper.fp8.
 
-    It is for up to ALL tokens, and for up to MOST tokens if all tiles run at the same time, AT_ONCE per processor.
+    It is for up to ALL tokens, and for up to MAX_TOKENS if all tiles run at the same time, AT_ONCE per processor.
     item_size: bytes per input.
     """
     if tokens <= ALL[item_size]:
         return True
     tile, rows = _shape(tokens, outputs, item_size, chip)
     programs = -(-tokens // tile) * -(-outputs // rows)
-    return tokens <= MOST and programs <= AT_ONCE[item_size] * chip.processors
+    return tokens <= MAX_TOKENS and programs <= AT_ONCE[item_size] * chip.processors
 
 
 def _shape(tokens: int, outputs: int, item_size: int, chip: Chip) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def _shape(tokens: int, outputs: int, item_size: int, chip: Chip) -> tuple[int, 
 
 
 def tile_of(tokens: int, outputs: int, inputs: int, item_size: int, chip: Chip) -> tuple[int, int, int, int, int]:
-    """Return the tokens, rows and depth of a tile, the warps and the stages, for a product of up to MOST tokens.
+    """Return the tokens, rows and depth of a tile, the warps and the stages, for a product of up to MAX_TOKENS tokens.
 
     item_size: bytes per input, 1 or 2.
 

@@ -90,7 +90,8 @@ def configure(
         )  # fmt: skip
     raise ValueError(
         f"attention='paged' cannot run {group} query heads per KV head of size {head_size} in {dtype} on this GPU, "
-        f"whose blocks have {chip.shared_memory} bytes of shared memory; use attention='reference'"
+        f"whose blocks have {chip.shared_memory} bytes of shared memory; use dtype='bfloat16', another GPU or "
+        "device='cpu'"
     )
 
 
@@ -336,8 +337,8 @@ def attention(
     if config.streamed:
         assert config.keys == hopper_decode.KEYS
         hopper_decode.launch(
-            q, out, keys, values, page_table, tiles.list, tiles.most, tiles.split, tiles.alone, tiles.kind == PRIVATE,
-            memory, layer, window, scale,
+            q, out, keys, values, page_table, tiles.list, tiles.most, tiles.split, tiles.reads_early,
+            tiles.kind == PRIVATE, memory, layer, window, scale,
         )  # fmt: skip
         return
     if config.specialized:

@@ -41,10 +41,10 @@ MANY = ((128, 256, 64, 8), (128, 128, 64, 4), (128, 64, 64, 4))
 """Choices of tokens, rows, depth and warps for more tokens than FEW has. The one that takes the busiest processor the
 least time is used."""
 
-MOST_PROGRAMS, LEAST_STAGES, MOST_STAGES = 2, 3, 12  # programs per processor, and stages, for 2-byte weights
+MAX_PROGRAMS, MIN_STAGES, MAX_STAGES = 2, 3, 12  # programs per processor, and stages, for 2-byte weights
 SIDES, TILE = 16, 4096  # the cost, in multiplications, of a row or column of a tile, and of a tile itself
 
-MOST = max(*FEW, FEW_IN_GLUON)  # tokens up to which these products can be faster than cuBLAS
+MAX_TOKENS = max(*FEW, FEW_IN_GLUON)  # tokens up to which these products can be faster than cuBLAS
 
 SIZES = (1, 16, 32, 64, 65, 128, 129, 192, 256, 257, 512, 1024, 2048, 4096)
 """Numbers of tokens whose products are compiled at the start."""
@@ -187,41 +187,41 @@ def config(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, chip: Chi
     if padded:
         wide = outputs >= FEW[padded][0] * chip.processors
         rows, depth = FEW[padded] if wide else NARROW
-        found = ProductConfig(padded, rows, depth, 4, 1, swap=True)
-        return staged(found, _tiles(found, tokens, outputs), dtype.itemsize, chip)
+        candidate = ProductConfig(padded, rows, depth, 4, 1, swap=True)
+        return staged(candidate, _tiles(candidate, tokens, outputs), dtype.itemsize, chip)
     several = [
         replace(each, stages=_stages(each, 1, dtype.itemsize, chip)) for each in (ProductConfig(*x, 1) for x in MANY)
     ]
-    several = [each for each in several if each.stages >= LEAST_STAGES] or several[-1:]
+    several = [each for each in several if each.stages >= MIN_STAGES] or several[-1:]
     return min(several, key=lambda each: _cost(each, tokens, outputs, chip))
 
 
-def _tiles(found: ProductConfig, tokens: int, outputs: int) -> int:
-    return -(-tokens // found.tokens) * -(-outputs // found.rows)
+def _tiles(config: ProductConfig, tokens: int, outputs: int) -> int:
+    return -(-tokens // config.tokens) * -(-outputs // config.rows)
 
 
-def _cost(found: ProductConfig, tokens: int, outputs: int, chip: Chip) -> int:
+def _cost(config: ProductConfig, tokens: int, outputs: int, chip: Chip) -> int:
     """Return the time that the busiest processor takes, in multiplications."""
-    tile = found.tokens * found.rows + SIDES * (found.tokens + found.rows) + TILE
-    return -(-_tiles(found, tokens, outputs) // chip.processors) * tile
+    tile = config.tokens * config.rows + SIDES * (config.tokens + config.rows) + TILE
+    return -(-_tiles(config, tokens, outputs) // chip.processors) * tile
 
 
-def staged(found: ProductConfig, tiles: int, item_size: int, chip: Chip) -> ProductConfig:
+def staged(config: ProductConfig, tiles: int, item_size: int, chip: Chip) -> ProductConfig:
     """Return the configuration with as many stages as fit into shared memory.
 
     If all tiles can run at the same time, they fit for one program per processor, otherwise for as many programs as
-    there is room for with LEAST_STAGES each.
+    there is room for with MIN_STAGES each.
     """
-    stages = [_stages(found, programs, item_size, chip) for programs in range(1, MOST_PROGRAMS + 1)]
-    several = [each for each in stages if each >= LEAST_STAGES]
+    stages = [_stages(config, programs, item_size, chip) for programs in range(1, MAX_PROGRAMS + 1)]
+    several = [each for each in stages if each >= MIN_STAGES]
     chosen = several[-1] if several and tiles > chip.processors else stages[0]
-    return replace(found, stages=max(chosen, 1))
+    return replace(config, stages=max(chosen, 1))
 
 
-def _stages(found: ProductConfig, programs: int, item_size: int, chip: Chip) -> int:
+def _stages(config: ProductConfig, programs: int, item_size: int, chip: Chip) -> int:
     """Return the number of stages that fit into shared memory if a processor runs `programs` programs."""
-    step = (found.tokens + found.rows) * found.depth * item_size
-    return min((chip.shared_memory // programs - 3072) // step, MOST_STAGES)
+    step = (config.tokens + config.rows) * config.depth * item_size
+    return min((chip.shared_memory // programs - 3072) // step, MAX_STAGES)
 
 
 def fuses_rope(tokens: int, dtype: torch.dtype, chip: Chip) -> bool:

@@ -25,7 +25,7 @@ from fastgen.kernels.triton.jit import Notes, launcher, noting
 
 log = logging.getLogger(__name__)
 
-MOST_THREADS = 16  # more threads would wait for the GIL
+MAX_THREADS = 16  # more threads would wait for the GIL
 PATIENCE = 1.0  # seconds before progress is shown; reading kernels from Triton's cache takes less
 LOG_SECONDS = 5.0  # seconds between two lines in the log
 
@@ -46,7 +46,7 @@ def _compile_noted(steps: Callable[[], None], device: torch.device, show: bool) 
     """Compile the kernels that `steps` would launch, and return whether all of them compile."""
     notes = Notes()
     noting.set(notes)
-    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_THREADS)) as threads:
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS)) as threads:
         try:
             # Triton computes a digest of its 400 MB library once. Without this, each thread would begin with that.
             digest = threads.submit(triton.runtime.cache.triton_key)

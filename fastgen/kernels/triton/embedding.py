@@ -7,7 +7,7 @@ from torch import Tensor
 from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels.triton.jit import jit, tl
 
-MOST_BLOCK = 4096  # numbers per program
+MAX_BLOCK = 4096  # numbers per program
 
 
 @jit("ids_ptr", "first", "rows")
@@ -32,7 +32,7 @@ def embed(ids: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
     assert ids.is_contiguous()
     assert weight.is_contiguous()
     out = weight.new_empty(count, size)
-    block = min(power_of_two(size), MOST_BLOCK)
+    block = min(power_of_two(size), MAX_BLOCK)
     pdl = Chip.of(weight.device).dependent_launch
     _embed_kernel[(count, -(-size // block))](
         ids, weight, out, first or 0, rows, size, block, pdl, num_warps=min(max(block // 512, 1), 8), launch_pdl=pdl

@@ -36,7 +36,7 @@ def kind_of(tokens: int, outputs: int, inputs: int, chip: Chip) -> Kind:
 
 def kinds_of(outputs: int, inputs: int, chip: Chip) -> list[Kind]:
     """Return all kinds of kernels that products with a weight may use."""
-    few = (kind_of(tokens, outputs, inputs, chip) for tokens in range(1, hopper_products.MOST + 1))
+    few = (kind_of(tokens, outputs, inputs, chip) for tokens in range(1, hopper_products.MAX_TOKENS + 1))
     return [*dict.fromkeys((*few, *hopper_fp8.SIDES))]
 
 

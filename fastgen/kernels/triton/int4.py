@@ -199,14 +199,14 @@ def _kernel_of(
         if tile or tokens <= max(FEW):
             return tile
     # Not by hopper_products, which loads weights before the previous kernel, here `dequantize`, has written them.
-    tokens = max(tokens, hopper_products.MOST + 1)
+    tokens = max(tokens, hopper_products.MAX_TOKENS + 1)
     return batch_invariant.config(tokens, len(words), x.shape[1], x.dtype, Chip.of(x.device))
 
 
 def _tile_of(tokens: int, x: Tensor, words: Tensor, scales: Tensor, fused: Fused) -> hopper_int4.Tile | None:
     """Return the tile for a product in Gluon, or None if it is not for Gluon."""
     chip, inputs, add = Chip.of(x.device), x.shape[1], fused.add is not None
-    if tokens > hopper_int4.most(add) or not hopper_int4.runs_on(chip, x.dtype, scales.dtype):
+    if tokens > hopper_int4.max_tokens(add) or not hopper_int4.runs_on(chip, x.dtype, scales.dtype):
         return None
     group = inputs // scales.shape[1]
     tile = hopper_int4.tile_of(tokens, len(words), inputs, chip, add, group, fused.swiglu)
@@ -216,13 +216,13 @@ def _tile_of(tokens: int, x: Tensor, words: Tensor, scales: Tensor, fused: Fused
 def sizes_of(x: Tensor, words: Tensor, scales: Tensor, fused: Fused) -> list[int]:
     """Return numbers of tokens whose products run all kernels, also those that make and multiply scratch copies, for up
     to the last of batch_invariant.SIZES; see the twin."""
-    found, most = dict[object, int](), max(FEW)
+    sizes, most = dict[object, int](), max(FEW)
     # Larger tiles have a multiple of `most` tokens, and so have the limits of kernels: the choice changes only there.
     for tokens in (*range(1, most + 1), *range(most + 1, batch_invariant.SIZES[-1] + 1, most)):
         fuses = batch_invariant.fuses_rope(tokens, x.dtype, Chip.of(x.device))
         kernel = _kernel_of(tokens, x, words, scales, fused if fuses else fused._replace(rope=None))
-        found.setdefault((kernel, fuses), tokens)
-    return [*FEW, *found.values()]
+        sizes.setdefault((kernel, fuses), tokens)
+    return [*FEW, *sizes.values()]
 
 
 def launch_as(

@@ -46,7 +46,7 @@ PLAIN_REGISTERS = 64  # per thread in the plain variant, so that four programs f
 CUT_REGISTERS = 128  # so that two programs of each of bin and cut fit
 
 
-class Lanes(Protocol):
+class SamplerLanes(Protocol):
     """The state of L lanes that the kernels read and write (fastgen.model.sampler.LaneState).
 
     table: int64 [L, 14], see fastgen.kernels.triton.sampler_rows. token_ids: int64 [L, width], a lane's biased tokens
@@ -292,7 +292,7 @@ def _store(out, rows, token, logprob, untruncated, raw_logprob):
 
 def draw(
     logits: Tensor,
-    state: Lanes,
+    state: SamplerLanes,
     lanes: Tensor,
     positions: Tensor,
     work: Scratch,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastgen.device.chip import power_of_two
-from fastgen.kernels.scoring import MOST, ids_of_keys, rank_keys_of
+from fastgen.kernels.scoring import MAX_LISTED, ids_of_keys, rank_keys_of
 from fastgen.kernels.triton import sampler_rows as layout
 from fastgen.kernels.triton.jit import jit, tl
 from fastgen.kernels.triton.sampler_rows import NO_KEY, chunk_sum, key_ids, key_logits, log_sum, rank_keys, scale_of
@@ -40,14 +40,14 @@ def _score_kernel(
 
 
 @jit("most")
-def _list_kernel(logits_ptr, listed_ptr, most, V: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr):
+def _list_kernel(logits_ptr, listed_ptr, most, V: tl.constexpr, CHUNK: tl.constexpr, MAX_LISTED: tl.constexpr):
     """List the largest rank keys of one chunk of one row per program."""
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
     keys = tl.where(ids < V, rank_keys(x, ids), NO_KEY)
-    listed = listed_ptr + (row * tl.num_programs(0) + chunk) * MOST
+    listed = listed_ptr + (row * tl.num_programs(0) + chunk) * MAX_LISTED
     place = most * 0
     while place < most:
         key = tl.max(keys)
@@ -58,13 +58,13 @@ def _list_kernel(logits_ptr, listed_ptr, most, V: tl.constexpr, CHUNK: tl.conste
 
 @jit("totals_ptr", "most")
 def _merge_kernel(
-    listed_ptr, totals_ptr, ids_ptr, logprobs_ptr, most, C: tl.constexpr, SLOTS: tl.constexpr, MOST: tl.constexpr
+    listed_ptr, totals_ptr, ids_ptr, logprobs_ptr, most, C: tl.constexpr, SLOTS: tl.constexpr, MAX_LISTED: tl.constexpr
 ):
     """Find the largest keys that the chunks of a row have listed, with one program per row."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
-    listed = (slot < C * MOST) & (slot % MOST < most)
-    keys = tl.load(listed_ptr + row * C * MOST + slot, mask=listed, other=NO_KEY)
+    listed = (slot < C * MAX_LISTED) & (slot % MAX_LISTED < most)
+    keys = tl.load(listed_ptr + row * C * MAX_LISTED + slot, mask=listed, other=NO_KEY)
     best, log_total = tl.load(totals_ptr + row), tl.load(totals_ptr + tl.num_programs(0) + row)
     place = most * 0
     while place < most:
@@ -79,12 +79,12 @@ def score(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Te
     rows, vocab = logits.shape
     assert logits.is_contiguous()
     assert targets.shape == (rows,)
-    found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     _score_kernel[(rows,)](
-        logits, targets, temperature, found, vocab, layout.CHUNK,
+        logits, targets, temperature, results, vocab, layout.CHUNK,
         power_of_two(-(-vocab // layout.CHUNK)), num_warps=layout.WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return found[0], found[1:]
+    return results[0], results[1:]
 
 
 def alternatives(logits: Tensor, most: int, totals: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -98,13 +98,15 @@ def alternatives(logits: Tensor, most: int, totals: Tensor | None = None) -> tup
     assert totals.shape == (2, rows)
     assert totals.is_contiguous()
     assert 0 < most <= vocab
-    if most > MOST:
+    if most > MAX_LISTED:
         return _sort_alternatives(logits, most, totals)
-    listed = torch.empty(rows, chunks, MOST, dtype=torch.int64, device=device)
+    listed = torch.empty(rows, chunks, MAX_LISTED, dtype=torch.int64, device=device)
     ids = torch.empty(rows, most, dtype=torch.int64, device=device)
     logprobs = torch.empty(rows, most, dtype=torch.float32, device=device)
-    _list_kernel[(chunks, rows)](logits, listed, most, vocab, layout.CHUNK, MOST, num_warps=layout.WARPS)
-    _merge_kernel[(rows,)](listed, totals, ids, logprobs, most, chunks, power_of_two(chunks * MOST), MOST, num_warps=4)
+    _list_kernel[(chunks, rows)](logits, listed, most, vocab, layout.CHUNK, MAX_LISTED, num_warps=layout.WARPS)
+    _merge_kernel[(rows,)](
+        listed, totals, ids, logprobs, most, chunks, power_of_two(chunks * MAX_LISTED), MAX_LISTED, num_warps=4
+    )
     return ids, logprobs
 
 

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgen.device import mkl
+from fastgen.device.mkl import Indices
 from fastgen.device.processor import is_intel
 from fastgen.device.threads import at_most
 from fastgen.kernels import fp8_pages
@@ -49,10 +50,8 @@ have one size there (KEY_STEP), threads are limited (`_threads`), and products h
 KEY_BLOCK = 64
 KEY_STEP = KEY_BLOCK if INTEL_AVX2 else 16  # products read a multiple of this many keys of a block
 TILE_ROWS = 96  # maximum number of query rows of a prefill tile
-LEAST_SIZE = 16  # smaller heads are padded: MKL sums fewer columns in an order that depends on the number of rows
+MIN_SIZE = 16  # smaller heads are padded: MKL sums fewer columns in an order that depends on the number of rows
 SCORES = 2**20  # approximate maximum number of scores in memory: many small operations take longer than slower memory
-
-Indices = NDArray[np.int64]
 
 
 def padded_rows(rows: int, head_size: int) -> int:
@@ -192,7 +191,7 @@ class _Copied:
 
     def __init__(self, tiles: _Tiles) -> None:
         self._tiles = tiles
-        self._padding = 0, max(LEAST_SIZE - tiles.q.shape[2], 0)
+        self._padding = 0, max(MIN_SIZE - tiles.q.shape[2], 0)
         self._owner, self._block, self._runs = map(_flat, (tiles.owner, tiles.block, tiles.runs))
 
     def score(self, keys: Tensor) -> None:
@@ -248,7 +247,7 @@ class CpuAttention:
         self._run = math.gcd(self._page_size, KEY_BLOCK)  # number of keys that are always contiguous
         self._layers = list(zip(pool.keys, pool.values, strict=True))
         in_place = mkl.BATCHES and pool.keys.dtype == torch.float32 and self._run == KEY_BLOCK
-        in_place = in_place and self._head_size >= LEAST_SIZE
+        in_place = in_place and self._head_size >= MIN_SIZE
         self._products: type[_InPlace | _Copied] = _InPlace if in_place else _Copied
         self._memory = torch.zeros(0, dtype=torch.float32)
         self._key: tuple[object, ...] | None = None  # of `_plan`, the last plan of a step that has only decodes
@@ -279,7 +278,7 @@ class CpuAttention:
         return groups
 
     def plan_decode(
-        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
+        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, reads_early: bool = False
     ) -> _Plan:
         ones = np.ones(len(lanes), dtype=np.int64)
         return self.plan(StepLayout(ones, kv_lens.long().numpy(), len(lanes), lanes.numpy(), page_table))
@@ -299,7 +298,7 @@ class CpuAttention:
         last = query_lens[owner, None] - 1
         ends = before[owner] + np.minimum(offset[:, -1], last[:, 0])  # the position of each tile's last token
         order = np.argsort(-ends, kind="stable")
-        found = []
+        groups = []
         while len(order):
             blocks = int(ends[order[0]]) // KEY_BLOCK + 1
             rows = padded_rows(size * self._group, self._head_size)
@@ -312,8 +311,8 @@ class CpuAttention:
             of = owner[here]
             tokens, position = first[of, None] + inside, before[of, None] + inside
             tiles = self._lay_out(sequences[of], tokens, position, real, table[sequences[of]])
-            found.append((tiles, self._products(tiles)))
-        return found
+            groups.append((tiles, self._products(tiles)))
+        return groups
 
     def _lay_out(
         self, sequences: Indices, tokens: Indices, position: Indices, real: NDArray[np.bool_], table: Indices
@@ -379,11 +378,11 @@ class CpuAttention:
 
     def attend(self, plan: _Plan, layer: int, q: Tensor, window: int) -> Tensor:
         rows = (q.float() * self._scale).view(-1, self._head_size)
-        found = [self._attend(*each, layer, rows, window).view(-1, *q.shape[1:]).to(q.dtype) for each in plan]
-        if len(found) == 1:
-            return found[0]
+        outputs = [self._attend(*each, layer, rows, window).view(-1, *q.shape[1:]).to(q.dtype) for each in plan]
+        if len(outputs) == 1:
+            return outputs[0]
         out = torch.empty_like(q)
-        for (tiles, _), part in zip(plan, found, strict=True):
+        for (tiles, _), part in zip(plan, outputs, strict=True):
             out.index_copy_(0, tiles.targets, part)  # takes half the time of an assignment
         return out
 

@@ -59,15 +59,15 @@ class Attention(Protocol):
         """Prepare a step: compute what its layers have in common."""
 
     def plan_decode(
-        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
+        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, reads_early: bool = False
     ) -> object:
         """Prepare a step of one token per sequence only from tensors on the device, so that a CUDA graph can hold it.
 
         lanes: int64 [S]; kv_lens: int32 [S]; page_table: int32 [all lanes, columns]. Their values, and the keys that
-        rows share, may change before a replay. shared: read shared keys once; it does not change the results. alone:
-        the step has no prefill chunks, so all other keys are of earlier steps, and an ordinary kernel launch stands
-        between this call and the first `attend`; data that the step's layers do not write may then be read before the
-        kernel ahead has ended (programmatic dependent launch).
+        rows share, may change before a replay. shared: read shared keys once; it does not change the results.
+        reads_early: the step has no prefill chunks, so all other keys are of earlier steps, and an ordinary kernel
+        launch stands between this call and the first `attend`; data that the step's layers do not write may then be
+        read before the kernel ahead has ended (programmatic dependent launch).
         """
 
     def attend(self, plan: Any, layer: int, q: Tensor, window: int) -> Tensor:

@@ -89,22 +89,22 @@ class PagedAttention:
         return kernel.attention.runs_on(on_gpu) and work_tiles.plan_decode.runs_on(on_gpu)
 
     def plan_decode(
-        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
+        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, reads_early: bool = False
     ) -> PagedPlan:
         """Make the lists on the device, inside the step's graph; the list of shared keys is there already."""
         assert len(lanes) <= self.max_seqs
         splits, rows = len(lanes) <= self._most_split, self.prefixes.rows if shared else None
-        return self._plan_decode(lanes, kv_lens, page_table, rows, splits, alone)
+        return self._plan_decode(lanes, kv_lens, page_table, rows, splits, reads_early)
 
     def _plan_decode(
-        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, rows: SharedRows | None, splits: bool, alone: bool
+        self, lanes: Tensor, kv_lens: Tensor, table: Tensor, rows: SharedRows | None, splits: bool, reads_early: bool
     ) -> PagedPlan:
         """See `plan_decode`. rows: the ranges that rows share. splits: whether some sequences may be split."""
         config, most = self.configs[kernel.DECODE], len(lanes) * (self._most_splits + 1 if splits else 1)
         work_tiles.plan_decode(
             lanes, kv_lens, self._windows, self._lists, config.keys, rows, config.unsplit, self._most_split
         )
-        plan = PagedPlan(page_table, {window: [] for window in self.windows})
+        plan = PagedPlan(table, {window: [] for window in self.windows})
         for number, window in enumerate(self.windows):
             if rows is not None:
                 group = self.configs[kernel.GROUP]
@@ -112,7 +112,7 @@ class PagedAttention:
                 tiles = kernel.TileList(rows.list, self.max_seqs, group, kernel.SHARED, rows, bases, kv_lens)
                 plan.work[window].append(tiles)
             kind = kernel.PLAIN if rows is None else kernel.PRIVATE
-            tiles = kernel.TileList(self._lists[number], most, config, kind, split=splits, alone=alone)
+            tiles = kernel.TileList(self._lists[number], most, config, kind, split=splits, reads_early=reads_early)
             plan.work[window].append(tiles)
         return plan
 
@@ -131,7 +131,7 @@ class PagedAttention:
     ) -> PagedPlan:
         assert len(lanes) <= self.max_seqs
         rows = self.prefixes.rows if shared else None
-        plan = self._plan_decode(lanes, kv_lens, page_table, rows, self._most_split > 0, alone=False)
+        plan = self._plan_decode(lanes, kv_lens, page_table, rows, self._most_split > 0, reads_early=False)
         return self._with_prefills(plan, lists)
 
     def lists(self, layout: StepLayout) -> list[NDArray[np.int32]]:

@@ -55,7 +55,7 @@ def shared_ranges(tables: NDArray[np.int32], lanes: Ints, full: Ints) -> list[Le
     tables: int32 [all lanes, columns], page tables; lanes: int64 [S], the table of each row; full: int64 [S], its
     number of full pages.
     """
-    found: list[Level] = []
+    levels: list[Level] = []
     rows = np.arange(len(full))
     group, column = np.zeros_like(rows), np.zeros_like(rows)  # a row's range in the last level, and its end
     while True:
@@ -69,10 +69,10 @@ def shared_ranges(tables: NDArray[np.int32], lanes: Ints, full: Ints) -> list[Le
         several = np.repeat(count > 1, count)
         rows, column, count = rows[several], column[several], count[count > 1]
         if not len(rows):
-            return found
+            return levels
         begin = np.cumsum(count) - count
         last = np.minimum.reduceat(_first_differences(tables, lanes, full, rows, np.repeat(rows[begin], count)), begin)
-        found.append(Level(rows, count, column[begin], last))
+        levels.append(Level(rows, count, column[begin], last))
         group, column = np.repeat(np.arange(len(count)), count), np.repeat(last, count)
 
 
@@ -109,8 +109,8 @@ def prefixes(levels: list[Level], page_size: int, block: int, tile_rows: int) ->
     kept = (numbers > 0) & (count > 1)  # a row may be left alone in its parents' range
     rows = np.argsort(number, kind="stable")[np.repeat(kept, count)]
     count = count[kept]
-    found = Level(rows, count, np.zeros_like(count), end[rows[np.cumsum(count) - count]])
-    return found if kept.any() else None
+    level = Level(rows, count, np.zeros_like(count), end[rows[np.cumsum(count) - count]])
+    return level if kept.any() else None
 
 
 def saved_keys(level: Level, page_size: int) -> int:
@@ -140,8 +140,8 @@ def shared_tiles(prefixes: Level, lanes: Ints, page_size: int, tile_rows: int) -
     offset = (np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]) * tile_rows
     member = (np.cumsum(count) - count)[owner] + offset
     tokens, end = np.minimum(count[owner] - offset, tile_rows), last[owner]
-    found = work_tiles.tiles_of(member, tokens, lanes[prefixes.rows[member]], end, np.zeros_like(end), end)
-    return SharedTiles(found[np.argsort(-end, kind="stable")], prefixes.rows.astype(np.int32), ends)
+    work = work_tiles.tiles_of(member, tokens, lanes[prefixes.rows[member]], end, np.zeros_like(end), end)
+    return SharedTiles(work[np.argsort(-end, kind="stable")], prefixes.rows.astype(np.int32), ends)
 
 
 class SharedPrefixes:
@@ -189,10 +189,10 @@ class SharedPrefixes:
         num_kv, page_size, head_size = self._pool.keys.shape[2:]
         config = self._config
         tile, tasks = config.rows // self._group, max(self.chip.processors * config.programs // num_kv, 1)
-        found = prefixes(shared_ranges(tables, lanes, full), page_size, config.keys, tile)
+        level = prefixes(shared_ranges(tables, lanes, full), page_size, config.keys, tile)
         key_bytes = 2 * num_kv * head_size * self._pool.keys.element_size()
-        if found is not None and saved_keys(found, page_size) * key_bytes >= SHARING_PAYS:
-            made = shared_tiles(found, lanes, page_size, tile)
+        if level is not None and saved_keys(level, page_size) * key_bytes >= SHARING_PAYS:
+            made = shared_tiles(level, lanes, page_size, tile)
             if len(made.tiles) >= FILLS * tasks:  # with fewer it is slower than each row's own splits
                 self._write(made)
                 return True
@@ -208,13 +208,13 @@ class SharedPrefixes:
         self.forget()
         self._table.zero_()
 
-    def _write(self, found: SharedTiles) -> None:
+    def _write(self, shared: SharedTiles) -> None:
         """Send what rows share, without waiting for the device. Rows after the last one share nothing."""
         rows = self.rows
-        listed = work_tiles.list_of(found.tiles)
+        listed = work_tiles.list_of(shared.tiles)
         sizes = [len(rows.ends), len(rows.members), len(listed)]
         host = torch.zeros(sum(sizes), dtype=torch.int32)
-        numbers = (found.ends, found.members, listed)
+        numbers = (shared.ends, shared.members, listed)
         for part, each in zip(torch.split(host, sizes), numbers, strict=True):
             part[: len(each)] = torch.from_numpy(each)
         if self._table.device.type == "cuda":

@@ -10,6 +10,6 @@ VERSION = "0.9."  # how the versions of verl begin whose classes these modules a
 
 def check_version() -> None:
     """Raise ImportError if the rollout does not work with the installed version of verl."""
-    found = version("verl")
-    if not found.startswith(VERSION):
-        raise ImportError(f"verl {found} is installed; the rollout {NAME!r} works with verl {VERSION}*")
+    installed = version("verl")
+    if not installed.startswith(VERSION):
+        raise ImportError(f"verl {installed} is installed; the rollout {NAME!r} works with verl {VERSION}*")

@@ -21,10 +21,10 @@ def engine_arguments(config: Any, rank: int) -> dict[str, Any]:
 
     `load_format` has no effect: the engine always reads the checkpoint.
     """
-    for name, known in NEUTRAL.items():
-        if getattr(config, name, known[0]) not in known:
-            wanted = " or ".join(map(repr, known))
-            raise ValueError(f"rollout.{name} is {getattr(config, name)!r}; the rollout 'fastgen' needs {wanted}")
+    for name, neutral in NEUTRAL.items():
+        if getattr(config, name, neutral[0]) not in neutral:
+            values = " or ".join(map(repr, neutral))
+            raise ValueError(f"rollout.{name} is {getattr(config, name)!r}; the rollout 'fastgen' needs {values}")
     own = (config.engine_kwargs or {}).get("fastgen") or {}
     arguments = {
         "dtype": config.dtype,

@@ -15,10 +15,10 @@ from fastgen.rl.verl import NAME, check_version
 def load_replica() -> type[RolloutReplica]:
     """Return the class of replicas. Raises ImportError for a wrong version of verl."""
     check_version()
-    from fastgen.rl.verl.replica import Replica
+    from fastgen.rl.verl.replica import VerlReplica
 
-    return Replica
+    return VerlReplica
 
 
-_ROLLOUT_REGISTRY[NAME, "async"] = "fastgen.rl.verl.rollout.Rollout"
+_ROLLOUT_REGISTRY[NAME, "async"] = "fastgen.rl.verl.rollout.VerlRollout"
 RolloutReplicaRegistry.register(NAME, load_replica)

@@ -67,12 +67,12 @@ class EngineServer:
         try:
             longest = self._engine.info.max_model_len
             params = request_params(self._config, sampling_params, len(prompt_ids), longest)
-            found = await self._engine.generate([int(id) for id in prompt_ids], params)
+            output = await self._engine.generate([int(id) for id in prompt_ids], params)
         finally:
             self._gate.leave()
-        (completion,) = found.completions
-        if completion.error is not None or found.error is not None:
-            raise RuntimeError(completion.error or found.error)
+        (completion,) = output.completions
+        if completion.error is not None or output.error is not None:
+            raise RuntimeError(completion.error or output.error)
         reason = "aborted" if completion.finish_reason == "abort" else "completed"
         return self._output(completion.token_ids, getattr(completion, self._logprobs), reason)
 
@@ -146,11 +146,11 @@ class EngineServer:
 def _place(worker: Any) -> tuple[str, str]:
     """Return the node and the GPU of a worker of verl, in which this runs."""
     context = ray.get_runtime_context()
-    found = context.get_accelerator_ids().get(get_resource_name(), [])
-    return context.get_node_id(), ",".join(found)
+    gpus = context.get_accelerator_ids().get(get_resource_name(), [])
+    return context.get_node_id(), ",".join(gpus)
 
 
-class Replica(RolloutReplica):  # type: ignore[misc]
+class VerlReplica(RolloutReplica):  # type: ignore[misc]
     """An engine for the workers of one replica, which are on one machine.
 
     It has no HTTP server: `server_address` is the name of its actor, and agents reach it by `server_handle`.

@@ -33,11 +33,11 @@ class ActorClient:
 
     def post(self, path: str, body: Json, connections: object = None) -> Json:
         """Return the answer to a call. It cannot be ended, and so ignores `connections`."""
-        found: Json = ray.get(self._actor.post.remote(path, body))
-        return found
+        answer: Json = ray.get(self._actor.post.remote(path, body))
+        return answer
 
 
-class Sender:
+class VerlSender:
     """Sends weights to the actor of an engine.
 
     A stream of weights is read as it is sent. Only the first one is read before: names, dtypes and shapes of the
@@ -56,13 +56,13 @@ class Sender:
             self._update(named)
             self._forms = [(name, tensor.dtype, tensor.shape, tensor.device) for name, tensor in named]
         else:
-            self._update([(form[0], Turn(stream, form)) for form in self._forms])
+            self._update([(form[0], StreamedTensor(stream, form)) for form in self._forms])
 
     def _update(self, named: Named) -> None:
         self._weights.update(RemoteUpdate(WEIGHTS, named, {"version": None, "partial": False, "in_flight": "keep"}))
 
 
-class Turn:
+class StreamedTensor:
     """A tensor that is taken from a stream when it is sent, like a DTensor that is gathered then."""
 
     def __init__(self, stream: Iterator[tuple[str, Tensor]], form: Form) -> None:
@@ -77,7 +77,7 @@ class Turn:
         return tensor
 
 
-class Rollout(BaseRollout):  # type: ignore[misc]
+class VerlRollout(BaseRollout):  # type: ignore[misc]
     """The rollout in a worker. Of the workers of a replica, the first one calls the engine; the others take part in
     gathering the weights."""
 
@@ -90,14 +90,14 @@ class Rollout(BaseRollout):  # type: ignore[misc]
         rank = int(os.environ["RANK"])
         self._replica = rank // size if replica_rank == -1 else replica_rank
         self._leads = rank % size == 0
-        self._sender: Sender | None = None
+        self._sender: VerlSender | None = None
         self._actor: Any = None
 
     def _server(self) -> Any:
         """Return the actor of the engine, which is started after the workers."""
         if self._actor is None:
             self._actor = ray.get_actor(f"{NAME}_server_{self._replica}")
-            self._sender = Sender(self._actor)
+            self._sender = VerlSender(self._actor)
         return self._actor
 
     async def resume(self, tags: list[str]) -> None:
@@ -140,7 +140,7 @@ class Rollout(BaseRollout):  # type: ignore[misc]
             await actor.set_global_steps.remote(global_steps)
 
 
-def _send(sender: Sender, weights: Generator[tuple[str, Tensor], None, None], device: int | None) -> None:
+def _send(sender: VerlSender, weights: Generator[tuple[str, Tensor], None, None], device: int | None) -> None:
     """Send weights, in a thread whose current device is that of the caller."""
     if device is not None:
         torch.cuda.set_device(device)

@@ -94,22 +94,22 @@ class CallReader:
             if quote.partial and not last:
                 return False
             self.at, self._unescaped = quote.end(), False
-        found = _FIELD.match(text, self.at, partial=True)
-        if found is not None and found["opens"] == "{" and (self.name or self.has_arguments):
-            found = None  # another call begins: the bracket that closes this one was forgotten
-        stop = _after_blank(self._stops).match(text, self.at, partial=True) if found is None else None
-        if any(each is not None and each.partial for each in (found, stop)) and not last:
+        match = _FIELD.match(text, self.at, partial=True)
+        if match is not None and match["opens"] == "{" and (self.name or self.has_arguments):
+            match = None  # another call begins: the bracket that closes this one was forgotten
+        stop = _after_blank(self._stops).match(text, self.at, partial=True) if match is None else None
+        if any(each is not None and each.partial for each in (match, stop)) and not last:
             return False
-        if found is None or found.partial:
+        if match is None or match.partial:
             self._end(seen=stop is not None and not stop.partial)
             return False
-        self.at = found.end()
-        if found["opens"] or found["closes"]:
-            self._depth += 1 if found["opens"] else -1
+        self.at = match.end()
+        if match["opens"] or match["closes"]:
+            self._depth += 1 if match["opens"] else -1
             if not self._depth:
                 self._end(seen=True)
         else:
-            self._field = found["a"] or found["b"] or found["c"] or ""
+            self._field = match["a"] or match["b"] or match["c"] or ""
             self._value, self._text = LooseJson(self._stops), ""
             self.has_arguments |= self._field in _ARGUMENTS
             self._odd |= self._field not in _USUAL

@@ -45,8 +45,8 @@ FORMATS: dict[str, Syntax | None] = {
 def find_format(template: str | None, name: str | None = None) -> Syntax | None:
     """Return the format with this name or, by default, the one that a chat template asks for; None if it is unknown."""
     template = template or ""
-    found = None if name is None else FORMATS[name]
-    return found or _format_of(template if name is None else "[TOOL_CALLS]" + template)
+    syntax = None if name is None else FORMATS[name]
+    return syntax or _format_of(template if name is None else "[TOOL_CALLS]" + template)
 
 
 def _format_of(template: str) -> Syntax | None:

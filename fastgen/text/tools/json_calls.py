@@ -178,21 +178,21 @@ class JsonParser(ToolParser):
 
     def _match_call(self, at: int, last: bool) -> Found:
         if self._reader is None:
-            found = self._match(self._begins[True], at, last)
-            self._marked = found is not None
-            if found is None and (self._bare == "anywhere" or (self._bare == "start" and self._is_first(at))):
-                found = self._match(self._begins[False], at, last)
-            if found is None or found.partial:
-                return found
-            self._new_reader(at, found)
+            match = self._match(self._begins[True], at, last)
+            self._marked = match is not None
+            if match is None and (self._bare == "anywhere" or (self._bare == "start" and self._is_first(at))):
+                match = self._match(self._begins[False], at, last)
+            if match is None or match.partial:
+                return match
+            self._new_reader(at, match)
         self._read_call(at, last)
         if last and self._reader is not None and self._reader.partial:
             self._drop_reader()
         return self._reader
 
-    def _new_reader(self, at: int, found: Found) -> None:
-        names, name = None if self._marked else self._known, found.groupdict().get("name") or ""
-        self._reader, self._start = CallReader(self._stops, names, name, found.end()), at
+    def _new_reader(self, at: int, match: Found) -> None:
+        names, name = None if self._marked else self._known, match.groupdict().get("name") or ""
+        self._reader, self._start = CallReader(self._stops, names, name, match.end()), at
 
     def _drop_reader(self) -> None:
         """Give up what may have been a call. No other is looked for in its arguments."""
@@ -210,14 +210,14 @@ class JsonParser(ToolParser):
             reader.read(head, last and len(head) == len(self._text))
         if reader.has_arguments:
             reader.read(self._text, last)
-        held = not reader.has_arguments and len(self._text) >= at + HELD
-        if reader.failed or (reader.partial and held):
+        too_long = not reader.has_arguments and len(self._text) >= at + HELD
+        if reader.failed or (reader.partial and too_long):
             self._drop_reader()
 
-    def _begin(self, found: CallReader) -> None:
-        self._call(found.name)
-        self._text, found.at, self._state = self._text[found.at :], 0, self._read_arguments
-        self._argue(found.take())
+    def _begin(self, reader: CallReader) -> None:
+        self._call(reader.name)
+        self._text, reader.at, self._state = self._text[reader.at :], 0, self._read_arguments
+        self._argue(reader.take())
 
     def _read_arguments(self, last: bool) -> bool:
         reader = self._reader

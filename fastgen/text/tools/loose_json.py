@@ -137,8 +137,8 @@ class LooseJson:
         """Return the index after a word of 1 to HELD characters; None if it depends on later text."""
         start, limit = at + 1 + self._looked, at + HELD
         longest = len(self._ends.value.pattern)  # of a mark, which may hold what ends a word
-        found = ends.search(text, start, limit, partial=True)
-        end = min(len(text), limit) if found is None or found.partial else int(found.start())
+        match = ends.search(text, start, limit, partial=True)
+        end = min(len(text), limit) if match is None or match.partial else int(match.start())
         stop = self._ends.value.search(text, start, end + longest, partial=True)
         begun = stop is not None and stop.partial and stop.start() < end
         waits = (end == len(text) or begun) and not last and len(text) < limit
@@ -223,12 +223,12 @@ class LooseJson:
             self._end_element()
 
     def _read_escape(self, text: str, at: int, last: bool) -> int | None:
-        found = _ESCAPE.match(text, at, partial=True)
-        if found is not None and found.partial:
+        match = _ESCAPE.match(text, at, partial=True)
+        if match is not None and match.partial:
             return len(text) if last else None
-        if found is None:
+        if match is None:
             quoted = text[at + 1] == "'"  # as Python and JavaScript write it
             self._made.append("'" if quoted else "\\\\")
             return at + 1 + quoted
-        self._made.append(found[0])
-        return int(found.end())
+        self._made.append(match[0])
+        return int(match.end())

@@ -125,7 +125,7 @@ class ToolParser(ABC):
         """Match the beginning of a call at an index of the text; see `_match` for the result."""
 
     @abstractmethod
-    def _begin(self, found: Found) -> None:
+    def _begin(self, call: Found) -> None:
         """Report the call that was matched, consume its beginning, and set the state that reads on."""
 
     @abstractmethod
@@ -135,13 +135,13 @@ class ToolParser(ABC):
     def _match(self, pattern: Pattern, at: int, last: bool) -> Found:
         """Match a pattern at an index. The match is `partial` if it depends on later text, and None if later text
         cannot make it match."""
-        found = pattern.match(self._text, at, at + HELD, partial=True)
-        undecided, held = found is not None and found.partial, len(self._text) - at
-        if undecided and (last or held >= HELD):
+        match = pattern.match(self._text, at, at + HELD, partial=True)
+        undecided, size = match is not None and match.partial, len(self._text) - at
+        if undecided and (last or size >= HELD):
             return None
-        if undecided and held > FEW:  # so that the work for all pieces is proportional to the text
-            self._due = min(at + HELD, len(self._text) + held // 8)
-        return found
+        if undecided and size > FEW:  # so that the work for all pieces is proportional to the text
+            self._due = min(at + HELD, len(self._text) + size // 8)
+        return match
 
     def _is_first(self, at: int) -> bool:
         """Return whether there is nothing but white space in the answer before an index of the text."""
@@ -153,12 +153,12 @@ class ToolParser(ABC):
         at = self._passed = 0
         while start := self._starts.search(self._text, at):
             at = start.start()
-            found = self._match_call(at, last)
-            if found is not None and not found.partial:
+            call = self._match_call(at, last)
+            if call is not None and not call.partial:
                 self._say(self._text[:at].rstrip(BLANK))
-                self._begin(found)
+                self._begin(call)
                 return True
-            if found is not None:
+            if call is not None:
                 break
             at = max(at + 1, self._passed)
         else:
@@ -209,8 +209,8 @@ class Scan:
 
     def run(self, text: str, start: int = 0) -> None:
         """Read on in a text whose first bracket is at `start`, up to the bracket that closes it."""
-        while not self.done and (found := self.places.search(text, start + self.at)):
-            char, end = found[0], int(found.end()) - start
+        while not self.done and (match := self.places.search(text, start + self.at)):
+            char, end = match[0], int(match.end()) - start
             if self.quote and char == "\\":
                 end += 1  # what it escapes may not be there yet
             elif char in "\"'":

@@ -71,14 +71,14 @@ class PythonParser(ToolParser):
         self._scan = Scan(_PLACES)
 
     def _match_call(self, at: int, last: bool) -> Found:
-        found = self._match(self._opens[True], at, last)
-        if found is None and self._bare and self._is_first(at):
-            found = self._match(self._opens[False], at, last)
-        return found if found is None or found.partial else self._match_rest(found, last)
+        match = self._match(self._opens[True], at, last)
+        if match is None and self._bare and self._is_first(at):
+            match = self._match(self._opens[False], at, last)
+        return match if match is None or match.partial else self._match_rest(match, last)
 
-    def _is_known(self, found: Found) -> bool:
+    def _is_known(self, match: Found) -> bool:
         """Return whether the function in a match, if there is one, may be called."""
-        return found["name"] is None or found["name"] in self._known
+        return match["name"] is None or match["name"] in self._known
 
     def _match_rest(self, head: Found, last: bool) -> _Call | None:
         """Match a call after its opening bracket. Another call or the end of the list or of the answer must follow."""
@@ -103,17 +103,17 @@ class PythonParser(ToolParser):
             pieces.pop()
         arguments = {}
         for piece in pieces:
-            found = _ARGUMENT.fullmatch(piece)
-            value = read_literal(found[2].strip()) if found else UNREADABLE
-            if found is None or value is UNREADABLE:
+            match = _ARGUMENT.fullmatch(piece)
+            value = read_literal(match[2].strip()) if match else UNREADABLE
+            if match is None or value is UNREADABLE:
                 return None
-            arguments[found[1]] = value
+            arguments[match[1]] = value
         return json_text(arguments)
 
-    def _begin(self, found: _Call) -> None:
-        self._call(found.name)
-        self._argue(found.arguments)
-        self._text, self._state = self._text[found.end :], self._read_next
+    def _begin(self, call: _Call) -> None:
+        self._call(call.name)
+        self._argue(call.arguments)
+        self._text, self._state = self._text[call.end :], self._read_next
 
     def _close(self) -> None:
         """A call is reported when it is complete."""
@@ -125,9 +125,9 @@ class PythonParser(ToolParser):
             end = self._ends.match(self._text)
             self._text, self._state = self._text[end.end() if end else len(self._text) :], self._read_content
             return True
-        found = self._match_rest(head, last)
-        if found is None:
+        match = self._match_rest(head, last)
+        if match is None:
             self._state = self._read_content
-        elif not found.partial:
-            self._begin(found)
-        return found is None or not found.partial
+        elif not match.partial:
+            self._begin(match)
+        return match is None or not match.partial

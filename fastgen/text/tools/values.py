@@ -79,9 +79,9 @@ def _literal(node: ast.AST) -> Any:
         case ast.List() | ast.Tuple():
             return [_literal(each) for each in node.elts]
         case ast.Dict() if None not in node.keys:
-            found = {_literal(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key}
-            if all(isinstance(key, str) for key in found):
-                return found
+            items = {_literal(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+            if all(isinstance(key, str) for key in items):
+                return items
         case ast.Name() if node.id in _NAMES:
             return _NAMES[node.id]
     raise ValueError("not a literal")
@@ -116,10 +116,10 @@ class Schemas:
 
     def _find(self, reference: str) -> Any:
         """Return what is in the root at the path of a reference; None if there is nothing."""
-        found: Any = self.root
+        value: Any = self.root
         for name in reference.removeprefix("#").split("/")[1:]:
-            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        return found
+            value = value.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(value, Mapping) else None
+        return value
 
     def arguments(self) -> dict[str, Mapping[str, Any]]:
         """Return the schema of each property of the root, by its name."""
@@ -130,15 +130,15 @@ class Schemas:
     def alternatives(self, schema: Any) -> Iterator[Mapping[str, Any]]:
         """Yield a schema and, if it has anyOf or oneOf, the schemas there, those in them, and so on, each once. Raises
         ValueError after MAX_ALTERNATIVES of all calls together."""
-        known, left = set[int](), list[Iterator[Any]]([iter([schema])])
+        seen, left = set[int](), list[Iterator[Any]]([iter([schema])])
         while left:
             for part in left[-1]:
                 self._steps += 1
                 if self._steps > MAX_ALTERNATIVES:
                     raise ValueError(f"a schema leads to more than {MAX_ALTERNATIVES} others; simplify it")
                 each = self.resolved(part)
-                if id(each) not in known:
-                    known.add(id(each))
+                if id(each) not in seen:
+                    seen.add(id(each))
                     yield each
                     left.append(chain(listed(each, "anyOf"), listed(each, "oneOf")))
                     break
@@ -151,18 +151,18 @@ class Schemas:
         schema = self.resolved(schema) if deep < MAX_REFS else _ANYTHING
         if id(schema) in self._types:
             return self._types[id(schema)]
-        found = self._types[id(schema)] = TYPES
+        types = self._types[id(schema)] = TYPES
         if "type" in schema:
             named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-            found = frozenset(map(str, named)) & TYPES or TYPES
+            types = frozenset(map(str, named)) & TYPES or TYPES
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list):
-            found &= frozenset().union(*map(kinds_of, values)) or TYPES
+            types &= frozenset().union(*map(kinds_of, values)) or TYPES
         for word in ("anyOf", "oneOf", "allOf"):
             if parts := listed(schema, word):
                 allowed = [self.types(part, deep + 1) for part in parts]
-                found &= frozenset.intersection(*allowed) if word == "allOf" else frozenset.union(*allowed)
-        self._types[id(schema)] = found or TYPES
+                types &= frozenset.intersection(*allowed) if word == "allOf" else frozenset.union(*allowed)
+        self._types[id(schema)] = types or TYPES
         return self._types[id(schema)]
 
 

@@ -86,46 +86,46 @@ class XmlParser(ToolParser):
         self._object = LooseJson("")  # arguments that are not in tags
 
     def _match_call(self, at: int, last: bool) -> Found:
-        found = self._match(self._marked, at, last)
-        if found is None:
-            found = self._match(self._bare, at, last)
-            if found is not None and not found.partial and found["name"] not in self._functions:
-                found = None
-        return found
+        match = self._match(self._marked, at, last)
+        if match is None:
+            match = self._match(self._bare, at, last)
+            if match is not None and not match.partial and match["name"] not in self._functions:
+                match = None
+        return match
 
-    def _begin(self, found: Found) -> None:
-        self._call(found["name"])
+    def _begin(self, match: Found) -> None:
+        self._call(match["name"])
         self._argue("{")
-        self._arguments, self._more = self._functions.get(found["name"], {}), ""
-        self._text, self._state = self._text[found.end() :], self._read_parameter
+        self._arguments, self._more = self._functions.get(match["name"], {}), ""
+        self._text, self._state = self._text[match.end() :], self._read_parameter
 
-    def _ends_value(self, found: Found) -> bool:
+    def _ends_value(self, match: Found) -> bool:
         """Return whether a match of `_end` ends the value. Without its closing tag, a value ends only before what the
         call may have."""
-        if found["tag"]:
-            return found["tag"] in self._arguments
-        if found["name"]:
-            return found["name"] in self._functions
-        key = _key_of(found)
-        return key is None or (key in self._arguments if self._arguments else found[0].endswith("\n"))
+        if match["tag"]:
+            return match["tag"] in self._arguments
+        if match["name"]:
+            return match["name"] in self._functions
+        key = _key_of(match)
+        return key is None or (key in self._arguments if self._arguments else match[0].endswith("\n"))
 
     def _read_parameter(self, last: bool) -> bool:
         """Read the tag of an argument, or the end of the call. Other text ends the call."""
-        found = self._match(self._parameter, 0, last=False)
-        if found is not None and found.partial:
+        match = self._match(self._parameter, 0, last=False)
+        if match is not None and match.partial:
             return False  # if the answer ends here, the rest is a part of a tag
-        if found is None and not self._more and (begun := self._text.lstrip(BLANK)).startswith("{"):
+        if match is None and not self._more and (begun := self._text.lstrip(BLANK)).startswith("{"):
             self._object = LooseJson(f"</func|{self._closes}|{self._opens}")
             self._object.read("{", 0, last=False)
             self._object.take()  # which was reported
             self._text, self._state = begun[1:], self._read_object
             return True
-        self._text = self._text if found is None else self._text[found.end() :]
-        if found is None or not found[0].lstrip().startswith("<param"):
+        self._text = self._text if match is None else self._text[match.end() :]
+        if match is None or not match[0].lstrip().startswith("<param"):
             self._argue("}")
             self._state = self._read_end
             return True
-        self._key, self._value, self._state = _key_of(found), "", self._read_value
+        self._key, self._value, self._state = _key_of(match), "", self._read_value
         if self._key is None:
             self._types = TYPES
             return True
@@ -137,23 +137,23 @@ class XmlParser(ToolParser):
         return True
 
     def _read_value(self, last: bool) -> bool:
-        found = self._end.search(self._text, partial=True)
-        while found is not None and not found.partial and not self._ends_value(found):
-            found = self._end.search(self._text, found.end() + 1, partial=True)
-        if found is not None and found.partial and not last and len(self._text) - found.start() > HELD:
-            found = None  # very much white space after a tag, which is a part of the value
-        value = self._text if found is None else self._text[: found.start()]
+        match = self._end.search(self._text, partial=True)
+        while match is not None and not match.partial and not self._ends_value(match):
+            match = self._end.search(self._text, match.end() + 1, partial=True)
+        if match is not None and match.partial and not last and len(self._text) - match.start() > HELD:
+            match = None  # very much white space after a tag, which is a part of the value
+        value = self._text if match is None else self._text[: match.start()]
         if self._types == _STRING:
             self._argue(json.dumps(value, ensure_ascii=False)[1:-1])
         else:
             self._value += value
-        ended = found is not None and (not found.partial or (last and "</parameter>" in found[0]))
+        ended = match is not None and (not match.partial or (last and "</parameter>" in match[0]))
         if ended:
             self._end_value()
-        if found is None:
+        if match is None:
             self._text = ""
         else:  # if the answer ends in a part of a tag, that is left
-            self._text = self._text[found.end() if ended else found.start() :]
+            self._text = self._text[match.end() if ended else match.start() :]
         return ended
 
     def _end_value(self) -> None:
@@ -174,13 +174,13 @@ class XmlParser(ToolParser):
 
     def _read_end(self, last: bool) -> bool:
         """Read the tags and marks after a call."""
-        found = self._match(self._after, 0, last=False)
-        if found is not None and found.partial:
+        match = self._match(self._after, 0, last=False)
+        if match is not None and match.partial:
             return False
-        if found is None:
+        if match is None:
             self._state = self._read_content
         else:
-            self._text = self._text[found.end() :]
+            self._text = self._text[match.end() :]
         return True
 
     def _close(self) -> None:
@@ -193,7 +193,7 @@ class XmlParser(ToolParser):
             self._argue(self._object.take())
 
 
-def _key_of(found: Found) -> str | None:
+def _key_of(match: Found) -> str | None:
     """Return the name of the argument in a tag that was found, or None if there is none."""
-    key = found["key"] or found["loose"]
+    key = match["key"] or match["loose"]
     return key.strip() if key else None

@@ -417,7 +417,7 @@ def test_two_that_write_the_same_output_are_refused(
     schema = pa.schema([("row", pa.int64()), ("error", pa.string())])
     state = ("row", "error")
     parts = name.endswith(".parquet")
-    output = outputs.Parts(Path(name), schema, state) if parts else outputs.Lines(Path(name), state_by(state))
+    output = outputs.ParquetParts(Path(name), schema, state) if parts else outputs.Lines(Path(name), state_by(state))
     if not parts:
         Path(name).write_bytes(Path(name).read_bytes()[:-9])
     with output.opened():

@@ -11,7 +11,7 @@ import pytest
 from fastgen.cli.serve.app import plain_path
 from fastgen.cli.serve.dialects.anthropic import MessageRequest
 from fastgen.cli.serve.dialects.openai_responses import ResponseRequest
-from fastgen.cli.serve.openai_input import STRUCTURES, ChatRequest, CompletionRequest
+from fastgen.cli.serve.openai_input import STRUCTURE_ALIASES, ChatRequest, CompletionRequest
 from fastgen.cli.serve.validation import MAX_NAMED, NEUTRAL, NOTED, UNUSED, ApiError, FieldPolicy, Strict, check_request
 from fastgen.request import SamplingParams
 
@@ -118,7 +118,7 @@ def test_other_names_of_a_penalty_and_of_structures() -> None:
     assert error_of(ChatRequest, repeat_penalty=1.5, repetition_penalty=1.4).param == "repeat_penalty"
     assert error_of(ChatRequest, repeat_penalty=0).param == "repeat_penalty"
     values: dict[str, Any] = {"json": {"type": "object"}, "regex": "a+", "choice": ["a"], "grammar": 'start: "a"'}
-    for name, part in STRUCTURES.items():
+    for name, part in STRUCTURE_ALIASES.items():
         (structure,) = read(ChatRequest, **{name: values[part]}).structures.values()
         assert structure == read(ChatRequest, structured_outputs={part: values[part]}).structured_outputs
         assert error_of(ChatRequest, **{name: values[part]}, response_format={"type": "text"}).message.endswith(

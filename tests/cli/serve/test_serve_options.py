@@ -10,10 +10,10 @@ import pytest
 from fastgen.cli import serve
 from fastgen.cli.options import flag
 from fastgen.cli.options import read as read_text
-from fastgen.cli.serve.options import TABLE, Options, ServerOptions, read_options
+from fastgen.cli.serve.options import TABLE, ServeOptions, ServerOptions, read_options
 
 
-def read(*argv: str, file: str | None = None, folder: Path | None = None, **environment: str) -> Options:
+def read(*argv: str, file: str | None = None, folder: Path | None = None, **environment: str) -> ServeOptions:
     if file is not None:
         assert folder is not None
         (folder / "serve.yaml").write_text(file)
@@ -38,7 +38,7 @@ def test_flags_go_before_the_file(name: str, tmp_path: Path, monkeypatch: pytest
     words = ("http://a", "http://b") if name == "allow_origin" else ("a", "b")
     first, second = [*option.choices * 2][:2] or texts.get(option.kind, words)
 
-    def value(options: Options) -> Any:
+    def value(options: ServeOptions) -> Any:
         (model,) = options.models
         given = {**vars(options.server), **model.generator, "chat_template": model.chat_template}
         return model.name if name == "served_model_name" else given[name]

@@ -290,10 +290,10 @@ def _input(arguments: str) -> dict[str, Any]:
     """Return the arguments of a call as an object. For a call that was cut off, this is the part that exists. For JSON
     that is nested too deep to be read, it is {}, which the tool's own check will report to the model."""
     try:
-        found: dict[str, Any] = from_json(arguments or "{}", allow_partial="trailing-strings")
+        value: dict[str, Any] = from_json(arguments or "{}", allow_partial="trailing-strings")
     except ValueError:
         return {}
-    return found
+    return value
 
 
 def error_body(error: ApiError) -> dict[str, Any]:

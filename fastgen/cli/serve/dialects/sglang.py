@@ -167,8 +167,8 @@ class SglangEngine(TrainerRoutes):
         if body.stream:
             return SglangStream(self.service, partial(engine.submit, [body.prompt], params), body, greedy)
         output = await engine.generate(body.prompt, params, body.rid)
-        found = [_answer(body, output, completion, greedy) for completion in output.completions]
-        return found[0] if params.get("n", 1) == 1 else found
+        answers = [_answer(body, output, completion, greedy) for completion in output.completions]
+        return answers[0] if params.get("n", 1) == 1 else answers
 
     async def _update(self, engine: AsyncGenerator, body: DiskRequest, _: QueryParams) -> Any:
         named = str(body.weight_version)

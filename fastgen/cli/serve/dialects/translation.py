@@ -55,13 +55,13 @@ class ItemError(ValueError):
 def each_of(items: Iterable[Item], field: str, translate: Callable[[Item], list[Part]]) -> list[Part]:
     """Translate the items of a field, each into a list of parts. Raises ItemError for the first wrong one, or for an
     item of it; field: its name, which begins with a point if it belongs to an item."""
-    found = []
+    parts = []
     for place, item in enumerate(items):
         try:
-            found += translate(item)
+            parts += translate(item)
         except ValueError as error:
             raise ItemError(str(error), f"{field}[{place}]{getattr(error, 'path', '')}") from None
-    return found
+    return parts
 
 
 def translated(items: Iterable[Item], field: str, translate: Callable[[Item], list[Part]]) -> list[Part]:

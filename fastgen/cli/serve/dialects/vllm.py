@@ -26,11 +26,11 @@ from fastgen.cli.serve.rollout import ModelRequest, SleepRequest, TrainerRoutes,
 from fastgen.cli.serve.routes import Post, Routes
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, FieldPolicy, Items, Strict, wrong
+from fastgen.engine.weight_state import TAGS
 from fastgen.request import SAMPLING_OPTIONS, STRUCTURES, Completion, RequestOutput, SamplingParams
 
 STRUCTURED = "structured_outputs"
 PAUSES = ("abort", "wait", "keep")
-TAGS = ("weights", "kv_cache")
 PACKED_BYTES = 1 << 30  # vLLM's default size of a packed buffer
 TRANSFER_SECONDS = 300.0  # time without progress after which an update fails
 VERSIONS = "TRL 1.16 with vLLM 0.22 to 0.31, or senders of vLLM up to 0.33, with the backend nccl"

@@ -58,7 +58,7 @@ class ReferenceAttention:
         return (page[:, None] * self._kv_heads + heads) * self._page_size + (positions % self._page_size)[:, None]
 
     def plan_decode(
-        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, alone: bool = False
+        self, lanes: Tensor, kv_lens: Tensor, page_table: Tensor, shared: bool = False, reads_early: bool = False
     ) -> list[_Sequence]:
         """Prepare a step as `plan` does. It reads the lengths from the device, which a CUDA graph cannot capture."""
         ones = np.ones(len(lanes), dtype=np.int64)
