@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FEW, FIRST_HALF, SECOND_HALF, Turns, check_idle, families_with, random_ids
+from conftest import FEW, FIRST_HALF, SECOND_HALF, Turns, check_idle, families_in_turn, random_ids
 from handmade import let_pages_run_out
 
 from fastgen import Generator, Request, RequestOutput, SamplingParams
@@ -75,7 +75,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("family", "schedule"), families_with([*SCHEDULES]), indirect=["family"])
+@pytest.mark.parametrize(("family", "schedule"), families_in_turn([*SCHEDULES]), indirect=["family"])
 def test_batches_and_chunks_change_no_bit(schedule: str, family: Path, alone: list[Answer]) -> None:
     with Generator(family, **SCHEDULES[schedule]) as gen:
         assert answers(gen) == alone
@@ -121,7 +121,7 @@ def growing_alone(family: Path) -> list[Answer]:
         return [answers(gen, [request])[0] for request in GROWING]
 
 
-@pytest.mark.parametrize(("family", "pages"), families_with([(1, 240), (16, 18), (32, 5)]), indirect=["family"])
+@pytest.mark.parametrize(("family", "pages"), families_in_turn([(1, 240), (16, 18), (32, 5)]), indirect=["family"])
 def test_preemptions_change_no_bit(pages: tuple[int, int], family: Path) -> None:
     page_size, num_pages = pages
     with Generator(family, page_size=page_size, num_pages=num_pages, max_seqs=16, max_step_tokens=40) as gen:

@@ -563,6 +563,7 @@ print("done")
 """
 
 
+@pytest.mark.long
 def test_a_program_that_forgets_to_close_ends_well() -> None:
     done = python(FORGETFUL)
     assert (done.returncode, done.stdout) == (0, b"done\n")

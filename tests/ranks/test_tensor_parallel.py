@@ -31,7 +31,7 @@ from fastgen.ranks import start as ranks_start
 
 pytestmark = pytest.mark.timeout(300)  # on a busy machine
 
-OTHERS = ("ministral3", "granite", "exaone4", "phi3", "arcee")  # families with mechanisms of their own
+OTHERS = ("ministral3", "granite", "exaone4", "phi3", "arcee")  # families whose layers differ from Llama's
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +183,7 @@ def test_ranks_take_new_weights_and_sleep(split: Generator, whole: Generator, fo
     check_restored()
 
 
+@pytest.mark.long
 def test_ranks_merge_adapters(split: Generator, whole: Generator, folder: Path) -> None:
     before = answers(split, SOME)
     with pytest.raises(ValueError, match="missing 1 of"):
@@ -198,9 +199,10 @@ def test_ranks_merge_adapters(split: Generator, whole: Generator, folder: Path) 
     check_idle(split)
 
 
-def test_two_ranks_of_a_program(checkpoint: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [("exaone4", "phi3"), pytest.param(OTHERS, marks=pytest.mark.long)])
+def test_two_ranks_of_a_program(others: tuple[str, ...], checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The first model has biases and tied embeddings, and a window in some layers. Rank 0 is killed in the end."""
-    folders = [checkpoint(FAMILIES[name][0], **FAMILIES[name][1]) for name in ("qwen2", *OTHERS)]
+    folders = [checkpoint(FAMILIES[name][0], **FAMILIES[name][1]) for name in ("qwen2", *others)]
     assert run_ranks(2, tmp_path / "store", *folders) == [-signal.SIGKILL, 3]
 
 

@@ -326,10 +326,10 @@ def test_a_job_whose_seed_was_drawn_goes_on_with_it(fggen: Fggen, monkeypatch: p
     write("in.jsonl", *PROMPTS)
     for source in ("in.jsonl", "-"):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path("in.jsonl").read_bytes())))
-        assert fggen("in.jsonl", "-o", "out.jsonl", "--ordered") == 0
+        assert fggen("in.jsonl", "-o", "out.jsonl", "--ordered", "--max-tokens", 8) == 0
         whole = Path("out.jsonl").read_bytes()
         Path("out.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
-        assert fggen(source, "-o", "out.jsonl", "--ordered") == 0
+        assert fggen(source, "-o", "out.jsonl", "--ordered", "--max-tokens", 8) == 0
         assert Path("out.jsonl").read_bytes() == whole
 
 
