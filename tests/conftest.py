@@ -56,10 +56,13 @@ def names_gpu_tests(config: pytest.Config) -> bool:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Run tests/gpu in this process. Limit the workers that share a GPU: each has kernels and models on it, and starts
-    processes of its own."""
+    processes of its own. On few cores, have one worker more, since tests also wait for servers and time limits."""
     if names_gpu_tests(config):
         return 0
-    return 6 if torch.cuda.is_available() else None
+    if torch.cuda.is_available():
+        return 6
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + 1 if cores <= 4 else None
 
 
 def pytest_cmdline_main(config: pytest.Config) -> None:
@@ -77,6 +80,8 @@ GROUPS = {
     "cli/serve/test_serve_responses": "caller",
     "rl/test_remote": "rollout",
     "cli/serve/test_serve_trainers": "rollout",
+    "cli/serve/test_serve_app": "bundled",
+    "tests/test_examples": "bundled",
 }
 
 
@@ -354,6 +359,22 @@ def here(talker: Path) -> Iterator[Generator]:
     """The Generator whose answers those of `rollout_server` are compared with; a test leaves it with its weights."""
     with Generator(talker, page_size=16, num_pages=300) as gen:
         yield gen
+
+
+@pytest.fixture(scope="session")
+def bundled_server() -> Iterator[Any]:
+    """A server of the bundled model, which ends well after all its tests."""
+    from serving import FGSERVE, Server, alive
+
+    server = Server(FGSERVE, "--seed", "1", "--grammar-timeout", "1")
+    assert server.get("/ready").status_code == 503, "the port opens before the model is there"
+    server.await_ready()
+    (engine,) = server.engines()
+    yield server
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 0
+    assert not alive(engine)
+    assert "Traceback" not in server.said
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -20,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
-from serving import FGSERVE, Server, alive, descendants, request_bytes, until
+from serving import Server, descendants, request_bytes, until
 from starlette.testclient import TestClient
 
 from fastgen.cli.serve import app
@@ -34,17 +32,8 @@ SUM: list[Any] = [{"role": "user", "content": "what is 12 + 30?"}]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """A server of the bundled model."""
-    server = Server(FGSERVE, "--seed", "1", "--grammar-timeout", "1")
-    assert server.get("/ready").status_code == 503, "the port opens before the model is there"
-    server.await_ready()
-    (engine,) = server.engines()
-    yield server
-    server.process.send_signal(signal.SIGTERM)
-    assert server.end()[0] == 0
-    assert not alive(engine)
-    assert "Traceback" not in server.said
+def server(bundled_server: Server) -> Server:
+    return bundled_server
 
 
 @pytest.fixture
