@@ -78,6 +78,7 @@ FIRST = tuple(f"tests/{room}/" for room in ("cli/serve", "rl", "ranks", "engine"
 GROUPS = {
     "cli/serve/test_serve_messages": "caller",
     "cli/serve/test_serve_responses": "caller",
+    "cli/test_chat_backends": "caller",
     "rl/test_remote": "rollout",
     "cli/serve/test_serve_trainers": "rollout",
     "cli/serve/test_serve_app": "bundled",

@@ -319,6 +319,7 @@ for dims in (128, 64):
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_phases_are_compiled_alike() -> None:
     """All phases use Hopper's instruction, with 16 inputs at a time."""

@@ -266,6 +266,7 @@ def test_an_error_of_the_trainer_leaves_no_engine_until_the_next_update(gen: Rem
     assert gen.generate("a", PARAMS)[0].error is None
 
 
+@pytest.mark.long
 def test_requests_in_flight(gen: RemoteGenerator, servers: Servers, weights: Weights) -> None:
     version = gen.weight_version
     with ThreadPoolExecutor(1) as pool:

@@ -157,7 +157,7 @@ def test_updates_by_every_way(gen: RemoteGenerator, here: Generator, talker: Pat
     assert gen.generate("a", SHORT)[0].completions[0].weight_versions == [(4711, 0, 8)]
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "recompute", "abort"])
+@pytest.mark.parametrize("in_flight", ["keep", pytest.param("recompute", marks=pytest.mark.long), "abort"])
 def test_requests_in_flight(gen: RemoteGenerator, server: Server, weights: Weights, in_flight: str) -> None:
     version = gen.weight_version
     with ThreadPoolExecutor(1) as pool:
