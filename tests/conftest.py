@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,6 @@ by position, norms of queries and keys, biases, multipliers, and tied embeddings
 
 # Halves of them, each with windows and without.
 FIRST_HALF, SECOND_HALF = FEW[::2], FEW[1::2]
-
-
-def families_with(values: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Each of FEW with every second value, so that each value meets one family with windows and one without."""
-    return [(family, value) for at, family in enumerate(FEW) for value in values[at % 2 :: 2]]
 
 
 def families_in_turn(values: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -282,9 +278,14 @@ def new_weights(folder: Path, seed: int = 1) -> dict[str, Tensor]:
 
 
 def hf_logits(folder: Path, ids: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """What transformers makes of ids: float32 [T, V]."""
+    """What transformers makes of ids: float32 [T, V], which must not be changed."""
+    return _hf_logits(folder, tuple(ids), dtype)
+
+
+@lru_cache(50)
+def _hf_logits(folder: Path, ids: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     with torch.inference_mode():
-        return hf_model(folder, dtype)(torch.tensor([list(ids)])).logits[0].float()
+        return hf_model(folder, dtype)(torch.tensor([ids])).logits[0].float()
 
 
 _hf_models: dict[tuple[Path, torch.dtype], Any] = {}

@@ -25,7 +25,6 @@ from fastgen.speculation.drafting import Drafting
 from fastgen.speculation.head import Head
 from fastgen.speculation.planning import DraftPlan
 
-DIALECTS = ("z-lab", "DeepSpec", "speculators")
 HEADS, INNER, EPS, THETA, MASK = 6, 80, 1e-5, 3000.0, 7
 LENGTHS = (1, 70, 33, 5, 64, 96)
 PROMPTS = [random_ids(length) for length in LENGTHS[:-1]]
