@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,13 @@ def names_gpu_tests(config: pytest.Config) -> bool:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Run tests/gpu in this process. Limit the workers that share a GPU: each has kernels and models on it, and starts
-    processes of its own."""
+    processes of its own. On few cores, have one worker more, since tests also wait for servers and time limits."""
     if names_gpu_tests(config):
         return 0
-    return 6 if torch.cuda.is_available() else None
+    if torch.cuda.is_available():
+        return 6
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + 1 if cores <= 4 else None
 
 
 def pytest_cmdline_main(config: pytest.Config) -> None:
@@ -75,8 +79,11 @@ FIRST = tuple(f"tests/{room}/" for room in ("cli/serve", "rl", "ranks", "engine"
 GROUPS = {
     "cli/serve/test_serve_messages": "caller",
     "cli/serve/test_serve_responses": "caller",
+    "cli/test_chat_backends": "caller",
     "rl/test_remote": "rollout",
     "cli/serve/test_serve_trainers": "rollout",
+    "cli/serve/test_serve_app": "bundled",
+    "tests/test_examples": "bundled",
 }
 
 
@@ -119,11 +126,6 @@ by position, norms of queries and keys, biases, multipliers, and tied embeddings
 
 # Halves of them, each with windows and without.
 FIRST_HALF, SECOND_HALF = FEW[::2], FEW[1::2]
-
-
-def families_with(values: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Each of FEW with every second value, so that each value meets one family with windows and one without."""
-    return [(family, value) for at, family in enumerate(FEW) for value in values[at % 2 :: 2]]
 
 
 def families_in_turn(values: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -276,9 +278,14 @@ def new_weights(folder: Path, seed: int = 1) -> dict[str, Tensor]:
 
 
 def hf_logits(folder: Path, ids: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """What transformers makes of ids: float32 [T, V]."""
+    """What transformers makes of ids: float32 [T, V], which must not be changed."""
+    return _hf_logits(folder, tuple(ids), dtype)
+
+
+@lru_cache(50)
+def _hf_logits(folder: Path, ids: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     with torch.inference_mode():
-        return hf_model(folder, dtype)(torch.tensor([list(ids)])).logits[0].float()
+        return hf_model(folder, dtype)(torch.tensor([ids])).logits[0].float()
 
 
 _hf_models: dict[tuple[Path, torch.dtype], Any] = {}
@@ -354,6 +361,22 @@ def here(talker: Path) -> Iterator[Generator]:
     """The Generator whose answers those of `rollout_server` are compared with; a test leaves it with its weights."""
     with Generator(talker, page_size=16, num_pages=300) as gen:
         yield gen
+
+
+@pytest.fixture(scope="session")
+def bundled_server() -> Iterator[Any]:
+    """A server of the bundled model, which ends well after all its tests."""
+    from serving import FGSERVE, Server, alive
+
+    server = Server(FGSERVE, "--seed", "1", "--grammar-timeout", "1")
+    assert server.get("/ready").status_code == 503, "the port opens before the model is there"
+    server.await_ready()
+    (engine,) = server.engines()
+    yield server
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 0
+    assert not alive(engine)
+    assert "Traceback" not in server.said
 
 
 @pytest.fixture(scope="session")

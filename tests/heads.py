@@ -10,18 +10,35 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from called_graphs import Called, capturable
+from conftest import random_ids
+from drafting import adversary
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fastgen import Generator, RequestOutput
+from fastgen import Generator, RequestOutput, SamplingParams
+from fastgen.engine.warm_up import capture
 from fastgen.kernels.drafts import StepDraws
 from fastgen.kernels.noise import gumbel
+from fastgen.model.packed import PACKED_ROW_TILE
 from fastgen.speculation.drafting import Drafting
 from fastgen.speculation.head import Head
 from fastgen.speculation.planning import DraftPlan
 
-DIALECTS = ("z-lab", "DeepSpec", "speculators")
 HEADS, INNER, EPS, THETA, MASK = 6, 80, 1e-5, 3000.0, 7
+LENGTHS = (1, 70, 33, 5, 64, 96)
+PROMPTS = [random_ids(length) for length in LENGTHS[:-1]]
+PROMPTS.append(PROMPTS[1][:64] + random_ids(32, 5))
+PARAMS = [
+    SamplingParams(max_tokens=40, seed=number, ignore_eos=True, temperature=(0.0, 0.8)[number % 2], n=1 + number % 2)
+    for number in range(len(PROMPTS))
+]
+SCHEDULES: list[dict[str, Any]] = [
+    {"page_size": 64, "max_seqs": 8},
+    {"page_size": 16, "max_seqs": 2, "max_step_tokens": 16},
+    {"page_size": 1, "max_seqs": 5, "max_step_tokens": 40},
+    {"page_size": 16, "num_pages": 12, "max_seqs": 6, "max_step_tokens": 40, "host_cache_gb": 0.001},
+]
 
 
 def save_head(
@@ -182,11 +199,15 @@ class MedusaReference:
 
         self._target = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self._tensors = tensors
+        self._known: dict[tuple[int, ...], Tensor] = {}
 
     @torch.no_grad()
     def logits(self, ids: list[int], start: int, length: int) -> Tensor:
         """Return the logits [length, V] of the drafts after the token at position `start`."""
-        state = self._target(torch.tensor([ids[:start]]), output_hidden_states=True).hidden_states[-1][0, -1]
+        key = tuple(ids)
+        if key not in self._known:
+            self._known[key] = self._target(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+        state = self._known[key][start - 1]
         found, w = [], self._tensors
         for head in range(length):
             x, block = state, 0
@@ -264,13 +285,17 @@ class EagleReference:
             for name, tensor in load_file(head / "model.safetensors").items()
         }
         self._features = features
+        self._known: dict[tuple[int, ...], list[Tensor]] = {}
 
     @torch.no_grad()
     def draft(self, ids: list[int], draft: Draft) -> list[int]:
         """Return as many drafts after the token at position draft.start as there are in `draft`."""
         embedding, start = self._target.get_input_embeddings().weight, draft.start
-        found = self._target(torch.tensor([ids[:start]]), output_hidden_states=True).hidden_states
-        states = self._states([found[layer + 1][0] for layer in self._features])
+        key = tuple(ids)
+        if key not in self._known:
+            found = self._target(torch.tensor([ids]), output_hidden_states=True).hidden_states
+            self._known[key] = [found[layer + 1][0] for layer in self._features]
+        states = self._states([x[:start] for x in self._known[key]])
         tokens, drafts = ids[1 : start + 1], list[int]()
         for _ in draft.tokens:
             x, following = self._layer(embedding[torch.tensor(tokens)], states)
@@ -396,6 +421,41 @@ def head_of(gen: Generator) -> Head:
     assert isinstance(drafting, Drafting)
     assert isinstance(drafting.head, Head)
     return drafting.head
+
+
+def without_drafts(
+    folder: Path, prompts: list[list[int]], params: list[SamplingParams], **options: Any
+) -> list[RequestOutput]:
+    """Return the answers of a model that drafts nothing."""
+    with Generator(folder, speculate=False, **options) as gen:
+        return gen.generate(prompts, params)
+
+
+def opposed(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, prompts: list[list[int]], params: list[SamplingParams]
+) -> list[RequestOutput]:
+    """Return the answers of a model that drafts nothing. From now on, the text drafter is an adversary whose drafts are
+    right, wrong, or right up to some token of these answers, so that any number of rows is rejected before the next
+    draft of a head."""
+    expected = without_drafts(folder, prompts, params)
+    adversary(monkeypatch, expected, json.loads((folder / "config.json").read_text())["vocab_size"])
+    return expected
+
+
+def check_same(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    assert [output.completions for output in found] == [output.completions for output in expected]
+
+
+def call_graphs(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> Called:
+    """Let graphs of few sizes run the steps and drafts of a Generator. Return those of drafts."""
+    runner = gen._runner
+    capturable(monkeypatch)
+    capture(runner, None, [16, 64])  # type: ignore[arg-type]
+    runner.graphs[False].keys = [PACKED_ROW_TILE, 2 * PACKED_ROW_TILE]  # type: ignore[attr-defined]  # as in test_cuda_graphs
+    graphs = head_of(gen).graphs
+    assert isinstance(graphs, Called)
+    graphs.keys = [2, 4, 8]
+    return graphs
 
 
 def record(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> Recorded:

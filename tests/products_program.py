@@ -25,7 +25,7 @@ SHAPES = [
     (96, 1000),
 ]  # fmt: skip
 SHAPES = [*SHAPES[:5], (128, 4864), *SHAPES[6:8]] if FEW else SHAPES
-ROWS = [1, 2, 3, 5, 8, 16, 25, 64, *(() if FEW else (150,))]  # in units of PACKED_ROW_TILE
+ROWS = [1, 3, 16, 64] if FEW else [1, 2, 3, 5, 8, 16, 25, 64, 150]  # in units of PACKED_ROW_TILE
 
 
 def check(kind: type[PackedLinear], outputs: int, inputs: int, dtype: torch.dtype) -> None:
@@ -98,7 +98,7 @@ def check_attention(head_size: int, kv_heads: int, page_size: int) -> None:
     torch.set_num_threads(1)
     everyone = list(range(len(lens)))
     expected = attend(everyone, lens[-1])
-    for threads in (1, 3, 64) if FEW else (1, 2, 3, 4, 16, 64):
+    for threads in (1, 64) if FEW else (1, 2, 3, 4, 16, 64):
         torch.set_num_threads(threads)
         for members in (everyone, everyone[::2], *([member] for member in everyone)):
             for most in (1, 7, lens[-1]):
@@ -112,7 +112,7 @@ for dtype in (torch.float32,) if has_amx() else (torch.float32, torch.bfloat16):
     for kind in dict.fromkeys(kind for kind in (chosen, other) if kind is not None):  # in one order, so with one seed
         for shape in SHAPES:
             check(kind, *shape, dtype)
-for head_size in (12, 64, 100, 128, 264) if FEW else (12, 24, 40, 64, 72, 100, 120, 128, 264):
+for head_size in (12, 64, 264) if FEW else (12, 24, 40, 64, 72, 100, 120, 128, 264):
     for kv_heads, page_size in ((1, 64), (2, 16)) if FEW else product((1, 2), (16, 64)):
         check_attention(head_size, kv_heads, page_size)
 print("equal")

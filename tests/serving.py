@@ -159,10 +159,11 @@ def descendants(process: int) -> list[int]:
 
 
 def alive(process: int) -> bool:
+    """Return whether a process runs; a zombie does not."""
     stat = Path(f"/proc/{process}/stat")
     try:
         return " Z " not in stat.read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import httpx
-from serving import FGSERVE, Server, until
+from serving import Server, until
 
 DOCS = Path(__file__).parents[1] / "docs"
 GUIDE = DOCS / "python.md"
@@ -42,16 +42,14 @@ def test_the_app_streams_answers_and_ends_those_of_clients_that_leave(tmp_path: 
         assert (stats["finished"], stats["pages_used"]) == (1, 0)
 
 
-def test_the_client_of_the_quickstart_prints_what_its_page_shows() -> None:
+def test_the_client_of_the_quickstart_prints_what_its_page_shows(bundled_server: Server) -> None:
     page = (DOCS / "quickstart-serve.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python no-test\n(.*?)```", page, re.DOTALL)
     (shown,) = re.findall(r"`python client.py` prints\n\n(.*?)\n\n", page, re.DOTALL)
-    with Server(FGSERVE) as server:
-        until(lambda: server.get("/ready").status_code == 200)
-        code = code.replace("http://localhost:5678", server.url)
-        client = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-        counters = re.findall(r"^    (fastgen_\w+)\{", page, re.MULTILINE)
-        metrics = server.get("/metrics").text
+    code = code.replace("http://localhost:5678", bundled_server.url)
+    client = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    counters = re.findall(r"^    (fastgen_\w+)\{", page, re.MULTILINE)
+    metrics = bundled_server.get("/metrics").text
     assert client.stdout.splitlines() == [line.strip() for line in shown.splitlines()], client.stderr
     assert len(counters) == 2
     assert all(f"\n{name}{{" in metrics for name in counters)

@@ -75,7 +75,7 @@ CHANGED = some.dictionaries(some.sampled_from((*SIZES, "logit_bias", "stop", "st
 
 @EXAMPLES
 def test_any_parameters_are_refused_or_give_tokens_with_logprobs(examples: int, gen: Generator) -> None:
-    @holds_for(2 * examples, USUAL, CHANGED)
+    @holds_for(examples, USUAL, CHANGED)
     def holds(usual: dict[str, Any], changed: dict[str, Any]) -> None:
         given = usual | changed
         (output,) = gen.generate([[5, 6, 7]], [SamplingParams(**given)])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FEW, FIRST_HALF, SECOND_HALF, Turns, check_idle, families_with, random_ids
+from conftest import FEW, Turns, check_idle, families_in_turn, random_ids
 from handmade import let_pages_run_out
 
 from fastgen import Generator, Request, RequestOutput, SamplingParams
@@ -75,7 +75,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("family", "schedule"), families_with([*SCHEDULES]), indirect=["family"])
+@pytest.mark.parametrize(("family", "schedule"), families_in_turn([*SCHEDULES]), indirect=["family"])
 def test_batches_and_chunks_change_no_bit(schedule: str, family: Path, alone: list[Answer]) -> None:
     with Generator(family, **SCHEDULES[schedule]) as gen:
         assert answers(gen) == alone
@@ -98,7 +98,7 @@ def test_batches_and_threads_change_no_bit_in_bfloat16(llama: Path, monkeypatch:
     assert found[0] != each_alone(llama), "in float32 the logprobs are others"
 
 
-@pytest.mark.parametrize("family", SECOND_HALF, indirect=True)
+@pytest.mark.parametrize("family", FEW[1:2], indirect=True)
 def test_one_token_per_step_changes_no_bit(family: Path, alone: list[Answer]) -> None:
     chosen = [2, 4, 9]
     with Generator(family, max_seqs=1, max_step_tokens=1, page_size=16) as gen:
@@ -121,7 +121,7 @@ def growing_alone(family: Path) -> list[Answer]:
         return [answers(gen, [request])[0] for request in GROWING]
 
 
-@pytest.mark.parametrize(("family", "pages"), families_with([(1, 240), (16, 18), (32, 5)]), indirect=["family"])
+@pytest.mark.parametrize(("family", "pages"), families_in_turn([(1, 240), (16, 18), (32, 5)]), indirect=["family"])
 def test_preemptions_change_no_bit(pages: tuple[int, int], family: Path) -> None:
     page_size, num_pages = pages
     with Generator(family, page_size=page_size, num_pages=num_pages, max_seqs=16, max_step_tokens=40) as gen:
@@ -130,7 +130,7 @@ def test_preemptions_change_no_bit(pages: tuple[int, int], family: Path) -> None
         assert gen.stats.preemptions > 0
 
 
-@pytest.mark.parametrize("family", FIRST_HALF, indirect=True)
+@pytest.mark.parametrize("family", FEW[2:3], indirect=True)
 def test_neighbours_aborted_midway_change_no_bit(family: Path, alone: list[Answer]) -> None:
     with Generator(family, page_size=16, num_pages=24, max_seqs=8, max_step_tokens=24) as gen:
         doomed = [gen.add(random_ids(50, seed=i), replace(SHORT, max_tokens=100)) for i in range(len(REQUESTS))]

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import serve_stub
-from serving import children
+from serving import alive, children, until
 
 import fastgen
 from fastgen import Generator
@@ -504,11 +504,7 @@ asyncio.run(main())
 def test_an_engine_ends_with_its_parent() -> None:
     done = python(PARENT)
     assert done.returncode == -signal.SIGKILL
-    child = Path("/proc") / done.stdout.decode().strip()
-    deadline = time.monotonic() + 10
-    while child.exists() and " Z " not in (child / "stat").read_text():
-        assert time.monotonic() < deadline, "it lives on"
-        time.sleep(0.02)
+    until(lambda: not alive(int(done.stdout)), 10)
 
 
 @pytest.mark.usefixtures("stubs")
@@ -563,6 +559,7 @@ print("done")
 """
 
 
+@pytest.mark.long
 def test_a_program_that_forgets_to_close_ends_well() -> None:
     done = python(FORGETFUL)
     assert (done.returncode, done.stdout) == (0, b"done\n")

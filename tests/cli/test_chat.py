@@ -401,6 +401,7 @@ def test_options_go_over_the_models_defaults(monkeypatch, capsys):
 OPTIONS = ("--tensor-parallel", "2", "--device", "cpu", "--temperature", "0")
 
 
+@pytest.mark.long
 def test_two_ranks_in_a_terminal(start):
     """The terminal shows the same as with one process, a stopped answer leaves the conversation whole, and
     the death of a rank ends the chat with one line."""

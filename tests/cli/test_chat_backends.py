@@ -14,8 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
-from serving import FGSERVE, Server, until
+from serving import Server, until
 from terminal import BANNER, STATS, ask, at_prompt, leave, said, spawn
 
 from fastgen.cli import chat
@@ -26,34 +27,26 @@ from fastgen.cli.chat_session import Chat
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
-    """Answers stream; Ctrl-C ends the answer and the server's request; refusals and the server's end are one line."""
-    program = ("-m", "fastgen.cli.chat", "--temperature", "0", "--url")
-    with Server(FGSERVE, "--api-key", "secret").await_ready() as server:
-        url = server.url
-        with spawn(tmp_path, *program, url, FASTGEN_API_KEY="secret") as child:
-            assert at_prompt(child, 1) == BANNER
-            assert re.search(rf"\n[^\n]*\b42\b[^\n]*\n{STATS}\n$", ask(child, "what is 12 + 30?", 2))
-            child.sendline("please count from 1 to 100")
-            child.expect("2, 3, ")
-            child.sendintr()
-            child.expect(STATS)
-            assert int(child.match[1]) > 4, "the pieces so far"
-            assert "98, 99" not in said(child)
-            until(lambda: server.idle() and server.stats()["aborted_total"] == 1)
-            at_prompt(child, 3)
-            refused = ask(child, f"\x1b[200~{'far too long ' * 1000}\x1b[201~", 3)
-            hint = "; /r N goes back before round N"
-            assert re.search(rf"\nThis model's maximum context [^\n]*{hint}\n", refused)
-            ask(child, "/r 1", 1)
-            server.kill()
-            assert re.search(
-                rf"\nerror: no connection to {url}/v1: [^\n]*refused; is the server running\?\n$",
-                ask(child, "hello", 1),
-            )
-            assert leave(child, "/q") == 0
-        with spawn(tmp_path, *program, url) as child:
-            child.expect(r"fgchat: error: no connection to [^\n]*refused; is the server running\?\r\n$")
+PROGRAM = ("-m", "fastgen.cli.chat", "--temperature", "0", "--url")
+
+
+def test_a_conversation_in_a_terminal(caller: Server, tmp_path: Path) -> None:
+    """Answers stream; Ctrl-C ends the answer and the server's request; a refusal is one line."""
+    before = caller.stats()["aborted_total"]
+    with spawn(tmp_path, *PROGRAM, caller.url, FASTGEN_API_KEY="secret") as child:
+        assert at_prompt(child, 1) == BANNER
+        assert re.search(rf"\n[^\n]*\b42\b[^\n]*\n{STATS}\n$", ask(child, "what is 12 + 30?", 2))
+        child.sendline("please count from 1 to 100")
+        child.expect("2, 3, ")
+        child.sendintr()
+        child.expect(STATS)
+        assert int(child.match[1]) > 4, "the pieces so far"
+        assert "98, 99" not in said(child)
+        until(lambda: caller.idle() and caller.stats()["aborted_total"] == before + 1)
+        at_prompt(child, 3)
+        refused = ask(child, f"\x1b[200~{'far too long ' * 1000}\x1b[201~", 3)
+        hint = "; /r N goes back before round N"
+        assert re.search(rf"\nThis model's maximum context [^\n]*{hint}\n", refused)
 
 
 # A fake server
@@ -230,6 +223,19 @@ def test_an_error_is_a_line_and_the_chat_goes_on(
     assert err.splitlines()[0] == line.replace("URL", fake.url)
     kept = ["one", out.strip("\n"), "two"] if out else ["two"]
     assert [message["content"] for message in fake.asked[1][1]["messages"]] == kept
+
+
+def test_the_end_of_the_server_is_a_line(fake: Fake, tmp_path: Path) -> None:
+    gone = rf"error: no connection to {fake.url}/v1: [^\n]*refused; is the server running\?\n$"
+    with spawn(tmp_path, *PROGRAM, fake.url) as child:
+        assert at_prompt(child, 1) == BANNER
+        fake.server.shutdown()
+        fake.server.server_close()
+        assert re.search(rf"\n{gone}", ask(child, "hello", 1))
+        assert leave(child, "/q") == 0
+    with spawn(tmp_path, *PROGRAM, fake.url) as child:
+        child.expect(pexpect.EOF)
+        assert re.fullmatch(f"fgchat: {gone}", said(child))
 
 
 def test_an_answer_is_kept_if_there_is_no_other(fake: Fake, pipe: Callable[..., Any]) -> None:

@@ -43,6 +43,7 @@ def test_a_checkpoint_of_another_format_is_one_line(pickled: None, capsys: pytes
         assert told.err.startswith(f"{tool}: {PICKLED}")
 
 
+@pytest.mark.long
 def test_a_server_of_such_a_checkpoint_ends(pickled: None) -> None:
     command = [sys.executable, "-m", "fastgen.cli.serve.main", "model", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

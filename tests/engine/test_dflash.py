@@ -10,32 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from called_graphs import Called, capturable
 from conftest import FIRST_HALF, check_idle, random_ids
-from drafting import adversary
 from handmade import let_pages_run_out
-from heads import DIALECTS, MedusaReference, Reference, head_of, record, save_eagle, save_head, save_medusa
+from heads import (
+    PARAMS,
+    PROMPTS,
+    SCHEDULES,
+    MedusaReference,
+    Reference,
+    call_graphs,
+    check_same,
+    head_of,
+    opposed,
+    record,
+    save_eagle,
+    save_head,
+    save_medusa,
+    without_drafts,
+)
 from safetensors.torch import load_file, save_file
 
 from fastgen import Generator, SamplingParams, Speculation
-from fastgen.engine.warm_up import capture
 from fastgen.model.loader import BUNDLED
-from fastgen.model.packed import PACKED_ROW_TILE
 from fastgen.speculation.feature import find_head
-
-LENGTHS = (1, 70, 33, 5, 64, 96)
-PROMPTS = [random_ids(length) for length in LENGTHS[:-1]]
-PROMPTS.append(PROMPTS[1][:64] + random_ids(32, 5))
-PARAMS = [
-    SamplingParams(max_tokens=40, seed=number, ignore_eos=True, temperature=(0.0, 0.8)[number % 2], n=1 + number % 2)
-    for number in range(len(PROMPTS))
-]
-SCHEDULES: list[dict[str, Any]] = [
-    {"page_size": 64, "max_seqs": 8},
-    {"page_size": 16, "max_seqs": 2, "max_step_tokens": 16},
-    {"page_size": 1, "max_seqs": 5, "max_step_tokens": 40},
-    {"page_size": 16, "num_pages": 12, "max_seqs": 6, "max_step_tokens": 40, "host_cache_gb": 0.001},
-]
 
 
 def eager(head: Path) -> Speculation:
@@ -49,32 +46,22 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dialect", "schedule"),
-    [
-        (dialect, schedule)
-        for at, dialect in enumerate(DIALECTS)
-        for place, schedule in enumerate(SCHEDULES)
-        if (at + place) % 2 == 0
-    ],
+    ("dialect", "schedule"), list(zip(("z-lab", "speculators", "DeepSpec", "z-lab"), SCHEDULES, strict=True))
 )
 def test_drafts_are_those_of_the_reference(
     dialect: str, schedule: dict[str, Any], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: None
 ) -> None:
-    """The text drafter is an adversary whose drafts are right, wrong, or right up to some token, so that any number of
-    rows is rejected before the next draft. The second time, prompts are in the prefix cache or in the host tier."""
+    """The second time, prompts are in the prefix cache or in the host tier."""
     first = int(dialect != "DeepSpec")
     head = save_head(tmp_path / "head", llama, dialect, reduced=200 if dialect == "speculators" else 0)
-    with Generator(llama, speculate=False) as gen:
-        expected = gen.generate(PROMPTS, PARAMS)
-    adversary(monkeypatch, expected, gen.model_config.vocab_size)
+    expected = opposed(monkeypatch, llama, PROMPTS, PARAMS)
     reference = Reference(llama, head, first)
     with Generator(llama, speculate=eager(head), **schedule) as gen:
         if "num_pages" in schedule:
             let_pages_run_out(gen)
         for _ in range(2):
             recorded = record(gen, monkeypatch)
-            found = gen.generate(PROMPTS, PARAMS)
-            assert [output.completions for output in found] == [output.completions for output in expected]
+            check_same(gen.generate(PROMPTS, PARAMS), expected)
             assert recorded.check(reference, first, 6, expected) > 100
             check_idle(gen)
         assert gen._runner.pool.whole[:, :, 0].nbytes == gen.config.page_bytes(gen.model_config)
@@ -92,13 +79,10 @@ def test_each_token_adds_to_the_logits_of_the_next_by_a_markov_head(
 ) -> None:
     """The confidence head of such a checkpoint is not used, which the log says."""
     head = save_head(tmp_path / "head", llama, "DeepSpec", markov=8)
-    with Generator(llama, speculate=False) as gen:
-        expected = gen.generate(PROMPTS, PARAMS)
-    adversary(monkeypatch, expected, gen.model_config.vocab_size)
+    expected = opposed(monkeypatch, llama, PROMPTS, PARAMS)
     with caplog.at_level("INFO", "fastgen"), Generator(llama, speculate=eager(head), page_size=16) as gen:
         recorded = record(gen, monkeypatch)
-        found = gen.generate(PROMPTS, PARAMS)
-    assert [output.completions for output in found] == [output.completions for output in expected]
+        check_same(gen.generate(PROMPTS, PARAMS), expected)
     assert recorded.check(Reference(llama, head, 0), 0, 6, expected) > 100
     assert caplog.text.count("has a confidence head, which is not used") == 1
 
@@ -106,12 +90,10 @@ def test_each_token_adds_to_the_logits_of_the_next_by_a_markov_head(
 @pytest.mark.parametrize("family", FIRST_HALF, indirect=True)
 def test_a_head_changes_no_bit(family: Path, tmp_path: Path, always: None) -> None:
     params = [replace(each, logprobs=2) for each in PARAMS]
-    with Generator(family, speculate=False) as gen:
-        expected = gen.generate(PROMPTS, params)
+    expected = without_drafts(family, PROMPTS, params)
     head = save_head(tmp_path, family)
     with Generator(family, speculate=eager(head), page_size=16, max_seqs=8, max_step_tokens=40) as gen:
-        found = gen.generate(PROMPTS, params)
-        assert [output.completions for output in found] == [output.completions for output in expected]
+        check_same(gen.generate(PROMPTS, params), expected)
         assert gen.stats.head_drafted > 0
         check_idle(gen)
 
@@ -126,22 +108,13 @@ def test_graphs_draft_the_same(
     if kind == "medusa":
         tensors = load_file(save_medusa(tmp_path / "medusa", llama) / "medusa_lm_head.safetensors")
         first, block, reference = 0, 3, MedusaReference(llama, tensors)
-    with Generator(llama, speculate=False) as gen:
-        expected = gen.generate(PROMPTS[:3], PARAMS[:3])
-    adversary(monkeypatch, expected, gen.model_config.vocab_size)
+    expected = opposed(monkeypatch, llama, PROMPTS[:3], PARAMS[:3])
     options = replace(eager(tmp_path / kind), max_rows=128)
     with Generator(llama, max_seqs=8, page_size=16, speculate=options) as gen:
-        runner = gen._runner
-        capturable(monkeypatch)
-        capture(runner, None, [16, 64])
-        runner.graphs[False].keys = [PACKED_ROW_TILE, 2 * PACKED_ROW_TILE]  # as in test_cuda_graphs
-        graphs = head_of(gen).graphs
-        assert isinstance(graphs, Called)
-        graphs.keys = [2, 4, 8]
-        runner.pool.keys[:, :-1].fill_(7)
+        graphs = call_graphs(gen, monkeypatch)
+        gen._runner.pool.keys[:, :-1].fill_(7)
         recorded = record(gen, monkeypatch)
-        found = gen.generate(PROMPTS[:3], PARAMS[:3])
-        assert [output.completions for output in found] == [output.completions for output in expected]
+        check_same(gen.generate(PROMPTS[:3], PARAMS[:3]), expected)
         assert recorded.check(reference, first, block, expected) > 100
         assert {2, 4} <= set(graphs.ran)
         check_idle(gen)
@@ -167,7 +140,7 @@ def test_update_drafter_replaces_the_head(
                 gen.update_drafter(named)
             recorded = record(gen, monkeypatch)
             found = gen.generate(PROMPTS, PARAMS)
-            assert [output.completions for output in found] == [output.completions for output in expected]
+            check_same(found, expected)
             assert recorded.check(Reference(llama, folder, 1), 1, 6, found) > 100
     with Generator(llama, speculate="auto") as gen, pytest.raises(ValueError, match="give one as speculate"):
         gen.update_drafter(tensors)
@@ -290,12 +263,11 @@ def test_heads_run_with_other_options(
 ) -> None:
     save = {"dflash": save_head, "eagle": save_eagle, "medusa": save_medusa}[kind]
     params = [replace(each, max_tokens=12) for each in PARAMS]
-    with Generator(llama, speculate=False, page_size=64, **options) as gen:
-        expected = gen.generate(PROMPTS, params)
+    expected = without_drafts(llama, PROMPTS, params, page_size=64, **options)
     with Generator(llama, speculate=eager(save(tmp_path, llama)), page_size=64, **options) as gen:
         found = gen.generate(PROMPTS, params)
         assert gen.stats.head_drafted > 0
-        assert [output.completions for output in found] == [output.completions for output in expected]
+        check_same(found, expected)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "eagle", "medusa"])

@@ -8,17 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from called_graphs import Called, capturable
-from conftest import check_idle, families_in_turn
-from drafting import adversary
+from conftest import FIRST_HALF, check_idle
 from handmade import let_pages_run_out
-from heads import EagleReference, head_of, record, save_eagle
+from heads import (
+    PARAMS,
+    PROMPTS,
+    SCHEDULES,
+    EagleReference,
+    call_graphs,
+    check_same,
+    head_of,
+    opposed,
+    record,
+    save_eagle,
+)
 from safetensors.torch import load_file
-from test_dflash import PARAMS, PROMPTS, SCHEDULES, eager
+from test_dflash import eager
 
 from fastgen import Generator
-from fastgen.engine.warm_up import capture
-from fastgen.model.packed import PACKED_ROW_TILE
 from fastgen.model.sampler import SampleOutput, draw
 
 KINDS: list[tuple[dict[str, Any], int]] = [  # arguments of save_eagle, and the number of drafts
@@ -45,13 +52,10 @@ def test_drafts_are_those_of_the_reference(
     for."""
     head = save_eagle(tmp_path, llama, **kind)
     params = [replace(each, n=1) for each in PARAMS]
-    with Generator(llama, speculate=False) as gen:
-        expected = gen.generate(PROMPTS, params)
-    adversary(monkeypatch, expected, gen.model_config.vocab_size)
+    expected = opposed(monkeypatch, llama, PROMPTS, params)
     with Generator(llama, speculate=eager(head), page_size=page_size, max_seqs=8, prefix_cache=False) as gen:
         recorded = record(gen, monkeypatch)
-        found = gen.generate(PROMPTS, params)
-        assert [output.completions for output in found] == [output.completions for output in expected]
+        check_same(gen.generate(PROMPTS, params), expected)
         assert recorded.check_eagle(EagleReference(llama, head, kind.get("features", (0, 1))), most, expected) > 100
         assert gen.stats.head_drafted > 0
         check_idle(gen)
@@ -76,19 +80,18 @@ def test_draws_that_are_no_tokens_read_no_embedding(
         assert head._tokens.max() < gen.model_config.vocab_size
 
 
-@pytest.mark.parametrize(("family", "schedule"), families_in_turn(SCHEDULES), indirect=["family"])
+@pytest.mark.parametrize(
+    ("family", "schedule"), list(zip(FIRST_HALF, SCHEDULES[1::2], strict=True)), indirect=["family"]
+)
 def test_a_head_changes_no_bit(
     schedule: dict[str, Any], family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Generator(family, speculate=False) as gen:
-        expected = gen.generate(PROMPTS, PARAMS)
-    adversary(monkeypatch, expected, gen.model_config.vocab_size)
+    expected = opposed(monkeypatch, family, PROMPTS, PARAMS)
     with Generator(family, speculate=eager(save_eagle(tmp_path, family)), **schedule) as gen:
         if "num_pages" in schedule:
             let_pages_run_out(gen)
         for _ in range(2):
-            found = gen.generate(PROMPTS, PARAMS)
-            assert [output.completions for output in found] == [output.completions for output in expected]
+            check_same(gen.generate(PROMPTS, PARAMS), expected)
             check_idle(gen)
         assert gen.stats.head_drafted > 0
 
@@ -96,21 +99,12 @@ def test_a_head_changes_no_bit(
 def test_graphs_draft_the_same(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = save_eagle(tmp_path, llama)
     params = [replace(each, n=1) for each in PARAMS[:3]]
-    with Generator(llama, speculate=False) as gen:
-        expected = gen.generate(PROMPTS[:3], params)
-    adversary(monkeypatch, expected, gen.model_config.vocab_size)
+    expected = opposed(monkeypatch, llama, PROMPTS[:3], params)
     options = replace(eager(head), max_rows=128)
     with Generator(llama, max_seqs=8, page_size=16, prefix_cache=False, speculate=options) as gen:
-        runner = gen._runner
-        capturable(monkeypatch)
-        capture(runner, None, [16, 64])
-        runner.graphs[False].keys = [PACKED_ROW_TILE, 2 * PACKED_ROW_TILE]  # as in test_cuda_graphs
-        graphs = head_of(gen).graphs
-        assert isinstance(graphs, Called)
-        graphs.keys = [2, 4, 8]
+        graphs = call_graphs(gen, monkeypatch)
         recorded = record(gen, monkeypatch)
-        found = gen.generate(PROMPTS[:3], params)
-        assert [output.completions for output in found] == [output.completions for output in expected]
+        check_same(gen.generate(PROMPTS[:3], params), expected)
         assert recorded.check_eagle(EagleReference(llama, head), 4, expected) > 100
         assert {2, 4} <= set(graphs.ran)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from called_graphs import Called, capturable
-from conftest import FEW, VOCAB, allow, check_idle, families_with, hf_logits, random_ids
+from conftest import FEW, VOCAB, allow, check_idle, families_in_turn, hf_logits, random_ids
 from handmade import make_runner, siblings, start, table
 from handmade import run as run_batch
 
@@ -41,7 +41,7 @@ def close(found: list[float], expected: list[float]) -> bool:
 # Scores.
 
 
-@pytest.mark.parametrize(("family", "step"), families_with([7, 2048]), indirect=["family"])
+@pytest.mark.parametrize(("family", "step"), families_in_turn([7, 2048]), indirect=["family"])
 def test_scores_are_those_of_transformers(family: Path, step: int) -> None:
     with Generator(family, max_seqs=4, max_step_tokens=step, page_size=16) as gen:
         for temperature in (1.0, 0.5):
@@ -191,7 +191,7 @@ def test_a_request_may_only_score_its_prompt_and_lists_not_asked_for_are_none(ge
 # Forks.
 
 
-@pytest.mark.parametrize(("family", "length"), families_with([1, 15, 16, 17, 45]), indirect=["family"])
+@pytest.mark.parametrize(("family", "length"), families_in_turn([1, 15, 16, 17, 45]), indirect=["family"])
 def test_a_fork_draws_what_a_lane_with_a_prefill_draws(family: Path, length: int) -> None:
     runner, prompt = make_runner(family), random_ids(length)
     expected, _ = siblings(runner, prompt, forked=False)

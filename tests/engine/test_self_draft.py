@@ -10,21 +10,28 @@ from typing import Any
 import pytest
 import torch
 from adapters import CONFIG, adapter
-from called_graphs import Called, capturable
-from conftest import FEW, check_idle
-from drafting import adversary
+from conftest import check_idle
 from handmade import let_pages_run_out
-from heads import Draft, head_of, record, save_eagle
+from heads import (
+    PARAMS,
+    PROMPTS,
+    SCHEDULES,
+    Draft,
+    call_graphs,
+    check_same,
+    head_of,
+    opposed,
+    record,
+    save_eagle,
+    without_drafts,
+)
 from safetensors.torch import load_file
 from test_adapters import held
-from test_dflash import PARAMS, PROMPTS, SCHEDULES
 from torch import Tensor
 
 from fastgen import Generator, RequestOutput, SamplingParams, Speculation
-from fastgen.engine.warm_up import capture
 from fastgen.kernels.noise import gumbel
 from fastgen.model.int4_layouts import dequantize, quantize
-from fastgen.model.packed import PACKED_ROW_TILE
 from fastgen.model.quantization import Int4
 from fastgen.model.sampler import SampleOutput
 from fastgen.speculation.self_draft import SelfDraft
@@ -77,28 +84,22 @@ class Twin:
         return count
 
 
-def same(found: list[RequestOutput], expected: list[RequestOutput]) -> bool:
-    return [output.completions for output in found] == [output.completions for output in expected]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES[1::2])
 def test_drafts_are_those_of_rounded_weights(
     schedule: dict[str, Any], llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text drafter is an adversary, as in test_dflash. Answers are the plain ones, also the second time, when
-    prompts are in the prefix cache or in the host tier, and after pages ran out."""
+    """Answers are the plain ones, also the second time, when prompts are in the prefix cache or in the host tier, and
+    after pages ran out."""
     params = [replace(each, logprobs=1) for each in PARAMS]
-    with Generator(llama, speculate=False) as gen:
-        expected = gen.generate(PROMPTS, params)
-    adversary(monkeypatch, expected, gen.model_config.vocab_size)
+    expected = opposed(monkeypatch, llama, PROMPTS, params)
     twin = Twin(llama)
     with Generator(llama, speculate=EAGER, **schedule) as gen:
         if "num_pages" in schedule:
             let_pages_run_out(gen)
         for _ in range(2):
             recorded = record(gen, monkeypatch)
-            assert same(gen.generate(PROMPTS, params), expected)
-            assert twin.check(recorded.drafts[::3], expected, 3) > 40
+            check_same(gen.generate(PROMPTS, params), expected)
+            assert twin.check(recorded.drafts[::6], expected, 3) > 20
             check_idle(gen)
         assert gen.stats.head_drafted > gen.stats.head_accepted > 0
 
@@ -128,20 +129,12 @@ def test_drafts_write_only_to_their_own_places(llama: Path, monkeypatch: pytest.
 
 
 def test_graphs_draft_the_same(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Generator(llama, speculate=False) as gen:
-        expected = gen.generate(PROMPTS[:3], PARAMS[:3])
-    adversary(monkeypatch, expected, gen.model_config.vocab_size)
+    expected = opposed(monkeypatch, llama, PROMPTS[:3], PARAMS[:3])
     with Generator(llama, max_seqs=8, page_size=16, speculate=replace(EAGER, max_rows=128)) as gen:
-        runner = gen._runner
-        capturable(monkeypatch)
-        capture(runner, None, [16, 64])
-        runner.graphs[False].keys = [PACKED_ROW_TILE, 2 * PACKED_ROW_TILE]  # as in test_cuda_graphs
-        graphs = head_of(gen).graphs
-        assert isinstance(graphs, Called)
-        graphs.keys = [2, 4, 8]
+        graphs = call_graphs(gen, monkeypatch)
         recorded = record(gen, monkeypatch)
-        assert same(gen.generate(PROMPTS[:3], PARAMS[:3]), expected)
-        assert Twin(llama).check(recorded.drafts, expected, 3) > 100
+        check_same(gen.generate(PROMPTS[:3], PARAMS[:3]), expected)
+        assert Twin(llama).check(recorded.drafts[::2], expected, 3) > 50
         assert {2, 4} <= set(graphs.ran)
         check_idle(gen)
 
@@ -162,7 +155,7 @@ def test_the_copy_follows_the_weights(llama: Path, monkeypatch: pytest.MonkeyPat
             tensors = held(gen)
             recorded = record(gen, monkeypatch)
             found = gen.generate(PROMPTS[:2], PARAMS[:2])
-            assert Twin(llama, tensors).check(recorded.drafts, found, 3) > 50, change
+            assert Twin(llama, tensors).check(recorded.drafts[::3], found, 3) > 15, change
         with pytest.raises(ValueError, match="which update_weights changes too"):
             gen.update_drafter(changed)
 
@@ -173,7 +166,7 @@ def test_the_bundled_model_draws_what_its_copy_drafts() -> None:
     with Generator(device="cpu", speculate=False) as gen:
         expected = gen.generate(prompts, params)
     with Generator(device="cpu", speculate=EAGER) as gen:
-        assert same(gen.generate(prompts, params), expected)
+        check_same(gen.generate(prompts, params), expected)
         assert gen.stats.head_accepted > 0.85 * gen.stats.head_drafted > 20
 
 
@@ -190,7 +183,7 @@ def test_a_draft_is_a_token_of_the_vocabulary(
             return SampleOutput(torch.full((4, len(logits)), 2**30, dtype=torch.int32))
 
         monkeypatch.setattr("fastgen.speculation.head.draw", garbage)
-        assert same(gen.generate(PROMPTS[:2], PARAMS[:2]), expected)
+        check_same(gen.generate(PROMPTS[:2], PARAMS[:2]), expected)
 
 
 def test_few_lanes_draft(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,25 +203,23 @@ def test_few_lanes_draft(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"dtype": "bfloat16"}])
 def test_it_runs_with_other_options(options: dict[str, Any], llama: Path) -> None:
     params = [replace(each, max_tokens=12) for each in PARAMS]
-    with Generator(llama, speculate=False, page_size=64, **options) as gen:
-        expected = gen.generate(PROMPTS, params)
+    expected = without_drafts(llama, PROMPTS, params, page_size=64, **options)
     with Generator(llama, speculate=EAGER, page_size=64, **options) as gen:
         found = gen.generate(PROMPTS, params)
         assert gen.stats.head_drafted > 0
         form = head_of(gen).model.parameters.config.quantization
         assert isinstance(form, Int4)
         assert form.scale_dtype == gen.config.dtype
-        assert same(found, expected)
+        check_same(found, expected)
 
 
-@pytest.mark.parametrize("family", [*FEW, "phi3", "arcee"], indirect=True)  # of any form of the linear layers
+@pytest.mark.parametrize("family", ["ministral3", "phi3", "arcee"], indirect=True)  # of any form of the linear layers
 def test_every_family_drafts_with_its_own_layers(family: Path) -> None:
     params = [replace(each, max_tokens=20) for each in PARAMS]
-    with Generator(family, speculate=False) as gen:
-        expected = gen.generate(PROMPTS, params)
+    expected = without_drafts(family, PROMPTS, params)
     with Generator(family, speculate=EAGER, page_size=16, max_seqs=8, max_step_tokens=40) as gen:
         assert isinstance(head_of(gen), SelfDraft)
-        assert same(gen.generate(PROMPTS, params), expected)
+        check_same(gen.generate(PROMPTS, params), expected)
         assert gen.stats.head_accepted > 0
         check_idle(gen)
 

@@ -205,8 +205,8 @@ def test_list_ofs(window: int) -> None:
 @pytest.mark.parametrize(
     ("head_size", "group", "page_size", "window"),
     [
-        (64, 1, 64, 0), (64, 5, 16, 40), (96, 4, 64, 40), (128, 8, 16, 0), (128, 8, 64, 40), (80, 4, 48, 70),
-        (256, 2, 16, 0), (32, 20, 64, 70), (64, 4, 1, 0), (64, 2, 24, 70),
+        (64, 1, 64, 0), (64, 5, 16, 40), (96, 4, 64, 40), (128, 8, 16, 0), (80, 4, 48, 70), (256, 2, 16, 0),
+        (32, 20, 64, 70), (64, 4, 1, 0),
     ],
 )  # fmt: skip
 def test_decodes_and_prefills_agree_with_the_reference(head_size: int, group: int, page_size: int, window: int) -> None:
@@ -319,6 +319,7 @@ for dims in (128, 64):
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_phases_are_compiled_alike() -> None:
     """All phases use Hopper's instruction, with 16 inputs at a time."""

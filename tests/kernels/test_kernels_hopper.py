@@ -120,6 +120,7 @@ def places(pattern: str, text: str) -> list[int]:
     return [each.start() for each in re.finditer(pattern, text)]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not KNOWN, reason="needs the Triton whose Gluon we know")
 def test_the_weight_is_loaded_before_the_kernel_ahead_has_ended() -> None:
     several = compiled(PRODUCTS)

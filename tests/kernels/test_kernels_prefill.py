@@ -47,9 +47,17 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Attend:
     return run
 
 
-@pytest.mark.parametrize("window", [0, 1, 100])
 @pytest.mark.parametrize(
-    ("group", "head_size", "page_size"), [(4, 128, 64), (1, 64, 128), (5, 96, 64), (6, 128, 192), (16, 80, 64)]
+    ("group", "head_size", "page_size", "window"),
+    [
+        (4, 128, 64, 0),
+        (4, 128, 64, 1),
+        (4, 128, 64, 100),
+        (1, 64, 128, 100),
+        (5, 96, 64, 0),
+        (6, 128, 192, 1),
+        (16, 80, 64, 100),
+    ],
 )
 def test_all_shapes(group: int, head_size: int, page_size: int, window: int, attend: Attend) -> None:
     case = Ragged(head_size, group, page_size, torch.bfloat16, window, EDGES)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_ids
+from conftest import FEW, random_ids
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -35,6 +35,7 @@ def answers(gen: Generator) -> list[Any]:
     return [(each.token_ids, each.logprobs) for output in gen.generate(PROMPTS, SHORT) for each in output.completions]
 
 
+@pytest.mark.parametrize("family", [*FEW, "phi3"], indirect=True)  # with tensors that are fused here, and in the file
 def test_deltas_are_the_update_with_whole_tensors(family: Path) -> None:
     new, deltas = changed(load_file(family / "model.safetensors"))
     with Generator(family, page_size=16, num_pages=64) as gen:

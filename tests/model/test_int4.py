@@ -130,7 +130,7 @@ def test_weights_are_rounded_once_to_the_dtype(dtype: str, checkpoint: Checkpoin
         assert gen.score(ids)[0][1:] == expected.score(ids)[0][1:]
 
 
-@pytest.mark.parametrize("name", ["gptq asymmetric", "packed"])
+@pytest.mark.parametrize("name", ["gptq asymmetric"])
 def test_the_schedule_never_shows(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = tmp_path / "int4"
     FORMS[name].write(source_of(checkpoint, name), folder)
@@ -224,6 +224,7 @@ def test_the_parts_of_two_ranks_are_the_whole(name: str, checkpoint: Checkpoint,
             assert torch.allclose(shard.view, shard.slice(meant[key]), rtol=1e-6, atol=0), key
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["awq"])
 def test_ranks_answer_as_one_process(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     source, folder = checkpoint("Llama", **{**SIZES, "intermediate_size": 512}), tmp_path / "int4"

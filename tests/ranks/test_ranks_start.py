@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 
 import pytest
+from serving import alive, until
 from test_ranks_protocol import FakeRunner
 
 import fastgen
@@ -70,21 +71,6 @@ def started(death: str = "", size: int = 3) -> tuple[Leader, list[subprocess.Pop
     leader = start.start_followers(size, (death,), "cpu")
     assert leader._spawned is not None
     return leader, leader._spawned.processes
-
-
-def alive(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "they live on"
-        time.sleep(0.02)
 
 
 @pytest.mark.usefixtures("fake")
@@ -185,6 +171,6 @@ def test_ranks_end_with_their_caller(tmp_path: Path) -> None:
     )
     assert done.returncode == -signal.SIGKILL
     first, second, worker = map(int, done.stdout.split())
-    wait_until_gone([first, second])
+    until(lambda: not alive(first) and not alive(second), 10)
     assert alive(worker)
     os.kill(worker, signal.SIGKILL)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from adapters import ALL, CONFIG, adapter
-from bitwise import alone, preempting, random_options, random_requests
+from bitwise import alone, preempting, random_requests
 from bitwise import answers as answers_of
 from conftest import FAMILIES, VOCAB, Checkpoint, check_idle, new_weights
 from hash_model import hopeful
@@ -31,7 +31,7 @@ from fastgen.ranks import start as ranks_start
 
 pytestmark = pytest.mark.timeout(300)  # on a busy machine
 
-OTHERS = ("ministral3", "granite", "exaone4", "phi3", "arcee")  # families with mechanisms of their own
+OTHERS = ("ministral3", "granite", "exaone4", "phi3", "arcee")  # families whose layers differ from Llama's
 
 
 @pytest.fixture(scope="module")
@@ -78,19 +78,19 @@ def generate_forever(gen: Generator) -> None:
         gen.generate([[5, 6, 7]] * 8, SHORT)
 
 
-def test_the_schedule_never_shows_in_the_answers_of_two_ranks(llama: Path) -> None:
+def test_the_schedule_never_shows_in_the_answers_of_two_ranks(
+    split: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests in chunks, preempted, from cached pages and in batches have the bits that each has alone."""
-    how: dict[str, Any] = {"device": "cpu", "tensor_parallel": 2}
-    requests = random_requests(VOCAB, 6, 100, 20)
-    with Generator(llama, **how, prefix_cache=False) as gen:
-        assert gen.config.deterministic
-        expected = alone(gen, requests)
-    with Generator(llama, **how, **random_options(1, 200) | {"prefix_cache": True}) as gen:
-        preempting(gen, steps=19)
-        for _ in range(2):  # with a cold cache and a warm one
-            assert answers_of(gen, requests) == expected
-        assert gen.stats.preemptions > 3
-        assert gen.stats.cached_tokens > 50
+    assert split.config.deterministic
+    requests, before = random_requests(VOCAB, 6, 100, 20), split.stats
+    expected = alone(split, requests)
+    monkeypatch.setattr(split._loop, "advance", split._loop.advance)  # as it is after the test
+    preempting(split, steps=19)
+    for _ in range(2):
+        assert answers_of(split, requests) == expected
+    assert split.stats.preemptions - before.preemptions > 3
+    assert split.stats.cached_tokens - before.cached_tokens > 50
 
 
 def test_two_generators_of_ranks_one_of_which_is_interrupted_traced_and_loses_a_rank(
@@ -183,6 +183,7 @@ def test_ranks_take_new_weights_and_sleep(split: Generator, whole: Generator, fo
     check_restored()
 
 
+@pytest.mark.long
 def test_ranks_merge_adapters(split: Generator, whole: Generator, folder: Path) -> None:
     before = answers(split, SOME)
     with pytest.raises(ValueError, match="missing 1 of"):
@@ -198,9 +199,10 @@ def test_ranks_merge_adapters(split: Generator, whole: Generator, folder: Path) 
     check_idle(split)
 
 
-def test_two_ranks_of_a_program(checkpoint: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [("exaone4", "phi3"), pytest.param(OTHERS, marks=pytest.mark.long)])
+def test_two_ranks_of_a_program(others: tuple[str, ...], checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The first model has biases and tied embeddings, and a window in some layers. Rank 0 is killed in the end."""
-    folders = [checkpoint(FAMILIES[name][0], **FAMILIES[name][1]) for name in ("qwen2", *OTHERS)]
+    folders = [checkpoint(FAMILIES[name][0], **FAMILIES[name][1]) for name in ("qwen2", *others)]
     assert run_ranks(2, tmp_path / "store", *folders) == [-signal.SIGKILL, 3]
 
 

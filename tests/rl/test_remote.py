@@ -31,7 +31,7 @@ from fastgen.rl.remote import RemoteGenerator
 pytestmark = pytest.mark.timeout(120)
 
 SHORT = SamplingParams(n=2, max_tokens=8, seed=7, ignore_eos=True)
-LONG = SamplingParams(max_tokens=400, seed=7, ignore_eos=True, speculate=False)
+LONG = SamplingParams(max_tokens=200, seed=7, ignore_eos=True, speculate=False)
 PROMPTS: list[Any] = ["hello", random_ids(20), [{"role": "user", "content": "how are you?"}], {"prompt": "the"}]
 SECONDS = 30.0  # time limit of the wire, also on a busy machine
 
@@ -157,7 +157,7 @@ def test_updates_by_every_way(gen: RemoteGenerator, here: Generator, talker: Pat
     assert gen.generate("a", SHORT)[0].completions[0].weight_versions == [(4711, 0, 8)]
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "recompute", "abort"])
+@pytest.mark.parametrize("in_flight", ["keep", pytest.param("recompute", marks=pytest.mark.long), "abort"])
 def test_requests_in_flight(gen: RemoteGenerator, server: Server, weights: Weights, in_flight: str) -> None:
     version = gen.weight_version
     with ThreadPoolExecutor(1) as pool:
@@ -282,7 +282,7 @@ def test_only_one_group_and_one_update(gen: RemoteGenerator, server: Server, wei
     other.close()
 
 
-@pytest.mark.parametrize("end", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("end", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.long)])
 def test_a_sender_that_dies_or_hangs(
     end: str, gen: RemoteGenerator, server: Server, here: Generator, talker: Path, weights: Weights
 ) -> None:
@@ -302,6 +302,7 @@ def test_a_sender_that_dies_or_hangs(
         sender.communicate()
 
 
+@pytest.mark.long
 def test_the_ranks_of_one_model_of_several_get_its_weights(talker: Path, here: Generator, tmp_path: Path) -> None:
     here.update_weights(new := new_weights(talker))
     expected = [output.completions[0].token_ids for output in here.generate(PROMPTS, SHORT)]

@@ -25,7 +25,7 @@ GIB = 2**30
     [
         (ENDLESS.replace("BODY", ""), "takes more than 0.2 seconds of CPU time; look for a loop"),
         ("{% macro m(n) %}{% if n %}{{ m(n - 1) ~ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", "than 0.2 seconds"),
-        (ENDLESS.replace("BODY", "{{ messages[0].content * 9999 }}"), "takes more than 64 MiB of memory"),
+        (ENDLESS.replace("BODY", "{{ messages[0].content * 99999 }}"), "takes more than 64 MiB of memory"),
         ("{{ messages[0].content * 2001 }}", "it renders 10005 characters, above the maximum of 10000"),
         ("{{ messages[0].content * 10**14 }}", "messages: MemoryError"),
     ],

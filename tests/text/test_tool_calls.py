@@ -558,7 +558,7 @@ def test_only_text_that_may_become_a_call_is_held(name: str) -> None:
     """The work for a piece of text must not grow with the answer."""
     syntax = SYNTAXES[name]
     parser, held = syntax.parser(FUNCTIONS), 0
-    for _ in range(20_000):
+    for _ in range(5_000):
         held += len(" [word] <b> {x}") - sum(len(delta["content"]) for delta in parser.push(" [word] <b> {x}"))
         assert held < 5
     parser = syntax.parser(FUNCTIONS)
@@ -566,14 +566,14 @@ def test_only_text_that_may_become_a_call_is_held(name: str) -> None:
     begin, end = text.split("@")
     marks = {PYTHONIC: "[", HERMES: "<tool_call>", MISTRAL: "[", GRANITE: "<|tool_call|>", OLMO_3: "<function_calls>"}
     parser.push(marks.get(syntax, "") + begin + "word ")
-    for _ in range(20_000):
+    for _ in range(5_000):
         deltas = parser.push("word ")
         assert [delta["tool_calls"][0]["function"] for delta in deltas] == (
             [{"arguments": "word "}] * (not isinstance(syntax, Pythonic))
         )
     if isinstance(syntax, Pythonic):
         (call,) = joined_message(parser.push(end + (syntax.closes or "]")))["tool_calls"]
-        assert json.loads(call["function"]["arguments"]) == {"a": "word " * 20_001}
+        assert json.loads(call["function"]["arguments"]) == {"a": "word " * 5_001}
 
 
 def test_a_function_in_python_tells_the_types_of_its_arguments(talker: Path) -> None:

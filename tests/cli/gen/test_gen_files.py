@@ -220,7 +220,7 @@ def test_a_line_is_json_whatever_the_columns_hold() -> None:
     assert to_line({"a": "é\u2028"}) == b'{"a": "\xc3\xa9\xe2\x80\xa8"}\n', "one line, which people can read"
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.jsonl.gz", "out.csv.gz"])
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.jsonl.gz"])
 def test_torn_records_are_done_again(fggen: Fggen, name: str) -> None:
     prompts = ['a "quoted" one', "two\nlines\r\n", "a, b", "", "é", "long" * 5_000]
     write("in.jsonl", *({"prompt": prompt, "n": 1 + row, "id": row} for row, prompt in enumerate(prompts)))
@@ -326,10 +326,10 @@ def test_a_job_whose_seed_was_drawn_goes_on_with_it(fggen: Fggen, monkeypatch: p
     write("in.jsonl", *PROMPTS)
     for source in ("in.jsonl", "-"):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path("in.jsonl").read_bytes())))
-        assert fggen("in.jsonl", "-o", "out.jsonl", "--ordered") == 0
+        assert fggen("in.jsonl", "-o", "out.jsonl", "--ordered", "--max-tokens", 8) == 0
         whole = Path("out.jsonl").read_bytes()
         Path("out.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
-        assert fggen(source, "-o", "out.jsonl", "--ordered") == 0
+        assert fggen(source, "-o", "out.jsonl", "--ordered", "--max-tokens", 8) == 0
         assert Path("out.jsonl").read_bytes() == whole
 
 

@@ -123,7 +123,7 @@ def killed(forks: Forks, folder: Path, output: Path, times: int, rows: int) -> i
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("times", "hits", "rows"), [(3, 1, ROWS), pytest.param(20, 10, 200, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+@pytest.mark.parametrize("name", ["out.jsonl", pytest.param("out.parquet", marks=pytest.mark.long)])
 def test_killed_it_loses_and_doubles_nothing(
     forks: Forks, folder: Path, tmp_path: Path, name: str, times: int, hits: int, rows: int
 ) -> None:
@@ -136,7 +136,7 @@ def test_killed_it_loses_and_doubles_nothing(
     assert not output.is_dir() or len(list(output.glob("part-*.parquet"))) > 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(
     forks: Forks, folder: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -110,7 +110,7 @@ def test_why_an_answer_ends_and_one_that_is_begun_goes_on(caller: Server) -> Non
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "=")
     assert stopped["content"][0]["text"] == "12 + 30 "
     assert post(caller, max_tokens=100_000).json()["stop_reason"] == "end_turn"
-    long = [{"role": "user", "content": "a " * 200}]
+    long = [{"role": "user", "content": "a " * 470}]
     json_object = {"format": {"type": "json_schema", "schema": {"type": "array", "minItems": 9999}}}
     full = post(caller, messages=long, max_tokens=100_000, output_config=json_object).json()
     assert full["stop_reason"] == "model_context_window_exceeded"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -126,13 +127,19 @@ def sampled(asker: Asker, gen: Generator) -> Sampled:
     return dict(zip(SAMPLING, zip(endpoints, answers, outputs, strict=True), strict=True))
 
 
+@cache
+def plain(gen: Generator, endpoint: str, hot: bool) -> RequestOutput:
+    """Return the output of a request without the field of a case."""
+    return expected(gen, PROMPTS[endpoint], **BASE, **(HOT if hot else {}))
+
+
 @pytest.mark.parametrize("case", SAMPLING)
 def test_a_field_does_what_it_does_for_a_generator(sampled: Sampled, gen: Generator, case: str) -> None:
     endpoint, answer, output = sampled[case]
     check(answer, [output])
-    plain = expected(gen, PROMPTS[endpoint], **BASE, **(HOT if HOT.items() < SAMPLING[case][0].items() else {}))
+    without = plain(gen, endpoint, HOT.items() < SAMPLING[case][0].items())
     idle = ("nothing", "user", "top_p 0", "top_k 0", "top_k -1")
-    assert (output.completions == plain.completions) == (case in idle)
+    assert (output.completions == without.completions) == (case in idle)
 
 
 # ------------------------------------------------------------------------------------------------ prompts
