@@ -99,6 +99,12 @@ class Generator(PrefillOnly):
         self._loop = Loop(self._runner, self._inputs, WeightState(options.adapter is not None), self._interrupt)
         self._adapter_base = options.adapter_base
 
+    @property
+    def engine(self) -> Loop:
+        """The loop of this Generator, whose `scheduler` and `runner.draw` may be replaced while no request runs
+        (docs/ideas.md). The modules below it may change in any version."""
+        return self._loop
+
     @functools.cached_property
     def history(self) -> EarlierOutputs:
         """Outputs of earlier requests, from which tokens are drafted; `history.clear()` removes them."""
