@@ -311,7 +311,7 @@ def _quantized(found: ModelConfig, method: str | None, wanted: str | None) -> Mo
     fits = not isinstance(found.quantization, Int4) if wanted == "fp8" else wanted in (None, method)
     if not fits:
         held = "is not quantized" if method is None else f"has quant_method={method!r}"
-        raise ValueError(f"quantization is {wanted!r}, and the checkpoint {held}; leave quantization out")
+        raise ValueError(f"quantization={wanted!r} does not fit the checkpoint, which {held}; leave quantization out")
     return replace(found, quantization=found.quantization or Quantization()) if wanted == "fp8" else found
 
 

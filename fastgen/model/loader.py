@@ -86,7 +86,11 @@ def find_tokenizer(name: str | Path | None, folder: Path, **options: Any) -> Tok
 
     folder: the model's folder. options: see Tokenizer.
     """
-    found = Tokenizer.find(folder if name is None else resolve(name, weights=False), **options)
+    try:
+        source = folder if name is None else resolve(name, weights=False)
+    except ValueError as error:
+        raise ValueError(f"tokenizer: {error}") from error
+    found = Tokenizer.find(source, **options)
     if name is not None and found is None:
         raise ValueError(f"tokenizer is {str(name)!r}, which has no tokenizer files")
     return found

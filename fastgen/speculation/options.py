@@ -44,8 +44,8 @@ class Speculation(FeatureOptions):
             return cls(head=given)
         if not isinstance(given, Speculation):
             raise ValueError(
-                f"speculate is {given!r}; it must be 'auto', 'ngram', 'int4', 'off' (False), the folder or hub id "
-                "of a head, or a Speculation"
+                f"speculate is {given!r}; it must be 'auto', 'ngram', 'int4', 'off', or the folder or hub id of a head "
+                "(in Python also False or a Speculation)"
             )
         given.check()
         return given

@@ -343,11 +343,17 @@ def test_errors_of_loading(checkpoint: Checkpoint, tmp_path: Path) -> None:
     source, folder = source_of(checkpoint, ""), tmp_path / "int4"
     form = FORMS["awq"]
     form.write(source, folder)
-    with pytest.raises(ValueError, match="quantization is 'gptq', and the checkpoint has quant_method='awq'; leave"):
+    with pytest.raises(
+        ValueError, match="quantization='gptq' does not fit the checkpoint, which has quant_method='awq'; leave"
+    ):
         Generator(folder, quantization="gptq", **CPU)
-    with pytest.raises(ValueError, match="quantization is 'fp8', and the checkpoint has quant_method='awq'; leave"):
+    with pytest.raises(
+        ValueError, match="quantization='fp8' does not fit the checkpoint, which has quant_method='awq'; leave"
+    ):
         Generator(folder, quantization="fp8", **CPU)
-    with pytest.raises(ValueError, match="quantization is 'awq', and the checkpoint is not quantized; leave"):
+    with pytest.raises(
+        ValueError, match="quantization='awq' does not fit the checkpoint, which is not quantized; leave"
+    ):
         Generator(source, quantization="awq", **CPU)
     configured(folder, form, modules_to_not_convert=["k_proj"])
     with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj, .*k_proj, .* unquantized"):
