@@ -151,7 +151,7 @@ def api_url(url: str) -> str:
         parsed = urlsplit(url)
         _ = parsed.port  # checks it
     except ValueError as error:
-        raise ValueError(f"--url {url!r} is no URL: {error}") from None
+        raise ValueError(f"--url {url!r} is not a URL: {error}") from None
     if parsed.scheme not in ("http", "https") or not parsed.hostname:
         raise ValueError(f"--url is {url!r}; it must be like http://localhost:5678")
     return url.rstrip("/") + ("/v1" if parsed.path in ("", "/") else "")

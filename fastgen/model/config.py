@@ -257,7 +257,7 @@ class ModelConfig:
         """Return the config of one of `ranks` tensor-parallel ranks, with the rank's number of heads and MLP size.
 
         KV heads are replicated if there are fewer than ranks. `vocab_size` remains the size of the whole vocabulary,
-        although ranks split it, too. Raises ValueError for a size that the number of ranks does not divide.
+        although ranks also split it. Raises ValueError for a size that the number of ranks does not divide.
         """
         Option("tensor_parallel", int, 1, low=1).check(ranks)
         if ranks == 1:

@@ -105,7 +105,7 @@ class Drafting(StepFeature[DraftPlan]):
         self, weights: HeadWeights, target: Transformer, pool: KVPool, make_attention: Callable[[int, int], Attention],
         attention: Attention,
     ) -> Head:  # fmt: skip
-        """Let a head draft, too. The arguments are those of HeadPlace."""
+        """Let a head draft as well. The arguments are those of HeadPlace."""
         out = self._drafts.proposals[1], self._drafts.proposed[1]
         self.head = weights.attach(
             HeadPlace(target, pool, make_attention, attention, self._lanes, self._config, self.options, *out)

@@ -70,8 +70,8 @@ class ServerOptions:
     rollout: bool = option(
         False,
         "serve routes for a trainer: new weights, pause and sleep. Those of vLLM and SGLang, for trainers written for "
-        "these, are experimental. An engine that dies is restarted only with replicas, each of which has an address of "
-        "its own for the trainer",
+        "these, are experimental. An engine that dies is restarted only with replicas, which each have their own "
+        "address for the trainer",
     )
     logprobs_mode: str = option(
         "raw_logprobs", "logprobs that requests get by default: under the model's own softmax, under the distribution "
