@@ -1,5 +1,5 @@
-"""The app of docs/python.md and the ideas of docs/ideas.md run, and the client of docs/quickstart-serve.md prints what
-its page shows."""
+"""The app of docs/python.md runs, the client of docs/quickstart-serve.md prints what its page shows, and the lines that
+docs/ideas.md changes exist."""
 
 from __future__ import annotations
 
@@ -58,13 +58,10 @@ def test_the_client_of_the_quickstart_prints_what_its_page_shows() -> None:
     assert all(f"\n{name}{{" in metrics for name in counters)
 
 
-def test_each_block_of_the_page_of_ideas_runs_alone_and_the_lines_that_it_changes_exist() -> None:
+def test_the_lines_that_the_page_of_ideas_changes_exist() -> None:
     page = (DOCS / "ideas.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 4
-    for code in blocks:
-        assert "assert " in code
-        exec(compile(code, "ideas.md", "exec"), {})
-    for name, diff in re.findall(r"```diff\n--- (\S+)\n(.*?)```", page, re.DOTALL):
+    diffs = re.findall(r"```diff\n--- (\S+)\n(.*?)```", page, re.DOTALL)
+    assert diffs
+    for name, diff in diffs:
         source = (DOCS.parent / name).read_text(encoding="utf-8")
         assert all(source.count(line) == 1 for line in re.findall(r"^-(.*\n)", diff, re.MULTILINE)), diff

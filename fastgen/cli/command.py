@@ -44,14 +44,15 @@ class UsageError(ValueError):
 
 
 class _LogFormatter(logging.Formatter):
-    """Names options in messages by their flags; see `Parser.in_flags`."""
+    """Names options in warnings by their flags; see `Parser.in_flags`."""
 
     def __init__(self, in_flags: Callable[[str], str]) -> None:
         super().__init__("%(levelname)s %(name)s: %(message)s")
         self._in_flags = in_flags
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the name of logging)
-        record.message = self._in_flags(record.message)
+        if record.levelno >= logging.WARNING:
+            record.message = self._in_flags(record.message)
         return super().formatMessage(record)
 
 

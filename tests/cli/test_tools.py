@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ import pytest
 
 from fastgen import Generator
 from fastgen.cli import chat
+from fastgen.cli.command import run_tool
 from fastgen.cli.gen import main as gen
 from fastgen.cli.gen.options import make_parser as gen_parser
 from fastgen.cli.options import Parser
@@ -138,6 +140,18 @@ def test_a_wrong_command_line_is_told_in_its_own_words(
 )  # fmt: skip
 def test_options_in_errors_are_flags(said: str, told: str) -> None:
     assert gen_parser().in_flags(said) == told
+
+
+def test_a_warning_names_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+
+    def warn() -> int:
+        logging.getLogger("fastgen.start").warning("the pool is small; raise num_pages or memory_fraction")
+        return 0
+
+    assert run_tool("fggen", False, warn, gen_parser().in_flags) == 0
+    line = "WARNING fastgen.start: the pool is small; raise --num-pages or --memory-fraction\n"
+    assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize(
