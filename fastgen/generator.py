@@ -99,6 +99,12 @@ class Generator(PrefillOnly):
         self._loop = Loop(self._runner, self._inputs, WeightState(options.adapter is not None), self._interrupt)
         self._adapter_base = options.adapter_base
 
+    @property
+    def engine(self) -> Loop:
+        """The loop of this Generator, whose `scheduler` and `runner.draw` may be replaced while no request runs
+        (docs/ideas.md). The modules below it may change in any version."""
+        return self._loop
+
     @functools.cached_property
     def history(self) -> EarlierOutputs:
         """Outputs of earlier requests, from which tokens are drafted; `history.clear()` removes them."""
@@ -318,7 +324,7 @@ class Generator(PrefillOnly):
 
         path: of a new file, .json or .json.gz. The trace shows what the CPU and a GPU did, with ranges for the parts of
         a step: schedule, launch, collect (of the previous step) and update. With several ranks, rank 0 writes it.
-        Raises ValueError (in a tp_group on rank 0) for steps below 1, for a path in no folder, and where a trace is
+        Raises ValueError (in a tp_group on rank 0) for steps below 1, for a path in no folder, and if a trace is
         being recorded already.
         """
         if self._team is not None and self._team.follows:
@@ -337,8 +343,8 @@ class Generator(PrefillOnly):
 
         named: whole tensors by their Hugging Face names, such as `model.state_dict()`, in any float dtype, on the CPU
             or a GPU. They are copied one at a time. The `lm_head.weight` of a tied model may be left out; another one
-            unties it, on the CPU. In a tp_group each rank gives the same tensors, from an iterable of its own.
-        version: a number of your own, other than the current one. partial: tensors that are not given stay as they are.
+            unties it, on the CPU. In a tp_group each rank gives the same tensors, from its own iterable.
+        version: your own number, other than the current one. partial: tensors that are not given stay as they are.
         in_flight: the treatment of requests in the engine: "error" refuses the update; "keep" continues them with the
             KV of the old weights, but a prompt in the middle of its prefill begins again, and so do requests after it;
             "recompute" computes their KV again with the new weights; "abort" ends them with the finish_reason "abort"

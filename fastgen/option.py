@@ -34,7 +34,7 @@ class Option:
     """An option that a user may set: one field of an `Options` class.
 
     kind: type of the value: str, int, float, bool, or another type, which is not checked.
-    default: value that holds where the user gives none; MISSING for an option that must be given; None where the
+    default: value that holds if the user gives none; MISSING for an option that must be given; None if the
         choice is left to fastgen, and `unset` then describes the choice in words.
     low, high: bounds of a number, both included; with `above`, low itself is excluded.
     choices: all values that a string may have.

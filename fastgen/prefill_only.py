@@ -49,16 +49,16 @@ class PrefillOnly:
 
     @on_all_ranks
     def classify(self, prompts: Prompt | Iterable[Prompt], choices: SequenceOf[str]) -> list[dict[str, float]]:
-        """Return the probability of each choice as the whole answer to a prompt, for each prompt: {choice: p}, where
-        the values of a prompt sum to 1.
+        """Return the probability of each choice as the whole answer to a prompt, for each prompt: {choice: p}. The
+        values of a prompt sum to 1.
 
         prompts: see `generate`. choices: at least one text. The weight of a choice is the model's probability, at
         temperature 1 and without a mask, of its ids and then the end: the product over the ids of the choice as the
         tokenizer writes it, times the sum over the model's eos ids. p is that weight divided by the sum over all
         choices. Other ways to write the same text as tokens do not count. Nothing is drawn.
 
-        Raises ValueError for a prompt that cannot be served, and for a choice that is empty, given twice, or not text
-        of tokens of its own.
+        Raises ValueError for a prompt that cannot be served, and for a choice that is empty, given twice, or that
+        cannot be encoded on its own.
         """
         check_items("choice", choices, self.model_config.vocab_size)
         (many,) = self._interrupt.reading(map(prompt_list, [prompts]))
@@ -117,14 +117,14 @@ class PrefillOnly:
 
 
 def _answer_ids(text: str, tokenizer: Tokenizer | None) -> list[int]:
-    """Return the ids that a tokenizer writes for a text that follows other text, without a space of its own before it.
+    """Return the ids that a tokenizer writes for a text that follows other text, without an added space before it.
     Raises ValueError if these ids are not the text."""
     if tokenizer is None:
         raise ValueError("this model has no tokenizer files, so choices have no tokens; use score with ids")
     before, ids = (tokenizer.encode("\n" + end, special=False) for end in ("", text))
     ids = ids[len(before) :] if ids[: len(before)] == before else tokenizer.encode(text, special=False)
     if not ids or Detokenizer(tokenizer, before).push(ids, last=True) != text:
-        raise ValueError(f"the choice {text!r} is not text of tokens of its own; give another one")
+        raise ValueError(f"the choice {text!r} cannot be encoded on its own; give another one")
     return ids
 
 

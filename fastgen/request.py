@@ -59,7 +59,7 @@ class SamplingParams(Options):
     max_tokens: maximum number of tokens to generate; None: up to the end of the context (vLLM's default is 16); 0: none
         (with prompt_logprobs).
     min_tokens: number of tokens before which no eos id, stop_token_ids or stop ends the output, but a mask that allows
-        nothing else, such as that of a complete structure.
+        nothing else, such as the mask of a complete structure.
     temperature: 0 is greedy.
     top_p, top_k, min_p: keep the smallest set of tokens with probability top_p, the k likeliest (0 or -1: all), and the
         tokens of at least min_p times the largest probability; applied in the order top_k, top_p, min_p, after the
@@ -79,14 +79,14 @@ class SamplingParams(Options):
     prompt_logprobs: score the prompt too, with this number of raw alternatives for each token.
     logprob_token_ids: ids, at most 128, whose raw logprobs are returned with each token, among the alternatives.
     mask: a TokenMask that restricts the tokens.
-    allowed_token_ids: ids outside of which no token is drawn; an eos id is drawn only if it is among them.
+    allowed_token_ids: only these ids are drawn; an eos id is drawn only if it is among them.
     bad_words: texts whose tokens, with or without a space before them, are not completed in the output.
     json_schema, regex, choice, grammar: at most one of them, and no mask. The answer is JSON of this schema (a dict,
         its JSON, or a class of pydantic), a text that this regular expression matches as a whole, one of these
         strings, or a text of this grammar (Lark, as llguidance reads it); max_tokens may cut it off. If the model
         reasons, this holds after the reasoning (`reasoning_parser="off"`: from the first token). They need the package
         llguidance.
-    return_sampling_mask: return the token ids that truncation kept, too.
+    return_sampling_mask: also return the token ids that truncation kept.
     speculate: False: no tokens are drafted for this request; they change nothing but its speed.
     """
 
@@ -211,7 +211,7 @@ class Drawn:
 
     logprobs: natural logarithms, float32, under the distribution that was sampled from (0.0 at temperature 0).
     untruncated_logprobs: the same without top_k, top_p and min_p, over all of the vocabulary that penalties, biases and
-        masks leave; equal to logprobs where nothing is truncated.
+        masks leave; equal to logprobs if nothing is truncated.
     raw_logprobs: logprobs under the softmax of the untouched logits at temperature 1.
     top_logprobs: the most likely raw alternatives, and then the chosen ones, token id -> logprob; None unless
         `SamplingParams.logprobs` or `logprob_token_ids` asks.
@@ -271,7 +271,7 @@ class PromptScore:
     """The prompt logprobs of a sequence: those wanted, and those found so far.
 
     start: the first position to score. temperature: divides the logits. logprobs: one for each token of the prompt, NaN
-    where there is none. top_logprobs: their raw alternatives; empty if `SamplingParams.prompt_logprobs` asks for none.
+    if there is none. top_logprobs: their raw alternatives; empty if `SamplingParams.prompt_logprobs` asks for none.
     embedding: see `Generator.embed`; empty until it is found, None if it is not wanted.
     """
 
@@ -438,8 +438,8 @@ class Batch:
     chunks, which follow. starts: lanes that begin with a new sequence. page_updates: changed entries of page tables, as
     (lane, index of the first page, pages). copies: (page, page), partly filled pages to copy for forks when the step
     has computed. fresh: newly allocated pages, whose contents are undefined. masked: a lane that draws has a TokenMask,
-    so that the sampler waits for the tokens of the previous step. features: the payloads of features, each of its own
-    type; see engine.step.StepFeature.
+    so that the sampler waits for the tokens of the previous step. features: the payloads of features, of
+    different types; see engine.step.StepFeature.
     """
 
     decodes: tuple[int, ...] = ()
@@ -466,8 +466,8 @@ class Batch:
 class StepResult(Drawn):
     """The result of a Batch: a token and its values for each lane of `Batch.sampling`, and the results of features.
 
-    lanes: the lane of each token: `Batch.sampling`, where a lane occurs once for each of its tokens, if speculation
-    kept several. A token is -1 where none could be drawn: the mask allowed none, or a logit is not finite.
+    lanes: the lane of each token: `Batch.sampling`; a lane occurs once for each of its tokens, if speculation
+    kept several. A token is -1 if none could be drawn: the mask allowed none, or a logit is not finite.
     """
 
     tokens: list[int] = field(default_factory=list)

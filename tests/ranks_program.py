@@ -237,7 +237,7 @@ class Program:
             Generator(mine(self.folder, "/nowhere"), tp_group=mesh, **OPTIONS)
         with pytest.raises(ValueError, match=r"top_p is 7.0; it must be above 0"):
             gen.add([5, 6], bad)
-        with pytest.raises(RuntimeError, match="rank 1 called score where rank 0 called generate"):
+        with pytest.raises(RuntimeError, match="rank 1 called score while rank 0 called generate"):
             gen.generate([5, 6], SHORT) if self.rank == 0 else gen.score([[5, 6]])
 
         def broken() -> Iterator[Request]:

@@ -97,7 +97,10 @@ def test_the_adapter_of_a_folder_is_there_from_the_start(llama: Path, tmp_path: 
         gen.update_adapter(None)
         assert equal(held(gen), base_of(llama))
     for options, text in (
-        ({"adapter": tmp_path}, "adapter .*: adapter_config.json is missing; give a folder that PEFT has saved"),
+        (
+            {"adapter": tmp_path},
+            "adapter is .*, in which adapter_config.json is missing; give a folder that PEFT has saved",
+        ),
         ({"adapter": path, "load": "dummy"}, "adapter needs the weights of the checkpoint"),
         ({"adapter": save_adapter(tmp_path / "bad", state)}, "(?s)adapter .*missing 30 of 42"),
     ):

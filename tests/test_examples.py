@@ -1,4 +1,5 @@
-"""The app of docs/python.md runs, and the client of docs/quickstart-serve.md prints what the page shows."""
+"""The app of docs/python.md runs, the client of docs/quickstart-serve.md prints what its page shows, and the lines that
+docs/ideas.md changes exist."""
 
 from __future__ import annotations
 
@@ -53,3 +54,12 @@ def test_the_client_of_the_quickstart_prints_what_its_page_shows(bundled_server:
     assert client.stdout.splitlines() == [line.strip() for line in shown.splitlines()], client.stderr
     assert len(counters) == 2
     assert all(f"\n{name}{{" in metrics for name in counters)
+
+
+def test_the_lines_that_the_page_of_ideas_changes_exist() -> None:
+    page = (DOCS / "ideas.md").read_text(encoding="utf-8")
+    diffs = re.findall(r"```diff\n--- (\S+)\n(.*?)```", page, re.DOTALL)
+    assert diffs
+    for name, diff in diffs:
+        source = (DOCS.parent / name).read_text(encoding="utf-8")
+        assert all(source.count(line) == 1 for line in re.findall(r"^-(.*\n)", diff, re.MULTILINE)), diff

@@ -1,1 +1,1 @@
-"""AsyncGenerator: a Generator whose steps run in a process of its own, for asyncio programs."""
+"""AsyncGenerator: a Generator whose steps run in a separate process, for asyncio programs."""

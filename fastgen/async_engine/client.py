@@ -1,4 +1,4 @@
-"""AsyncGenerator: a Generator for asyncio programs, in a process of its own.
+"""AsyncGenerator: a Generator for asyncio programs, in a separate process.
 
     async with AsyncGenerator("Qwen/Qwen3-8B", max_seqs=128) as gen:
         async for event in gen.stream("Once upon a time", SamplingParams(max_tokens=100)):
@@ -141,7 +141,7 @@ class AsyncGeneratorOptions(GeneratorOptions):
 
 @explains_names("generate", "stream")
 class AsyncGenerator:
-    """A Generator for asyncio programs, in a process of its own: this one does not import torch. Use it from one event
+    """A Generator for asyncio programs, in a separate process: this one does not import torch. Use it from one event
     loop. The arguments are the fields of `AsyncGeneratorOptions`; `help(AsyncGenerator)` describes them.
 
     dead: description of how the engine ended; None while it runs.

@@ -1,7 +1,7 @@
 """The engine of an AsyncGenerator: the loop that runs the steps of a Generator, and the messages between the loop and
 the client.
 
-The loop runs in a process of its own (`main`). Importing this module imports neither torch nor numpy.
+The loop runs in a separate process (`main`). Importing this module imports neither torch nor numpy.
 """
 
 from __future__ import annotations

@@ -227,4 +227,4 @@ def _make_id(kind: object, state: object) -> _Id:
     match state:
         case ({}, bytes() as value) if kind is _STRUCTURE and len(value) == ID_BYTES:
             return _Id(value)
-    raise pickle.UnpicklingError("it is no structure of 128 bytes")
+    raise pickle.UnpicklingError("it is not a structure of 128 bytes")

@@ -54,10 +54,10 @@ def connect(
 
 
 class Wire:
-    """One end of a connection for weights. Rank 0 sends, and rank 1 receives.
+    """An end of a connection for weights: rank 0 sends, and rank 1 receives.
 
     store, key: store of torch.distributed, and the key under which the two ends meet in it.
-    backend: "gloo" or "nccl" for a process group; "ipc" for two processes on one GPU, where the receiver copies from
+    backend: "gloo" or "nccl" for a process group; "ipc" for two processes on one GPU; the receiver copies from
         the sender's memory.
     device: device of the tensors.
     seconds: maximum time without progress.

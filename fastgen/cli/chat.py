@@ -130,8 +130,13 @@ def _check_place(args: argparse.Namespace) -> None:
 def _parser() -> Parser:
     parser = Parser(
         prog="fgchat",
+        usage="fgchat [MODEL] [options]",
         description="Chat with a model. A terminal gets line editing and a history. In a pipe, each line of stdin is a"
         " message, and only the answers are written to stdout.",
+        examples={
+            "fgchat Qwen/Qwen3-8B --temperature 0": "chat with a model of the hub",
+            "fgchat --url http://localhost:5678": "chat with the model of a running fgserve",
+        },
     )
     option = parser.add_argument
     option("model", nargs="?", metavar="MODEL", help=f"a hub id or a folder (default: {BUNDLED_NAME}, fastgen's own)")
@@ -146,7 +151,7 @@ def _parser() -> Parser:
     option("--url", help="URL of an OpenAI-style server with the model, such as fgserve (default: load the model here)")
     option("--api-key", metavar="KEY", help=f"API key of the server (default: the environment variable {API_KEY})")
     option("--model", dest="name", metavar="NAME", help="name of the model on the server (default: its only model)")
-    verbose_help = "log what happens, and show tracebacks and final statistics of the engine (default: no)"
+    verbose_help = "log what happens, and show tracebacks and final statistics of the engine (default: off)"
     option("-v", "--verbose", action="store_true", help=verbose_help)
     return parser
 

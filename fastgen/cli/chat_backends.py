@@ -170,7 +170,7 @@ class ServerBackend(_Backend):
         try:
             served = [str(entry["id"]) for entry in json.loads(data)["data"]]
         except WRONG:
-            raise ValueError(f"{self._url} is no OpenAI-style API: {_excerpt(data)!r}") from None
+            raise ValueError(f"{self._url} is not an OpenAI-style API: {_excerpt(data)!r}") from None
         if self._model is None:
             if not served:
                 raise ValueError("the server has no model yet; try again when it has loaded one")
@@ -185,7 +185,7 @@ class ServerBackend(_Backend):
                 failure = error_message(chunk) if chunk.get("error") else None
                 thought, text = _take(chunk, reply)
             except WRONG:
-                raise ServerError(f"the server has sent what is no answer: {data[:EXCERPT]!r}") from None
+                raise ServerError(f"the server has sent something that is not an answer: {data[:EXCERPT]!r}") from None
             if failure is not None:
                 raise ServerError(failure)
             yield thought, True

@@ -43,6 +43,19 @@ class UsageError(ValueError):
     """An error of the command line itself."""
 
 
+class _LogFormatter(logging.Formatter):
+    """Names options in warnings by their flags; see `Parser.in_flags`."""
+
+    def __init__(self, in_flags: Callable[[str], str]) -> None:
+        super().__init__("%(levelname)s %(name)s: %(message)s")
+        self._in_flags = in_flags
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the name of logging)
+        if record.levelno >= logging.WARNING:
+            record.message = self._in_flags(record.message)
+        return super().formatMessage(record)
+
+
 def run_tool(name: str, verbose: bool, run: Callable[[], int], in_flags: Callable[[str], str]) -> int:
     """Run a tool and return its exit status. in_flags: `Parser.in_flags` of its command line.
 
@@ -51,7 +64,9 @@ def run_tool(name: str, verbose: bool, run: Callable[[], int], in_flags: Callabl
     """
     if sys.stderr is None:  # closed by the shell; print would write to stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_LogFormatter(in_flags))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("fastgen").setLevel(logging.INFO if verbose else logging.WARNING)
     try:
         return run()

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,9 +31,20 @@ SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "
 MODEL = {name: option for name, option in OPTIONS.items() if name not in ("model", "tp_group", "adapter_base")}
 """The options of a Generator that a command line or a file can set."""
 
+
+def default_text(option: Option) -> str:
+    """Return the default of an option as its flag would be given."""
+    return written(option.default) if isinstance(option.default, bool) else option.default_text
+
+
+def written(value: Any) -> str:
+    """Return the text that `read` reads as this value."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
 _OWN = "the model's generation_config.json, else "
 SAMPLING = {
-    name: replace(option, default=None, unset=(_OWN if name in GENERATION_CONFIG else "") + option.default_text)
+    name: replace(option, default=None, unset=(_OWN if name in GENERATION_CONFIG else "") + default_text(option))
     for name, option in SAMPLING_OPTIONS.items()
     if option.help
 }
@@ -56,12 +67,23 @@ class _PrintCompletion(argparse.Action):
         parser.exit()
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Wraps the paragraphs of a description, but not those that begin with a space."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n\n".join(part if part[0] == " " else fill(part, width, indent) for part in text.split("\n\n"))
+
+
 class Parser(argparse.ArgumentParser):
     """A command-line parser with --version, --print-completion and one-line errors, which suggest the right flag for an
-    unknown one."""
+    unknown one. examples: command lines with what they do, which the help shows at its end."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
+    def __init__(self, examples: Mapping[str, str], epilog: str = "", **kwargs: Any) -> None:
+        width = max(map(len, examples))
+        lines = "\n".join(f"  {command:{width}}  {effect}" for command, effect in examples.items())
+        parts = [epilog, "Examples:", lines] if epilog else ["Examples:", lines]
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, epilog="\n\n".join(parts), **kwargs)
         self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
         help = "print a script that completes options with TAB in this shell, and exit"
         self.add_argument("--print-completion", action=_PrintCompletion, choices=("bash", "zsh", "tcsh"), help=help)
@@ -75,6 +97,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if unknown := re.search(r"unrecognized arguments:.*? (--[\w-]+)", message):
             message = self._unknown(unknown[1])
+        message = re.sub(r"^argument ([^:]+): (?=is |has )", r"\1 ", message)  # errors of `read` continue a sentence
         self.exit(2, f"{self.prog}: error: {one_line(self.in_flags(message))}; {self.prog} --help lists the options\n")
 
     def in_flags(self, message: str) -> str:
@@ -128,7 +151,7 @@ def api_url(url: str) -> str:
         parsed = urlsplit(url)
         _ = parsed.port  # checks it
     except ValueError as error:
-        raise ValueError(f"--url {url!r} is no URL: {error}") from None
+        raise ValueError(f"--url {url!r} is not a URL: {error}") from None
     if parsed.scheme not in ("http", "https") or not parsed.hostname:
         raise ValueError(f"--url is {url!r}; it must be like http://localhost:5678")
     return url.rstrip("/") + ("/v1" if parsed.path in ("", "/") else "")
@@ -162,11 +185,6 @@ def read(option: Option, text: str) -> Value:
     return value
 
 
-def written(value: Any) -> str:
-    """Return the text that `read` reads as this value."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-
-
 def read_yaml(option: Option, value: Any) -> Value:
     """Return the value of an option from its value in a YAML file. Raises ValueError, as `read` does."""
     if value is False and "off" in option.choices:
@@ -184,9 +202,9 @@ def read_yaml(option: Option, value: Any) -> Value:
     return read(option, str(value))
 
 
-def add_flag(group: argparse._ActionsContainer, option: Option, help: str = "") -> None:
+def add_flag(group: argparse._ActionsContainer, option: Option) -> None:
     """Add the flag of an option to a parser. Its value is None if the flag is not given."""
-    help = re.sub("; in Python also [^;()]*[^;() ]", "", help or f"{option.help} (default: {option.default_text})")
+    help = re.sub("; in Python also [^;()]*[^;() ]", "", f"{option.help} (default: {default_text(option)})")
     help = help.replace("%", "%%")
     if option.kind is bool:
         action = argparse.BooleanOptionalAction

@@ -154,7 +154,7 @@ class VirtualMemory:
             free = device_memory(str(self._device))
             raise torch.OutOfMemoryError(
                 f"{size / 1e9:.2f} GB of {self._device} are needed, and {free / 1e9:.2f} are free; free as much, and "
-                "call torch.cuda.empty_cache() where it was torch's"
+                "call torch.cuda.empty_cache() if it was torch's"
             )
         cuda_driver.check("cuMemCreate", status)
         try:

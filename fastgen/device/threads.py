@@ -44,7 +44,7 @@ _SET_MKL = mkl_function("MKL_Set_Num_Threads_Local")  # returns the number that 
 
 @contextmanager
 def at_most(threads: int) -> Iterator[None]:
-    """Let torch use at most `threads` threads for operations of the calling thread in this block, where this is
+    """Let torch use at most `threads` threads for operations of the calling thread in this block, if this is
     possible.
     """
     before = torch.get_num_threads()

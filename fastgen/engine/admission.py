@@ -148,7 +148,7 @@ class PageReservations:
 
 
 class LaneTable:
-    """Which sequence holds which lane, and what of this the device does not know yet.
+    """The table of lanes and their sequences, with the changes that the device does not know yet.
 
     sequences: by lane, None for a free lane. free: the free lanes, a heap. masked: the lanes whose sequences have a
     TokenMask.

@@ -190,7 +190,7 @@ class InputProcessor:
         if len(ids) > room:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, and the context of {context} tokens has room for {room}; "
-                "shorten it, or raise max_model_len or the KV pool where the model allows it"
+                "shorten it, or raise max_model_len or the KV pool if the model allows it"
             )
 
 

@@ -25,7 +25,7 @@ LOG_SECONDS = 10.0  # time spent in steps between two lines in the log
 
 class Loop:
     """Runs the steps of a Generator: `begin` takes a request, `advance` runs a step, and results go to the queue of the
-    request or, where it has none, to `events`.
+    request or, if it has none, to `events`.
 
     active: the requests in the engine, by id. owners: the request and the sample of each sequence, in order of arrival.
     """
@@ -43,7 +43,7 @@ class Loop:
         self._ids = itertools.count()
 
     def advance(self) -> None:
-        """Run a turn, and then what had to wait for its end: aborts, statistics and their line in the log, Ctrl-C."""
+        """Run one step, then the work deferred to its end: aborts, statistics, logging, Ctrl-C."""
         self.check_open()
         self.weight_state.check()
         start = time.perf_counter()

@@ -35,7 +35,7 @@ class MaskMaker:
     def mask_of(
         self, params: SamplingParams, prompt_ids: SequenceOf[int] = (), stop_ids: Collection[int] = ()
     ) -> tuple[TokenMask | None, SamplingParams]:
-        """Return the mask that parameters ask for, of which each sample gets a copy, or None if they ask for none; and
+        """Return the mask that parameters ask for, or None if they ask for none (each sample gets a copy of it); and
         the parameters without what the mask does. A grammar begins after the reasoning that the prompt leaves open.
         stop_ids: those that min_tokens holds back. Raises ValueError or TypeError for a wrong grammar."""
         grammar = params_grammar(params)
@@ -79,7 +79,7 @@ class Masks(PlanFeature):
     makes_masks = True
 
     def fill_masks(self, sequences: SequenceOf[Sequence], vocab_size: int) -> np.ndarray:
-        """If a mask raises, no token is allowed: the drawn token is then -1, which ends only this sequence."""
+        """Fill the rows. A mask that raises allows no token: the draw is then -1, which ends only this sequence."""
         rows = super().fill_masks(sequences, vocab_size)
         for row, sequence in zip(rows, sequences, strict=True):
             if sequence.mask is not None and sequence.status is Status.RUNNING:

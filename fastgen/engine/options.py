@@ -140,7 +140,7 @@ class GeneratorOptions(Options):
         unset="on there and on the CPU (in bfloat16 only without AMX), off elsewhere",
     )  # fmt: skip
     speculate: Any = option(
-        False, "draft tokens and verify them together, which changes no bit where deterministic is on: auto drafts "
+        False, "draft tokens and verify them together, which changes no bit if deterministic is on: auto drafts "
         "when few sequences run, ngram only from a sequence's own tokens, int4 also with an int4 copy of the model, "
         "off, or the folder or hub id of a head that drafts from the model's hidden states (DFlash, EAGLE-3, Medusa); "
         "in Python also False or a Speculation",
@@ -324,7 +324,7 @@ def feature_options(options: GeneratorOptions) -> dict[str, FeatureOptions]:
 
 
 def _auto_dtype(model: ModelConfig, gpu: bool) -> tuple[str, str]:
-    """Return the dtype for "auto", and why it is that one where this is not evident: on the CPU."""
+    """Return the dtype for "auto", and why it is that one if this is not evident: on the CPU."""
     if gpu or model.dtype == "float32":
         return model.dtype, ""
     if model.dtype != "bfloat16" or model.quantization:

@@ -17,7 +17,7 @@ class ActiveSample:
 
     sequence: Sequence
     min_tokens: int = 0  # number of tokens before which no stop string counts
-    text: OutputText | None = None  # updated at each token where events or stop strings need it; else made at the end
+    text: OutputText | None = None  # updated at each token if events or stop strings need it; else made at the end
     ids_read: int = 0  # number of ids that are in the text
     emitted: tuple[int, int] = (0, 0)  # numbers of ids and of characters in events so far
     resumed_chars: int = 0  # see Event
@@ -128,7 +128,7 @@ class OutputQueue:
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """A request in the engine. queue: where its output goes; None: `Generator.step` returns its events."""
+    """A request in the engine. queue: receives its output; None: `Generator.step` returns its events."""
 
     id: str | int
     prompt_ids: list[int]

@@ -100,7 +100,7 @@ class PageAllocator:
         self.references += len(nodes)
 
     def _load(self, node: Node) -> None:
-        """Bring a node back to the device, in a page of its own."""
+        """Bring a node back to the device, in a new page."""
         raise AssertionError("all nodes are on the device")
 
     def fork(self, pages: list[int], source: list[int], copy: bool) -> None:

@@ -27,9 +27,9 @@ from fastgen.parallel.residual import ReplicatedResidual
 class PrefillGraphs:
     """The graphs, and the memory at fixed addresses that they read and write.
 
-    sizes: numbers of tokens of the steps, ascending. draws: numbers of draws, ascending, up to that of the lanes.
+    sizes: numbers of tokens of the steps, ascending. draws: numbers of draws, ascending, up to the number of lanes.
     logits: float32 [lanes or more, V], which receives the logits. shares: whether there are graphs for decodes that
-    share keys. partner: graphs to share a memory pool with; None: a pool of their own.
+    share keys. partner: graphs to share a memory pool with; None: a new pool.
 
     layers: the graphs of the layers by number of tokens, for decodes that share keys and that do not. ends: the graphs
     of the rest by number of draws.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -44,8 +44,9 @@ class Runner:
     The start fills `features` with those that options ask for (startup.make_runner), and `graphs` and `prefill_graphs`
     on a GPU (warm_up.capture).
 
-    features: the features that act in steps, by the type of their payloads in a Batch. logits: float32 [most rows of a
-    step of decodes, V], at a fixed address; no rows on ranks above 0.
+    features: the features that act in steps, by the type of their payloads in a Batch. draw: the sampler, which is not
+    part of a graph and may be replaced while no request runs (docs/ideas.md). logits: float32 [most rows of a step of
+    decodes, V], at a fixed address; no rows on ranks above 0.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Runner:
         self.lanes = Lanes(config, vocab, pool.page_size, pool.spare, self.device, samples)
         self.prefixes = attention.prefixes if config.max_seqs > 1 else None
         self.features = features
+        self.draw: Callable[..., SampleOutput] = draw
         self.graphs: dict[bool, Graphs[int]] = {}  # decode steps, by whether shared keys are read once
         self.prefill_graphs: PrefillGraphs | None = None
         self.logits = torch.empty(config.most_rows if samples else 0, vocab, device=self.device)  # for decode steps
@@ -275,7 +277,7 @@ class Runner:
                 of_row = step.lanes[:, None] == self.lanes.input.lanes[: len(mask)]
                 mask = mask[of_row.int().argmax(1)]  # rows of padding get any mask
             plan = self.lanes.plan_of(step.sampling)
-            drawn = draw(step.logits, self.lanes.state, step.lanes, step.positions, plan, mask, to_host=True)
+            drawn = self.draw(step.logits, self.lanes.state, step.lanes, step.positions, plan, mask, to_host=True)
             tokens = drawn.packed[0]
             self.group.broadcast(tokens)
             rest = drawn.top_ids, drawn.top_logprobs, drawn.kept, drawn.chosen

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # updates load with the first one
 class WeightChanges:
     """Changes the weights between two steps of a Loop, on rank 0 for all ranks; see the methods of Generator.
 
-    adapter_base: where the weights without an adapter are kept, an option of Generator.
+    adapter_base: the memory that keeps the weights without an adapter, an option of Generator.
     """
 
     def __init__(self, loop: Loop, adapter_base: str) -> None:

@@ -53,7 +53,9 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, Tensor], Any]:
     config, weights = (Path(folder).expanduser() / name for name in _FILES)
     for path in (config, weights):
         if not path.is_file():
-            raise ValueError(f"adapter {folder}: {path.name} is missing; give a folder that PEFT has saved")
+            raise ValueError(
+                f"adapter is {str(folder)!r}, in which {path.name} is missing; give a folder that PEFT has saved"
+            )
     try:
         return load_file(weights), json.loads(config.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, SafetensorError) as error:

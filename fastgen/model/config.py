@@ -257,7 +257,7 @@ class ModelConfig:
         """Return the config of one of `ranks` tensor-parallel ranks, with the rank's number of heads and MLP size.
 
         KV heads are replicated if there are fewer than ranks. `vocab_size` remains the size of the whole vocabulary,
-        although ranks split it, too. Raises ValueError for a size that the number of ranks does not divide.
+        although ranks also split it. Raises ValueError for a size that the number of ranks does not divide.
         """
         Option("tensor_parallel", int, 1, low=1).check(ranks)
         if ranks == 1:
@@ -311,7 +311,7 @@ def _quantized(config: ModelConfig, method: str | None, option: str | None) -> M
     fits = not isinstance(config.quantization, Int4) if option == "fp8" else option in (None, method)
     if not fits:
         state = "is not quantized" if method is None else f"has quant_method={method!r}"
-        raise ValueError(f"quantization is {option!r}, and the checkpoint {state}; leave quantization out")
+        raise ValueError(f"quantization={option!r} does not fit the checkpoint, which {state}; leave quantization out")
     return replace(config, quantization=config.quantization or Quantization()) if option == "fp8" else config
 
 

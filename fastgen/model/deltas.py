@@ -50,7 +50,7 @@ class Delta:
         """Return the delta of a pair of tensors, indices and values. Raises ValueError for anything else."""
         pair = list(given)
         if len(pair) != 2 or not all(isinstance(each, Tensor) for each in pair):
-            raise ValueError(f"{name!r} has a {type(given).__name__} that is no pair of tensors (indices, values)")
+            raise ValueError(f"{name!r} has a {type(given).__name__} that is not a pair of tensors (indices, values)")
         indices, values = (each.detach() for each in pair)
         if indices.dim() != 1 or indices.shape != values.shape:
             shapes = f"{list(indices.shape)} and {list(values.shape)}"

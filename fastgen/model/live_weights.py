@@ -19,7 +19,7 @@ from fastgen.model.weights import HEAD, Shard, Target, Tensors, write
 
 
 class OwnHead:
-    """Writes the head of a tied model, or with `kind` a delta of it, to memory that the head gets of its own."""
+    """Writes the head of a tied model, or with `kind` a delta of it, to separate memory of the head."""
 
     def __init__(self, parameters: Parameters, kind: Callable[[Shard], Target] = lambda shard: shard) -> None:
         self._parameters, self._kind = parameters, kind

@@ -86,7 +86,11 @@ def find_tokenizer(name: str | Path | None, folder: Path, **options: Any) -> Tok
 
     folder: the model's folder. options: see Tokenizer.
     """
-    tokenizer = Tokenizer.find(folder if name is None else resolve(name, weights=False), **options)
+    try:
+        source = folder if name is None else resolve(name, weights=False)
+    except ValueError as error:
+        raise ValueError(f"tokenizer: {error}") from error
+    tokenizer = Tokenizer.find(source, **options)
     if name is not None and tokenizer is None:
         raise ValueError(f"tokenizer is {str(name)!r}, which has no tokenizer files")
     return tokenizer
@@ -290,7 +294,7 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     try:
         for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
             if Path(file).name != file:
-                raise ValueError(f"{file!r} is no name of a file in this folder")
+                raise ValueError(f"{file!r} is not the name of a file in this folder")
             files.setdefault(folder / file, set()).add(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is not an index of safetensors files: {error!r}; fetch it again") from error

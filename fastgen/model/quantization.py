@@ -33,7 +33,7 @@ class Quantization:
             try:
                 _matches(pattern, "")
             except (AttributeError, TypeError, re.error) as error:
-                raise ValueError(f"quantization_config ignores {pattern!r}, which is no pattern: {error}") from None
+                raise ValueError(f"quantization_config ignores {pattern!r}, which is not a pattern: {error}") from None
 
     @property
     def blocks(self) -> bool:

@@ -3,7 +3,7 @@
 A token is drawn by the Gumbel-max trick: among the tokens that truncation keeps, it is the token with the largest
 logit / temperature + noise. The noise is a function of (seed, sample index, position, token id), see
 fastgen.kernels.noise. So a draw is a function of these and of the row's logits. The other rows of the batch
-do not change a bit of it, since a maximum is the same in any order, and sums over a row have an order of their own. A
+do not change a bit of it, since a maximum is the same in any order, and sums over a row have their own order. A
 `SamplePlan` does not either, since it leaves out only operations that would change no row.
 
 A logit and its token id make one integer, the rank key, larger for a larger logit and, among equals, for the lower id.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 REACH = 30.5  # top-k and top-p cut tokens that are more than exp(REACH) times less likely than the most likely one
 MAX_VOCAB = 2**18  # a rank key has 18 bits for the token id
-NO_TOKEN = -1  # result where no token can be drawn: the mask or -inf forbids all, or a logit is NaN or +inf
+NO_TOKEN = -1  # result if no token can be drawn: the mask or -inf forbids all, or a logit is NaN or +inf
 LARGE = 1e30  # bound of parameters (1 / LARGE for the temperature) that keeps float32 arithmetic finite
 
 
@@ -46,7 +46,7 @@ class SamplePlan(NamedTuple):
     """The operations that the rows of a batch need, known on the host. False leaves an operation out.
 
     greedy: some row takes the most likely token; random: some row draws one. addends: some row has logit_bias or
-    min_tokens. sorted_tokens: the number of most likely tokens that top-k and top-p must sort, 0 where no drawing row
+    min_tokens. sorted_tokens: the number of most likely tokens that top-k and top-p must sort, 0 if no drawing row
     has them. keep_mask: some row asks for the tokens that truncation kept. top_logprobs: the largest number of raw
     alternatives that a row asks for. chosen: the largest number of ids whose logprobs a row has chosen.
     """
@@ -95,7 +95,7 @@ class SampleOutput:
     """The draws of R rows; tensors on the device, and in the Runner's `Launched` on the host.
 
     packed: int32 [4, R], one tensor, which the kernel also writes to the host, or one copy brings there. Its rows are
-    the tokens, NO_TOKEN where none could be drawn; then, as the bits of float32, the logprobs under the distribution
+    the tokens, NO_TOKEN if none could be drawn; then, as the bits of float32, the logprobs under the distribution
     drawn from (0 for a greedy row, NaN at NO_TOKEN); the untruncated logprobs, which leave out top-k, top-p and min-p;
     and the raw logprobs, the log-softmax of the untouched logits (undefined at NO_TOKEN). top_ids, top_logprobs: int64
     and float32 [R, k], the raw alternatives, best first, equal ones by id; None for k = 0. kept: bool [R, V], the
@@ -139,7 +139,7 @@ class _Rows(NamedTuple):
     sample_index: Tensor
     prompt_len: Tensor
     min_tokens: Tensor
-    top_k: Tensor  # V where there is none
+    top_k: Tensor  # V if there is none
     penalized: Tensor
     biases: Tensor  # number of pairs in the token table; the stop ids come after them
     stops: Tensor
@@ -264,7 +264,7 @@ def _draw_twin(
     rows of a speculative decode, whose last token `kernels.drafts.follow` stores. positions:
     int32 or int64 [R], the position (from 0) of the drawn token in prompt and output. mask: int32 [R, ceil(V / 32)];
     bit i of word w is token 32 w + i, and a set bit allows it. The order is as in SamplingParams: penalties, bias,
-    min_tokens, mask, temperature, top-k, top-p, min-p. to_host: whether kernels write `SampleOutput.host`, too.
+    min_tokens, mask, temperature, top-k, top-p, min-p. to_host: kernels also write `SampleOutput.host`.
     """
     logits = logits.float()
     rows = state.rows(lanes)

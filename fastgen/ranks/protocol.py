@@ -166,7 +166,7 @@ def perform(request: Invoke | WriteGiven, runner: Runner, update: WeightUpdate |
 
 
 class Rank(ABC):
-    """One rank, with the interface of a Team. Its failure ends the group; every later call, on any rank, raises a
+    """A rank, with the interface of a Team. If it fails, the group ends, and every later call on any rank raises a
     RuntimeError."""
 
     follows = False
@@ -268,7 +268,7 @@ class Leader(Rank):
             self.check_all()
             for rank, called in sorted(self._gather(Invoke, self._calls).items()):
                 if called.method != name:
-                    raise RuntimeError(f"rank {rank} called {called.method} where rank 0 called {name}")
+                    raise RuntimeError(f"rank {rank} called {called.method} while rank 0 called {name}")
             value = function()
             self._peers.send(Result(self._calls, (value, self._status())))
             return value

@@ -22,7 +22,8 @@ class WeightStatus(TypedDict):
 
 
 class Engines(Protocol):
-    """One engine (RemoteEngine), or several with the same weights (Fleet). Errors are those of a RemoteGenerator."""
+    """Protocol of an engine (RemoteEngine), or of several with the same weights (Fleet). They raise the errors of a
+    RemoteGenerator."""
 
     def begin(self) -> int:
         """Prepare for requests. Return the maximum number of requests that one stream may have in flight."""
@@ -52,7 +53,7 @@ class Engines(Protocol):
 
 
 class RemoteEngine:
-    """One engine. See Engines for the methods."""
+    """An engine at one address. See Engines for the methods."""
 
     def __init__(self, url: str, options: RemoteGeneratorOptions) -> None:
         self._client = ServerClient(url, options.api_key, options.model, options.ready_timeout)

@@ -21,7 +21,7 @@ class Share:
 
 
 class Sender:
-    """A sender to one engine. named: its tensors, each of which it takes once, in their order."""
+    """A sender to one engine. named: its tensors, which it takes once each, in their order."""
 
     def __init__(self, gathering: Gathering, tensors: list[tuple[str, Any]]) -> None:
         self.named = [(name, Share(gathering, self, index, like)) for index, (name, like) in enumerate(tensors)]

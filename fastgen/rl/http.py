@@ -84,8 +84,8 @@ class ServerClient:
                 yield value
 
     def await_ready(self) -> None:
-        """Wait until the model is loaded, the first time; log what it waits for. A server that does not listen yet is
-        waited for, too."""
+        """Wait until the model is loaded, the first time; log what it waits for, also if a server does not listen
+        yet."""
         begun, report = time.monotonic(), 0.0
         while not self._ready and (reason := self._not_ready()) is not None:
             waited = time.monotonic() - begun

@@ -427,7 +427,7 @@ def tried(function: Callable[Given, Result], *args: Given.args, **kwargs: Given.
 def of_each(
     members: Iterable[Member], function: Callable[[Member], Result], meanwhile: Callable[[], None] | None = None
 ) -> dict[Member, Result | Exception]:
-    """Call a function of each member in a thread of its own, and another one in this thread. Return {member: result or
+    """Call a function of each member in a separate thread, and another one in this thread. Return {member: result or
     error}."""
     each = list(members)
     with ThreadPoolExecutor(max(1, len(each)), "fastgen-fleet") as pool:  # since senders wait for each other

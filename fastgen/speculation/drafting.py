@@ -80,7 +80,10 @@ def weights_of(config: HeadConfig, target: Parameters, context: int, determinist
 
 
 class Drafting(StepFeature[DraftPlan]):
-    """The drafts of the lanes, and the rows that a speculative step makes of them (see RowSource)."""
+    """The drafts of the lanes, and the rows that a speculative step makes of them (see RowSource).
+
+    drafters: those that propose. Each may be replaced while no request runs (docs/ideas.md).
+    """
 
     reads_early = False
 
@@ -92,7 +95,7 @@ class Drafting(StepFeature[DraftPlan]):
         self._device = lanes.kv_lens.device
         if samples:  # rows of padding are drawn, too
             lanes.state.start([LaneStart(lanes.padding, SamplingParams())])
-        self._drafters: list[Drafter] = [TextDrafter(lanes.padding + 1, config.max_model_len, self._device)]
+        self.drafters: list[Drafter] = [TextDrafter(lanes.padding + 1, config.max_model_len, self._device)]
         count = 2 if self.options.head else 1
         self._drafts = Drafts.empty(lanes.padding + 1, self.options.max_draft, self._device, count)
         self.head: Head | None = None
@@ -102,12 +105,12 @@ class Drafting(StepFeature[DraftPlan]):
         self, weights: HeadWeights, target: Transformer, pool: KVPool, make_attention: Callable[[int, int], Attention],
         attention: Attention,
     ) -> Head:  # fmt: skip
-        """Let a head draft, too. The arguments are those of HeadPlace."""
+        """Let a head draft as well. The arguments are those of HeadPlace."""
         out = self._drafts.proposals[1], self._drafts.proposed[1]
         self.head = weights.attach(
             HeadPlace(target, pool, make_attention, attention, self._lanes, self._config, self.options, *out)
         )
-        self._drafters.append(self.head)
+        self.drafters.append(self.head)
         return self.head
 
     def clear(self) -> None:
@@ -120,7 +123,7 @@ class Drafting(StepFeature[DraftPlan]):
             self._lanes.host_kv_lens[lane] = length
         for lane, _, _ in payload.texts:
             self._drafts.begin(lane)
-        for drafter in self._drafters:
+        for drafter in self.drafters:
             drafter.begin(payload)
         if payload.rows:
             self._lanes.set_decodes(step.batch.decodes)
@@ -152,7 +155,7 @@ class Drafting(StepFeature[DraftPlan]):
             for event in step.arrivals.values() if self.head else ():  # it reads pages that are being loaded
                 event.wait()
             active = 0
-            for number, drafter in enumerate(self._drafters):
+            for number, drafter in enumerate(self.drafters):
                 draft = self._drafts.proposals[number], self._drafts.proposed[number]
                 active |= drafter.draft(drawn, payload, self._drafts.rows, *draft) << number
             choose(lanes, self._drafts, drawn.found, active)

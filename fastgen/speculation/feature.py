@@ -42,7 +42,11 @@ class SpeculationFeature(Feature):
             if target.quantization:
                 raise ValueError("speculate='int4' needs a model that is not quantized; leave it out, or take 'auto'")
             return replace(options, head=SelfDraftConfig())
-        return replace(options, head=read_head(find_head(options.head, weights=load == "auto"), target))
+        try:
+            folder = find_head(options.head, weights=load == "auto")
+        except ValueError as error:
+            raise ValueError(f"speculate: {error}") from error
+        return replace(options, head=read_head(folder, target))
 
     def plan(self, stats: Stats) -> Speculator:
         return Speculator(self._options, self.config.device != "cpu", stats)

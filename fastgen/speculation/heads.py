@@ -112,7 +112,7 @@ class DFlashConfig(LayeredConfig):
 
 @dataclass(frozen=True)
 class MedusaConfig(HeadConfig):
-    """The configuration of Medusa heads. heads: number of heads, where there is no file that says it; a config.json may
+    """The configuration of Medusa heads. heads: number of heads, if no file says it; a config.json may
     name fewer than there are. blocks: number of residual blocks of each."""
 
     heads: int
@@ -194,7 +194,7 @@ def parse_dflash(config: dict[str, Any], folder: Path, target: ModelConfig) -> D
     if not 2 <= block <= 64:
         raise ValueError(f"block_size={block} must be 2 to 64")
     if not 0 <= mask < target.vocab_size:
-        raise ValueError(f"mask_token_id={mask} is no token of the model, which has {target.vocab_size}")
+        raise ValueError(f"mask_token_id={mask} is not a token of the model, which has {target.vocab_size}")
     has_markov = fields.get("markov_rank") and fields.get("markov_head_type") != "none"
     rank = _integer(fields, "markov_rank") if has_markov else 0
     if rank < 0:

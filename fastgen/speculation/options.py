@@ -44,15 +44,15 @@ class Speculation(FeatureOptions):
             return cls(head=given)
         if not isinstance(given, Speculation):
             raise ValueError(
-                f"speculate is {given!r}; it must be 'auto', 'ngram', 'int4', 'off' (False), the folder or hub id "
-                "of a head, or a Speculation"
+                f"speculate is {given!r}; it must be 'auto', 'ngram', 'int4', 'off', or the folder or hub id of a head "
+                "(in Python also False or a Speculation)"
             )
         given.check()
         return given
 
     def choose(self, gpu: bool, kernels: str, max_step_tokens: int) -> Speculation | None:
         """Speculation is off on a GPU without CUDA graphs of decodes, whose start warns that it is slower than
-        possible, and where a step has no room for drafts."""
+        possible, and if a step has no room for drafts."""
         if gpu and kernels == "torch":
             return None
         rows, cost = (GPU_ROWS, GPU_ROW_COST) if gpu else (CPU_ROWS, CPU_ROW_COST)

@@ -26,7 +26,7 @@ class Detokenizer:
         self._fresh: list[int] = []  # ids that have not added text yet
 
     def push(self, ids: Sequence[int], last: bool = False) -> str:
-        """Return the text that new ids add. last: these are the last ids, so return broken characters, too."""
+        """Return the text that new ids add. last: these are the last ids, so also return broken characters."""
         fresh = [*self._fresh, *ids]
         text = self._tokenizer.decode(self._context + fresh)
         if BROKEN in text and len(ids) > 1:

@@ -233,7 +233,7 @@ class Compiler:
     """A compiler of grammars to masks for one tokenizer, with a cache. For a large vocabulary, creating it takes a
     second and may block other threads. Any thread may call `compile`.
 
-    vocab_size: V of the model. eos_ids: ids that end an answer; masks allow them where the grammar is complete. marks:
+    vocab_size: V of the model. eos_ids: ids that end an answer; masks allow them when the grammar is complete. marks:
     a small vocabulary with which grammars have the same errors.
 
     Raises ValueError if llguidance is not installed, or if the model has no tokenizer or no eos_ids.

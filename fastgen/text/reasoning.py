@@ -46,7 +46,7 @@ PARSERS: dict[str, ReasoningSyntax | None] = {
 
 def find_reasoning(tokenizer: Tokenizer) -> ReasoningSyntax | None:
     """Return the syntax of reasoning that the tokenizer's `reasoning_parser` names; if that is None, the one whose
-    marks are in the chat template or, where there is no template, among the added tokens. None: answers have no
+    marks are in the chat template or, if there is no template, among the added tokens. None: answers have no
     reasoning. Raises ValueError for an unknown name."""
     if (name := tokenizer.reasoning_parser) is not None:
         if name not in PARSERS:
@@ -230,7 +230,7 @@ def after_reasoning(
 
     If the prompt leaves the reasoning open, any text and the closing mark come first; if it has no marks, the model may
     open and close the reasoning first. White space may follow. The grammar is unchanged if the prompt has closed the
-    reasoning, or if the model has none, or thinks only where its template opens the reasoning. Reasoning has no special
+    reasoning, or if the model has none, or thinks only if its template opens the reasoning. Reasoning has no special
     tokens and none of `eos_ids`, which end an answer.
     """
     syntax = None if tokenizer is None else find_reasoning(tokenizer)

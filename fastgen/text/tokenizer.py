@@ -72,7 +72,7 @@ class Tokenizer:
         except Exception as error:  # transformers and tokenizers raise many kinds of errors, also bare Exceptions
             if "trust_remote_code" in str(error):
                 raise ValueError(
-                    f"the tokenizer in {folder} is Python code of its own (auto_map in tokenizer_config.json), which "
+                    f"the tokenizer in {folder} is custom Python code (auto_map in tokenizer_config.json), which "
                     "fastgen does not run; give another tokenizer"
                 ) from error
             raise ValueError(
@@ -349,6 +349,6 @@ def _read_ids(prompt: Any) -> list[int]:
         return list(prompt)
     for token in prompt:
         if not isinstance(token, Integral) or isinstance(token, bool):
-            hint = "; texts are prompts of their own" if isinstance(token, str) else ""
+            hint = "; give each text as a separate prompt" if isinstance(token, str) else ""
             raise TypeError(f"a prompt of ids must hold integers, not {token!r}{hint}")
     return [int(token) for token in prompt]

@@ -172,7 +172,7 @@ def test_thinking_is_no_part_of_the_answer(field: str, fake: Fake, pipe: Callabl
     assert body["messages"][1] == {"role": "assistant", "content": "it is"}, "some servers refuse other fields"
 
 
-NO_ANSWER = "the server has sent what is no answer"
+NO_ANSWER = "the server has sent something that is not an answer"
 ERROR = {"error": {"message": "the engine died", "type": "server_error", "param": None, "code": None}}
 
 
@@ -190,7 +190,11 @@ ERROR = {"error": {"message": "the engine died", "type": "server_error", "param"
             "error: the engine died",
         ),
         (stream("begun", end="", tail=b""), "begun\n", "error: the server has ended the answer early"),
-        (stream(end="", tail=b"data: <html>\n\n"), "", "error: the server has sent what is no answer: b'<html>'"),
+        (
+            stream(end="", tail=b"data: <html>\n\n"),
+            "",
+            "error: the server has sent something that is not an answer: b'<html>'",
+        ),
         *(
             (
                 stream("begun", end="", tail=b"data: " + wrong + b"\n\n"),
@@ -255,8 +259,8 @@ def test_an_answer_is_kept_if_there_is_no_other(fake: Fake, pipe: Callable[..., 
         ((401, ERROR), "the server wants another key; give it by --api-key"),
         ((500, ERROR), "the engine died"),
         ((429, b""), "the server says 429: ''"),
-        ((200, b"<html>"), "URL/v1 is no OpenAI-style API: '<html>'"),
-        ((200, {"data": [1]}), """URL/v1 is no OpenAI-style API: '{"data": [1]}'"""),
+        ((200, b"<html>"), "URL/v1 is not an OpenAI-style API: '<html>'"),
+        ((200, {"data": [1]}), """URL/v1 is not an OpenAI-style API: '{"data": [1]}'"""),
     ],
 )
 def test_a_server_that_cannot_answer_is_a_line(models: Any, line: str, fake: Fake, pipe: Callable[..., Any]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,9 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from fastgen import Generator
 from fastgen.cli import chat
+from fastgen.cli.command import run_tool
 from fastgen.cli.gen import main as gen
 from fastgen.cli.gen.options import make_parser as gen_parser
+from fastgen.cli.options import Parser
 from fastgen.cli.serve import main as serve
 from fastgen.cli.serve.options import make_parser as serve_parser
 from fastgen.model.loader import BUNDLED
@@ -98,7 +103,10 @@ def test_an_unknown_flag_is_one_line_that_says_what_takes_its_place(
             "fgserve --rollout --replicas 2 --max-replicas 3",
             "--rollout needs a fixed number of replicas, which it",
         ),
-        ("fgserve --config none/a.yaml", "No such file or directory: 'none/a.yaml'"),
+        ("fggen m in.jsonl -o o.jsonl --max-model-len 0", "--max-model-len is 0; it must be at least 1"),
+        ("fgchat --kv-cache-gb x", "--kv-cache-gb is 'x'; it must be a number"),
+        ("fgserve --chat-template none/a", "--chat-template: No such file or directory: 'none/a'"),
+        ("fgserve --config none/a.yaml", "--config: No such file or directory: 'none/a.yaml'"),
         ("fgserve a a", "two models are called 'a'; give one of them another name in a file of --config"),
         ("fgchat chat some/model", "fgchat has no subcommands; leave 'chat' out"),
     ],
@@ -133,6 +141,51 @@ def test_a_wrong_command_line_is_told_in_its_own_words(
 )  # fmt: skip
 def test_options_in_errors_are_flags(said: str, told: str) -> None:
     assert gen_parser().in_flags(said) == told
+
+
+def test_a_warning_names_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+
+    def warn() -> int:
+        logging.getLogger("fastgen.start").warning("the pool is small; raise num_pages or memory_fraction")
+        return 0
+
+    assert run_tool("fggen", False, warn, gen_parser().in_flags) == 0
+    line = "WARNING fastgen.start: the pool is small; raise --num-pages or --memory-fraction\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"tokenizer": "/none"}, "--tokenizer: there is no folder /none"),
+        ({"adapter": "/none"}, "--adapter is '/none', in which adapter_config.json is missing"),
+        ({"speculate": "fastgen-tiny/none"}, "--speculate: 'fastgen-tiny/none' is neither a folder nor a head"),
+        ({"speculate": "none"}, "--speculate is 'none'; it must be 'auto', 'ngram', 'int4', 'off', or the folder"),
+        ({"quantization": "awq"}, "--quantization awq does not fit the checkpoint, which is not quantized; leave --q"),
+    ],
+)
+def test_an_error_of_a_model_names_the_flag_that_caused_it(option: dict[str, str], told: str) -> None:
+    with pytest.raises(ValueError, match=next(iter(option))) as error:
+        Generator(**option)  # type: ignore[arg-type]
+    assert told in gen_parser().in_flags(str(error.value))
+    assert "Speculation" not in gen_parser().in_flags(str(error.value))
+
+
+@pytest.mark.parametrize("make_parser", [gen_parser, serve_parser, chat._parser])
+def test_the_help_has_a_short_usage_line_one_form_of_defaults_and_two_examples(
+    make_parser: Callable[[], Parser],
+) -> None:
+    parser = make_parser()
+    text = parser.format_help()
+    usage, examples = text.partition("\n")[0], text.partition("Examples:\n\n")[2].splitlines()
+    assert usage.startswith(f"usage: {parser.prog} ")
+    assert len(usage) < 70
+    assert len(examples) == 2
+    for example in examples:
+        command = re.split(r"\s{2,}", example.strip())[0]
+        parser.parse_intermixed_args(shlex.split(command)[1:])
+    assert not re.search(r"default: (True|False|None|no)\)|\[\w+: ", text)
 
 
 @pytest.mark.parametrize("make_parser", [gen_parser, serve_parser])

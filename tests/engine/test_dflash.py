@@ -200,7 +200,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "and Medusa are",
     ),
     ({"block_size": "?"}, "block_size='\\?' must be an integer"),
-    ({"mask_token_id": 320, "dflash_config": {"target_layer_ids": [0, 1]}}, "mask_token_id=320 is no token"),
+    ({"mask_token_id": 320, "dflash_config": {"target_layer_ids": [0, 1]}}, "mask_token_id=320 is not a token"),
 ]
 
 

@@ -344,11 +344,17 @@ def test_errors_of_loading(checkpoint: Checkpoint, tmp_path: Path) -> None:
     source, folder = source_of(checkpoint, ""), tmp_path / "int4"
     form = FORMS["awq"]
     form.write(source, folder)
-    with pytest.raises(ValueError, match="quantization is 'gptq', and the checkpoint has quant_method='awq'; leave"):
+    with pytest.raises(
+        ValueError, match="quantization='gptq' does not fit the checkpoint, which has quant_method='awq'; leave"
+    ):
         Generator(folder, quantization="gptq", **CPU)
-    with pytest.raises(ValueError, match="quantization is 'fp8', and the checkpoint has quant_method='awq'; leave"):
+    with pytest.raises(
+        ValueError, match="quantization='fp8' does not fit the checkpoint, which has quant_method='awq'; leave"
+    ):
         Generator(folder, quantization="fp8", **CPU)
-    with pytest.raises(ValueError, match="quantization is 'awq', and the checkpoint is not quantized; leave"):
+    with pytest.raises(
+        ValueError, match="quantization='awq' does not fit the checkpoint, which is not quantized; leave"
+    ):
         Generator(source, quantization="awq", **CPU)
     configured(folder, form, modules_to_not_convert=["k_proj"])
     with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj, .*k_proj, .* unquantized"):
@@ -414,8 +420,8 @@ def test_tensors_that_do_not_matter_are_checked(checkpoint: Checkpoint, tmp_path
         ("packed", "config_groups.group_0.weights.strategy", "tensor", "weights.strategy='tensor'"),
         ("packed", "config_groups.group_0.input_activations", {"num_bits": 8}, "input_activations="),
         ("packed", "ignore", [], r"ignore=\[\] lacks lm_head"),
-        ("packed", "ignore", ["lm_head", "re:("], r"ignores 're:\(', which is no pattern: missing \)"),
-        ("gptq", "dynamic", {"-:[": {}}, r"ignores 're:\[', which is no pattern: unterminated"),
+        ("packed", "ignore", ["lm_head", "re:("], r"ignores 're:\(', which is not a pattern: missing \)"),
+        ("gptq", "dynamic", {"-:[": {}}, r"ignores 're:\[', which is not a pattern: unterminated"),
         ("AutoRound", "packing_format", "auto_round:auto_gptq:marlin", "packing_format='auto_round:auto_gptq:marlin'"),
         ("AutoRound", "bits", 2, "bits=2"),
         ("AutoRound", "data_type", "mx_fp", "data_type='mx_fp'"),

@@ -334,7 +334,7 @@ def test_errors_of_loading(checkpoint: Checkpoint, tmp_path: Path) -> None:
         (MODELOPT, "quant_algo", "NVFP4", "quant_algo='NVFP4'"),
         (BLOCKS, "format", "int-quantized", "format='int-quantized'"),
         (BLOCKS, "quantization_status", "frozen", "quantization_status='frozen'"),
-        (BLOCKS, "ignore", ["lm_head", None], "ignores None, which is no pattern"),
+        (BLOCKS, "ignore", ["lm_head", None], "ignores None, which is not a pattern"),
         (BLOCKS, "config_groups", {}, "config_groups has 0 groups"),
         (BLOCKS, "config_groups.group_0.targets", ["re:.*mlp.*"], "targets="),
         (BLOCKS, "config_groups.group_0.weights.num_bits", 4, "weights.num_bits=4"),

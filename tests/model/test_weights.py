@@ -52,7 +52,7 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     ),
     "arrays": (
         state(**{"b.weight": [1.0, 1.0]}),
-        ["'b.weight' has a list that is no pair of tensors", "missing 1 of 3 tensors: b.weight"],
+        ["'b.weight' has a list that is not a pair of tensors", "missing 1 of 3 tensors: b.weight"],
     ),
 }  # fmt: skip
 

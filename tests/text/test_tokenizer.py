@@ -233,7 +233,7 @@ def test_ids_in_any_sequence_are_a_prompt(ids: Any) -> None:
         ({"prompt": None}, TypeError, "and one does not"),
         ({"prompt": "a", "messages": []}, TypeError, "'messages' or 'prompt', not both"),
         ({"messages": "hello"}, TypeError, "messages must be a list of dicts, not 'hello'"),
-        ([5, "six"], TypeError, "not 'six'; texts are prompts of their own"),
+        ([5, "six"], TypeError, "not 'six'; give each text as a separate prompt"),
         ("\ud800", ValueError, "surrogates not allowed"),
         ({"messages": []}, TypeError, "messages must be a list of dicts, not \\[\\]"),
         ([5, 6.0], TypeError, "not 6.0"),
@@ -363,7 +363,7 @@ def test_code_of_a_tokenizer_is_not_run(
     config |= {"tokenizer_class": named, "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(ValueError, match=r"is Python code of its own .*, which fastgen does not run; give another tok"):
+    with pytest.raises(ValueError, match=r"is custom Python code .*, which fastgen does not run; give another tok"):
         Tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
 

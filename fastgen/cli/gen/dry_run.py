@@ -45,7 +45,7 @@ def show_prompts(show: Show, rows: Iterable[Row], limit: int | None, total: int)
 
 @dataclass(frozen=True)
 class TokenizerModel:
-    """The facts about a model of which only the tokenizer is loaded."""
+    """The facts about a model if only its tokenizer is loaded."""
 
     tokenizer: Tokenizer | None
     model_config: ModelConfig

@@ -46,9 +46,9 @@ SWITCHES = {
     " their errors)",
     "strict": "stop at the first row that fails (default: write its error)",
     "dry_run": "print the rendered prompts of the first rows (3, or --limit) and their numbers of tokens; only the"
-    " tokenizer is loaded, and no -o is needed (default: no)",
-    "logprobs": "also write token_ids, logprobs (of the distribution that was sampled from) and raw_logprobs (default:"
-    " no)",
+    " tokenizer is loaded, and no -o is needed (default: off)",
+    "logprobs": "also write token_ids, logprobs (of the distribution that was sampled from) and raw_logprobs"
+    " (default: off)",
 }
 SEED = Option("seed", int, help="seed of the job; rows without a seed get one derived from it", unset="a random one")
 STDOUT = "-"
@@ -57,6 +57,7 @@ STDOUT = "-"
 def make_parser() -> Parser:
     parser = Parser(
         prog="fggen",
+        usage="fggen MODEL INPUT [INPUT ...] -o OUTPUT [options]",
         description="Run files of prompts through a model. A job that was killed continues when the same command is"
         " started again: in the end there is exactly one output row for each input row.",
         epilog=f"A row has one of {', '.join(PROMPTS)}, and any other columns, which are kept. Columns with these names"
@@ -64,6 +65,10 @@ def make_parser() -> Parser:
         " (custom_id, body) are answered in OpenAI's own format, errors included (see response.status_code). Exit"
         " status: 0 done, 1 error, 2 wrong options or a template column that no row has, 3 all rows failed, 130"
         " Ctrl-C.",
+        examples={
+            f"fggen {BUNDLED_NAME} prompts.jsonl -o answers.jsonl --chat": "answer each prompt",
+            'fggen Qwen/Qwen3-8B notes.csv -o sums.csv --template "Summarize: {text}"': "fill a prompt from columns",
+        },
     )
     option = parser.add_argument
     suffixes = ", ".join(SUFFIXES)
@@ -103,7 +108,7 @@ def make_parser() -> Parser:
     key_help = f"API key of the server (default: the environment variable {API_KEY})"
     group.add_argument("--api-key", metavar="KEY", help=key_help)
     add_flag(group, CONCURRENCY)
-    option("-v", "--verbose", action="store_true", help="log what happens, and show tracebacks (default: no)")
+    option("-v", "--verbose", action="store_true", help="log what happens, and show tracebacks (default: off)")
     return parser
 
 

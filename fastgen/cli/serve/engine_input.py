@@ -1,6 +1,6 @@
 """From a checked request to the engine's input: prompt ids, sampling parameters and grammar.
 
-The routes about tokens are here, too.
+The routes about tokens are also here.
 """
 
 from __future__ import annotations

@@ -110,6 +110,7 @@ def configure(options: ServerOptions, app: Starlette) -> uvicorn.Config:
     try:
         config.load()
     except OSError as error:  # the message of ssl does not name the file
-        files = f"ssl_certfile {options.ssl_certfile} and ssl_keyfile {options.ssl_keyfile}"
+        files = f"ssl_certfile {options.ssl_certfile}"
+        files += f" and ssl_keyfile {options.ssl_keyfile}" if options.ssl_keyfile else ""
         raise ValueError(f"no certificate and key in {files}: {error.strerror or error}") from None
     return config

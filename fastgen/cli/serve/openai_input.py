@@ -426,7 +426,7 @@ class ChatRequest(GenerationFields):
     separate_reasoning: bool | None = None
     reasoning: Reasoning | None = None
     reasoning_effort: str | None = Field(
-        None, description="none turns thinking off, and low or more turns it on, where the chat template can"
+        None, description="none turns thinking off, and low or more turns it on, if the chat template can"
     )
     enable_thinking: bool | None = None
     thinking: Thinking | None = None

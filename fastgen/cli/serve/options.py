@@ -70,8 +70,8 @@ class ServerOptions:
     rollout: bool = option(
         False,
         "serve routes for a trainer: new weights, pause and sleep. Those of vLLM and SGLang, for trainers written for "
-        "these, are experimental. An engine that dies is restarted only with replicas, each of which has an address of "
-        "its own for the trainer",
+        "these, are experimental. An engine that dies is restarted only with replicas, which each have their own "
+        "address for the trainer",
     )
     logprobs_mode: str = option(
         "raw_logprobs", "logprobs that requests get by default: under the model's own softmax, under the distribution "
@@ -199,7 +199,7 @@ def make_options(
         if any(other.name == name for other in served):
             advice = "another name" if path else "another name in a file of --config"
             raise ValueError(f"two models are called {name!r}; give one of them {advice}")
-        template = _read_text(Path(str(chosen[TEMPLATE.name]))) if TEMPLATE.name in chosen else None
+        template = _read_text(TEMPLATE.name, Path(str(chosen[TEMPLATE.name]))) if TEMPLATE.name in chosen else None
         served.append(ModelOptions(name, model, {key: chosen[key] for key in MODEL if key in chosen}, template))
     return ServeOptions(server, tuple(_share_memory(served)))
 
@@ -207,29 +207,37 @@ def make_options(
 def make_parser() -> Parser:
     parser = Parser(
         prog="fgserve",
+        usage="fgserve [MODEL ...] [options]",
         description="Serve models over HTTP with OpenAI's and Anthropic's APIs.",
-        epilog="Each option is a flag and a key of the YAML file; flags override the file. In the file, an entry of "
-        "`models` may be a mapping with `model`, `name` (for clients) and options that apply only to this model. The "
-        f"API key can also be given by the environment variable {API_KEY}.",
+        epilog="Each option is a flag, such as --max-seqs, and a key of the YAML file, such as max_seqs; flags "
+        "override the file. In the file, an entry of `models` may be a mapping with `model`, `name` (for clients) and "
+        f"options that apply only to this model. The API key can also be given by the environment variable {API_KEY}.",
+        examples={
+            "fgserve Qwen/Qwen3-8B --max-model-len 16384": "serve one model to this machine",
+            "fgserve --host 0.0.0.0 --api-key KEY": "serve the bundled model to the network",
+        },
     )
-    parser.add_argument("model", nargs="*", metavar="MODEL", help=f"hub ids or folders [models: {BUNDLED_NAME}]")
-    parser.add_argument("--config", metavar="FILE", help="a YAML file")
+    parser.add_argument("model", nargs="*", metavar="MODEL", help=f"hub ids or folders (default: {BUNDLED_NAME})")
+    parser.add_argument("--config", metavar="FILE", help="a YAML file (default: none)")
     for title, options in (("server", SERVER), ("models", SERVED)):
         group = parser.add_argument_group(title)
         for each in options.values():
-            add_flag(group, each, f"{each.help} [{each.name}: {each.default_text}]")
+            add_flag(group, each)
     return parser
 
 
-def _read_text(path: Path) -> str:
+def _read_text(option: str, path: Path) -> str:
+    """Return the text of the file that an option names. Raises ValueError."""
     try:
         return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{option}: {error.strerror}: {str(path)!r}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8; save it in that encoding") from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    text = _read_text(path)
+    text = _read_text("config", path)
     try:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # also of dates and numbers

@@ -1,7 +1,7 @@
 """The table of routes: modules that are imported when a request needs one of their routes, and installed ones.
 
 Each module has a function `routes(service)` that returns its Routes. Other packages add theirs as entry points of the
-group `fastgen.routes` (docs/serving.md, "Routes of your own").
+group `fastgen.routes` (docs/ideas.md, "A route").
 """
 
 from __future__ import annotations

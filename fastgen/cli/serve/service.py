@@ -301,7 +301,7 @@ LARGE_THREADS = 2
 
 
 class WorkThreads:
-    """Threads that work for requests. Small work and large work have threads of their own, so that the former, which
+    """Threads that work for requests. Small work and large work have separate threads, so that the former, which
     takes milliseconds, does not wait for the latter, which may take seconds."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """The validation of requests: limits of bodies, strict checks of fields, lists of fields that are not used, and errors.
 
-A field that other servers know is accepted where its value changes nothing here. Fields of which a user might expect
+A field that other servers know is accepted if its value changes nothing here. Fields of which a user might expect
 something are named in the log, once each. fastgen/names.toml has their names.
 """
 
@@ -150,7 +150,7 @@ class Strict(BaseModel):
 
 
 class Body(Strict):
-    """The body of a request, where fields of other servers are accepted."""
+    """The body of a request, in which fields of other servers are accepted."""
 
     without_effect = UNUSED | NOTED.keys()
     neutral = NEUTRAL

@@ -39,7 +39,7 @@ class StepLayout:
 class Attention(Protocol):
     """An implementation of attention. `plan` runs once per step, `attend` once per layer.
 
-    A plan is opaque to all but the Attention that made it, each of which has a type of its own.
+    A plan is opaque to all but the Attention that made it, which has its own type.
 
     capturable: a CUDA graph can hold `plan_decode` and `attend`. needs_clean_pages: all values of a page must be
     finite, also those that its sequence has not written yet, so fresh pages are wiped. prefixes: None: each sequence

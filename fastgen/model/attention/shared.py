@@ -165,7 +165,7 @@ class SharedPrefixes:
 
     @property
     def enabled(self) -> bool:
-        """True if keys are shared where that pays; False too where the chip refuses the kernel."""
+        """True if keys are shared when that pays; also False if the chip refuses the kernel."""
         return self.wanted and self._pool.keys.device not in kernel.sharing.refused
 
     def update(self, decodes: tuple[int, ...], kv_lens: Ints, tables: NDArray[np.int32]) -> bool:

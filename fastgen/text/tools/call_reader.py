@@ -61,7 +61,7 @@ class CallReader:
 
     @property
     def partial(self) -> bool:
-        """Whether later text decides if this is a call."""
+        """True if later text decides whether this is a call."""
         return not self.begun
 
     def read(self, text: str, last: bool) -> None:

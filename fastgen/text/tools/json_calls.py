@@ -111,7 +111,7 @@ class Llama(ObjectSyntax):
 
 @dataclass(frozen=True)
 class MistralHeads(JsonSyntax):
-    """A mark, the name and the arguments, for each call. ids: the model writes an id, too."""
+    """A mark, the name and the arguments, for each call. ids: the model also writes an id."""
 
     ids: bool = False
     short_ids = True

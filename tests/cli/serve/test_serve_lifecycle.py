@@ -330,7 +330,7 @@ def test_a_failed_start_reports_its_reason(monkeypatch: pytest.MonkeyPatch, caps
     place = f"127.0.0.1, port {port}: Address already in use; give another --port or --host"
     assert capsys.readouterr().err == 2 * f"fgserve: error: cannot listen at {place}\n"
     assert main(["--port=0", f"--ssl-certfile={__file__}"]) == 1
-    where = f"no certificate and key in --ssl-certfile {__file__} and --ssl-keyfile None"
+    where = f"no certificate and key in --ssl-certfile {__file__}"
     assert capsys.readouterr().err.startswith(f"fgserve: error: {where}: [SSL]")
     assert main(["--port=0", "--ssl-keyfile=a"]) == 1
     assert capsys.readouterr().err == "fgserve: error: --ssl-keyfile needs --ssl-certfile\n"

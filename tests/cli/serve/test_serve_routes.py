@@ -71,7 +71,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_guide_s_package_adds_routes(folder: Path) -> None:
-    guide = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "ideas.md").read_text(encoding="utf-8")
     code = re.findall(r"```python no-test\n(# fgserve_words.py\n.*?)```", guide, re.DOTALL)[0]
     value = re.findall(r'entry-points."fastgen.routes"\]\nwords = "(.*?)"', guide)[0]
     install(folder, code, value)

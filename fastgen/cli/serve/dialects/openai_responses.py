@@ -58,7 +58,7 @@ def _messages_of(item: dict[str, Any]) -> list[dict[str, Any]]:
     raise ValueError(
         "must have the type message (with role and content), function_call (call_id, name, arguments), "
         "function_call_output (call_id, output) or reasoning; nothing is stored: a client that sends references sends "
-        "items where its `store` is false"
+        "items if its `store` is false"
     )
 
 
