@@ -65,10 +65,7 @@ class ObjectSyntax(JsonSyntax):
     """A format whose calls are objects with "name" and arguments. arguments: name of the field with the arguments."""
 
     arguments: str = "arguments"
-
-    @property
-    def first(self) -> str:
-        return "{"
+    first = "{"
 
     def begins(self, marked: bool) -> str:
         mark = re.escape(self.opens) + WS + _FENCE if marked else ""
@@ -87,10 +84,6 @@ class Hermes(ObjectSyntax):
 
 class ObjectList(ObjectSyntax):
     """A format whose calls are one list of objects after a mark."""
-
-    @property
-    def first(self) -> str:
-        return "["
 
 
 class Mistral(ObjectList):

@@ -55,11 +55,7 @@ class Syntax(ABC):
     separate: ClassVar[bool] = False  # each call has both marks, so that text may stand between calls
     typed: ClassVar[bool] = False  # the parser reads arguments by the schemas of the functions
     short_ids: ClassVar[bool] = False  # the templates take only ids of nine letters and digits
-
-    @property
-    def first(self) -> str:
-        """The character with which a call without its mark begins."""
-        return self.opens[0]
+    first: ClassVar[str] = ""  # the first character of a call without its mark, if it is accepted at the start
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -26,9 +26,7 @@ class Pythonic(Syntax):
     """A list of calls, perhaps after a mark; without the mark it must begin the answer. With a closing mark: calls on
     lines."""
 
-    @property
-    def first(self) -> str:
-        return "["
+    first = "["
 
     def parser(self, functions: Collection[Function]) -> ToolParser:
         return PythonParser(self, [function.name for function in functions])
