@@ -84,8 +84,7 @@ def test_against_the_twin(tokens: int, outputs: int, inputs: int, dtype: torch.d
 @pytest.mark.parametrize(
     ("tokens", "dtype", "heads", "num_kv", "head_size"),
     [
-        (5, HALVES[0], 4, 2, 64), (5, HALVES[0], 1, 1, 256), (70, HALVES[0], 5, 1, 48), (70, HALVES[0], 4, 2, 16),
-        (70, torch.float32, 4, 2, 64), (70, torch.float32, 5, 1, 48),
+        (5, HALVES[0], 4, 2, 64), (5, HALVES[0], 1, 1, 256), (70, HALVES[0], 4, 2, 16), (70, torch.float32, 5, 1, 48),
     ],
 )  # fmt: skip
 def test_rope_fused_with_the_product(tokens: int, dtype: torch.dtype, heads: int, num_kv: int, head_size: int) -> None:
