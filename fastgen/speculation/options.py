@@ -52,7 +52,7 @@ class Speculation(FeatureOptions):
 
     def choose(self, gpu: bool, attention: str, kernels: str, max_step_tokens: int) -> Speculation | None:
         """Speculation is off on a GPU without CUDA graphs of decodes, whose start warns that it is slower than
-        possible, and where a step has no room for drafts."""
+        possible, and if a step has no room for drafts."""
         if gpu and (kernels == "torch" or attention == "reference"):
             return None
         rows, cost = (GPU_ROWS, GPU_ROW_COST) if gpu else (CPU_ROWS, CPU_ROW_COST)

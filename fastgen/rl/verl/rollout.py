@@ -141,7 +141,7 @@ class Rollout(BaseRollout):  # type: ignore[misc]
 
 
 def _send(sender: Sender, weights: Generator[tuple[str, Tensor], None, None], device: int | None) -> None:
-    """Send weights, in a thread whose current device is that of the caller."""
+    """Send weights, in a thread with the current device of the caller."""
     if device is not None:
         torch.cuda.set_device(device)
     sender.send(weights)
