@@ -150,6 +150,17 @@ def test_a_forward_pass_after_an_optimizer_step_has_the_new_weights(llama_gen: G
     assert llama_gen.score(ids, 1) == [after.tolist()]
 
 
+def test_autocast_changes_no_bit(llama_gen: Generator) -> None:
+    policy, ids, found = Policy(llama_gen), [random_ids(30)], []
+    for enabled in (False, True):
+        policy.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled):
+            logprobs = policy.logprobs(ids)
+            logprobs.sum().backward()
+        found.append([logprobs.detach(), *(parameter.grad for parameter in policy.parameters())])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("share", [True, False])
 def test_float32_parameters_over_a_bfloat16_engine_are_rounded_once(talker: Path, share: bool) -> None:
     with Generator(talker, dtype="bfloat16", **OPTIONS) as gen:

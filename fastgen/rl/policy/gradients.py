@@ -9,6 +9,7 @@ Shape letters: T rows of a pack, N tokens whose logprobs are wanted, K tokens wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -71,6 +72,20 @@ class AdaptedWeights:
         return pulled
 
 
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def _without_autocast(backward: Backward) -> Backward:
+    """Return a backward function that computes in the dtypes of its tensors, also in a block with autocast."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            return backward(ctx, *gradients)
+
+    return run
+
+
 def recomputed(x: Tensor | None, stream: Tensor, run: Callable[..., Tensor], weights: Weights) -> Tensor:
     """Return `stream`, the engine's residual stream [T, hidden] after a stage of the model, as a function of x, the one
     before it (None for the embedding), and of the stage's parameters. run: computes the stage from x."""
@@ -91,6 +106,7 @@ class _Recomputed(torch.autograd.Function):
         return stream.pop()
 
     @staticmethod
+    @_without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weights = ctx.saved_tensors, ctx.weights
         wants_x = ctx.needs_input_grad[0]
@@ -176,6 +192,7 @@ class _HeadResults(torch.autograd.Function):
         return tuple(values)
 
     @staticmethod
+    @_without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,), head, weights = ctx.saved_tensors, ctx.head, ctx.weights
         rows, where = head.rows.unique(return_inverse=True)  # a row may predict tokens of several sequences

@@ -213,6 +213,18 @@ class Policy(nn.Module):
         entropy: also return the entropy of each token's distribution. logits: also return the logits of these tokens,
         by their indices in the flat logprobs.
         """
+        with torch.autocast(self._runner.device.type, enabled=False):  # its products would have other bits
+            return self._compute(sequences, start, temperature, entropy, logits)
+
+    def _compute(
+        self,
+        sequences: Iterable[Sequence[int]],
+        start: int | Sequence[int],
+        temperature: float,
+        entropy: bool,
+        logits: Sequence[int] | None,
+    ) -> PolicyOutput:
+        """See `forward`."""
         many, starts = self._checked(sequences, start, temperature)
         if self._count_writes() != self._seen:
             self.commit()
