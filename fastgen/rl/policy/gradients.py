@@ -130,11 +130,13 @@ def _of_all(weights: Weights, wanted: Sequence[Tensor], gradients: Sequence[Tens
 class Head:
     """The last norm and the head, and what is wanted of them.
 
-    divisor: of the logits. rows: int64 [N], the row of x that predicts each of `targets`, int64 [N]. kept: int64 [K],
-    ascending indices of targets whose logits are wanted.
+    check: raises an error if the backward pass cannot have the weights of the forward pass. divisor: of the logits.
+    rows: int64 [N], the row of x that predicts each of `targets`, int64 [N]. kept: int64 [K], ascending indices of
+    targets whose logits are wanted.
     """
 
     model: RecomputedModel
+    check: Callable[[], None]
     divisor: float
     temperature: float
     rows: Tensor
@@ -194,6 +196,9 @@ class _HeadResults(torch.autograd.Function):
     @staticmethod
     @_without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("the gradients of a Policy cannot be differentiated again; leave create_graph out")
+        ctx.head.check()
         (x,), head, weights = ctx.saved_tensors, ctx.head, ctx.weights
         rows, where = head.rows.unique(return_inverse=True)  # a row may predict tokens of several sequences
         with torch.enable_grad():
