@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -141,13 +143,80 @@ def test_a_commit_lets_the_next_draws_have_the_new_weights(llama_gen: Generator,
 
 
 def test_a_forward_pass_after_an_optimizer_step_has_the_new_weights(llama_gen: Generator) -> None:
+    """Also after the step of a fused optimizer, which torch's count of writes does not show."""
     policy, ids = Policy(llama_gen), [random_ids(30)]
     before = policy.logprobs(ids)
-    with torch.no_grad():
-        policy.get_parameter("model.norm.weight").mul_(1.5)
+    before.sum().backward()
+    torch.optim.AdamW([policy.get_parameter("model.norm.weight")], lr=1e-4, fused=True).step()
     after = policy.logprobs(ids)
     assert not torch.equal(before, after)
     assert llama_gen.score(ids, 1) == [after.tolist()]
+
+
+def test_autocast_changes_no_bit(llama_gen: Generator) -> None:
+    policy, ids, found = Policy(llama_gen), [random_ids(30)], []
+    for enabled in (False, True):
+        policy.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled):
+            logprobs = policy.logprobs(ids)
+            logprobs.sum().backward()
+        found.append([logprobs.detach(), *(parameter.grad for parameter in policy.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_backward_pass_that_cannot_be_right_is_an_error(llama_gen: Generator) -> None:
+    policy, ids = Policy(llama_gen), [random_ids(30)]
+    first = policy.get_parameter("model.embed_tokens.weight")
+    loss = policy.logprobs(ids).sum()
+    with pytest.raises(RuntimeError, match="leave create_graph out"):
+        torch.autograd.grad(loss, first, create_graph=True)
+    loss = policy.logprobs(ids).sum()
+    llama_gen.sleep("weights")
+    with pytest.raises(RuntimeError, match="asleep"):
+        loss.backward(retain_graph=True)
+    llama_gen.wake()
+    loss.backward(retain_graph=True)
+    torch.optim.SGD([first], 0.1).step()
+    with pytest.raises(RuntimeError, match="call backward before"):
+        loss.backward()
+    loss = policy.logprobs(ids).sum()
+    llama_gen.update_weights(policy.state_dict())
+    with pytest.raises(RuntimeError, match="call backward before"):
+        loss.backward()
+    policy.commit()
+    loss = policy.logprobs(ids).sum()
+    llama_gen.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        loss.backward()
+
+
+def test_weights_that_others_have_updated_are_not_a_policys(llama_gen: Generator) -> None:
+    policy, ids = Policy(llama_gen), [random_ids(30)]
+    before = policy.logprobs(ids)
+    llama_gen.update_weights({name: 2 * tensor for name, tensor in policy.state_dict().items()})
+    with pytest.raises(RuntimeError, match="updated after"):
+        policy.logprobs(ids)
+    policy.commit()
+    assert torch.equal(policy.logprobs(ids), before)
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    Policy(llama_gen, adapter=config)
+    with pytest.raises(ValueError, match="has an adapter"):
+        Policy(llama_gen, adapter=config)
+
+
+def test_parameters_stay_where_the_policy_has_made_them(llama_gen: Generator) -> None:
+    policy, ids = Policy(llama_gen), [random_ids(30)]
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="state_dict"):
+            copied(policy)
+    state = {name: 2 * tensor for name, tensor in policy.to("cpu").float().state_dict().items()}
+    policy.load_state_dict(state)
+    assert torch.equal(policy.logprobs(ids).detach(), scores(llama_gen, ids))
+    policy.load_state_dict(state, assign=True)
+    with pytest.raises(RuntimeError, match="was replaced"):
+        policy.commit()
+    with pytest.raises(RuntimeError, match="was replaced"):
+        Policy(llama_gen).half().logprobs(ids)
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -9,6 +9,7 @@ Shape letters: T rows of a pack, N tokens whose logprobs are wanted, K tokens wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -71,6 +72,20 @@ class AdaptedWeights:
         return pulled
 
 
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def _without_autocast(backward: Backward) -> Backward:
+    """Return a backward function that computes in the dtypes of its tensors, also in a block with autocast."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            return backward(ctx, *gradients)
+
+    return run
+
+
 def recomputed(x: Tensor | None, stream: Tensor, run: Callable[..., Tensor], weights: Weights) -> Tensor:
     """Return `stream`, the engine's residual stream [T, hidden] after a stage of the model, as a function of x, the one
     before it (None for the embedding), and of the stage's parameters. run: computes the stage from x."""
@@ -91,6 +106,7 @@ class _Recomputed(torch.autograd.Function):
         return stream.pop()
 
     @staticmethod
+    @_without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weights = ctx.saved_tensors, ctx.weights
         wants_x = ctx.needs_input_grad[0]
@@ -114,11 +130,13 @@ def _of_all(weights: Weights, wanted: Sequence[Tensor], gradients: Sequence[Tens
 class Head:
     """The last norm and the head, and what is wanted of them.
 
-    divisor: of the logits. rows: int64 [N], the row of x that predicts each of `targets`, int64 [N]. kept: int64 [K],
-    ascending indices of targets whose logits are wanted.
+    check: raises an error if the backward pass cannot have the weights of the forward pass. divisor: of the logits.
+    rows: int64 [N], the row of x that predicts each of `targets`, int64 [N]. kept: int64 [K], ascending indices of
+    targets whose logits are wanted.
     """
 
     model: RecomputedModel
+    check: Callable[[], None]
     divisor: float
     temperature: float
     rows: Tensor
@@ -176,7 +194,11 @@ class _HeadResults(torch.autograd.Function):
         return tuple(values)
 
     @staticmethod
+    @_without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("the gradients of a Policy cannot be differentiated again; leave create_graph out")
+        ctx.head.check()
         (x,), head, weights = ctx.saved_tensors, ctx.head, ctx.weights
         rows, where = head.rows.unique(return_inverse=True)  # a row may predict tokens of several sequences
         with torch.enable_grad():

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -82,6 +82,11 @@ class Policy(nn.Module):
             log.warning("%s", NOT_EXACT)
         if pack_tokens < 1:
             raise ValueError(f"pack_tokens is {pack_tokens}; it must be at least 1")
+        if adapter is not None and gen._loop.weight_state.has_adapter:
+            raise ValueError(
+                "the Generator has an adapter, which a new one would replace; call its update_adapter(None) first, and "
+                "to continue with that adapter, give its factors to the Policy's load_state_dict"
+            )
         own = getattr(torch, gen.config.dtype)
         if dtype not in (None, own, torch.float32):
             raise ValueError(f"dtype is {dtype}; give torch.float32, or leave it out for the Generator's {own}")
@@ -93,9 +98,14 @@ class Policy(nn.Module):
         for name, parameter in trained.items():
             _register(self, name, parameter)
         self._trained = trained
-        self._seen = self._count_writes()
+        self._memory = {name: (parameter.dtype, parameter.data_ptr()) for name, parameter in trained.items()}
+        self._version = gen.weight_version
+        self._seen = self._mark()
         if adapter is not None:
             self.commit()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Policy cannot be copied or pickled; copy or save its state_dict()")
 
     # ---------------------------------------------------------------------------------------- parameters
 
@@ -149,6 +159,40 @@ class Policy(nn.Module):
         """Return how often the parameters were written in place, as torch counts it."""
         return sum(parameter._version for parameter in self._trained.values())
 
+    @torch.no_grad()
+    def _mark(self) -> list[int]:
+        """Return numbers that change with the parameters: a sum of the bits of each, since torch does not count the
+        writes of fused optimizers. Parameters that are the Generator's weights are read as they are by a forward pass,
+        so the number of counted writes is enough."""
+        if self._in_place:
+            return [self._count_writes()]
+        sums: list[int] = torch.stack([_sum_of_bits(each) for each in self._trained.values()]).tolist()
+        return sums
+
+    def _check_parameters(self) -> None:
+        """Raise RuntimeError if the parameters are not the tensors that this Policy was made with."""
+        present = dict(self.named_parameters())
+        for name, parameter in self._trained.items():
+            if present.get(name) is not parameter or self._memory[name] != (parameter.dtype, parameter.data_ptr()):
+                raise RuntimeError(
+                    f"{name} was replaced or converted, as by half(), to() or load_state_dict(assign=True); make the "
+                    "Policy with another dtype, and copy values into its parameters"
+                )
+
+    def _check_backward(self, writes: int, version: int) -> None:
+        """Raise RuntimeError if a backward pass cannot have the weights of its forward pass. writes, version: the
+        `_count_writes` and the version of the Generator's weights at the forward pass."""
+        self._check_usable()
+        if (writes, version) != (self._count_writes(), self._gen.weight_version):
+            raise RuntimeError("the weights have changed since the forward pass; call backward before optimizer.step()")
+
+    def _check_usable(self) -> None:
+        """Raise RuntimeError if the Generator is closed, or its weights are asleep or torn."""
+        loop = self._gen._loop
+        loop.check_open()
+        loop.weight_state.check_awake()
+        loop.weight_state.check_whole()
+
     @property
     def _in_place(self) -> bool:
         """Whether the parameters are the Generator's weights."""
@@ -163,15 +207,16 @@ class Policy(nn.Module):
         parameters are the Generator's weights, nothing is copied. Call it after each optimizer step, or at least before
         the Generator draws again; a forward pass calls it if the parameters have changed.
         """
+        self._check_parameters()
         if self._adapter is not None:
             following = self._gen.update_adapter(dict(self._trained), self._adapter, version, in_flight)
         elif self._in_place:
             following = self._gen.weights_changed(version, in_flight)
         else:
-            following = self._gen.update_weights(dict(self.named_parameters()), version, in_flight=in_flight)
+            following = self._gen.update_weights(dict(self._trained), version, in_flight=in_flight)
         if not self._runner.weights.in_place:
             self._refresh()
-        self._seen = self._count_writes()
+        self._seen, self._version = self._mark(), following
         return following
 
     def _refresh(self) -> None:
@@ -213,9 +258,20 @@ class Policy(nn.Module):
         entropy: also return the entropy of each token's distribution. logits: also return the logits of these tokens,
         by their indices in the flat logprobs.
         """
+        with torch.autocast(self._runner.device.type, enabled=False):  # its products would have other bits
+            return self._compute(sequences, start, temperature, entropy, logits)
+
+    def _compute(
+        self,
+        sequences: Iterable[Sequence[int]],
+        start: int | Sequence[int],
+        temperature: float,
+        entropy: bool,
+        logits: Sequence[int] | None,
+    ) -> PolicyOutput:
+        """See `forward`."""
         many, starts = self._checked(sequences, start, temperature)
-        if self._count_writes() != self._seen:
-            self.commit()
+        self._bring_up_to_date()
         offsets = [0, *itertools.accumulate(len(ids) - at for ids, at in zip(many, starts, strict=True))]
         wanted = np.array([] if logits is None else list(logits), dtype=np.int64)
         if len(bad := wanted[(wanted < 0) | (wanted >= offsets[-1])]):
@@ -232,15 +288,25 @@ class Policy(nn.Module):
             None if logits is None else self._joined([each[2] for each in results], _indices(kept_places, wanted)),
         )
 
+    def _bring_up_to_date(self) -> None:
+        """Commit the parameters if they have changed. Raises RuntimeError if they were replaced, or if others have
+        updated the Generator's weights."""
+        self._check_parameters()
+        if not self._in_place and self._gen.weight_version != self._version:
+            raise RuntimeError(
+                "the Generator's weights were updated after this Policy's last commit; call commit() to have the "
+                "Policy's again, or make another Policy"
+            )
+        if self._mark() != self._seen:
+            self.commit()
+
     def _checked(
         self, sequences: Iterable[Sequence[int]], start: int | Sequence[int], temperature: float
     ) -> tuple[list[list[int]], list[int]]:
         """Return the sequences as lists of ids, and the start of each. Raises ValueError or TypeError."""
-        loop, inputs = self._gen._loop, self._gen._inputs
-        loop.check_open()
-        loop.weight_state.check_awake()
-        loop.weight_state.check_whole()
+        self._check_usable()
         prompts, starts = pair_scores(sequences, start, temperature)
+        inputs = self._gen._inputs
         return [inputs.ids_to_score(*pair) for pair in zip(prompts, starts, strict=True)], starts
 
     def _run(
@@ -251,10 +317,12 @@ class Policy(nn.Module):
         if not packs:
             return
         engine = EngineForward(self._runner, max(pack.num_pages for pack in packs))
+        check = functools.partial(self._check_backward, self._count_writes(), self._gen.weight_version)
         for pack, of_pack in zip(packs, kept, strict=True):
             tensors = PackTensors.of(pack, self._runner.model.config.windows, self._runner.device)
             head = Head(
                 self._model,
+                check,
                 self._runner.model.config.logits_divisor,
                 temperature,
                 *(torch.from_numpy(array).to(self._runner.device) for array in (pack.rows, pack.targets, of_pack)),
@@ -284,6 +352,12 @@ class Policy(nn.Module):
         if not parts:
             return torch.zeros(0, device=self._runner.device)
         return torch.cat(parts)[torch.from_numpy(order).to(self._runner.device)]
+
+
+def _sum_of_bits(parameter: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits as integers, modulo 2^32: int32, a scalar."""
+    kind = torch.int32 if parameter.itemsize == 4 else torch.int16
+    return parameter.contiguous().view(kind).sum(dtype=torch.int32)
 
 
 def _indices(kept_places: list[NDArray[np.int64]], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -318,6 +392,7 @@ def _runner_of(gen: Generator) -> Runner:
         raise ValueError("the Generator has several ranks; a Policy needs one: leave tensor_parallel out")
     if runner.model.observer is not None:
         raise ValueError(
-            "a head drafts for this Generator, which training would leave behind; leave speculate out, or use 'ngram'"
+            "a head or an int4 copy drafts for this Generator, which training would leave behind; leave speculate out, "
+            "or use 'ngram'"
         )
     return runner
