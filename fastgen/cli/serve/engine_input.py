@@ -51,10 +51,14 @@ class ModelFacts:
 
 
 def prepare(
-    model: ModelFacts, request: GenerationRequest, make_reply: Callable[..., ChatReply] = ChatReply
+    model: ModelFacts,
+    request: GenerationRequest,
+    make_reply: Callable[..., ChatReply] = ChatReply,
+    strict: bool = False,
 ) -> tuple[GenerationReply, SamplingParams]:
     """Tokenize and check a request. Return its reply, which has no events yet, and its sampling parameters with its
-    grammar. make_reply: class of the reply to a chat. Raises ApiError. This may take long, so call it in a thread."""
+    grammar. make_reply: class of the reply to a chat. strict: as in `_check_prompt`. Raises ApiError. This may take
+    long, so call it in a thread."""
     reply: GenerationReply
     if isinstance(request, ChatRequest):
         reply, grammar = _prepare_chat(model, request, make_reply)
@@ -73,7 +77,7 @@ def prepare(
     except (ValueError, TypeError) as error:
         raise refused(error) from None
     for prompt in reply.prompts:
-        _check_prompt(prompt.ids, request, model)
+        _check_prompt(prompt.ids, request, model, strict)
     return reply, params
 
 
@@ -184,16 +188,16 @@ def refused(error: ValueError | TypeError, param: str | None = None) -> ApiError
 # ------------------------------------------------------------------------------------------------- checks
 
 
-def _check_prompt(ids: Sequence[int], request: GenerationRequest, model: ModelFacts) -> None:
-    """Check the ids of a prompt, and that prompt and answer fit into the context. Raises ApiError.
+def _check_prompt(ids: Sequence[int], request: GenerationRequest, model: ModelFacts, strict: bool) -> None:
+    """Check the ids of a prompt, and that it fits into the context with one token of an answer. Raises ApiError.
 
-    A request without a limit of its answer needs room for one token.
+    A longer answer ends where the context ends, unless `strict` is true: then there must be room for `max_tokens`.
     """
     param, context = "messages" if isinstance(request, ChatRequest) else "prompt", model.max_model_len
     if not ids:
         raise ApiError(400, f"{param} is empty; give at least one token", param, "invalid_value")
     _check_ids(ids, param, model.vocab_size)
-    answer = 1 if request.limit is None else request.limit
+    answer = 1 if request.limit is None else request.limit if strict else min(request.limit, 1)
     if len(ids) + answer > context:
         least = "at least " if len(ids) > context + CLEARLY_MORE else ""  # the tokenizer has stopped there
         raise ApiError(

@@ -69,6 +69,24 @@ def test_an_answer_is_that_of_a_chat(caller: Server, client: OpenAI) -> None:
     assert (data["object"], data["tools"], data["tool_choice"], data["store"]) == ("response", [], "auto", False)
 
 
+def test_an_answer_ends_where_the_context_ends(client: OpenAI) -> None:
+    """max_tokens may exceed the context of 512 tokens in every API."""
+    said = "a " * 400 + "please count from 1 to 100"
+    fields: Any = {"model": "any", "temperature": 0}
+    forever: Any = {**fields, "max_tokens": 10**30, "extra_body": {"ignore_eos": True}}
+    chat = client.chat.completions.create(messages=[{"role": "user", "content": said}], **forever)
+    text = client.completions.create(prompt=said, **forever)
+    reply = client.responses.create(input=said, max_output_tokens=10**12, **fields)
+    assert [each.choices[0].finish_reason for each in (chat, text)] == ["length"] * 2
+    assert [each.usage and each.usage.total_tokens for each in (chat, text, reply)] == [512] * 3
+    assert (reply.status, reply.incomplete_details and reply.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    assert chat.choices[0].message.content is not None
+    assert chat.choices[0].message.content.startswith(reply.output_text)
+
+
 def test_an_agent_calls_and_gets_the_result(client: OpenAI) -> None:
     asked: Any = [{"role": "user", "content": "add some"}]
     fields: Any = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}
