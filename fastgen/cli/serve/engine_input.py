@@ -63,7 +63,7 @@ def prepare(
     if isinstance(request, ChatRequest):
         reply, grammar = _prepare_chat(model, request, make_reply)
     else:
-        prompts = [encode_text(prompt, model, bool(request.echo)) for prompt in request.prompts]
+        prompts = [_encode_prompt(prompt, request, model) for prompt in request.prompts]
         reply = CompletionReply(request, model.name, prompts, model.vocabulary)
         rule = structure_rule(request)
         grammar = None if rule is None else f"start: {rule}"
@@ -86,9 +86,10 @@ def _prepare_chat(
 ) -> tuple[ChatReply, str | None]:
     tokenizer = needed(model.tokenizer)
     calling = calling_of(request, tokenizer)
-    ids = encode_chat(request, tokenizer, calling, model.max_model_len)
+    ids = truncated(encode_chat(request, tokenizer, calling, most_ids(request, model)), request, model)
+    rule = structure_rule(request)
     try:
-        grammar = calling.grammar(structure_rule(request) or answer_rule(request.response_format))
+        grammar = calling.grammar(rule)
     except ValueError as error:
         raise refused(error, grammar_field(request)) from None
     syntax, inside = find_reasoning(tokenizer), starts_open(tokenizer, ids)
@@ -106,20 +107,22 @@ def answer_rule(form: ResponseFormat | None) -> str | None:
 
 
 def structure_rule(request: GenerationRequest) -> str | None:
-    """Return the grammar rule of the structure that a request asks for by its own fields, or None. Raises ApiError."""
-    for field, structure in request.structures.items():
-        try:
-            return params_rule(structure.params)
-        except (ValueError, TypeError) as error:
-            raise refused(error, field) from None
-    return None
-
-
-def calling_of(request: ChatRequest, tokenizer: Tokenizer) -> Calling:
-    """Return the tool calling of a request. Raises ApiError."""
-    parallel = request.parallel_tool_calls is not False
+    """Return the grammar rule of the structure that a request asks for, or None for plain text. Raises ApiError."""
     try:
-        return Calling(tokenizer, request.tools or (), choice=request.tool_choice or "auto", parallel=parallel)
+        for structure in request.structures.values():
+            return params_rule(structure.params)
+        return answer_rule(request.response_format)
+    except (ValueError, TypeError) as error:
+        raise refused(error, grammar_field(request)) from None
+
+
+def calling_of(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> Calling:
+    """Return the tool calling of a request. Raises ApiError."""
+    choice, parallel = None, None
+    if isinstance(request, ChatRequest):
+        choice, parallel = request.tool_choice, request.parallel_tool_calls
+    try:
+        return Calling(tokenizer, request.tools or (), choice=choice or "auto", parallel=parallel is not False)
     except ValueError as error:
         raise refused(error, "tools") from None
 
@@ -128,17 +131,44 @@ def grammar_field(request: GenerationRequest) -> str:
     """Return the name of the field that a request's grammar comes from."""
     for field in request.structures:
         return field
-    form = request.response_format if isinstance(request, ChatRequest) else None
+    form = request.response_format
     return "tools" if form is None or form.type == "text" else "response_format"
 
 
-def encode_text(prompt: str | Sequence[int], model: ModelFacts, echo: bool = False) -> PromptTokens:
-    """Tokenize a prompt of /completions. echo: also decode a prompt of ids, without special tokens."""
+def most_ids(request: GenerationRequest, model: ModelFacts) -> int | None:
+    """Return `most` of Tokenizer.encode. A prompt that loses its first tokens is encoded to its end."""
+    return model.max_model_len if request.truncate_prompt_tokens is None else None
+
+
+def truncated(ids: list[int], request: GenerationRequest, model: ModelFacts) -> list[int]:
+    """Return the ids that `truncate_prompt_tokens` leaves of a prompt: all, if max_tokens fills the context already."""
+    count, room = request.truncate_prompt_tokens, model.max_model_len
+    if count == -1:
+        limit = request.sampling_params(model.defaults).max_tokens
+        count = room - (1 if limit is None else limit)
+    if count is None or count < 0 or len(ids) <= count:
+        return ids
+    return ids[:count] if request.truncation_side == "right" else ids[len(ids) - count :]
+
+
+def _encode_prompt(prompt: str | list[int], request: CompletionRequest, model: ModelFacts) -> PromptTokens:
+    """Tokenize a prompt of /completions, and truncate it. Raises ApiError."""
+    echo, special = bool(request.echo), request.add_special_tokens is not False
+    tokens = encode_text(prompt, model, echo, special, most_ids(request, model))
+    kept = truncated(tokens.ids, request, model)
+    return tokens if len(kept) == len(tokens.ids) else encode_text(kept, model, echo)
+
+
+def encode_text(
+    prompt: str | Sequence[int], model: ModelFacts, echo: bool = False, special: bool = True, most: int | None = None
+) -> PromptTokens:
+    """Tokenize a text, or take ids. echo: also decode ids, with special tokens. special, most: as in
+    Tokenizer.encode. Raises ApiError."""
     tokenizer = model.tokenizer
     if isinstance(prompt, str):
-        return PromptTokens(needed(tokenizer).encode(prompt, most=model.max_model_len), prompt)
+        return PromptTokens(needed(tokenizer).encode(prompt, special, most), prompt)
     ids = list(prompt)
-    return PromptTokens(ids, tokenizer.decode(ids) if echo and tokenizer is not None else "")
+    return PromptTokens(ids, tokenizer.decode(ids, special=True) if echo and tokenizer is not None else "")
 
 
 def encode_chat(
@@ -147,6 +177,11 @@ def encode_chat(
     """Apply the chat template to a request's messages and tools, and return the ids. most: as in Tokenizer.encode.
     Raises ApiError."""
     variables = {"tools": calling.template_tools, **(request.chat_template_kwargs or {})}
+    if isinstance(request, ChatRequest) and request.documents:
+        if "documents" not in str(tokenizer.hf.chat_template):
+            message = "documents: the chat template of this model takes none; put their text into a message"
+            raise ApiError(400, message, "documents", "invalid_value")
+        variables.setdefault("documents", request.documents)
     thinks = request.thinks if isinstance(request, ChatRequest) else None
     if thinks is not None and THINKING in str(tokenizer.hf.chat_template):
         variables.setdefault(THINKING, thinks)
@@ -154,15 +189,23 @@ def encode_chat(
         messages = calling.template_messages(request.messages or ())
         continued = bool(request.continue_final_message)
         begins = request.add_generation_prompt is not False and not continued
-        return tokenizer.encode_chat(
+        ids = tokenizer.encode_chat(
             messages, most, variables=variables, add_generation_prompt=begins, continue_final_message=continued
         )
+        return _with_special(ids, tokenizer) if request.add_special_tokens else ids
     except ValueError as error:
         if request.chat_template_kwargs:
             plain = request.model_copy(update={"chat_template_kwargs": None})
             encode_chat(plain, tokenizer, calling, most)  # raises if the messages are wrong
             raise refused(error, "chat_template_kwargs") from None
         raise refused(error, "messages") from None
+
+
+def _with_special(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Return ids with the special tokens that the tokenizer puts before and after a text."""
+    bare, whole = tokenizer.encode("a", special=False), tokenizer.encode("a")
+    before = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+    return [*whole[:before], *ids, *whole[before + len(bare) :]]
 
 
 def needed(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -243,11 +286,9 @@ def tokenize(request: TokenizeRequest, model: ModelFacts) -> dict[str, Any]:
     tokenizer, vocabulary = needed(model.tokenizer), model.vocabulary
     assert vocabulary is not None
     if request.messages is not None:
-        ids = encode_chat(request, tokenizer, Calling(tokenizer, []), model.max_model_len)
+        ids = encode_chat(request, tokenizer, calling_of(request, tokenizer))
     else:
-        special = request.add_special_tokens is not False
-        ids = tokenizer.encode(request.prompt or "", special, most=model.max_model_len)
-    check_length(ids, "prompt" if request.messages is None else "messages", model)
+        ids = tokenizer.encode(request.prompt or "", special=request.add_special_tokens is not False)
     names = [vocabulary.name(id) for id in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": names}
 
