@@ -28,6 +28,9 @@ from fastgen.text.tokenizer import CLEARLY_MORE, Tokenizer
 
 # Maximum number of prompt tokens, logprobs and alternatives in a response; making so large a response needs 1 GB.
 MAX_ECHOED = 4_000_000
+# Maximum number of tokens of a text that may exceed the context, to be counted or cut; longer texts would take seconds
+# and gigabytes of memory.
+MAX_COUNTED = 100_000
 THINKING = "enable_thinking"  # the variable of chat templates that turns thinking on or off
 
 GenerationRequest = ChatRequest | CompletionRequest
@@ -48,6 +51,11 @@ class ModelFacts:
     defaults: SamplingParams
     vocab_size: int
     max_model_len: int
+
+    @property
+    def max_counted(self) -> int:
+        """Maximum number of tokens of a text that is counted or cut."""
+        return max(self.max_model_len, MAX_COUNTED)
 
 
 def prepare(
@@ -135,20 +143,23 @@ def grammar_field(request: GenerationRequest) -> str:
     return "tools" if form is None or form.type == "text" else "response_format"
 
 
-def most_ids(request: GenerationRequest, model: ModelFacts) -> int | None:
+def most_ids(request: GenerationRequest, model: ModelFacts) -> int:
     """Return `most` of Tokenizer.encode. A prompt that loses its first tokens is encoded to its end."""
-    return model.max_model_len if request.truncate_prompt_tokens is None else None
+    return model.max_model_len if request.truncate_prompt_tokens is None else model.max_counted
 
 
 def truncated(ids: list[int], request: GenerationRequest, model: ModelFacts) -> list[int]:
-    """Return the ids that `truncate_prompt_tokens` leaves of a prompt: all, if max_tokens fills the context already."""
+    """Return the ids that `truncate_prompt_tokens` leaves of a prompt: all, if max_tokens fills the context already, or
+    if the tokenizer may not have read the prompt to its end."""
     count, room = request.truncate_prompt_tokens, model.max_model_len
     if count == -1:
         limit = request.sampling_params(model.defaults).max_tokens
         count = room - (1 if limit is None else limit)
     if count is None or count < 0 or len(ids) <= count:
         return ids
-    return ids[:count] if request.truncation_side == "right" else ids[len(ids) - count :]
+    if request.truncation_side == "right":
+        return ids[:count]
+    return ids if len(ids) > model.max_counted else ids[len(ids) - count :]
 
 
 def _encode_prompt(prompt: str | list[int], request: CompletionRequest, model: ModelFacts) -> PromptTokens:
@@ -286,9 +297,11 @@ def tokenize(request: TokenizeRequest, model: ModelFacts) -> dict[str, Any]:
     tokenizer, vocabulary = needed(model.tokenizer), model.vocabulary
     assert vocabulary is not None
     if request.messages is not None:
-        ids = encode_chat(request, tokenizer, calling_of(request, tokenizer))
+        ids = encode_chat(request, tokenizer, calling_of(request, tokenizer), model.max_counted)
     else:
-        ids = tokenizer.encode(request.prompt or "", special=request.add_special_tokens is not False)
+        ids = tokenizer.encode(request.prompt or "", request.add_special_tokens is not False, model.max_counted)
+    if len(ids) > model.max_counted:
+        check_length(ids, "prompt" if request.messages is None else "messages", model)
     names = [vocabulary.name(id) for id in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": names}
 
@@ -296,7 +309,7 @@ def tokenize(request: TokenizeRequest, model: ModelFacts) -> dict[str, Any]:
 def check_length(ids: Sequence[int], param: str, model: ModelFacts) -> None:
     """Check that ids without an answer fit into the context. Raises ApiError."""
     if len(ids) > model.max_model_len:
-        least = "at least " if len(ids) > model.max_model_len + CLEARLY_MORE else ""  # the tokenizer has stopped there
+        least = "at least " if len(ids) > model.max_model_len + CLEARLY_MORE else ""  # the tokenizer may have stopped
         message = f"{param} has {least}{len(ids)} tokens, above this model's maximum context length of "
         raise ApiError(400, f"{message}{model.max_model_len}; shorten it", param, "context_length_exceeded")
 
