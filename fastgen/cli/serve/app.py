@@ -246,6 +246,10 @@ async def _handle(request: Request, error: Exception) -> Response:
     return error_response(ApiError(error.status_code, message, code=code), request.scope, dict(error.headers or {}))
 
 
+class PingRequest(Strict):
+    """A request to /ping, which needs no body."""
+
+
 class _Routes:
     """The routes of a service. Each post route has the class of its bodies and a function that answers them."""
 
@@ -260,6 +264,7 @@ class _Routes:
                 "/completions": Post(CompletionRequest, self._generate),
                 "/tokenize": Post(TokenizeRequest, partial(compute, service, tokenize)),
                 "/detokenize": Post(DetokenizeRequest, partial(compute, service, detokenize)),
+                "/ping": Post(PingRequest, self._ping, bodiless=True),
             },
             gets={
                 "/models": self.models,
@@ -269,6 +274,7 @@ class _Routes:
                 "/health": self.health,
                 "/ping": self.health,
                 "/ready": self.ready,
+                "/load": self.load,
                 "/metrics": self.metrics,
                 "/openapi.json": self.openapi,
                 **({} if engines is None else {"/engines": self.engines}),
@@ -337,6 +343,13 @@ class _Routes:
         if self._service.options.rollout and not self._service.loaded.is_set():
             raise ApiError(503, "the model is being loaded", code="not_ready")
         return json_response({"status": "ok"})
+
+    async def _ping(self, _: PingRequest, request: Request) -> Response:
+        return await self.health(request)
+
+    async def load(self, request: Request) -> Response:
+        """Return the number of samples that run or wait."""
+        return json_response({"server_load": sum(s.running + s.waiting for s in self._service.stats().values())})
 
     async def ready(self, request: Request) -> Response:
         """Answer 200 as long as every model accepts requests."""

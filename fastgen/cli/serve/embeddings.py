@@ -35,7 +35,7 @@ class EmbeddingRequest(Strict):
 
 def encode_inputs(request: EmbeddingRequest, model: ModelFacts) -> list[list[int]]:
     """Return the ids of each input. Raises ApiError."""
-    prompts = [encode_text(prompt, model).ids for prompt in request.prompts]
+    prompts = [encode_text(prompt, model, most=model.max_model_len).ids for prompt in request.prompts]
     for ids in prompts:
         check_length(ids, "input", model)
     return prompts

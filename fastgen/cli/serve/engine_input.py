@@ -28,6 +28,9 @@ from fastgen.text.tokenizer import CLEARLY_MORE, Tokenizer
 
 # Maximum number of prompt tokens, logprobs and alternatives in a response; making so large a response needs 1 GB.
 MAX_ECHOED = 4_000_000
+# Maximum number of tokens of a text that may exceed the context, to be counted or cut; longer texts would take seconds
+# and gigabytes of memory.
+MAX_COUNTED = 100_000
 THINKING = "enable_thinking"  # the variable of chat templates that turns thinking on or off
 
 GenerationRequest = ChatRequest | CompletionRequest
@@ -49,17 +52,26 @@ class ModelFacts:
     vocab_size: int
     max_model_len: int
 
+    @property
+    def max_counted(self) -> int:
+        """Maximum number of tokens of a text that is counted or cut."""
+        return max(self.max_model_len, MAX_COUNTED)
+
 
 def prepare(
-    model: ModelFacts, request: GenerationRequest, make_reply: Callable[..., ChatReply] = ChatReply
+    model: ModelFacts,
+    request: GenerationRequest,
+    make_reply: Callable[..., ChatReply] = ChatReply,
+    strict: bool = False,
 ) -> tuple[GenerationReply, SamplingParams]:
     """Tokenize and check a request. Return its reply, which has no events yet, and its sampling parameters with its
-    grammar. make_reply: class of the reply to a chat. Raises ApiError. This may take long, so call it in a thread."""
+    grammar. make_reply: class of the reply to a chat. strict: as in `_check_prompt`. Raises ApiError. This may take
+    long, so call it in a thread."""
     reply: GenerationReply
     if isinstance(request, ChatRequest):
         reply, grammar = _prepare_chat(model, request, make_reply)
     else:
-        prompts = [encode_text(prompt, model, bool(request.echo)) for prompt in request.prompts]
+        prompts = [_encode_prompt(prompt, request, model) for prompt in request.prompts]
         reply = CompletionReply(request, model.name, prompts, model.vocabulary)
         rule = structure_rule(request)
         grammar = None if rule is None else f"start: {rule}"
@@ -73,7 +85,7 @@ def prepare(
     except (ValueError, TypeError) as error:
         raise refused(error) from None
     for prompt in reply.prompts:
-        _check_prompt(prompt.ids, request, model)
+        _check_prompt(prompt.ids, request, model, strict)
     return reply, params
 
 
@@ -82,9 +94,10 @@ def _prepare_chat(
 ) -> tuple[ChatReply, str | None]:
     tokenizer = needed(model.tokenizer)
     calling = calling_of(request, tokenizer)
-    ids = encode_chat(request, tokenizer, calling, model.max_model_len)
+    ids = truncated(encode_chat(request, tokenizer, calling, most_ids(request, model)), request, model)
+    rule = structure_rule(request)
     try:
-        grammar = calling.grammar(structure_rule(request) or answer_rule(request.response_format))
+        grammar = calling.grammar(rule)
     except ValueError as error:
         raise refused(error, grammar_field(request)) from None
     syntax, inside = find_reasoning(tokenizer), starts_open(tokenizer, ids)
@@ -102,20 +115,22 @@ def answer_rule(form: ResponseFormat | None) -> str | None:
 
 
 def structure_rule(request: GenerationRequest) -> str | None:
-    """Return the grammar rule of the structure that a request asks for by its own fields, or None. Raises ApiError."""
-    for field, structure in request.structures.items():
-        try:
-            return params_rule(structure.params)
-        except (ValueError, TypeError) as error:
-            raise refused(error, field) from None
-    return None
-
-
-def calling_of(request: ChatRequest, tokenizer: Tokenizer) -> Calling:
-    """Return the tool calling of a request. Raises ApiError."""
-    parallel = request.parallel_tool_calls is not False
+    """Return the grammar rule of the structure that a request asks for, or None for plain text. Raises ApiError."""
     try:
-        return Calling(tokenizer, request.tools or (), choice=request.tool_choice or "auto", parallel=parallel)
+        for structure in request.structures.values():
+            return params_rule(structure.params)
+        return answer_rule(request.response_format)
+    except (ValueError, TypeError) as error:
+        raise refused(error, grammar_field(request)) from None
+
+
+def calling_of(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> Calling:
+    """Return the tool calling of a request. Raises ApiError."""
+    choice, parallel = None, None
+    if isinstance(request, ChatRequest):
+        choice, parallel = request.tool_choice, request.parallel_tool_calls
+    try:
+        return Calling(tokenizer, request.tools or (), choice=choice or "auto", parallel=parallel is not False)
     except ValueError as error:
         raise refused(error, "tools") from None
 
@@ -124,17 +139,47 @@ def grammar_field(request: GenerationRequest) -> str:
     """Return the name of the field that a request's grammar comes from."""
     for field in request.structures:
         return field
-    form = request.response_format if isinstance(request, ChatRequest) else None
+    form = request.response_format
     return "tools" if form is None or form.type == "text" else "response_format"
 
 
-def encode_text(prompt: str | Sequence[int], model: ModelFacts, echo: bool = False) -> PromptTokens:
-    """Tokenize a prompt of /completions. echo: also decode a prompt of ids, without special tokens."""
+def most_ids(request: GenerationRequest, model: ModelFacts) -> int:
+    """Return `most` of Tokenizer.encode. A prompt that loses its first tokens is encoded to its end."""
+    return model.max_model_len if request.truncate_prompt_tokens is None else model.max_counted
+
+
+def truncated(ids: list[int], request: GenerationRequest, model: ModelFacts) -> list[int]:
+    """Return the ids that `truncate_prompt_tokens` leaves of a prompt: all, if max_tokens fills the context already, or
+    if the tokenizer may not have read the prompt to its end."""
+    count, room = request.truncate_prompt_tokens, model.max_model_len
+    if count == -1:
+        limit = request.sampling_params(model.defaults).max_tokens
+        count = room - (1 if limit is None else limit)
+    if count is None or count < 0 or len(ids) <= count:
+        return ids
+    if request.truncation_side == "right":
+        return ids[:count]
+    return ids if len(ids) > model.max_counted else ids[len(ids) - count :]
+
+
+def _encode_prompt(prompt: str | list[int], request: CompletionRequest, model: ModelFacts) -> PromptTokens:
+    """Tokenize a prompt of /completions, and truncate it. Raises ApiError."""
+    echo, special = bool(request.echo), request.add_special_tokens is not False
+    tokens = encode_text(prompt, model, echo, special, most_ids(request, model))
+    kept = truncated(tokens.ids, request, model)
+    return tokens if len(kept) == len(tokens.ids) else encode_text(kept, model, echo)
+
+
+def encode_text(
+    prompt: str | Sequence[int], model: ModelFacts, echo: bool = False, special: bool = True, most: int | None = None
+) -> PromptTokens:
+    """Tokenize a text, or take ids. echo: also decode ids, with special tokens. special, most: as in
+    Tokenizer.encode. Raises ApiError."""
     tokenizer = model.tokenizer
     if isinstance(prompt, str):
-        return PromptTokens(needed(tokenizer).encode(prompt, most=model.max_model_len), prompt)
+        return PromptTokens(needed(tokenizer).encode(prompt, special, most), prompt)
     ids = list(prompt)
-    return PromptTokens(ids, tokenizer.decode(ids) if echo and tokenizer is not None else "")
+    return PromptTokens(ids, tokenizer.decode(ids, special=True) if echo and tokenizer is not None else "")
 
 
 def encode_chat(
@@ -143,6 +188,11 @@ def encode_chat(
     """Apply the chat template to a request's messages and tools, and return the ids. most: as in Tokenizer.encode.
     Raises ApiError."""
     variables = {"tools": calling.template_tools, **(request.chat_template_kwargs or {})}
+    if isinstance(request, ChatRequest) and request.documents:
+        if "documents" not in str(tokenizer.hf.chat_template):
+            message = "documents: the chat template of this model takes none; put their text into a message"
+            raise ApiError(400, message, "documents", "invalid_value")
+        variables.setdefault("documents", request.documents)
     thinks = request.thinks if isinstance(request, ChatRequest) else None
     if thinks is not None and THINKING in str(tokenizer.hf.chat_template):
         variables.setdefault(THINKING, thinks)
@@ -150,15 +200,23 @@ def encode_chat(
         messages = calling.template_messages(request.messages or ())
         continued = bool(request.continue_final_message)
         begins = request.add_generation_prompt is not False and not continued
-        return tokenizer.encode_chat(
+        ids = tokenizer.encode_chat(
             messages, most, variables=variables, add_generation_prompt=begins, continue_final_message=continued
         )
+        return _with_special(ids, tokenizer) if request.add_special_tokens else ids
     except ValueError as error:
         if request.chat_template_kwargs:
             plain = request.model_copy(update={"chat_template_kwargs": None})
             encode_chat(plain, tokenizer, calling, most)  # raises if the messages are wrong
             raise refused(error, "chat_template_kwargs") from None
         raise refused(error, "messages") from None
+
+
+def _with_special(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Return ids with the special tokens that the tokenizer puts before and after a text."""
+    bare, whole = tokenizer.encode("a", special=False), tokenizer.encode("a")
+    before = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+    return [*whole[:before], *ids, *whole[before + len(bare) :]]
 
 
 def needed(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -184,16 +242,16 @@ def refused(error: ValueError | TypeError, param: str | None = None) -> ApiError
 # ------------------------------------------------------------------------------------------------- checks
 
 
-def _check_prompt(ids: Sequence[int], request: GenerationRequest, model: ModelFacts) -> None:
-    """Check the ids of a prompt, and that prompt and answer fit into the context. Raises ApiError.
+def _check_prompt(ids: Sequence[int], request: GenerationRequest, model: ModelFacts, strict: bool) -> None:
+    """Check the ids of a prompt, and that it fits into the context with one token of an answer. Raises ApiError.
 
-    A request without a limit of its answer needs room for one token.
+    A longer answer ends where the context ends, unless `strict` is true: then there must be room for `max_tokens`.
     """
     param, context = "messages" if isinstance(request, ChatRequest) else "prompt", model.max_model_len
     if not ids:
         raise ApiError(400, f"{param} is empty; give at least one token", param, "invalid_value")
     _check_ids(ids, param, model.vocab_size)
-    answer = 1 if request.limit is None else request.limit
+    answer = 1 if request.limit is None else request.limit if strict else min(request.limit, 1)
     if len(ids) + answer > context:
         least = "at least " if len(ids) > context + CLEARLY_MORE else ""  # the tokenizer has stopped there
         raise ApiError(
@@ -239,11 +297,11 @@ def tokenize(request: TokenizeRequest, model: ModelFacts) -> dict[str, Any]:
     tokenizer, vocabulary = needed(model.tokenizer), model.vocabulary
     assert vocabulary is not None
     if request.messages is not None:
-        ids = encode_chat(request, tokenizer, Calling(tokenizer, []), model.max_model_len)
+        ids = encode_chat(request, tokenizer, calling_of(request, tokenizer), model.max_counted)
     else:
-        special = request.add_special_tokens is not False
-        ids = tokenizer.encode(request.prompt or "", special, most=model.max_model_len)
-    check_length(ids, "prompt" if request.messages is None else "messages", model)
+        ids = tokenizer.encode(request.prompt or "", request.add_special_tokens is not False, model.max_counted)
+    if len(ids) > model.max_counted:
+        check_length(ids, "prompt" if request.messages is None else "messages", model)
     names = [vocabulary.name(id) for id in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": names}
 
@@ -251,7 +309,7 @@ def tokenize(request: TokenizeRequest, model: ModelFacts) -> dict[str, Any]:
 def check_length(ids: Sequence[int], param: str, model: ModelFacts) -> None:
     """Check that ids without an answer fit into the context. Raises ApiError."""
     if len(ids) > model.max_model_len:
-        least = "at least " if len(ids) > model.max_model_len + CLEARLY_MORE else ""  # the tokenizer has stopped there
+        least = "at least " if len(ids) > model.max_model_len + CLEARLY_MORE else ""  # the tokenizer may have stopped
         message = f"{param} has {least}{len(ids)} tokens, above this model's maximum context length of "
         raise ApiError(400, f"{message}{model.max_model_len}; shorten it", param, "context_length_exceeded")
 

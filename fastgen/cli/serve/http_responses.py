@@ -132,7 +132,8 @@ class GenerationResponse(Response):
         sizes = [min(size, model.facts.max_model_len) for size in _sizes(request)]  # a longer one is refused
         with model.queue.enter(sizes, request.choices) as leave:
             large = scope["large"] or len(sizes) > MANY_PROMPTS
-            self._reply, params = await service.work.run(large, prepare, model.facts, request, self._make_reply)
+            arguments = model.facts, request, self._make_reply, service.options.strict_max_tokens
+            self._reply, params = await service.work.run(large, prepare, *arguments)
             model.check_ready()  # it may have died in the meantime
             field = None if params.grammar is None else grammar_field(request)
             prompts = [prompt.ids for prompt in self._reply.prompts]

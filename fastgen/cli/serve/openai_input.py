@@ -9,15 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BeforeValidator, Field, FiniteFloat, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from typing_extensions import TypedDict
 
-from fastgen.cli.serve.validation import Body, Items, MessagePart, Some, Strict, wrong
-from fastgen.request import MAX_BIASES, MAX_LOGPROBS, SamplingParams
-from fastgen.text.grammar import MAX_GRAMMAR, lark_grammar
+from fastgen.cli.serve.sampling_fields import INT32, STRUCTURE_ALIASES, SamplingFields, TokenId
+from fastgen.cli.serve.validation import Items, MessagePart, Some, Strict, wrong
+from fastgen.request import MAX_LOGPROBS, SamplingParams
 
 TEXT_ONLY = "the model reads text only"
-GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR)]
 
 
 class StreamOptions(Strict):
@@ -214,101 +213,38 @@ class ResponseFormat(Strict):
         return self
 
 
-class StructuredOutputs(Strict):
-    """The structure of an answer, with vLLM's fields; exactly one is given."""
-
-    json_: dict[str, Any] | GrammarText | None = Field(None, alias="json")
-    regex: GrammarText | None = None
-    choice: Some[GrammarText] | None = None
-    grammar: GrammarText | None = None
-    json_object: Literal[True] | None = None
-
-    @model_validator(mode="after")
-    def _check_one(self) -> StructuredOutputs:
-        if len(self.model_fields_set) != 1:
-            raise wrong("structured_outputs", "must have one field: json, regex, choice, grammar or json_object")
-        return self
-
-    @property
-    def params(self) -> SamplingParams:
-        """The same structure as parameters of the engine. Raises ValueError."""
-        schema = {"type": "object"} if self.json_object else self.json_
-        grammar = None if self.grammar is None else lark_grammar(self.grammar)
-        return SamplingParams(json_schema=schema, regex=self.regex, choice=self.choice, grammar=grammar)
-
-
-# {field of a request: the field of structured_outputs that it is another name of}, in SGLang and older versions of vLLM
-STRUCTURE_ALIASES = {
-    "regex": "regex", "json_schema": "json", "ebnf": "grammar",
-    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
-}  # fmt: skip
-
-
 # ------------------------------------------------------------------------------------------------- requests
 
 COMPLETION_TOKENS = 16  # default max_tokens of /completions, as in OpenAI's API
 MAX_CHOICES = 128
-MAX_STOPS = 64  # maximum number of stop strings, and of bad_words
-MAX_WORD = 1000  # maximum number of characters of one of the bad_words
-INT32 = 2**31 - 1
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "untruncated_logprobs"]
-_TokenId = Annotated[int, Field(ge=0, le=INT32)]
-_Biased = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
-_Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
-_Word = Annotated[str, Field(pattern=r"\S", max_length=MAX_WORD)]
-_Stop = Annotated[str, Field(min_length=1)]  # an empty one would end every answer at once
 
 
-class GenerationFields(Body):
-    """The fields that both generating endpoints share. SamplingParams documents most of them. Fields about billing,
-    caching and safety and hints for other models have no effect."""
+class GenerationFields(SamplingFields):
+    """The fields that both generating endpoints share. Fields about billing, caching and safety and hints for other
+    models have no effect.
+
+    truncate_prompt_tokens: maximum number of tokens of a prompt, which loses its first tokens or, with truncation_side
+    "right", its last ones; -1: as many as leave room for `max_tokens`.
+    """
 
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)  # must equal n
     modalities: Items[Literal["text"]] | None = None
     model: str | None = None
-    temperature: FiniteFloat | None = Field(None, ge=0)
-    top_p: FiniteFloat | None = Field(None, ge=0, le=1, description="0 is off, as 1 is")
-    top_k: int | None = Field(None, ge=-1, le=INT32, description="0 and -1 are all")
-    min_p: FiniteFloat | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: str | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_BIASES, fail_fast=True)] | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    presence_penalty: FiniteFloat | None = Field(None, ge=-2, le=2)
-    frequency_penalty: FiniteFloat | None = Field(None, ge=-2, le=2)
-    repetition_penalty: FiniteFloat | None = Field(None, gt=0)
-    repeat_penalty: FiniteFloat | None = Field(None, gt=0, description="the same as repetition_penalty")
-    logit_bias: dict[_Biased, _Bias] | None = Field(None, max_length=MAX_BIASES)
-    allowed_token_ids: Some[_TokenId] | None = None
-    logprob_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_LOGPROBS, fail_fast=True)] | None = None
-    bad_words: Annotated[list[_Word], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    min_tokens: int | None = Field(None, ge=0, le=INT32)
-    ignore_eos: bool | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LOGPROBS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens as token_id:5")
     logprobs_mode: LogprobsMode | None = None
-    structured_outputs: StructuredOutputs | None = None
-    regex: GrammarText | None = None
-    json_schema: dict[str, Any] | GrammarText | None = None
-    ebnf: GrammarText | None = None
-    guided_json: dict[str, Any] | GrammarText | None = None
-    guided_regex: GrammarText | None = None
-    guided_choice: Some[GrammarText] | None = None
-    guided_grammar: GrammarText | None = None
+    response_format: ResponseFormat | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32)
+    truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _check_size(cls, bias: Any) -> Any:
-        """Check the size before pydantic checks each entry and reports all wrong ones, which could take seconds."""
-        if isinstance(bias, dict) and len(bias) > MAX_BIASES:
-            raise wrong("logit_bias", f"has {len(bias)} tokens; it may have {MAX_BIASES}")
-        return bias
 
     @model_validator(mode="after")
     def _check_counts(self) -> GenerationFields:
@@ -316,31 +252,11 @@ class GenerationFields(Body):
             raise wrong("best_of", "must equal n: answers are not ranked", "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "is only allowed when stream is true")
-        if (
-            None not in (self.repeat_penalty, self.repetition_penalty)
-            and self.repeat_penalty != self.repetition_penalty
-        ):
-            raise wrong("repeat_penalty", "and repetition_penalty mean the same and differ; give one of them")
-        if len(names := list(self.structures)) > 1:
-            raise wrong(names[1], f"is given together with {names[0]}; give one of them")
         if self.prompt_logprobs is not None and self.stream:
             raise wrong("prompt_logprobs", "is not available when stream is true; leave one of them out")
+        if self.structures and self.response_format is not None:
+            raise wrong("response_format", f"is given together with {next(iter(self.structures))}; give one of them")
         return self
-
-    @property
-    def structures(self) -> dict[str, StructuredOutputs]:
-        """The structure of the answers by the name of its field; a checked request has at most one.
-
-        Clients that know several versions of vLLM send older names too, which structured_outputs overrides."""
-        if self.structured_outputs is not None:
-            return {"structured_outputs": self.structured_outputs}
-        by_field: dict[str, StructuredOutputs] = {}
-        for name, part in STRUCTURE_ALIASES.items():
-            if (value := getattr(self, name)) is not None:
-                structure = StructuredOutputs(**{part: value})
-                if structure not in by_field.values():
-                    by_field[name] = structure
-        return by_field
 
     @property
     def drawn(self) -> str:
@@ -405,7 +321,8 @@ class Thinking(Strict):
 class ChatRequest(GenerationFields):
     """A request to /chat/completions.
 
-    separate_reasoning: false leaves the reasoning in the content, as the model has written it.
+    separate_reasoning: false leaves the reasoning in the content, as the model has written it. echo: the content begins
+    with the text of the last message, if this is the assistant's. documents: a variable of the chat template.
     """
 
     spoken = ("messages", "tools")
@@ -415,7 +332,8 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    response_format: ResponseFormat | None = None
+    echo: bool | None = None
+    documents: Items[dict[str, Any]] | None = None
     tools: Items[Tool] | None = None
     tool_choice: ToolMode | NamedTool | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
@@ -447,8 +365,6 @@ class ChatRequest(GenerationFields):
             raise wrong("tool_choice", f"names {min(unknown)!r}, which is not among the tools")
         if self.tool_choice == "required" and not names:
             raise wrong("tool_choice", "is 'required', and there are no tools")
-        if self.structures and self.response_format is not None:
-            raise wrong("response_format", f"is given together with {next(iter(self.structures))}; give one of them")
         check_continued(self)
         return self
 
@@ -474,6 +390,12 @@ class ChatRequest(GenerationFields):
     def shows_reasoning(self) -> bool:
         """True if the response has the reasoning."""
         return self.include_reasoning is not False and not (self.reasoning and self.reasoning.exclude)
+
+    @property
+    def echoed(self) -> str:
+        """The text of earlier messages that the content begins with."""
+        last = self.messages[-1]
+        return last.text or "" if self.echo and last.role == "assistant" else ""
 
     @property
     def alternatives(self) -> int | None:
@@ -551,11 +473,12 @@ class CompletionRequest(GenerationFields):
 class TokenizeRequest(Strict):
     """A request to /tokenize: a prompt, or messages for the chat template. return_token_strs: also return names."""
 
-    spoken = ("messages",)
+    spoken = ("messages", "tools")
 
     model: str | None = None
     prompt: str | None = None
     messages: Some[ChatMessage] | None = None
+    tools: Items[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -566,9 +489,7 @@ class TokenizeRequest(Strict):
     def _check_kind(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise wrong("prompt", "or messages is required, and not both")
-        if self.messages is not None and self.add_special_tokens is not None:
-            raise wrong("add_special_tokens", "is only allowed with prompt: a chat template has its own special tokens")
-        for field in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        for field in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if self.prompt is not None and getattr(self, field) is not None:
                 raise wrong(field, "is only allowed with messages")
         check_continued(self)

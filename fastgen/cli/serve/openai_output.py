@@ -195,7 +195,7 @@ class ChatReply(_BaseReply[ChatRequest]):
         index, ids = event.index, event.token_ids
         if index not in self._begun:
             self._begun.add(index)
-            begin = self._chunk(self._choice(index, delta={"role": "assistant", "content": ""}))
+            begin = self._chunk(self._choice(index, delta={"role": "assistant", "content": self.request.echoed}))
             if self.request.return_token_ids:
                 begin["prompt_token_ids"] = self.prompts[0].ids
             yield begin
@@ -235,6 +235,8 @@ class ChatReply(_BaseReply[ChatRequest]):
     def _choice_of(self, event: Event) -> dict[str, Any]:
         self._count(event)
         message = {**joined_message(self._deltas(event)), "refusal": None}
+        if echoed := self.request.echoed:
+            message["content"] = echoed + (message["content"] or "")
         if self._counters and self.request.shows_reasoning:  # null if the model has not thought
             message["reasoning_content"] = message["reasoning"] = message.get("reasoning_content")
         logprobs, reason, versions = self._logprobs(event), self._reason(event), event.weight_versions

@@ -32,6 +32,10 @@ class ServerOptions:
     ignore_unknown: bool = option(
         False, "ignore fields of requests that are not supported, and log each name once, instead of a 400"
     )
+    strict_max_tokens: bool = option(
+        False, "refuse a request whose prompt and max_tokens exceed the context together; otherwise, its answer ends "
+        "at the end of the context. /messages is never refused for this",
+    )  # fmt: skip
     allow_origin: str | None = option(
         None, "origins of web pages whose scripts may use this server (CORS), separated by spaces; * allows any",
         unset="only pages of this server",

@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from fastgen.async_engine.client import AsyncGenerator, EngineError, EventStream
 from fastgen.cli.serve.http_responses import limited
-from fastgen.cli.serve.openai_input import INT32
 from fastgen.cli.serve.routes import Handler, Post, Routes
+from fastgen.cli.serve.sampling_fields import INT32
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, Items, Some, Strict, wrong
 from fastgen.option import ITEMS

@@ -88,7 +88,12 @@ class RouteModule:
 
 ANTHROPIC = RouteModule("dialects.anthropic", ("/messages", "/messages/count_tokens"))
 RESPONSES = RouteModule("dialects.openai_responses", ("/responses", "/responses/input_tokens"))
-MODULES = (RouteModule("embeddings", ("/embeddings",)), RESPONSES, ANTHROPIC)
+MODULES = (
+    RouteModule("embeddings", ("/embeddings",)),
+    RouteModule("dialects.sagemaker", ("/invocations",)),
+    RESPONSES,
+    ANTHROPIC,
+)
 
 TRAINER_MODULES = (
     RouteModule(

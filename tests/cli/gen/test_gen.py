@@ -184,7 +184,7 @@ def test_a_dry_run_shows_prompts_and_loads_only_the_tokenizer(
     assert capsys.readouterr().out == f"--- row 0: {len(tokenizer.encode('About foxes'))} tokens\nAbout foxes\n"
     body = {"messages": messages, "response_format": {"type": "json_object"}}
     batch = {"custom_id": "x", "url": "/v1/chat/completions", "body": body}
-    write("batch.jsonl", batch, {**batch, "body": {**body, "max_tokens": 10**6}})
+    write("batch.jsonl", batch, {**batch, "body": {"messages": [{"role": "user", "content": "a " * 9999}]}})
     assert main.main(["fastgen-tiny", "batch.jsonl", "--dry-run"]) == 0
     first, wrong = capsys.readouterr().out.split("--- row ")[1:]
     assert first == f"0: {len(ids)} tokens\n{tokenizer.decode(ids, special=True)}\n"

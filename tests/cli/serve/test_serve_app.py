@@ -168,7 +168,7 @@ def test_tokens_and_models(server: Server, client: OpenAI) -> None:
         ("POST", "/completions", b"{", 400, "invalid_json"),
         ("POST", "/completions", b"{}", 400, "missing_required_parameter"),
         ("POST", "/completions", b'{"prompt": "a", "best_of": 3}', 400, "unsupported_parameter"),
-        ("POST", "/completions", b'{"prompt": "a", "max_tokens": 5000}', 400, "context_length_exceeded"),
+        ("POST", "/completions", b'{"prompt": "%s"}' % (b"a " * 5000), 400, "context_length_exceeded"),
         ("POST", "/completions", b'{"prompt": [9999]}', 400, "invalid_value"),
         ("POST", "/detokenize", b'{"tokens": [9999]}', 400, "invalid_value"),
         ("POST", "/completions", b" " * 9_000_000, 413, "request_too_large"),

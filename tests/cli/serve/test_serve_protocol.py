@@ -60,9 +60,11 @@ def params_of(kind: Any, defaults: SamplingParams | None = None, **fields: Any) 
     return params
 
 
-def refused_by(facts: ModelFacts, kind: Any = CompletionRequest, **fields: Any) -> ApiError | None:
+def refused_by(
+    facts: ModelFacts, kind: Any = CompletionRequest, strict: bool = False, **fields: Any
+) -> ApiError | None:
     """Return the error of a valid request that does not suit the model, or None."""
-    return refusal(partial(prepare, facts, read(kind, **fields)))
+    return refusal(partial(prepare, facts, read(kind, **fields), strict=strict))
 
 
 def facts(context: int = 10**6, vocab_size: int = 1000) -> ModelFacts:
@@ -285,19 +287,20 @@ def test_tools_and_formats_are_as_they_were_sent() -> None:
 # ------------------------------------------------------------------------------------------------- checks
 
 
-def test_a_request_that_has_no_room_is_refused() -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_request_that_has_no_room_is_refused(strict: bool) -> None:
     model = facts(100)
-    for limit, echo in ((None, False), (0, True), (1, False), (5, False)):
+    for limit, echo in ((None, False), (0, True), (1, False), (5, False), (10**30, False)):
         for length in (94, 95, 96, 99, 100, 101):
-            wanted = 1 if limit is None else limit
-            error = refused_by(model, prompt=[5] * length, max_tokens=limit, echo=echo)
-            assert (error is not None) == (length + wanted > 100)
+            needed = 1 if limit is None else limit if strict else min(limit, 1)
+            error = refused_by(model, strict=strict, prompt=[5] * length, max_tokens=limit, echo=echo)
+            assert (error is not None) == (length + needed > 100)
             if error is not None:
                 assert (error.code, error.param) == ("context_length_exceeded", "prompt")
-                assert f"length is 100 tokens. However, you requested {length + wanted} tokens" in error.message
-    cut = refused_by(model, prompt=[5] * 1101, max_tokens=5)
+                assert f"length is 100 tokens. However, you requested {length + needed} tokens" in error.message
+    cut = refused_by(model, strict=strict, prompt=[5] * 1101, max_tokens=5)
     assert cut is not None
-    assert "requested at least 1106 tokens" in cut.message
+    assert f"requested at least {1106 if strict else 1102} tokens" in cut.message
 
 
 def test_values_that_a_model_does_not_have_are_named() -> None:

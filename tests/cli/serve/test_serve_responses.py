@@ -11,7 +11,7 @@ from asking import named_events
 from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
-from serving import Server, read_request
+from serving import HTTP, Server, read_request
 
 from fastgen.cli.serve.dialects.openai_responses import ResponseReply, ResponseRequest
 from fastgen.cli.serve.openai_input import ChatRequest
@@ -67,6 +67,120 @@ def test_an_answer_is_that_of_a_chat(caller: Server, client: OpenAI) -> None:
         count(model="any", input="a b " * 600)
     assert raised.value.param == "input"
     assert (data["object"], data["tools"], data["tool_choice"], data["store"]) == ("response", [], "auto", False)
+
+
+def test_an_answer_ends_where_the_context_ends(client: OpenAI) -> None:
+    """max_tokens may exceed the context of 512 tokens in every API."""
+    said = "a " * 400 + "please count from 1 to 100"
+    fields: Any = {"model": "any", "temperature": 0}
+    forever: Any = {**fields, "max_tokens": 10**30, "extra_body": {"ignore_eos": True}}
+    chat = client.chat.completions.create(messages=[{"role": "user", "content": said}], **forever)
+    text = client.completions.create(prompt=said, **forever)
+    reply = client.responses.create(input=said, max_output_tokens=10**12, **fields)
+    assert [each.choices[0].finish_reason for each in (chat, text)] == ["length"] * 2
+    assert [each.usage and each.usage.total_tokens for each in (chat, text, reply)] == [512] * 3
+    assert (reply.status, reply.incomplete_details and reply.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    assert chat.choices[0].message.content is not None
+    assert chat.choices[0].message.content.startswith(reply.output_text)
+
+
+SCHEMA_TEXT: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [7]}}}
+
+
+def test_sampling_fields_of_responses_are_those_of_chats(caller: Server) -> None:
+    def said(path: str, **fields: Any) -> str:
+        reply = caller.post(path, fields, headers={"authorization": "Bearer secret"}).json()
+        if path == "/responses":
+            return "".join(part["text"] for part in reply["output"][0]["content"])
+        return str(reply["choices"][0]["message"]["content"])
+
+    joke: Any = [{"role": "user", "content": "tell me a joke"}]
+    for fields in (
+        {"seed": 4, "temperature": 2},
+        {"seed": 4, "temperature": 2, "top_k": 2},
+        {"seed": 4, "temperature": 2, "min_p": 0.3},
+        {"temperature": 0, "stop": ["e"]},
+        {"temperature": 0, "presence_penalty": 2, "frequency_penalty": 2, "repetition_penalty": 1.5},
+        {"structured_outputs": {"choice": ["yes"]}},
+        {"regex": "ab"},
+    ):
+        most: Any = {"max_tokens": 12, "messages": joke}
+        answer = said("/responses", input="tell me a joke", max_output_tokens=12, **fields)
+        assert answer == said("/chat/completions", **most, **fields)
+    assert answer == "ab"
+    assert post(caller, input="a", regex="a", text={"format": {"type": "json_object"}}).status_code == 400
+
+
+def test_a_prompt_that_is_too_long_can_be_cut(caller: Server, client: OpenAI) -> None:
+    ids = [5 + place % 200 for place in range(600)]
+    for side, kept in ((None, ids[-9:]), ("left", ids[-9:]), ("right", ids[:9])):
+        more: Any = {"truncate_prompt_tokens": 9, "truncation_side": side, "return_token_ids": True}
+        reply = client.completions.create(model="any", prompt=ids, max_tokens=2, extra_body=more)
+        assert reply.choices[0].prompt_token_ids == kept  # type: ignore[attr-defined]
+    more = {"truncate_prompt_tokens": -1}
+    cut = client.completions.create(model="any", prompt=ids, max_tokens=100, extra_body=more)
+    assert cut.usage is not None
+    assert cut.usage.prompt_tokens == 412
+    long = "a b " * 600
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.responses.create(model="any", input=long, truncation="disabled")
+    response = client.responses.create(model="any", input=long, truncation="auto", max_output_tokens=12)
+    assert response.usage is not None
+    assert (response.usage.input_tokens, response.truncation) == (500, "auto")
+    short = client.responses.create(model="any", input=ASKED, truncation="auto", temperature=0)
+    assert "42" in short.output_text
+
+
+def test_small_fields_of_chats_and_completions(caller: Server, client: OpenAI) -> None:
+    text = client.completions.create(model="any", prompt="a", extra_body={"response_format": SCHEMA_TEXT})
+    assert text.choices[0].text == "7"
+    said: Any = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": "It is"}]
+    fields: Any = {"model": "any", "messages": said, "temperature": 0}
+    begun: Any = {"add_generation_prompt": False, "continue_final_message": True}
+    plain = client.chat.completions.create(**fields, extra_body=begun)
+    echoed = client.chat.completions.create(**fields, extra_body={**begun, "echo": True})
+    assert echoed.choices[0].message.content == f"It is{plain.choices[0].message.content}"
+    stream = client.chat.completions.create(**fields, stream=True, extra_body={**begun, "echo": True})
+    pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
+    assert "".join(pieces) == echoed.choices[0].message.content
+    more: Any = {"return_token_ids": True, "max_tokens": 1}
+    bare, special = (
+        client.chat.completions.create(**fields, extra_body={**more, "add_special_tokens": on}) for on in (False, True)
+    )
+    assert special.prompt_token_ids == [1, *bare.prompt_token_ids]  # type: ignore[attr-defined]
+    with_bos, without = (
+        client.completions.create(model="any", prompt="the fox", extra_body={**more, "add_special_tokens": on})
+        for on in (True, False)
+    )
+    ids = with_bos.choices[0].prompt_token_ids  # type: ignore[attr-defined]
+    assert ids == [1, *without.choices[0].prompt_token_ids]  # type: ignore[attr-defined]
+    with pytest.raises(openai.BadRequestError, match="template of this model takes none") as raised:
+        client.chat.completions.create(**fields, extra_body={"documents": [{"text": "a"}]})
+    assert raised.value.param == "documents"
+    echo = client.completions.create(model="any", prompt=[1, 300], echo=True, max_tokens=1)
+    assert echo.choices[0].text.startswith("<s>")
+
+
+def test_small_routes(caller: Server, client: OpenAI) -> None:
+    key = {"authorization": "Bearer secret"}
+
+    def ask(path: str, body: Any) -> Any:
+        return caller.post(path, body, headers=key).json()
+
+    messages = [{"role": "user", "content": ASKED}]
+    tool = {"type": "function", "function": {name: ADD[name] for name in ADD if name != "type"}}
+    chat: Any = client.chat.completions.create
+    used = chat(model="any", messages=messages, tools=[tool], max_tokens=1).usage
+    assert ask("/tokenize", {"messages": messages, "tools": [tool]})["count"] == used.prompt_tokens
+    assert ask("/tokenize", {"prompt": "a b " * 20_000})["count"] > 40_000
+    assert caller.get("/load", headers=key).json() == {"server_load": 0}
+    assert HTTP.post(f"{caller.url}/ping").json() == caller.get("/ping").json() == {"status": "ok"}
+    assert ask("/invocations", {"messages": messages, "max_tokens": 1})["object"] == "chat.completion"
+    assert ask("/invocations", {"prompt": "a", "max_tokens": 1})["object"] == "text_completion"
+    assert "embeddings" in ask("/invocations", {"input": "a"})["error"]["message"]
 
 
 def test_an_agent_calls_and_gets_the_result(client: OpenAI) -> None:

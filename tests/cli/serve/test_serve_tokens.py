@@ -93,7 +93,7 @@ def test_tokens_go_out_and_come_back(tokenizer: Tokenizer) -> None:
 def test_an_echo_is_the_text_that_was_given(chatty: Tokenizer) -> None:
     model, ids = facts(chatty), chatty.encode("the fox")
     assert encode_text(" the <s> fox", model).text == " the <s> fox"
-    assert encode_text(ids, model, echo=True).text == "the fox"
+    assert encode_text(ids, model, echo=True).text == "<s> the fox"
     bare = replace(model, tokenizer=None)
     assert encode_text(ids, bare, echo=True).text == ""
     with pytest.raises(ApiError, match="no tokenizer"):

@@ -29,8 +29,9 @@ from fastgen.cli.serve.dialects.translation import (
 )
 from fastgen.cli.serve.engine_input import ModelFacts
 from fastgen.cli.serve.http_responses import answer_as_chat, compute
-from fastgen.cli.serve.openai_input import INT32, TEXT_ONLY, ChatRequest, Thinking
+from fastgen.cli.serve.openai_input import TEXT_ONLY, ChatRequest, Thinking
 from fastgen.cli.serve.routes import Post, Routes
+from fastgen.cli.serve.sampling_fields import INT32
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, Body, Items, Some, Strict, check_request, wrong
 from fastgen.request import SamplingParams

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import Field, model_validator
 
 from fastgen.cli.serve import engine_input
 from fastgen.cli.serve.dialects.translation import Block, BlockReply, called, merged, text_of, thought, translated
@@ -19,8 +19,9 @@ from fastgen.cli.serve.engine_input import ModelFacts
 from fastgen.cli.serve.http_responses import answer_as_chat, compute
 from fastgen.cli.serve.openai_input import ChatRequest, Reasoning, reasoning_texts
 from fastgen.cli.serve.routes import Post, Routes
+from fastgen.cli.serve.sampling_fields import SamplingFields
 from fastgen.cli.serve.service import Service
-from fastgen.cli.serve.validation import ApiError, Body, Items, Strict, check_request, wrong
+from fastgen.cli.serve.validation import ApiError, Items, Strict, check_request, wrong
 from fastgen.request import MAX_LOGPROBS
 
 # {field of a chat that an error may name: its name in /responses}
@@ -91,8 +92,11 @@ class Text(Strict):
     format: dict[str, Any] | None = None
 
 
-class ResponseRequest(Body):
-    """A request to /responses. Its items and tools are checked after they have been translated to a chat."""
+class ResponseRequest(SamplingFields):
+    """A request to /responses. Its items and tools are checked after they have been translated to a chat.
+
+    truncation: "auto" drops the first tokens of a prompt that is too long, as in vLLM.
+    """
 
     spoken = ("input", "tools")
 
@@ -100,8 +104,6 @@ class ResponseRequest(Body):
     input: str | Items[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: FiniteFloat | None = Field(None, ge=0)
-    top_p: FiniteFloat | None = Field(None, ge=0, le=1)
     stream: bool | None = None
     text: Text | None = None
     tools: Items[dict[str, Any]] | None = None
@@ -109,7 +111,7 @@ class ResponseRequest(Body):
     parallel_tool_calls: bool | None = None
     include: Items[str] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning: Reasoning | None = None
@@ -139,9 +141,10 @@ class ResponseRequest(Body):
         messages += translated(items, "input", _messages_of)
         if not messages:
             raise ApiError(400, "input is empty; give at least one message", "input", "invalid_value")
-        names = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "chat_template_kwargs")
+        names = (*SamplingFields.model_fields, "model", "stream", "parallel_tool_calls", "chat_template_kwargs")
         data: dict[str, Any] = {name: getattr(self, name) for name in names}
         data |= {"messages": merged(messages), "max_tokens": self.max_output_tokens}
+        data["truncate_prompt_tokens"] = -1 if self.truncation == "auto" else None
         data["reasoning"] = None if self.reasoning is None else self.reasoning.model_dump()
         data |= {"logprobs": True, "top_logprobs": self.top_logprobs} if self.logprobs else {}
         functions = [_nested(function, name=flat(space, function["name"])) for space, function in self.functions()]
@@ -263,7 +266,7 @@ class ResponseReply(BlockReply):
             "text": given.get("text", {"format": {"type": "text"}}),
             "tool_choice": given.get("tool_choice", "auto"),
             "tools": given.get("tools", []),
-            "truncation": "disabled",
+            "truncation": given.get("truncation", "disabled"),
             "usage": _usage(self.usage) if ended else None,
         }
 

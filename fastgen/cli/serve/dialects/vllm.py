@@ -20,10 +20,11 @@ from pydantic import Field, create_model, model_validator
 from starlette.datastructures import QueryParams
 
 from fastgen.async_engine.client import AsyncGenerator
-from fastgen.cli.serve.openai_input import StructuredOutputs, drawn_name
+from fastgen.cli.serve.openai_input import drawn_name
 from fastgen.cli.serve.openai_output import LOWEST, token_name
 from fastgen.cli.serve.rollout import ModelRequest, SleepRequest, TrainerRoutes, sampling_fields, sleep
 from fastgen.cli.serve.routes import Post, Routes
+from fastgen.cli.serve.sampling_fields import StructuredOutputs
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, FieldPolicy, Items, Strict, wrong
 from fastgen.engine.weight_state import TAGS
