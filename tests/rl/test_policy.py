@@ -153,6 +153,18 @@ def test_a_forward_pass_after_an_optimizer_step_has_the_new_weights(llama_gen: G
     assert llama_gen.score(ids, 1) == [after.tolist()]
 
 
+def test_torchs_default_dtype_changes_no_dtype(llama_gen: Generator) -> None:
+    outputs = llama_gen.generate(PROMPTS[:1], DRAWN)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert torch.equal((padded := pad(outputs)).raw_logprobs[padded.mask], flat(outputs).float())
+        assert Policy(llama_gen).logprobs([]).dtype == torch.float32
+        policy = Policy(llama_gen, adapter={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]})
+        assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_autocast_changes_no_bit(llama_gen: Generator) -> None:
     policy, ids, found = Policy(llama_gen), [random_ids(30)], []
     for enabled in (False, True):

@@ -40,8 +40,8 @@ def pad(outputs: Iterable[RequestOutput], pad_id: int = 0, length: int | None = 
     if length is not None and length < longest:
         raise ValueError(f"length is {length}, and the longest sample has {longest} tokens; give at least {longest}")
     shape = len(pairs), longest if length is None else length
-    ids, mask = torch.full(shape, pad_id), torch.zeros(shape, dtype=torch.bool)
-    logprobs, raw_logprobs, versions = torch.zeros(shape), torch.zeros(shape), torch.full(shape, -1)
+    ids, mask, versions = torch.full(shape, pad_id), torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)
+    logprobs, raw_logprobs = torch.zeros((2, *shape), dtype=torch.float32)
     for row, (prompt, completion) in enumerate(pairs):
         first, end = len(prompt), len(prompt) + len(completion.token_ids)
         ids[row, :end] = torch.tensor(prompt + completion.token_ids)

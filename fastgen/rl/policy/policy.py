@@ -131,9 +131,9 @@ class Policy(nn.Module):
         for layer, factors in self._factors.items():
             weight = computed[f"{layer}.weight"].requires_grad_()
             outputs, inputs = weight.shape
-            a = torch.empty(factors.rank, inputs, device=weight.device)
+            a = torch.empty(factors.rank, inputs, dtype=torch.float32, device=weight.device)
             nn.init.kaiming_uniform_(a, a=math.sqrt(5))  # as PEFT begins
-            b = torch.zeros(outputs, factors.rank, device=weight.device)
+            b = torch.zeros(outputs, factors.rank, dtype=torch.float32, device=weight.device)
             trained |= {_factor(layer, "A"): nn.Parameter(a), _factor(layer, "B"): nn.Parameter(b)}
         self._stages = {}
         for stage, names in self._names_of_stages().items():
@@ -350,7 +350,7 @@ class Policy(nn.Module):
     def _joined(self, parts: list[Tensor], order: NDArray[np.int64]) -> Tensor:
         """Return the rows of all parts in an order."""
         if not parts:
-            return torch.zeros(0, device=self._runner.device)
+            return torch.zeros(0, dtype=torch.float32, device=self._runner.device)
         return torch.cat(parts)[torch.from_numpy(order).to(self._runner.device)]
 
 
