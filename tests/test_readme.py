@@ -13,6 +13,7 @@ from fastgen.names import advice
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts" / "docs"))
 import compare  # noqa: E402
+import ratios  # noqa: E402
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -35,6 +36,7 @@ def test_the_python_example_runs_and_the_model_is_mostly_right() -> None:
 def test_the_table_and_the_picture_of_speed_are_those_of_the_measured_files() -> None:
     assert compare.table() in README
     assert compare.picture() == (ROOT / "docs" / "images" / "speed.svg").read_text(encoding="utf-8")
+    assert ratios.picture() == (ROOT / "docs" / "images" / "ratios.svg").read_text(encoding="utf-8")
 
 
 LONG = {"quickstart-train.md": pytest.mark.long}  # it trains

@@ -61,8 +61,8 @@ def test_deltas_are_the_update_with_whole_tensors(family: Path) -> None:
         ((torch.tensor([1, 3]), torch.ones(3)), r"shapes \[2\] and \[3\]; give two vectors"),
         ((torch.tensor([1.0]), torch.ones(1)), "give indices in int64"),
         ((torch.tensor([1]), torch.ones(1, dtype=torch.int32)), "values in a float dtype"),
-        ((torch.tensor([1]),), "no pair of tensors"),
-        ((torch.tensor([1]), [2.0]), "no pair of tensors"),
+        ((torch.tensor([1]),), "not a pair of tensors"),
+        ((torch.tensor([1]), [2.0]), "not a pair of tensors"),
     ],
 )
 def test_a_wrong_delta_is_refused_before_anything_is_written(talker: Path, delta: Any, message: str) -> None:

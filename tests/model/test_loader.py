@@ -192,7 +192,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "an index of another folder": (
         lambda folder: write_index(folder, dict.fromkeys(small_tensors(), f"../{folder.name}/{SHARDS[0]}")),
-        f"{INDEX} is not an index .* no name of a file in this folder",
+        f"{INDEX} is not an index .* is not the name of a file in this folder",
     ),
     "an index without a map": (
         lambda folder: (folder / INDEX).write_text('{"metadata": {}}'),
