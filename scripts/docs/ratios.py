@@ -1,6 +1,6 @@
 """Draws docs/images/ratios.svg: importance ratios before an optimizer step, by transformers and by a Policy.
 
-    python scripts/docs/ratios.py docs/images/ratios.svg
+python scripts/docs/ratios.py docs/images/ratios.svg
 """
 
 from __future__ import annotations
