@@ -145,7 +145,8 @@ class RecomputedModel:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend_pack)
         self.config = config
         device = weights[EMBEDDING].device
-        settings = AutoConfig.from_pretrained(folder).get_text_config()
+        read: Any = AutoConfig.from_pretrained
+        settings = read(folder, trust_remote_code=False).get_text_config()  # nosec B615: a folder, not a hub id
         with torch.device(device), WithoutMemory():
             make: Any = AutoModelForCausalLM.from_config
             model: Any = make(settings, attn_implementation=ATTENTION)

@@ -62,12 +62,15 @@ class Policy(nn.Module):
         Generator's weights, not copies, so each optimizer step changes the weights that draw. With torch.float32 and a
         Generator in bfloat16, the parameters are master weights, which `commit` rounds once.
     adapter: PEFT's LoraConfig, or a dict of its fields: only the factors A and B are trained, in float32, and the
-        Generator computes with the merged weights.
+        Generator computes with the merged weights. A begins with the same random numbers each time, B with zeros.
     pack_tokens: number of tokens that go through a layer at a time; a longer sequence does alone.
 
     `parameters()` have Hugging Face's names, or PEFT's with an adapter. The values of the logprobs are the Generator's.
     The gradients are those of transformers' layers, computed one at a time from the Generator's residual stream, so
     they agree with those of the ordinary backward pass to rounding. Memory is that of gradient checkpointing.
+
+    Use it from the thread that uses the Generator. A forward pass after an optimizer step commits by itself, under the
+    next version; a backward pass after one raises RuntimeError.
 
     Raises ValueError for a Generator that cannot be trained: with quantized weights, several ranks, or a head that
     drafts.
@@ -126,13 +129,14 @@ class Policy(nn.Module):
         sizes = {n.removesuffix(".weight"): tuple(p.shape) for n, p in computed.items() if n.endswith(LINEARS)}
         self._factors: dict[str, Factors] = factors_of(self._adapter, sizes)
         trained: dict[str, nn.Parameter] = {}
+        random = torch.Generator(self._runner.device).manual_seed(0)  # torch's own is not advanced
         for parameter in computed.values():
             parameter.requires_grad_(False)
         for layer, factors in self._factors.items():
             weight = computed[f"{layer}.weight"].requires_grad_()
             outputs, inputs = weight.shape
             a = torch.empty(factors.rank, inputs, dtype=torch.float32, device=weight.device)
-            nn.init.kaiming_uniform_(a, a=math.sqrt(5))  # as PEFT begins
+            nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=random)  # as PEFT begins
             b = torch.zeros(outputs, factors.rank, dtype=torch.float32, device=weight.device)
             trained |= {_factor(layer, "A"): nn.Parameter(a), _factor(layer, "B"): nn.Parameter(b)}
         self._stages = {}
