@@ -385,7 +385,7 @@ class _Routes:
             links = [{"$ref": place + kind.__name__} for kind in post.kinds]
             media = {"schema": links[0] if len(links) == 1 else {"anyOf": links}}
             body = {"required": not post.bodiless, "content": {"application/json": media}}
-            paths[f"/v1{path}"] = {"post": {"requestBody": body, "responses": answers}}
+            paths.setdefault(f"/v1{path}", {})["post"] = {"requestBody": body, "responses": answers}
         if self._service.options.ignore_unknown:
             schemas = {name: {**schema, "additionalProperties": True} for name, schema in schemas.items()}
         info = {"title": "fgserve", "version": __version__}
