@@ -201,7 +201,7 @@ def train(settings: Settings, device: str, dtype: str, speculate: str = "auto") 
     begin, begin_cpu = time.perf_counter(), time.process_time()
     seconds: dict[str, float] = {}
     curve: list[dict[str, Any]] = []
-    # Half of a GPU's memory is the trainer's. The bundled model is deterministic on a GPU only if it is asked for.
+    # Half of a GPU's memory is the trainer's. In float32 a GPU is deterministic only if asked.
     options: dict[str, Any] = {"device": device, "dtype": dtype, "seed": settings.seed, "speculate": speculate}
     with Generator(memory_fraction=0.5, deterministic=True, **options) as gen:
         policy = Policy(gen, dtype=torch.float32)  # with dtype="bfloat16", these are master weights
