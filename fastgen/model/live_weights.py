@@ -43,7 +43,7 @@ class LiveWeights:
 
     @property
     def in_place(self) -> bool:
-        """Whether `tensors` are the memory that steps read: not on the CPU, which packs its weights."""
+        """True if `tensors` returns the memory that steps read: not on the CPU, which packs its weights."""
         return self._device.type != "cpu"
 
     def tensors(self, names: Collection[str] | None = None) -> dict[str, Tensor]:

@@ -1,1 +1,1 @@
-"""For trainers elsewhere: a Generator in a server."""
+"""For trainers: a Generator in a server (`remote`), and a trainer with a Generator's bits (`policy`)."""

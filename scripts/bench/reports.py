@@ -15,7 +15,7 @@ MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.
 """The config.json of each model that runs with random weights."""
 
 
-def write_json(path: Path, report: dict[str, Any]) -> None:
+def write_json(path: Path, report: dict[str, Any] | list[dict[str, Any]]) -> None:
     """Write a report, and the folders of its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n")

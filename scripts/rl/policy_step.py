@@ -1,16 +1,16 @@
 """Measures a trainer's step with a Policy beside today's loop, and writes JSON to scripts/results/.
 
     python scripts/rl/policy_step.py --smoke                       # in seconds on a CPU, to see that it runs
-    python scripts/rl/policy_step.py --models qwen0.6,qwen8 --name h200-policy
-    python scripts/rl/policy_step.py --models smollm135 --sizes 8,256,4 --name cpu-policy    # on a CPU
+    python scripts/rl/policy_step.py --name h200-policy            # on an H200
+    python scripts/rl/policy_step.py --models llama-135m --dtype float32 --sizes 8,256,4 --name cpu-policy
 
 A step is the forward and the backward pass over samples that the Generator has drawn, a few at a time, and once more
-over groups of 16 samples with one prompt ("policy_groups"). Today's loop is
-transformers' model with a copy of the weights, gradient checkpointing, the same attention (torch's flash attention),
-and logits of 2048 rows at a time. Weights are random, in the true shapes. Written for each model: whether all logprobs
-of a Policy are those of the draws, to the bit, and how far transformers' are from them, with a histogram of the
-importance ratios; seconds of a step (the best of two); the peak of the device's memory in a step; and how far
-gradients are from a float32 reference, as the mean over the parameters of |gradient - reference| / |reference|.
+over groups of 16 samples with one prompt ("policy_groups"). Today's loop is transformers' model with a copy of the
+weights, gradient checkpointing, the same attention (torch's flash attention), and logits of 2048 rows at a time.
+Weights are random, in the true shapes. Written for each model: whether all logprobs equal the draws' to the bit, and
+the largest difference, with a histogram of the importance ratios; seconds of a step (the better of two); the peak of
+the device's memory in a step; and how far gradients are from a float32 reference, as the mean over the parameters of
+|gradient - reference| / |reference|.
 """
 
 from __future__ import annotations
@@ -18,46 +18,36 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastgen import Generator, RequestOutput, SamplingParams
 from fastgen.rl.policy import Policy
 
-RESULTS = Path(__file__).parent.parent / "results"
+sys.path.append(str(Path(__file__).parent.parent / "bench"))
+
+from reports import MODELS, RESULTS, write_json
+
+LogprobsOf = Callable[[list[list[int]], list[int]], Tensor]  # of ids and the starts of the answers
+
 HEAD_ROWS = 2048
 RATIOS, BINS = (0.795, 1.205), 41  # range and number of bins of the histogram
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128,
-    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "eos_token_id": 151645,
-    "num_key_value_heads": 8, "torch_dtype": "bfloat16", "initializer_range": 0.02,
-}  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen0.6": {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-                "num_attention_heads": 16, "tie_word_embeddings": True},
-    "qwen1.7": {**QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-                "num_attention_heads": 16, "tie_word_embeddings": True},
-    "qwen4": {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-              "num_attention_heads": 32, "tie_word_embeddings": True},
-    "qwen8": {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-              "num_attention_heads": 32, "tie_word_embeddings": False},
-    "smollm135": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
-        "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e5, "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16", "eos_token_id": 2,
-    },
-    "smoke": {**QWEN3, "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-              "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False},
+SMOKE = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 320, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 512, "eos_token_id": 2,
 }  # fmt: skip
 
 
@@ -69,6 +59,12 @@ class Samples:
         self.ids = [prompt + each.token_ids for prompt, each in pairs]
         self.starts = [len(prompt) for prompt, _ in pairs]
         self.drawn = [torch.tensor(each.raw_logprobs) for _, each in pairs]
+
+    def first(self, count: int) -> Samples:
+        """Return the first samples."""
+        few = Samples([])
+        few.ids, few.starts, few.drawn = self.ids[:count], self.starts[:count], self.drawn[:count]
+        return few
 
     def parts(self, size: int) -> Iterator[tuple[list[list[int]], list[int], Tensor]]:
         """Yield ids, starts and drawn logprobs of `size` samples at a time."""
@@ -122,9 +118,9 @@ def logprobs_by_transformers(model: Any, ids: list[list[int]], starts: list[int]
     return torch.cat([checkpoint(of_rows, *part, use_reentrant=False) for part in parts])
 
 
-def run_step(logprobs_of: Callable[[list[list[int]], list[int]], Tensor], samples: Samples, size: int) -> list[Tensor]:
-    """Compute logprobs and gradients; return the distances of the logprobs from those of the draws. The loss is a
-    policy gradient with advantages that differ by token."""
+def run_step(logprobs_of: LogprobsOf, samples: Samples, size: int) -> list[Tensor]:
+    """Compute logprobs and gradients; return the differences from the logprobs of the draws. The loss is a policy
+    gradient with advantages that differ by token."""
     distances = []
     for ids, starts, drawn in samples.parts(size):
         logprobs = logprobs_of(ids, starts)
@@ -135,19 +131,19 @@ def run_step(logprobs_of: Callable[[list[list[int]], list[int]], Tensor], sample
     return distances
 
 
-def measured(step: Callable[[], list[Tensor]], clear: Callable[[], None], device: str) -> dict[str, Any]:
-    """Return the figures of a step, which is run once before it is measured."""
+def measured(step: Callable[[], list[Tensor]], module: nn.Module, device: str) -> dict[str, Any]:
+    """Return the figures of a step, which is run once before it is measured. module: has the parameters."""
     found: dict[str, Any] = {}
     distances = torch.cat(step())
     found["equal"], found["max_logprob_difference"] = not bool(distances.any()), distances.abs().max().item()
     ratios = distances.exp().clamp(*RATIOS).cpu()  # what is outside is counted in the last bin on its side
     found["ratios"] = torch.histc(ratios, BINS, *RATIOS).int().tolist()
-    clear()
+    module.zero_grad()
     with peak_memory(device, found):
         step()
     seconds = []
     for _ in range(2):
-        clear()
+        module.zero_grad()
         synchronize(device)
         begin = time.perf_counter()
         step()
@@ -169,13 +165,16 @@ def baseline(folder: Path, device: str, state: dict[str, Tensor], dtype: torch.d
     return model.train()
 
 
-def errors_of_gradients(gradients: dict[str, dict[str, Tensor]], reference: dict[str, Tensor]) -> dict[str, float]:
-    """Return the mean relative error of each set of gradients."""
-    errors = {}
-    for kind, of_kind in gradients.items():
-        each = [((of_kind[name].float() - g).norm() / g.norm()).item() for name, g in reference.items()]
-        errors[kind] = sum(each) / len(each)
-    return errors
+def gradients_of(module: nn.Module, logprobs_of: LogprobsOf, samples: Samples) -> dict[str, Tensor]:
+    """Return the gradients of a step over all samples at a time, by the parameters' names."""
+    module.zero_grad()
+    run_step(logprobs_of, samples, len(samples.ids))
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def error_of_gradients(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """Return the mean relative error over all parameters."""
+    return statistics.mean(((gradients[name].float() - g).norm() / g.norm()).item() for name, g in reference.items())
 
 
 def draw(gen: Generator, count: int, length: int, answer: int, vocab: int, n: int = 1) -> list[RequestOutput]:
@@ -191,7 +190,7 @@ def measure(name: str, device: str, dtype: str, sizes: tuple[int, int, int], gra
     count, length, size = sizes
     with TemporaryDirectory() as place:
         folder = Path(place)
-        (folder / "config.json").write_text(json.dumps(MODELS[name]))
+        (folder / "config.json").write_text(json.dumps(SMOKE if name == "smoke" else MODELS[name]))
         options: dict[str, Any] = {"kv_cache_gb": 12.0 if device == "cuda" else 0.2, "speculate": False}
         with Generator(folder, load="dummy", device=device, dtype=dtype, seed=0, **options) as gen:
             return _measure(gen, folder, (count, length, size), gradients) | {"model": name, "dtype": dtype}
@@ -204,37 +203,31 @@ def _measure(gen: Generator, folder: Path, sizes: tuple[int, int, int], gradient
     groups = Samples(draw(gen, count, length, length // 2, vocab, n=min(16, count)))
     gen.sleep("kv_cache")  # as loops do while they train
     policy = Policy(gen)
-    shared = all(p.data_ptr() == gen._runner.weights.tensors()[n].data_ptr() for n, p in policy.named_parameters())
+    weights = gen._runner.weights.tensors()
+    shared = all(p.data_ptr() == weights[name].data_ptr() for name, p in policy.named_parameters())
     report: dict[str, Any] = {"samples": count, "length": length, "at_a_time": size, "one_copy": shared}
-    clear = lambda: policy.zero_grad(set_to_none=True)  # noqa: E731
-    report["policy"] = measured(lambda: run_step(policy.logprobs, samples, size), clear, device)
-    report["policy_groups"] = measured(lambda: run_step(policy.logprobs, groups, max(size, 16)), clear, device)
-    clear()
+    report["policy"] = measured(partial(run_step, policy.logprobs, samples, size), policy, device)
+    report["policy_groups"] = measured(partial(run_step, policy.logprobs, groups, max(size, 16)), policy, device)
+    policy.zero_grad()
     state = policy.state_dict()
     model = baseline(folder, device, state, getattr(torch, gen.config.dtype))
-    logprobs_of = lambda ids, starts: logprobs_by_transformers(model, ids, starts)  # noqa: E731
-    clear_model = lambda: model.zero_grad(set_to_none=True)  # noqa: E731
-    report["transformers"] = measured(lambda: run_step(logprobs_of, samples, size), clear_model, device)
+    by_transformers = partial(logprobs_by_transformers, model)
+    report["transformers"] = measured(partial(run_step, by_transformers, samples, size), model, device)
     if gradients:
-        few = Samples([])
-        few.ids, few.starts, few.drawn = samples.ids[:4], samples.starts[:4], samples.drawn[:4]
-        found = {}
-        for kind, step, module, reset in (
-            ("policy", policy.logprobs, policy, clear), ("transformers", logprobs_of, model, clear_model),
-        ):  # fmt: skip
-            reset()
-            run_step(step, few, 4)
-            found[kind] = {name: p.grad for name, p in module.named_parameters()}
+        few = samples.first(4)
+        kinds = {
+            "policy": gradients_of(policy, policy.logprobs, few),
+            "transformers": gradients_of(model, by_transformers, few),
+        }
         exact = baseline(folder, device, state, torch.float32)
-        run_step(lambda ids, starts: logprobs_by_transformers(exact, ids, starts), few, 4)
-        reference = {name: p.grad for name, p in exact.named_parameters()}
-        report["gradient_errors"] = errors_of_gradients(found, reference)
+        reference = gradients_of(exact, partial(logprobs_by_transformers, exact), few)
+        report["gradient_errors"] = {kind: error_of_gradients(of_kind, reference) for kind, of_kind in kinds.items()}
     return report
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="qwen0.6,qwen1.7,qwen4,qwen8")
+    parser.add_argument("--models", default="qwen0.6,qwen8", help="names in bench/models.json")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sizes", default="64,1024,8", help="samples, tokens of each, and how many at a time")
@@ -243,7 +236,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     arguments = parser.parse_args(argv)
     models, sizes, dtype = arguments.models.split(","), arguments.sizes, arguments.dtype
     if arguments.smoke:
-        models, sizes, dtype = ["smoke"], "16,48,4", "float32"
+        models, sizes, dtype = ["smoke"], "4,32,2", "float32"
     reports = []
     for name in models:
         count, length, size = map(int, sizes.split(","))
@@ -254,7 +247,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         print(json.dumps(reports[-1]), flush=True)
         gc.collect()
     if arguments.name:
-        (RESULTS / f"{arguments.name}.json").write_text(json.dumps(reports, indent=1) + "\n")
+        write_json(RESULTS / f"{arguments.name}.json", reports)
     return reports
 
 

@@ -30,6 +30,18 @@ def samples_of(outputs: list[RequestOutput]) -> tuple[list[list[int]], list[int]
     return [prompt + each.token_ids for prompt, each in pairs], [len(prompt) for prompt, _ in pairs], raw
 
 
+def train(gen: Generator, policy: Policy, optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """Take a step on new samples, whose logprobs must have the bits of the draws; return the samples."""
+    sequences, starts, drawn = samples_of(gen.generate([*CHATS, *CHATS], DRAWN))
+    logprobs = policy.logprobs(sequences, starts)
+    assert torch.equal(logprobs.detach(), drawn)
+    logprobs.mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    policy.commit()
+    return sequences
+
+
 @pytest.mark.parametrize(
     ("dtype", "more"),
     [
@@ -44,13 +56,7 @@ def test_the_bits_of_the_draws_in_each_step_of_training(dtype: str, more: dict[s
         policy = Policy(gen, pack_tokens=500)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5)
         for _ in range(3):
-            sequences, starts, drawn = samples_of(gen.generate([*CHATS, *CHATS], DRAWN))
-            logprobs = policy.logprobs(sequences, starts)
-            assert torch.equal(logprobs.detach(), drawn)
-            logprobs.mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            policy.commit()
+            train(gen, policy, optimizer)
         assert gen.weight_version == 3
 
 
@@ -76,13 +82,7 @@ def test_an_adapter_is_trained_on_its_merged_weights() -> None:
         policy = Policy(gen, adapter={"r": 8, "lora_alpha": 16, "target_modules": "all-linear"})
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
         for _ in range(3):
-            sequences, starts, drawn = samples_of(gen.generate(CHATS, DRAWN))
-            logprobs = policy.logprobs(sequences, starts)
-            assert torch.equal(logprobs.detach(), drawn)
-            logprobs.mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            policy.commit()
+            sequences = train(gen, policy, optimizer)
         gen.update_adapter(None)
         assert [o.completions for o in gen.generate(CHATS, DRAWN)] != [o.completions for o in before]  # other seeds
         assert gen.score(sequences, 1) == [each.tolist() for each in torch.split(*_scores(gen, sequences))]

@@ -15,6 +15,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.extend(str(SCRIPTS / folder) for folder in ("bench", "rl", "tiny"))
 
 import plot_rl  # noqa: E402
+import policy_step  # noqa: E402
 import rl_agreement  # noqa: E402
 import rl_grpo  # noqa: E402
 import tiny_skills  # noqa: E402
@@ -99,6 +100,16 @@ def test_the_plot_of_a_result_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib, which fastgen does not")
     plot_rl.plot(json.loads((SCRIPTS / "results" / "rl-grpo-cpu.json").read_text()), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_is_measured_beside_transformers() -> None:
+    (report,) = policy_step.main(["--smoke", "--device", "cpu"])
+    assert report["policy"]["equal"]
+    assert report["policy_groups"]["equal"]
+    assert sum(report["transformers"]["ratios"]) == 4 * 16
+    assert report["gradient_errors"]["policy"] < 1e-4
+    keys = json.loads((SCRIPTS / "results" / "cpu-policy.json").read_text())[0].keys()
+    assert report.keys() - {"gradient_errors"} == keys
 
 
 @pytest.mark.parametrize(("dtype", "most", "mean"), [("float32", rl_agreement.LIMIT, 1e-5), ("bfloat16", 0.25, 0.01)])

@@ -1,5 +1,5 @@
-"""Autograd functions whose values are the engine's, and whose gradients are those of transformers' layers at the
-engine's residual streams.
+"""Autograd functions with the engine's values, and the gradients of transformers' layers at the engine's residual
+streams.
 
 It is the work of gradient checkpointing: the engine's forward pass replaces the first one, and the backward pass
 computes each layer again before it differentiates it.
@@ -65,8 +65,7 @@ class AdaptedWeights:
             if gradient is None:
                 pulled += [None, None]
                 continue
-            factors = (t.detach().to(gradient.dtype) for t in (a, b))
-            factor_a, factor_b = factors
+            factor_a, factor_b = (t.detach().to(gradient.dtype) for t in (a, b))
             of_a, of_b = factor_b.t() @ gradient, gradient @ factor_a.t()
             pulled += [(scaling * of_a).to(a.dtype), (scaling * of_b).to(b.dtype)]
         return pulled

@@ -36,7 +36,7 @@ NOT_EXACT = (
 
 @dataclass
 class PolicyOutput:
-    """What a Policy computes of sequences, flat: their tokens one after the other, each from its start on.
+    """The results of a Policy for the tokens of all sequences, one sequence after the other, each from its start.
 
     logprobs: float32 [N], differentiable. offsets: int64 [sequences + 1]; those of sequence i are
     logprobs[offsets[i] : offsets[i + 1]]. entropy: float32 [N], of the distribution at this temperature, or None.
@@ -58,7 +58,7 @@ class Policy(nn.Module):
 
     gen: a Generator of one GPU or of the CPU, of a model that is not quantized. Its prefix cache and requests are not
         touched by the forward pass, which takes pages of its own for a short time.
-    dtype: of the parameters; None: that of the Generator's weights. On a GPU, parameters of that dtype are the
+    dtype: of the parameters; None: the dtype of the Generator's weights. On a GPU, parameters of that dtype are the
         Generator's weights, not copies, so each optimizer step changes the weights that draw. With torch.float32 and a
         Generator in bfloat16, the parameters are master weights, which `commit` rounds once.
     adapter: PEFT's LoraConfig, or a dict of its fields: only the factors A and B are trained, in float32, and the
@@ -94,8 +94,7 @@ class Policy(nn.Module):
         if dtype not in (None, own, torch.float32):
             raise ValueError(f"dtype is {dtype}; give torch.float32, or leave it out for the Generator's {own}")
         self._pack_tokens = pack_tokens
-        self._weights = self._runner.weights.tensors()
-        self._model = RecomputedModel(gen.folder, self._runner.model.config, self._weights)
+        self._model = RecomputedModel(gen.folder, self._runner.model.config, self._runner.weights.tensors())
         self._adapter = adapter
         trained = self._make_factors() if adapter is not None else self._make_masters(own if dtype is None else dtype)
         for name, parameter in trained.items():
@@ -199,7 +198,7 @@ class Policy(nn.Module):
 
     @property
     def _in_place(self) -> bool:
-        """Whether the parameters are the Generator's weights."""
+        """True if the parameters are the Generator's weights."""
         weights = self._runner.weights.in_place
         return weights and all(p is self._trained.get(name) for name, p in self._model.parameters.items())
 
@@ -284,11 +283,12 @@ class Policy(nn.Module):
         kept = [np.flatnonzero(np.isin(pack.places, wanted)) for pack in packs]
         results = list(self._run(packs, kept, float(temperature), entropy))
         places = np.concatenate([pack.places for pack in packs]) if packs else np.zeros(0, dtype=np.int64)
+        order = np.argsort(places)
         kept_places = [pack.places[of_pack] for pack, of_pack in zip(packs, kept, strict=True)]
         return PolicyOutput(
-            self._joined([each[0] for each in results], np.argsort(places)),
+            self._joined([each[0] for each in results], order),
             torch.tensor(offsets),
-            self._joined([each[1] for each in results], np.argsort(places)) if entropy else None,
+            self._joined([each[1] for each in results], order) if entropy else None,
             None if logits is None else self._joined([each[2] for each in results], _indices(kept_places, wanted)),
         )
 

@@ -1,4 +1,4 @@
-"""One tool call in JSON, read as it arrives, in any form whose meaning is clear."""
+"""Reads one tool call in JSON as it arrives, in any form whose meaning is clear."""
 
 from __future__ import annotations
 
