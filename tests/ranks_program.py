@@ -332,14 +332,14 @@ class Program:
         begun = time.monotonic()
         with pytest.raises(kind, match=text):
             yield
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 50
         total = torch.ones(1)
         dist.all_reduce(total)
         assert total == self.size
 
     def check_resources(self, before: tuple[int, int]) -> None:
         dist.barrier()
-        deadline = time.monotonic() + 5  # for threads that are ending
+        deadline = time.monotonic() + 50  # for threads that are ending
         while (now := resources()) != before:
             assert time.monotonic() < deadline, (now, before)
             time.sleep(0.02)
@@ -394,7 +394,7 @@ class Program:
         for expected in (text, f"the ranks no longer agree, make a new Generator: RuntimeError: .*{text}"):
             with pytest.raises(RuntimeError, match=expected):
                 self.gen.generate([[5, 6, 7]] * 4, params)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 50
         sys.exit(3)
 
 

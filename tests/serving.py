@@ -83,7 +83,7 @@ class Server:
 
     def send(self, data: bytes) -> socket.socket:
         """Open a connection and send these bytes."""
-        connection = socket.create_connection(self.address, timeout=10)
+        connection = socket.create_connection(self.address, timeout=60)
         connection.sendall(data)
         return connection
 
@@ -92,7 +92,7 @@ class Server:
 
         return OpenAI(base_url=self.url, api_key=key, max_retries=0, http_client=httpx.Client(verify=False))
 
-    def await_said(self, text: str, seconds: float) -> None:
+    def await_said(self, text: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while text not in self.said:
             assert time.monotonic() < deadline, f"no {text!r} in its output: {self.said}"

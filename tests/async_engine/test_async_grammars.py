@@ -41,7 +41,7 @@ def pool(compiler: Compiler) -> Iterator[GrammarPool]:
     yield pool
     pool.close()
     assert not [child for child in children(os.getpid()) if child not in before and alive(child)]
-    until(lambda: not any(thread.name.startswith("fastgen-compile") for thread in threading.enumerate()), 5)
+    until(lambda: not any(thread.name.startswith("fastgen-compile") for thread in threading.enumerate()))
 
 
 def test_a_grammar_that_takes_too_long_is_an_error_and_others_go_on(pool: GrammarPool) -> None:

@@ -87,7 +87,7 @@ def test_a_trainer_that_never_joins_is_left(monkeypatch: pytest.MonkeyPatch) -> 
     begun = time.monotonic()
     with pytest.raises(DepartedError, match=r"not all 2 ranks .* within 0.2 seconds; .* with a new id"):
         group(0.2)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 50
     assert fake.called == ["init", "abort"]
 
 

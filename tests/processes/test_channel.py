@@ -123,7 +123,7 @@ def test_a_failure_is_noticed_at_once_and_comes_after_earlier_messages(error: Ex
         leader.close()
     else:
         leader.send(Failed.of(error))
-    assert called.wait(5), "while it reads nothing"
+    assert called.wait(50), "while it reads nothing"
     assert followers[1].receive() == (0, 1)
     assert repr(followers[1].receive()[1].error) == repr(error)
     leader.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -133,15 +132,16 @@ class Program:
     def join(self) -> list[Any]:
         """Close all ranks. Return the results of the followers' functions."""
         for thread in self._threads:
-            thread.join(10)
+            thread.join(30)
             assert not thread.is_alive()
-        start = time.monotonic()
         closing = [threading.Thread(target=each.close, daemon=True) for each in (self.leader, *self.followers.values())]
-        for thread in reversed(closing):
-            thread.start()
-        for thread in closing:
-            thread.join(10)
-        assert time.monotonic() - start < protocol.CLOSING_SECONDS / 2, "none waits when all are closing"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(protocol, "CLOSING_SECONDS", 1000.0)  # none waits for it when all are closing
+            for thread in reversed(closing):
+                thread.start()
+            for thread in closing:
+                thread.join(30)
+                assert not thread.is_alive()
         assert self.groups[0].process_group is None
         return [self.outcomes[rank] for rank in sorted(self.outcomes)]
 
@@ -293,7 +293,5 @@ def test_who_does_not_know_the_key_is_sent_away(monkeypatch: pytest.MonkeyPatch)
             with other, suppress(ConnectionResetError):
                 assert other.recv(1) == b""
         peers.close()
-        begun = time.monotonic()
         with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] have not connected in 0.7 s"):
             start._accept(server, {keys[0]: 1, keys[1]: 2})
-        assert time.monotonic() - begun < 5

@@ -171,6 +171,6 @@ def test_ranks_end_with_their_caller(tmp_path: Path) -> None:
     )
     assert done.returncode == -signal.SIGKILL
     first, second, worker = map(int, done.stdout.split())
-    until(lambda: not alive(first) and not alive(second), 10)
+    until(lambda: not alive(first) and not alive(second))
     assert alive(worker)
     os.kill(worker, signal.SIGKILL)

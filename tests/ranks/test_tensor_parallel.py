@@ -139,7 +139,7 @@ def test_two_generators_of_ranks_one_of_which_is_interrupted_traced_and_loses_a_
         begun = time.monotonic()
         with pytest.raises(RuntimeError, match=r"rank 1 was killed by SIGKILL .*; make a new Generator"):
             generate_forever(other)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 50
         assert not any(Path(f"/proc/{process.pid}").exists() for process in processes), "not even a zombie is left"
         with pytest.raises(RuntimeError, match=r"the ranks no longer agree, .*rank 1 was killed"):
             other.generate([5, 6, 7], SHORT)

@@ -90,7 +90,7 @@ def test_an_engine_returns_with_each_kind_of_update_and_the_others_do_not_wait_f
         assert updating.wait(10)
         other = threading.Thread(target=members.begin, daemon=True)
         other.start()
-        other.join(5)
+        other.join(50)
         assert not other.is_alive(), "it waits for the update"
         go_on.set()
         assert done.wait(10)
@@ -129,7 +129,7 @@ def test_a_request_that_is_aborted_while_it_waits_is_not_sent(moment: str, monke
                 aborted.set()
         else:
             asking.start()
-        asking.join(5)
+        asking.join(50)
     finally:
         connections.ended = True  # ends a request that goes on
         fleet.close()

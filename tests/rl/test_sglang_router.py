@@ -44,9 +44,9 @@ def router(server: Server) -> Iterator[httpx.Client]:
     process = subprocess.Popen(command, stdout=quiet, stderr=quiet, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
         try:
-            until(lambda: listens(client), 60)
+            until(lambda: listens(client))
             client.post("/workers", json={"url": server.url, "worker_type": "regular"}).raise_for_status()
-            until(lambda: [worker["url"] for worker in client.get("/workers").json()["workers"]] == [server.url], 30)
+            until(lambda: [worker["url"] for worker in client.get("/workers").json()["workers"]] == [server.url])
             yield client
         finally:
             process.terminate()

@@ -107,7 +107,7 @@ def killed(forks: Forks, folder: Path, output: Path, times: int, rows: int) -> i
         before, moment = written(output), draw.uniform(part, part + 1) * (rows - 4) / times
         process = forks.start(*arguments(folder, output, rows))
         if moment > before:
-            until(lambda moment=moment: written(output) >= moment, 60)
+            until(lambda moment=moment: written(output) >= moment)
             time.sleep(draw.uniform(0, 0.03))
         else:
             time.sleep(draw.uniform(0, 0.5))  # while it loads, perhaps
@@ -142,7 +142,7 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(
 ) -> None:
     output = tmp_path / "out.jsonl"
     process = forks.start(*arguments(folder, output))
-    until(lambda: written(output) >= 1, 60)
+    until(lambda: written(output) >= 1)
     os.kill(process, number)
     assert forks.end() == 130
     said = forks.errors.read_text()

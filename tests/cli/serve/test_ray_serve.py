@@ -178,7 +178,7 @@ def test_a_replica_that_is_lost_takes_along_only_what_it_answers(server: Server)
         killed = time.monotonic()
         os.kill(first, signal.SIGKILL)
         # A new engine has had few requests.
-        until(lambda: fewest(server) < 40, 60)
+        until(lambda: fewest(server) < 40)
         replaced = time.monotonic()
         until(lambda: {session for session, begun in load.answered if begun > replaced} == set(range(4)))
     assert len(load.failed) == len({session for session, _ in load.failed}) < 4, "one of a session at most"

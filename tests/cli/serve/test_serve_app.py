@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -43,7 +43,7 @@ def client(server: Server) -> OpenAI:
 
 def test_the_start_says_what_runs_without_torch_in_this_process(server: Server) -> None:
     """The tokenizer of the HTTP process comes from transformers."""
-    server.await_said("ready: fastgen-tiny", 5)
+    server.await_said("ready: fastgen-tiny")
     kinds = r"context of \d+ tokens, KV cache of 4800 tokens, kernels: torch, attention: cpu, deterministic"
     assert re.search(rf"^fgserve: fastgen-tiny: cpu, (bfloat16|float32) \(.+\), {kinds}$", server.said, re.M)
     assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
@@ -119,11 +119,13 @@ def memory(server: Server) -> int:
 
 
 def test_requests_about_tokens_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "tokenize", lambda *_: time.sleep(0.5))
+    answered = threading.Event()
+    monkeypatch.setattr(app, "tokenize", lambda *_: answered.wait(50))
     monkeypatch.setattr(ServedModel, "check_ready", lambda _: None)
     monkeypatch.setattr(ServedModel, "facts", SimpleNamespace(max_model_len=100, vocab_size=100), raising=False)
     client = TestClient(app.make_app(Service(read_options(["--request-timeout=0.1"], {}))), "http://localhost")
     late = client.post("/tokenize", json={"prompt": "a"})
+    answered.set()
     assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
 
 

@@ -40,7 +40,7 @@ Content-Type: application/json\r
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server(STUB, "--api-key=secret", f"--allow-origin={PAGE}", "--read-timeout=0.4") as server:
+    with Server(STUB, "--api-key=secret", f"--allow-origin={PAGE}", "--read-timeout=1") as server:
         yield server.await_ready()
     assert "Traceback" not in server.said
 
@@ -119,22 +119,22 @@ HALF = b"POST /completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
 @pytest.mark.parametrize("begun", [b"", b"GET /hea", HALF, JAVA[:-2], WHOLE + b"GET /hea", WHOLE + HALF])
 def test_a_request_that_does_not_come_ends(server: Server, begun: bytes) -> None:
     with server.send(begun) as connection:
-        until(lambda: not connection.recv(65536), 5)
+        until(lambda: not connection.recv(65536))
 
 
 def test_a_slow_body_and_a_slow_answer_do_not_end(server: Server) -> None:
-    data = request_bytes("/completions", {**ASKED, "max_tokens": 60}).replace(
+    data = request_bytes("/completions", {**ASKED, "max_tokens": 120}).replace(
         b"Host: x", b"Host: x\r\nAuthorization: bearer secret"
     )
     with server.send(data[:-30]) as connection:
         for at in range(30, 0, -10):
-            time.sleep(0.2)
+            time.sleep(0.4)
             connection.sendall(data[-at : -at + 10 or None])
         told = b""
         while not told.endswith(b"}}}"):  # head and body may come apart
             told += connection.recv(65536)
-        assert told.startswith(b"HTTP/1.1 200 "), "it takes 0.6 s to generate"
-        time.sleep(0.6)
+        assert told.startswith(b"HTTP/1.1 200 "), "it takes 1.2 s to generate"
+        time.sleep(1.2)
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 "), "an idle connection stays longer"
 
@@ -163,7 +163,7 @@ def test_each_request_has_an_id_and_a_line_in_the_log(server: Server) -> None:
     assert "secret" not in server.said
     assert "GET /metrics" not in server.said, "no line for a successful probe"
     assert server.get("/v1/readier").status_code == 401
-    server.await_said("GET /v1/readier 401", 5)
+    server.await_said("GET /v1/readier 401")
 
 
 def test_a_client_that_goes_has_a_status_of_its_own(server: Server) -> None:
@@ -174,8 +174,8 @@ def test_a_client_that_goes_has_a_status_of_its_own(server: Server) -> None:
         connection = server.send(data.replace(b"Host: x", key))
         until(lambda: server.stats()["running"] == 1)
         connection.close()
-        server.await_said(f"id=gone-{stream:d} ", 5)
-        until(server.idle, 3)
+        server.await_said(f"id=gone-{stream:d} ")
+        until(server.idle)
         after = server.stats()
         assert after["aborted_total"] - before["aborted_total"] == 1
         assert after["generated_tokens_total"] - before["generated_tokens_total"] < 2 / STEP_SECONDS
@@ -204,7 +204,7 @@ def test_a_path_leads_to_no_file_and_cannot_forge_a_line(server: Server) -> None
         with server.send(head.encode()) as connection:
             assert connection.recv(65536).startswith(b"HTTP/1.1 404 ")
     assert server.get("/a%0Afgserve:%20b", headers=KEY).status_code == 404
-    server.await_said("GET /a%0Afgserve%3A%20b 404", 5)
+    server.await_said("GET /a%0Afgserve%3A%20b 404")
 
 
 # ------------------------------------------------------------------------------------------------ heads

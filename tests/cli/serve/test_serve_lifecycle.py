@@ -49,12 +49,12 @@ def start() -> Iterator[Start]:
     for server in servers:
         engines.update(server.engines() if server.process.poll() is None else ())
         server.kill()
-    until(lambda: not any(map(alive, engines)), 5)
+    until(lambda: not any(map(alive, engines)))
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Server]:
-    limits = "--max-queued-tokens=100 --max-queued-requests=3 --max-body-mb=0.001 --request-timeout=1.5"
+    limits = "--max-queued-tokens=100 --max-queued-requests=3 --max-body-mb=0.001 --request-timeout=3"
     server = Server(STUB, *limits.split(), "--stall-timeout=0.3", "--max-seqs=1")
     yield server.await_ready()
     server.kill()
@@ -65,7 +65,7 @@ def server(shared: Server) -> Iterator[Server]:
     """A server with one lane and small limits, which a test must leave idle and healthy."""
     said = shared.said
     yield shared
-    until(shared.idle, 5)
+    until(shared.idle)
     assert shared.get("/health").status_code == 200
     assert "Traceback" not in shared.said[len(said) :]
     assert shared.post("/completions", {"prompt": [5] * 100, "max_tokens": 1}).status_code == 200, "all has its room"
@@ -111,7 +111,7 @@ def test_requests_have_an_end(server: Server) -> None:
     waiting = threading.Thread(target=lambda: late.append(server.post("/completions", LONG)))
     waiting.start()
     half = server.send(request_bytes("/completions", LONG)[:-5])
-    with pytest.raises(openai.APIError, match=r"more than 1\.5 seconds"):
+    with pytest.raises(openai.APIError, match=r"more than 3 seconds"):
         list(stream)
     waiting.join()
     assert (late[0].status_code, late[0].json()["error"]["code"]) == (504, "timeout")
@@ -221,7 +221,7 @@ def test_too_many_connections_are_a_line_in_the_log(server: Server) -> None:
     before, held = resource.prlimit(process, resource.RLIMIT_NOFILE), len(os.listdir(f"/proc/{process}/fd"))
     resource.prlimit(process, resource.RLIMIT_NOFILE, (held + 3, before[1]))
     many = [server.send(b"") for _ in range(20)]
-    server.await_said("fgserve: WARNING: no more connections: Too many open files; raise the hard limit", 5)
+    server.await_said("fgserve: WARNING: no more connections: Too many open files; raise the hard limit")
     for connection in many:
         connection.close()
     assert server.get("/health", timeout=10).status_code == 200
@@ -242,7 +242,7 @@ def test_a_client_that_goes_while_it_waits_or_sends_leaves_nothing(server: Serve
     server.send(b"POST /comp").close()
     waits.close()
     running.close()
-    until(server.idle, 3)
+    until(server.idle)
     assert server.stats()["aborted_total"] - before["aborted_total"] == 2
 
 
@@ -265,7 +265,7 @@ def test_a_stall_is_unhealthy_until_it_is_over(server: Server) -> None:
     with server.client().completions.create(stream=True, **LONG) as stream:
         next(iter(stream))
         server.signal_engines(signal.SIGSTOP)
-        until(lambda: server.get("/health").status_code == 503, 1.5)
+        until(lambda: server.get("/health").status_code == 503)
         told = server.get("/health").json()["error"]
         assert told["code"] == "unhealthy"
         assert told["message"].startswith("the engine of fastgen-tiny has finished no step for ")
@@ -340,7 +340,7 @@ def test_a_failed_start_reports_its_reason(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_a_sigterm_lets_requests_finish_or_fail_with_an_error(start: Start) -> None:
-    server = start("--shutdown-timeout=1").await_ready()
+    server = start("--shutdown-timeout=3").await_ready()
     engines, client = server.engines(), server.client()
     with client.completions.create(stream=True, **LONG) as long:
         next(iter(long))
@@ -349,7 +349,7 @@ def test_a_sigterm_lets_requests_finish_or_fail_with_an_error(start: Start) -> N
         half = server.send(request_bytes("/completions", LONG)[:-5])
         server.signal_engines(signal.SIGTERM)  # a service manager sends it to all
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: refuses(server), 2)
+        until(lambda: refuses(server))
         assert list(short)[-1].choices[0].finish_reason == "length"
         with pytest.raises(openai.APIError, match="the server is shutting down"):
             list(long)
@@ -375,8 +375,8 @@ def test_a_second_signal_does_not_wait(start: Start) -> None:
         next(iter(stream))
         server.signal_engines(signal.SIGSTOP)
         server.process.send_signal(signal.SIGINT)
-        server.await_said("fgserve: finishing 1 requests; a second Ctrl-C ends them at once\n", 5)
-        until(lambda: refuses(server), 5)
+        server.await_said("fgserve: finishing 1 requests; a second Ctrl-C ends them at once\n")
+        until(lambda: refuses(server))
         server.process.send_signal(signal.SIGTERM)
         with pytest.raises(openai.APIError, match="the server is shutting down"):
             list(stream)

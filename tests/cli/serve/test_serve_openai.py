@@ -58,7 +58,7 @@ def gen(starting: Server, folders: dict[str, Path]) -> Iterator[Generator]:
 @pytest.fixture(scope="module")
 def asker(starting: Server, gen: Generator) -> Iterator[Asker]:
     """Clients of a server whose first model is ready; the others follow."""
-    until(lambda: starting.get("/models").json()["data"], 60)
+    until(lambda: starting.get("/models").json()["data"])
     asker = Asker(starting)
     yield asker
     asker.close()
