@@ -36,7 +36,7 @@ def placeholders(header: Header) -> list[tuple[str, Tensor]]:
     kinds = {kind: getattr(torch, kind, None) for _, kind, _ in header}
     if unknown := [kind for kind, dtype in kinds.items() if not isinstance(dtype, torch.dtype)]:
         raise ValueError(f"there is no dtype {unknown[0]!r}; give one of torch's, such as 'bfloat16'")
-    return [(name, torch.empty((), dtype=kinds[kind]).expand(shape)) for name, kind, shape in header]
+    return [(name, torch.empty((), dtype=kinds[kind], device="cpu").expand(shape)) for name, kind, shape in header]
 
 
 def is_sender() -> bool:
@@ -129,7 +129,7 @@ class Wire:
 
     def _buckets(self, header: Header) -> Iterator[tuple[Tensor, list[tuple[str, Tensor]]]]:
         """Yield the memory of each bucket (uint8), and the named tensors in it. The memory is used again."""
-        memory = torch.empty(0, dtype=torch.uint8)
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         for places, size in _layouts(header, self._bucket_bytes):
             if len(memory) < size:
                 del memory  # before more is allocated

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -41,8 +42,17 @@ class Chip:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one, for launches and streams, within a block. For the CPU, do nothing."""
+    """Let this device compute within a block: a GPU is the current one, for launches and streams, and the program's
+    autocast, which would change the bits of products, is off."""
+    if torch.is_autocast_enabled(device.type):
+        return _current_without_autocast(device)
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def _current_without_autocast(device: torch.device) -> Iterator[None]:
+    with torch.autocast(device.type, enabled=False), current(device):
+        yield
 
 
 def power_of_two(size: int) -> int:

@@ -35,7 +35,8 @@ def to_host(tensor: Sent) -> Sent:
     """Start a copy to the host, and return it. It is complete when all launches so far have run."""
     if tensor is None or tensor.device.type == "cpu":
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def upload_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -69,7 +70,7 @@ class Parts:
     def pack(self, arrays: Sequence[np.ndarray], device: torch.device, fills: Sequence[int] = ()) -> Tensor:
         """Return new memory of the host with these arrays, pinned for a GPU: uint8 [size]. fills: what follows the ends
         of the first arrays; it is undefined after the others."""
-        host = torch.empty(self.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        host = torch.empty(self.size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
         memory = host.numpy()
         for start, length, array, fill in zip_longest(self.starts, self.lengths, arrays, fills):
             part = memory[start : start + length * array.itemsize].view(array.dtype)

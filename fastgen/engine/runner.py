@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -299,7 +299,12 @@ class Runner:
 
     def _step_context(self) -> AbstractContextManager[object]:
         """Return the context of a step: on the CPU as many threads as cores are free."""
-        return self._free_cores.step() if self.device.type == "cpu" else current(self.device)
+        return self._step_on_cpu() if self.device.type == "cpu" else current(self.device)
+
+    @contextmanager
+    def _step_on_cpu(self) -> Iterator[None]:
+        with current(self.device), self._free_cores.step():
+            yield
 
 
 def _select(

@@ -74,7 +74,7 @@ def _rms_norm_twin(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None =
 @lru_cache
 def _constant(value: float) -> Tensor:
     with torch.inference_mode(False):
-        return torch.full((1,), value, dtype=torch.float32)
+        return torch.full((1,), value, dtype=torch.float32, device="cpu")
 
 
 rms_norm = Kernel(_rms_norm_twin, "fastgen.kernels.triton.norm:rms_norm")

@@ -132,7 +132,7 @@ class AdapterUpdate(WeightUpdate):
         factors = dict(self._given)  # `check` has matched them with the model
         for layer in sorted(self.adapted):
             if layer not in self._scaling:
-                yield layer, torch.empty(0, sum(self._sizes[layer]))
+                yield layer, torch.empty(0, sum(self._sizes[layer]), dtype=torch.float32, device="cpu")
                 continue
             a, b = (factors[f"{layer}.lora_{name}.weight"].detach().float() for name in "AB")
             yield layer, torch.cat((a, self._scaling[layer] * b.t().to(a.device)), 1)

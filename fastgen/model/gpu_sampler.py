@@ -15,7 +15,7 @@ def draw(
     to_host: bool = False,
 ) -> SampleOutput:  # fmt: skip
     cut = plan.sorted_tokens > 0
-    host = torch.empty(4, len(lanes), dtype=torch.int32, pin_memory=lanes.is_cuda) if to_host else None
+    host = torch.empty(4, len(lanes), dtype=torch.int32, device="cpu", pin_memory=lanes.is_cuda) if to_host else None
     out, kept = sampling.draw(
         logits, state, lanes, positions, state.workspace(len(lanes)),
         edited=plan.edits, truncated=cut or plan.min_p, cut=cut, mask=mask, keep=plan.keep_mask, host=host,

@@ -258,7 +258,7 @@ def check_skipped(name: str, tensor: Tensor, targets: Mapping[str, Shard]) -> No
         inputs, groups = words.shape[0] * NIBBLES, scales.shape[0]
         if tensor.shape != (inputs,) or tensor.is_floating_point() or tensor.is_complex():
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; the model needs integers [{inputs}]")
-        if not torch.equal(tensor.long(), torch.arange(inputs) // (inputs // groups)):
+        if not torch.equal(tensor.long(), torch.arange(inputs, device=tensor.device) // (inputs // groups)):
             raise ValueError(f"{name} has inputs out of order (desc_act), which is not supported")
     is_awq = isinstance(words, StoredShard) and words.stored is LAYOUTS["awq"].words
     if last == "qzeros" and is_awq:

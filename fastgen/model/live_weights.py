@@ -78,9 +78,10 @@ class LiveWeights:
         """Replace the weights of a head that drafts. Raises ValueError if there is none, or if they do not fit."""
         if self._model.observer is None:
             raise ValueError("there is no head that drafts; give one as speculate")
-        self._synchronize()
-        self._model.observer.update(named)
-        self._synchronize()
+        with current(self._device):
+            self._synchronize()
+            self._model.observer.update(named)
+            self._synchronize()
 
     def keep_bases(self, layers: Collection[str], place: str) -> None:
         """Keep the weights of layers that an adapter will change; see `AdapterBases.keep`. No layers: all weights will
@@ -129,11 +130,12 @@ class LiveWeights:
     @contextmanager
     def _unpacked(self) -> Iterator[dict[str, Shard]]:
         """Yield the model's shards, by name."""
-        self._model.parameters.unpack()
-        try:
-            yield self._model.parameters.targets()
-        finally:
-            self._model.parameters.pack()
+        with current(self._device):
+            self._model.parameters.unpack()
+            try:
+                yield self._model.parameters.targets()
+            finally:
+                self._model.parameters.pack()
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

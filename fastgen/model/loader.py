@@ -148,7 +148,7 @@ def load(targets: Mapping[str, Shard], folder: Path, progress: bool = False, who
         with torch.no_grad(), at_most(1), on_stream(stream):
             if stream is not None:
                 dtype = shard.staged_as(source.dtype)
-                source = torch.empty(source.shape, dtype=dtype, pin_memory=True).copy_(source)
+                source = torch.empty(source.shape, dtype=dtype, device="cpu", pin_memory=True).copy_(source)
             shard.write(source)  # waits for the copy, so that a thread holds only one piece of pinned memory
         return size
 

@@ -29,7 +29,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """Return a hash of each row of a matrix, int64 [rows] on the CPU. It depends on the numbers and their order, and
     not on their dtype."""
     if not tensor.numel():  # an empty delta
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     factors = torch.arange(1, tensor.shape[1] + 1, dtype=torch.float64, device=tensor.device)
     hashes = [torch.hash_tensor(part.detach() * factors, 1) for part in torch.split(tensor, ROWS)]
     return torch.cat([part.view(torch.int64) for part in hashes]).cpu()

@@ -54,7 +54,7 @@ class SharedMemory:
 
     def __init__(self, file: int | None = None) -> None:
         self.file = os.memfd_create("fastgen") if file is None else file
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def hold(self, tensor: Tensor) -> None:
         """Copy a tensor into the memory, over the previous one."""
@@ -70,7 +70,7 @@ class SharedMemory:
 
     def clear(self) -> None:
         """Free the memory in this process. Each process has to call this; tensors that were read become invalid."""
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         os.ftruncate(self.file, 0)
 
     def close(self) -> None:

@@ -113,7 +113,7 @@ def set_ids(ids: Tensor, offsets: Tensor | None, vocab_size: int) -> None:
     ValueError if the offsets, d2t of a checkpoint, do not fit."""
     if offsets is None or offsets.shape != ids.shape:
         raise ValueError(f"draft_vocab_size={len(ids)} needs a tensor d2t [{len(ids)}]")
-    targets = torch.arange(len(offsets)) + offsets.cpu().long()
+    targets = torch.arange(len(offsets), device="cpu") + offsets.cpu().long()
     if len(set(targets.tolist())) < len(targets) or int(targets.min()) < 0 or int(targets.max()) >= vocab_size:
         raise ValueError("d2t must name another token of the model for each number")
     ids.copy_(targets)

@@ -131,7 +131,7 @@ class _Tiles:
         if window not in self._hidden:
             seen = 0 if window else int(self.position.min()) + 1
             # In memory the tiles come first, as in the scores of prefills: torch.where then takes half the time.
-            ahead = self.position.transpose(0, 1) - torch.arange(seen, self.scores.shape[2])
+            ahead = self.position.transpose(0, 1) - torch.arange(seen, self.scores.shape[2], device="cpu")
             hidden = ahead < 0
             hidden = hidden.logical_or_(ahead >= window) if window else hidden
             later = self.real_scores.view(self.rows, len(self.sequences), -1, self.scores.shape[2])[..., seen:]
@@ -249,10 +249,10 @@ class CpuAttention:
         in_place = mkl.BATCHES and pool.keys.dtype == torch.float32 and self._run == KEY_BLOCK
         in_place = in_place and self._head_size >= MIN_SIZE
         self._products: type[_InPlace | _Copied] = _InPlace if in_place else _Copied
-        self._memory = torch.zeros(0, dtype=torch.float32)
+        self._memory = torch.zeros(0, dtype=torch.float32, device="cpu")
         self._key: tuple[object, ...] | None = None  # of `_plan`, the last plan of a step that has only decodes
         self._plan: _Plan = []
-        self._hide = torch.tensor(-math.inf, dtype=torch.float32)
+        self._hide = torch.tensor(-math.inf, dtype=torch.float32, device="cpu")
 
     def plan(self, layout: StepLayout) -> _Plan:
         """Lay out decodes in tiles of one token, and prefill chunks in tiles of up to TILE_ROWS query rows.
@@ -370,7 +370,7 @@ class CpuAttention:
         shapes = [(head_tiles, rows, self._head_size), (head_tiles, rows, width), (pairs, rows, self._head_size)]
         sizes = [math.prod(shape) for shape in shapes]
         if len(self._memory) < sum(sizes):
-            self._memory = torch.zeros(sum(sizes), dtype=torch.float32)
+            self._memory = torch.zeros(sum(sizes), dtype=torch.float32, device="cpu")
         q, scores, sums = torch.split(self._memory[: sum(sizes)], sizes)
         if is_decode:
             return q.view(shapes[0]), scores.view(rows, head_tiles, width), sums.view(rows, pairs, self._head_size)

@@ -213,7 +213,7 @@ class SharedPrefixes:
         rows = self.rows
         listed = work_tiles.list_of(shared.tiles)
         sizes = [len(rows.ends), len(rows.members), len(listed)]
-        host = torch.zeros(sum(sizes), dtype=torch.int32)
+        host = torch.zeros(sum(sizes), dtype=torch.int32, device="cpu")
         numbers = (shared.ends, shared.members, listed)
         for part, each in zip(torch.split(host, sizes), numbers, strict=True):
             part[: len(each)] = torch.from_numpy(each)

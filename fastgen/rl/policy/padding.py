@@ -40,14 +40,16 @@ def pad(outputs: Iterable[RequestOutput], pad_id: int = 0, length: int | None = 
     if length is not None and length < longest:
         raise ValueError(f"length is {length}, and the longest sample has {longest} tokens; give at least {longest}")
     shape = len(pairs), longest if length is None else length
-    ids, mask, versions = torch.full(shape, pad_id), torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)
-    logprobs, raw_logprobs = torch.zeros((2, *shape), dtype=torch.float32)
+    on_cpu = torch.device("cpu")  # which the program's default device may not be
+    ids, versions = torch.full(shape, pad_id, device=on_cpu), torch.full(shape, -1, device=on_cpu)
+    mask = torch.zeros(shape, dtype=torch.bool, device=on_cpu)
+    logprobs, raw_logprobs = torch.zeros((2, *shape), dtype=torch.float32, device=on_cpu)
     for row, (prompt, completion) in enumerate(pairs):
         first, end = len(prompt), len(prompt) + len(completion.token_ids)
-        ids[row, :end] = torch.tensor(prompt + completion.token_ids)
+        ids[row, :end] = torch.tensor(prompt + completion.token_ids, device=on_cpu)
         mask[row, first:end] = True
-        logprobs[row, first:end] = torch.tensor(completion.logprobs)
-        raw_logprobs[row, first:end] = torch.tensor(completion.raw_logprobs)
+        logprobs[row, first:end] = torch.tensor(completion.logprobs, device=on_cpu)
+        raw_logprobs[row, first:end] = torch.tensor(completion.raw_logprobs, device=on_cpu)
         for version, begin, stop in completion.weight_versions:
             versions[row, first + begin : first + stop] = version
     return Padded(ids, mask, logprobs, raw_logprobs, versions)

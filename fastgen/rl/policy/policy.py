@@ -287,7 +287,7 @@ class Policy(nn.Module):
         kept_places = [pack.places[of_pack] for pack, of_pack in zip(packs, kept, strict=True)]
         return PolicyOutput(
             self._joined([each[0] for each in results], order),
-            torch.tensor(offsets),
+            torch.tensor(offsets, device="cpu"),
             self._joined([each[1] for each in results], order) if entropy else None,
             None if logits is None else self._joined([each[2] for each in results], _indices(kept_places, wanted)),
         )
