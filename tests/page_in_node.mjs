@@ -109,7 +109,7 @@ async function until(condition, what) {
 
 const [url, key] = process.argv.slice(2);
 const html = await (await fetch(url)).text();
-const [marked, purify, ...scripts] = [...html.matchAll(/<script>(.*?)<\/script>/gs)].map(([, code]) => code);
+const [marked, purify, temml, ...scripts] = [...html.matchAll(/<script>(.*?)<\/script>/gs)].map(([, code]) => code);
 const bodies = [], downloads = [], copied = [], drawn = []; // the last: the answer after each of its pieces
 const answers = []; // of no server, given to the next requests
 let elements; // by id
@@ -120,6 +120,8 @@ const page = new EventTarget();
 globalThis.addEventListener = page.addEventListener.bind(page);
 document.getElementById = (id) => elements[id] ?? assert.fail(`there is no element ${id}`);
 document.createElement = (tag) => Object.assign(new Element(), { tag });
+document.documentElement = { style: {} };
+document.compatMode = "CSS1Compat"; // Temml warns of others
 document.querySelector = () => null; // no popover is open
 globalThis.requestAnimationFrame = (draw) => (draw(), drawn.push(texts().at(-1)), 0); // each piece of an answer is shown by itself
 let clock = 0, tick = 1; // milliseconds; each look at the clock takes a tick, so that nothing depends on the machine
@@ -132,8 +134,8 @@ globalThis.fetch = async (path, options) => {
   if (options?.body) bodies.push(JSON.parse(options.body));
   return options?.body && answers.length ? new Response(answers.shift()) : realFetch(new URL(path, url), options);
 };
-(0, eval)(marked);
 (0, eval)(purify);
+(0, eval)(temml);
 assert.equal(DOMPurify.isSupported, false, "there is a DOM for DOMPurify");
 DOMPurify.sanitize = (text, { RETURN_DOM_FRAGMENT }) => {
   assert(RETURN_DOM_FRAGMENT);
@@ -145,6 +147,7 @@ function load() {
   const ids = [...html.slice(0, html.indexOf("<script>")).matchAll(/ id="(\S+?)"/g)].map(([, id]) => [id, new Element()]);
   elements = Object.fromEntries(ids);
   assert.equal(ids.length, Object.keys(elements).length, "an id is there twice");
+  (0, eval)(marked); // which the scripts change
   (0, eval)(scripts.join("\n")); // scripts of a browser share their constants
 }
 
@@ -217,7 +220,8 @@ write("far too long ".repeat(2000));
 await until(() => elements.log.children.at(-1).className === "error", "the error shows");
 await idle();
 assert.deepEqual(bodies[1].messages.map(({ role }) => role), ["user", "assistant", "user"]);
-assert.deepEqual(bodies[1].messages.slice(0, 2), saved().messages);
+assert.deepEqual(bodies[1].messages.slice(0, 2), saved().messages.map(({ facts, ...message }) => message));
+assert.match(saved().messages[1].facts, /\d tokens\/s .* · stopped$/);
 assert(saved().messages[1].content);
 assert(!("temperature" in bodies[1] || "top_p" in bodies[1] || "chat_template_kwargs" in bodies[1]));
 assert.match(elements.log.children.at(-1).textContent, /maximum context length/);
@@ -263,6 +267,13 @@ assert.equal(articles().length, 4);
 assert(!elements.editing.hidden);
 elements.cancel.click();
 
+// A reload shows how an answer ended.
+const told = articles()[1].children[3].children[0].textContent;
+assert.match(told, /cut off/);
+load();
+assert.equal(articles()[1].children[3].children[0].textContent, told);
+await until(() => elements.name.textContent === "· mine", "the model has a name");
+
 // A new chat keeps the old one, also the part of an answer that has come.
 write("again");
 await until(() => articles().length === 6 && texts()[5].length > 30, "the next answer begins");
@@ -280,6 +291,13 @@ assert.equal(articles().length, 6);
 assert(texts()[5].length > 30);
 assert.equal(elements.top_p.value, "0.5");
 assert.equal(elements.list.children[1].children[0].attributes["aria-current"], "true");
+for (const [wanted, found] of [["  HELLO <b> ", ["hello <b>you</b>"]], ["econd", ["<i>second</i>"]], ["less", ["hello <b>you</b>"]], ["no such", []]]) {
+  elements.find.value = wanted;
+  elements.find.dispatchEvent(new Event("input"));
+  assert.deepEqual(chats(), found);
+}
+elements.find.value = "";
+elements.find.dispatchEvent(new Event("input"));
 press(elements.list.children[1], "Rename");
 assert.deepEqual(chats(), ["<i>second</i>", "renamed"]);
 press(elements.list.children[1], "Delete"); // the open one
@@ -313,6 +331,22 @@ await cut();
 assert.equal(texts()[1], shown.textContent);
 const thought = { role: "assistant", content: markdown, reasoning_content: "Let me <see>" };
 assert.deepEqual(bodies.at(-1).messages.slice(0, 2), [{ role: "user", content: "think" }, thought]);
+
+// Formulas, in the forms that models write; what is none stays a text.
+for (const [content, part, number] of [
+  ["so $x_1^2$, \\(y\\) and\n\n\\[\n- z\n= 1\n\\]\n\n$$\n\\frac{a}{b}\n$$\nend", '<math display="block"', 2],
+  ["so $x_1^2$, \\(y\\) and $$z$$.", "<math", 3],
+  ["from $5 to $6, or $ 7 $; `$x$`\n\n```\n$$y$$\n```", "<math", 0],
+  ["$\\nonsense{$ and $$\\def\\a{\\a\\a}\\a$$", "<math", 0],
+  [`$${"x".repeat(3000)}$`, "<math", 0],
+  ["$" + "{".repeat(900) + "}".repeat(900) + "$", "<math", 1],
+  ["$x$ ".repeat(1200), "<math", 1200],
+]) {
+  answers.push(stream({ content }));
+  press(articles().at(-1), "Regenerate");
+  await idle();
+  assert.equal(texts().at(-1).split(part).length - 1, number, `${part} in ${texts().at(-1).slice(0, 500)}`);
+}
 
 // An answer that takes long to draw is drawn less often, and completely in the end.
 const pieces = Array.from({ length: 50 }, (_, number) => ({ content: `${number} ` }));
@@ -442,6 +476,17 @@ assert.deepEqual(texts().slice(0, 5), before.slice(0, 5));
 assert(texts()[5].startsWith(before[5].slice(0, 20)));
 assert.deepEqual(chats(), ["think", "<i>second</i>"]);
 assert.deepEqual([elements.system.value, elements.top_p.value], ["Be brief.", "0.5"]);
+await until(() => elements.model.children.length, "the models are known");
+
+// The theme is kept.
+assert.equal(document.documentElement.style.colorScheme, "");
+elements.theme.click();
+elements.theme.click();
+load();
+assert.equal(document.documentElement.style.colorScheme, "dark");
+assert.equal(elements.theme.textContent, "Theme: dark");
+elements.theme.click();
+assert.equal(document.documentElement.style.colorScheme, "");
 await until(() => elements.model.children.length, "the models are known");
 
 // A conversation that the browser cannot keep is an error that shows.

@@ -8,17 +8,29 @@ const MAX_MARKS = 500; // of emphasis in a paragraph
 const MAX_CELLS = 10_000; // of a table, and of all tables of an answer; a row has all columns, however short it is
 const MAX_READ = 2 * MAX_DEPTH; // times that a character is read: each quote reads again what is in it, some repeatedly
 
+const MAX_FORMULA = 2000; // characters
+const FORMULAS = [ // in TeX: how one is written, and whether it stands by itself
+  [/^\$\$([^$]+)\$\$/, true],
+  [/^\\\[([^]+?)\\\]/, true],
+  [/^\\\(([^]+?)\\\)/, false],
+  [/^\$(?!\s)((?:\\.|[^$\\`\n])+)(?<!\s)\$(?!\d)/, false], // there is none in "from $5 to $6"
+];
+
 // Three things keep a model's text from becoming more than text: HTML in it is shown as it is written, DOMPurify lets
 // through only these elements, and the page's Content-Security-Policy runs no other script and loads nothing.
+const NO_ADDRESSES = ("align start accent accentunder columnalign depth display displaystyle fence form height largeop " +
+  "linethickness lspace mathvariant maxsize minsize movablelimits notation rspace scriptlevel separator stretchy " +
+  "symmetric voffset width").split(" "); // attributes
 const PURE = {
   RETURN_DOM_FRAGMENT: true,
-  ALLOWED_TAGS: ("a blockquote br code del em h3 h4 h5 h6 hr li ol p pre strong " +
-    "table tbody td th thead tr ul").split(" "),
-  ALLOWED_ATTR: ["href", "title", "align", "start", "class"], // the class of a code block names its language
+  ALLOWED_TAGS: ("a blockquote br code del em h3 h4 h5 h6 hr li ol p pre strong table tbody td th thead tr ul " +
+    "math menclose mfrac mi mmultiscripts mn mo mover mpadded mphantom mprescripts mroot mrow ms mspace msqrt mstyle " +
+    "msub msubsup msup mtable mtd mtext mtr munder munderover").split(" "),
+  ALLOWED_ATTR: ["href", "title", "class", ...NO_ADDRESSES], // the class of a code block names its language
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
-  ADD_URI_SAFE_ATTR: ["align", "start"],
+  ADD_URI_SAFE_ATTR: NO_ADDRESSES,
 };
 
 /** marked's lexer with limits, so that no answer stops the page. What exceeds them is shown as text. */
@@ -75,10 +87,50 @@ function asText(source) {
   return lines.slice(1);
 }
 
+/** The formula that a text begins with, as a token, or undefined. */
+function formulaAt(source) {
+  for (const [pattern, display] of FORMULAS) {
+    const [raw, text] = pattern.exec(source.slice(0, MAX_FORMULA)) ?? [];
+    if (raw && !/\n\s*\n/.test(raw)) return { raw, text, display };
+  }
+}
+
+/** MathML of a formula, or its text if that is no TeX. */
+function renderFormula({ raw, text, display }) {
+  try {
+    const options = { displayMode: display, throwOnError: true, maxExpand: 100, maxSize: [20, 20] };
+    return temml.renderToString(text, options).replace(/ style="[^"]*"/g, ""); // which the page's policy forbids
+  } catch {
+    return this.parser.parseInline(asText(raw));
+  }
+}
+
+const formula = {
+  name: "formula",
+  level: "inline",
+  start: (source) => source.match(/\$|\\[[(]/)?.index,
+  tokenizer(source) {
+    const found = formulaAt(source);
+    return found && { type: "formula", ...found };
+  },
+  renderer: renderFormula,
+};
+const formulaBlock = { // its lines could look like a list or a heading
+  name: "formulaBlock",
+  level: "block",
+  start: (source) => source.match(/^(?:\$\$|\\\[)/m)?.index,
+  tokenizer(source) {
+    const found = formulaAt(source), end = found?.display && /^[ \t]*(?:\n|$)/.exec(source.slice(found.raw.length));
+    return end ? { type: "formulaBlock", ...found, raw: found.raw + end[0] } : undefined;
+  },
+  renderer: renderFormula,
+};
+
 let cells = 0; // of the tables that are shown of an answer
 
 marked.use({
   breaks: true,
+  extensions: [formula, formulaBlock],
   tokenizer: { // undefined: there is none; false: look as usual
     table(source) {
       const [rows] = source.split(/\n[ \t]*\n/, 1);

@@ -15,12 +15,13 @@ class Memory {
 const $ = (id) => document.getElementById(id);
 const local = storage("localStorage"), tab = storage("sessionStorage");
 const KEY = "fgserve-key", OPEN = "fgserve-open"; // in the storage of the tab: the API key, the id of the open chat
-const CHAT = "fgserve-chat-", LATEST = "fgserve-settings"; // in the browser's: one entry per chat, the last settings
+const CHAT = "fgserve-chat-", LATEST = "fgserve-settings"; // in the browser's: one entry per chat, the last settings,
+const THEME = "fgserve-theme", THEMES = ["auto", "light", "dark"]; // and the theme
 const SETTINGS = ["model", "system", "temperature", "top_p", "max_tokens", "thinking"]; // ids of their fields
 const LOADING_MS = 1000; // between two questions whether a model is loaded
 const SLOW_MS = 50; // drawing an answer for longer than this makes pauses, in which the page can be used
 
-let chat; // the open conversation: its id, title, time, settings, and messages as the server takes them
+let chat; // the open conversation: its id, title, time, settings and messages; an answer has the facts shown below it
 let editing = null; // index of the user's message that the next one replaces
 let running = null; // AbortController of the answer that is being read
 
@@ -126,7 +127,7 @@ function addMessage(index) {
   add(thinking, "div", "");
   add(article, "div", "text", mine ? message.content : "");
   const tools = add(article, "div", "tools");
-  add(tools, "p", "facts");
+  add(tools, "p", "facts", message.facts);
   addButton(tools, "Copy", (button) => copy(message.content, button));
   if (mine) addButton(tools, "Edit", () => edit(index));
   else addButton(tools, "Regenerate", () => answer(index - 1, chat.messages[index - 1].content), "small again");
@@ -201,12 +202,13 @@ async function answer(index, question) {
   const article = $("log").lastElementChild;
   article.classList.add("busy");
   $("status").textContent = "The model answers.";
-  const failure = await read(reply, article, [...system(), ...mine.messages.slice(0, -1)]);
+  const failure = await read(reply, article, asked(mine.messages.slice(0, -1)));
   const error = running.signal.aborted ? "" : failure?.message;
   running = null;
+  reply.facts = showEnd(article, failure && (error ? "failed" : "stopped"));
   if (failure && !reply.content && !reply.reasoning_content) mine.messages = before;
   keep(mine);
-  if (chat === mine) showEnd(article, failure && (error ? "failed" : "stopped"), error);
+  if (chat === mine) $("status").textContent = error ? "" : `The answer is complete: ${reply.facts}`;
   if (chat === mine && mine.messages === before) {
     draw(index);
     if (!$("prompt").value && before[index]?.content !== question) edit(before[index] ? index : null, question);
@@ -215,17 +217,17 @@ async function answer(index, question) {
   showState();
 }
 
-/** Show how an answer ended: `note` says so, unless the model ended it. */
-function showEnd(article, note, error) {
+/** Show how an answer ended: `note` says so, unless the model ended it. Return all facts about it. */
+function showEnd(article, note) {
   const [facts] = article.children[3].children;
   if (note) facts.append(`${facts.textContent && " · "}${note}`);
   article.classList.remove("busy");
-  $("status").textContent = error ? "" : `The answer is complete: ${facts.textContent}`;
+  return facts.textContent;
 }
 
-/** Read an answer into `reply` and show it. Return the error that ended it, if one did. */
-async function read(reply, article, asked) {
-  const thinking = article.children[1];
+/** Read the answer to these messages into `reply` and show it. Return the error that ended it, if one did. */
+async function read(reply, article, messages) {
+  const thinking = article.children[1], [facts] = article.children[3].children;
   let waiting = false, ended = false, pause = 0;
   const draw = () => {
     if (ended) return;
@@ -236,11 +238,12 @@ async function read(reply, article, asked) {
     pause = took > SLOW_MS ? 3 * took : 0;
   };
   try {
-    for await (const { content, reasoning_content: thought } of deltas(asked, article.children[3].children[0])) {
+    for await (const { content, reasoning_content: thought } of deltas(messages, facts)) {
       if (thought && !reply.reasoning_content) thinking.open = true;
       if (content && !reply.content) thinking.open = false;
       if (thought) reply.reasoning_content = (reply.reasoning_content ?? "") + thought;
       reply.content += content ?? "";
+      reply.facts = facts.textContent;
       if (waiting) continue;
       waiting = true;
       if (pause) setTimeout(() => requestAnimationFrame(draw), pause);
@@ -255,9 +258,9 @@ async function read(reply, article, asked) {
 }
 
 /** The deltas of an answer. facts: where its tokens, their speed and its end are shown. */
-async function* deltas(asked, facts) {
+async function* deltas(messages, facts) {
   const streamed = { stream: true, stream_options: { continuous_usage_stats: true } };
-  const body = JSON.stringify({ ...parameters(), messages: asked, ...streamed });
+  const body = JSON.stringify({ ...parameters(), messages, ...streamed });
   const options = { method: "POST", body, signal: running.signal };
   const start = performance.now();
   let first = null; // the tokens of the first chunk that has some, and its time
@@ -286,6 +289,11 @@ function parameters() {
 function system() {
   const content = $("system").value.trim();
   return content ? [{ role: "system", content }] : [];
+}
+
+/** The system prompt and these messages, as the server takes them. */
+function asked(messages) {
+  return [...system(), ...messages.map(({ facts, ...message }) => message)];
 }
 
 function stop() {
@@ -339,7 +347,7 @@ function kept(name) {
   const { title, changed, settings, messages } = stored(name) ?? {};
   const isText = (value) => typeof value === "string";
   const isTurn = (message, index) => message?.role === ["user", "assistant"][index % 2] && isText(message.content) &&
-    isText(message.reasoning_content ?? "");
+    isText(message.reasoning_content ?? "") && isText(message.facts ?? "");
   if (!isText(title) || !Array.isArray(messages) || !messages.every(isTurn)) return null;
   return { id: name.slice(CHAT.length), title, changed: Number(changed) || 0, settings: settingsIn(settings), messages };
 }
@@ -371,7 +379,10 @@ function chooseModel(wanted) {
 
 function listChats() {
   const names = Object.keys(local).filter((name) => name.startsWith(CHAT));
-  const chats = names.map(kept).filter(Boolean).sort((one, other) => other.changed - one.changed);
+  const wanted = $("find").value.trim().toLowerCase();
+  const has = ({ title, messages }) => [title, ...messages.map(({ content }) => content)]
+    .some((text) => text.toLowerCase().includes(wanted));
+  const chats = names.map(kept).filter((one) => one && has(one)).sort((one, other) => other.changed - one.changed);
   $("list").replaceChildren();
   for (const { id, title } of chats) {
     const item = add($("list"), "li", id === chat.id ? "open" : "");
@@ -411,7 +422,7 @@ function save(type, extension, text) {
 
 function asMarkdown() {
   const names = { system: "System", user: "You", assistant: "Model" };
-  const parts = [...system(), ...chat.messages].map(({ role, content, reasoning_content: thoughts }) => {
+  const parts = asked(chat.messages).map(({ role, content, reasoning_content: thoughts }) => {
     const folded = thoughts ? `<details><summary>Thinking</summary>\n\n${thoughts}\n\n</details>\n\n` : "";
     return `## ${names[role]}\n\n${folded}${content}\n`;
   });
@@ -420,6 +431,16 @@ function asMarkdown() {
 
 
 // ----------------------------------------------------------------------------------------------- the start
+
+/** Use this theme: the system's, or a light or a dark one. */
+function showTheme(theme) {
+  document.documentElement.style.colorScheme = theme === "auto" ? "" : theme;
+  $("theme").textContent = `Theme: ${theme}`;
+}
+
+function theme() {
+  return THEMES.find((theme) => theme === local.getItem(THEME)) ?? THEMES[0];
+}
 
 /** Fill in the names of the models as they are loaded, until all are. */
 async function findModels() {
@@ -473,12 +494,18 @@ $("stop").addEventListener("click", () => (stop(), $("prompt").focus()));
 $("cancel").addEventListener("click", () => edit(null, ""));
 $("new").addEventListener("click", () => open(null));
 $("save-json").addEventListener("click", () => {
-  const body = { ...parameters(), messages: [...system(), ...chat.messages] };
+  const body = { ...parameters(), messages: asked(chat.messages) };
   save("application/json", "json", JSON.stringify(body, null, 2));
 });
 $("save-markdown").addEventListener("click", () => save("text/markdown", "md", asMarkdown()));
+$("find").addEventListener("input", listChats);
+$("theme").addEventListener("click", () => {
+  local.setItem(THEME, THEMES[(THEMES.indexOf(theme()) + 1) % THEMES.length]);
+  showTheme(theme());
+});
 $("ask-key").addEventListener("cancel", (event) => event.preventDefault()); // nothing works without the key
 addEventListener("storage", listChats); // another tab has changed it
 addEventListener("pagehide", () => running && keep());
+showTheme(theme());
 open(kept(CHAT + tab.getItem(OPEN)));
 findModels();

@@ -1,4 +1,4 @@
-"""The pages of fgserve: a chat (page.html, page.css, page.js, markdown.js, vendor/), and Swagger UI."""
+"""The pages of fgserve: a chat (page.html, with its scripts and vendor/), and all routes (docs.html)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,6 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 FOLDER = Path(__file__).parent
-SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5.35.0/"
-
-DOCS = f"""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<title>fgserve</title>
-<link rel="stylesheet" href="{SWAGGER}swagger-ui.css" crossorigin="anonymous"
-  integrity="sha384-WlYgdmXYOOBWL5apwjDEZwN+U3HmXSSu5R6V5aGxEcf7z+KuRNwBhoxKVN1i3D5I">
-<div id="docs">Swagger UI did not come from cdn.jsdelivr.net; read <a href="openapi.json">openapi.json</a>.</div>
-<script src="{SWAGGER}swagger-ui-bundle.js" crossorigin="anonymous"
-  integrity="sha384-gjRm0bEPMeTmMh5jT2cHccIwCUZSTd8YC+j0d0sXw0MdGEfScduGpSyF3ZSSLkX9"></script>
-<script>SwaggerUIBundle({{url: "openapi.json", dom_id: "#docs"}})</script>
-</html>
-"""
 
 
 def _with_files(name: str) -> str:
@@ -44,9 +30,10 @@ def _hashes_of(tag: str, text: str) -> str:
     return " ".join(f"'sha256-{b64encode(hashlib.sha256(content.encode()).digest()).decode()}'" for content in contents)
 
 
-def _page(text: str, policy: dict[str, str]) -> Callable[[Request], HTMLResponse]:
-    """Return the handler of a page that connects only to this server. policy: further directives of its
-    Content-Security-Policy."""
+def _page(name: str, policy: dict[str, str]) -> Callable[[Request], HTMLResponse]:
+    """Return the handler of a page, whose browser applies only its own scripts and style, and connects only to this
+    server. policy: further directives of its Content-Security-Policy."""
+    text = _with_files(name)
     policy = {
         "default-src": "'none'",
         "connect-src": "'self'",
@@ -54,6 +41,9 @@ def _page(text: str, policy: dict[str, str]) -> Callable[[Request], HTMLResponse
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
+        "script-src": _hashes_of("script", text),
+        "style-src": _hashes_of("style", text),
+        "require-trusted-types-for": "'script'",
         **policy,
     }
     headers = {
@@ -65,19 +55,5 @@ def _page(text: str, policy: dict[str, str]) -> Callable[[Request], HTMLResponse
     return lambda request: HTMLResponse(text, headers=headers)
 
 
-PAGE = _with_files("page.html")
-# The browser applies only the chat page's own scripts and style, and only DOMPurify can make HTML of a text.
-chat_page = _page(
-    PAGE,
-    {
-        "script-src": _hashes_of("script", PAGE),
-        "style-src": _hashes_of("style", PAGE),
-        "require-trusted-types-for": "'script'",
-        "trusted-types": "dompurify",
-    },
-)
-# The page of all routes and fields uses the script and style of one release of Swagger UI.
-docs_page = _page(
-    DOCS,
-    {"script-src": f"{SWAGGER} {_hashes_of('script', DOCS)}", "style-src": f"{SWAGGER} 'unsafe-inline'"},
-)
+chat_page = _page("page.html", {"trusted-types": "dompurify"})  # only DOMPurify can make HTML of a text
+docs_page = _page("docs.html", {"trusted-types": "'none'"})
