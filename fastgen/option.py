@@ -155,6 +155,7 @@ _OF_IDS = ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_i
 ITEMS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(_OF_IDS, (Integral, "token ids (integers)")),
     **dict.fromkeys(("stop", "choice", "bad_words"), (str, "strings")),
+    "repetition_detection": (Integral, "sizes"),
 }
 """Sampling parameters that hold several items: the type of the items, and their name in errors."""
 
@@ -163,6 +164,8 @@ _BIAS = Option("a number in logit_bias", float, 0.0)
 
 def check_items(name: str, values: Any, vocab_size: int) -> None:
     """Raise TypeError or ValueError unless `values` are a list (or set, or the like) of the ITEMS of a parameter."""
+    if name == "repetition_detection":
+        return _check_repetition(values)
     kind, words = ITEMS[name]
     if name == "stop" and isinstance(values, str):
         values = (values,)
@@ -186,3 +189,17 @@ def check_items(name: str, values: Any, vocab_size: int) -> None:
         raise ValueError("a stop string is empty and would end every output at once; remove it")
     if name == "bad_words" and not all(map(str.strip, values)):
         raise ValueError("a text in bad_words is blank; remove it")
+
+
+def _check_repetition(values: Any) -> None:
+    """Raise TypeError or ValueError unless these are the values of repetition_detection."""
+    sizes = dict.fromkeys(("max_pattern_size", "min_pattern_size", "min_count"), 0)
+    if not isinstance(values, Mapping) or not values.keys() <= sizes.keys():
+        raise TypeError(f"repetition_detection must be a dict of {', '.join(sizes)}, not {values!r}")
+    for name, value in values.items():
+        Option(f"repetition_detection's {name}", int, 0, low=0).check(value)
+    least, most, count = (values.get(name, 0) for name in ("min_pattern_size", "max_pattern_size", "min_count"))
+    if least > most:
+        raise ValueError(f"repetition_detection's min_pattern_size is {least}, above its max_pattern_size, {most}")
+    if most and count < 2:
+        raise ValueError(f"repetition_detection's min_count is {count}; it must be at least 2")

@@ -21,6 +21,8 @@ from fastgen.option import ITEMS, Options, check_items, option, options_of
 if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
     import numpy as np
 
+    from fastgen.limits import RepetitionDetector, ThinkingBudget
+
 Payload = TypeVar("Payload")
 
 Message = Mapping[str, Any]
@@ -30,6 +32,7 @@ Prompt = str | SequenceOf[int] | SequenceOf[Message] | Mapping[str, Any]
 """Text, token ids, chat messages, or a dict with one of them; see `Generator.generate`."""
 
 MAX_LOGPROBS = 128
+REPETITION = "repetition"  # the stop_reason of an output that repetition_detection has ended
 STRUCTURES = ("mask", "json_schema", "regex", "choice", "grammar")
 
 MAX_BIASES = 4096
@@ -86,6 +89,10 @@ class SamplingParams(Options):
         strings, or a text of this grammar (Lark, as llguidance reads it); max_tokens may cut it off. If the model
         reasons, this holds after the reasoning (`reasoning_parser="off"`: from the first token). They need the package
         llguidance.
+    thinking_token_budget: number of reasoning tokens after which the closing mark is drawn, first only if it is among
+        the 5 most likely tokens, and a quarter of the budget later, at most 64 tokens, in any case; -1: no budget.
+    repetition_detection: {"max_pattern_size": a, "min_count": c, "min_pattern_size": b (1 if left out)} ends the output
+        when its last tokens are c times a pattern of b to a tokens; the stop_reason is "repetition".
     return_sampling_mask: also return the token ids that truncation kept.
     speculate: False: no tokens are drafted for this request; they change nothing but its speed.
     """
@@ -117,12 +124,16 @@ class SamplingParams(Options):
     grammar: str | None = None
     allowed_token_ids: SequenceOf[int] | None = None
     bad_words: SequenceOf[str] = ()
+    thinking_token_budget: int | None = option(None, "reasoning tokens after which the answer begins", low=0)
+    repetition_detection: Mapping[str, int] | None = None
     return_sampling_mask: bool = False
     speculate: bool = True
 
     def __post_init__(self) -> None:
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if self.thinking_token_budget == -1:
+            object.__setattr__(self, "thinking_token_budget", None)
         if isinstance(biases := self.logit_bias, Mapping) and any(isinstance(id, str) for id in biases):
             ids = {int(id) if isinstance(id, str) and id.isdecimal() else id: bias for id, bias in biases.items()}
             object.__setattr__(self, "logit_bias", ids)
@@ -309,6 +320,8 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     score: PromptScore | None = None
     mask: TokenMask | None = None
+    thinking: ThinkingBudget | None = None
+    repetition: RepetitionDetector | None = None
 
     status: Status = Status.WAITING
     lane: int = -1
@@ -358,7 +371,8 @@ class Sequence:
     @property
     def ends_at_length(self) -> bool:
         """True if only max_len can end it."""
-        return not self.stop_ids and not self.params.stop and self.mask is None
+        endless = not self.stop_ids and not self.params.stop and self.mask is None
+        return endless and self.repetition is None
 
     @property
     def cacheable_len(self) -> int:

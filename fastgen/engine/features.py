@@ -35,10 +35,17 @@ BY_OPTION = {
 }
 """The Feature that a field of EngineConfig asks for, unless it is 0 or None."""
 
-BY_REQUEST = {"score": "fastgen.engine.prompt_scores:PromptScores", "mask": "fastgen.engine.masks:Masks"}
+BY_REQUEST = {
+    "score": "fastgen.engine.prompt_scores:PromptScores",
+    "mask": "fastgen.engine.masks:Masks",
+    "thinking": "fastgen.engine.thinking:ThinkingBudgets",
+}
 """The PlanFeature that a field of a Sequence asks for, unless it is None."""
 
-BY_PAYLOAD = {"fastgen.engine.prompt_scores:ScorePlan": "fastgen.engine.prompt_scorer:PromptScorer"}
+BY_PAYLOAD = {
+    "fastgen.engine.prompt_scores:ScorePlan": "fastgen.engine.prompt_scorer:PromptScorer",
+    "fastgen.engine.thinking:ClosingPlan": "fastgen.engine.thinking_closer:ThinkingCloser",
+}
 """The StepFeature that the first payload of a type asks for, if no Feature has made one. It is made of the model."""
 
 EMPTY_HISTORY = "fastgen.speculation.planning:OutputHistory"

@@ -29,8 +29,9 @@ from fastgen.request import (
 )
 from fastgen.text.tokenizer import Tokenizer, check_needs, encode_prompt
 
-if TYPE_CHECKING:  # see InputProcessor._masks
+if TYPE_CHECKING:  # these are imported for the first request that needs them
     from fastgen.engine.masks import MaskMaker
+    from fastgen.limits import RepetitionDetector, ThinkingBudget
 
 
 class InputProcessor:
@@ -83,6 +84,10 @@ class InputProcessor:
             raise ValueError("this model has no tokenizer files, so stop strings cannot be found; use stop_token_ids")
         if params.bad_words and self.tokenizer is None:
             raise ValueError("this model has no tokenizer files, so bad_words cannot be found; use a mask")
+        if params.thinking_token_budget is not None and self.tokenizer is None:
+            raise ValueError(
+                "this model has no tokenizer files, so the reasoning of thinking_token_budget cannot be found"
+            )
         edited = len(params.logit_bias or ()) + (len(self._stop_ids(params)) if params.min_tokens else 0)
         if edited > MAX_BIASES:
             raise ValueError(
@@ -122,7 +127,7 @@ class InputProcessor:
             check_start(score[0], ids)
         if resume is not None:
             check_resumed(resume, params, self.model.vocab_size)
-        seed = self._seed_of(params, resume)
+        seed, thinking = self._seed_of(params, resume), self._thinking(params, ids)
         most = self.context if params.max_tokens is None else len(ids) + params.max_tokens
         sequences = [
             Sequence(
@@ -135,6 +140,8 @@ class InputProcessor:
                 seed=seed,
                 stop_ids=stop_ids,
                 mask=None if mask is None else self._masks.copy(mask),
+                thinking=thinking,
+                repetition=self._repetition(params),
             )
             for index in (range(params.n) if resume is None else (resume.index,))
         ]
@@ -148,6 +155,22 @@ class InputProcessor:
         if resume is not None:
             self._resume(samples[0], resume)
         return ActiveRequest(id, ids, samples, queue, added=time.perf_counter(), prompt=text)
+
+    def _thinking(self, params: SamplingParams, ids: list[int]) -> ThinkingBudget | None:
+        """Return the limit of the reasoning after a prompt; None if there is none, or the model does not reason."""
+        if params.thinking_token_budget is None or self.tokenizer is None:
+            return None
+        from fastgen.text.reasoning import thinking_budget
+
+        return thinking_budget(params.thinking_token_budget, self.tokenizer, ids)
+
+    def _repetition(self, params: SamplingParams) -> RepetitionDetector | None:
+        """Return a detector for one sample, or None if the parameters ask for none."""
+        if not params.repetition_detection or not params.repetition_detection.get("max_pattern_size"):
+            return None
+        from fastgen.limits import RepetitionDetector
+
+        return RepetitionDetector(params.repetition_detection)
 
     def _seed_of(self, params: SamplingParams, resume: Completion | None) -> int:
         if params.seed is not None:

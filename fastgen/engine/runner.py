@@ -274,8 +274,10 @@ class Runner:
         if step.logits is not None:
             mask = None if masks is None else upload(masks, self.device)
             if mask is not None and len(mask) < len(step.lanes):  # lanes have several rows
-                of_row = step.lanes[:, None] == self.lanes.input.lanes[: len(mask)]
-                mask = mask[of_row.int().argmax(1)]  # rows of padding get any mask
+                # Rows of padding get any mask.
+                mask = mask[(step.lanes[:, None] == self.lanes.input.lanes[: len(mask)]).int().argmax(1)]
+            for payload in step.batch.features:
+                mask = self.features[type(payload)].restrict(step, payload, mask, self.lanes.state.last_token)
             plan = self.lanes.plan_of(step.sampling)
             drawn = self.draw(step.logits, self.lanes.state, step.lanes, step.positions, plan, mask, to_host=True)
             tokens = drawn.packed[0]

@@ -37,7 +37,7 @@ from fastgen.engine.interface import EarlierOutputs, PlanFeature
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.pages import NOT_INDEXED
 from fastgen.engine.stats import Stats
-from fastgen.request import Batch, Prefill, Sequence, Status, StepResult
+from fastgen.request import REPETITION, Batch, Prefill, Sequence, Status, StepResult
 
 MAX_PREFILLS = 8  # maximum number of sequences in the middle of their prefill
 RETRY_STEPS = 8  # from a rejected admission until the next attempt, if no sequence leaves meanwhile
@@ -329,7 +329,8 @@ class Scheduler:
                 changed.append(sequence)
                 continue
             sequence.token_ids.append(token)  # right after the mask, which cannot go back; `rewind` drops other values
-            if token in sequence.stop_ids or len(sequence.token_ids) == sequence.max_len:
+            may_end = token in sequence.stop_ids or len(sequence.token_ids) == sequence.max_len
+            if may_end or sequence.repetition is not None:
                 self._end_at(sequence, token)
                 if sequence.every_token or sequence.status is not alive:
                     changed.append(sequence)
@@ -365,6 +366,11 @@ class Scheduler:
             self.finish(sequence, "stop", token)
         elif len(sequence.token_ids) >= sequence.max_len:
             self.finish(sequence, "length")
+        elif sequence.repetition is not None:
+            repeats = sequence.repetition.repeats(sequence.token_ids, sequence.prompt_len)
+            if repeats and sequence.output_len >= sequence.params.min_tokens:
+                self.stats.repeated += 1
+                self.finish(sequence, "stop", REPETITION)
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence with the tokens it has. It leaves its lane now, or when its token in flight is read."""

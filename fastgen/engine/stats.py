@@ -29,6 +29,7 @@ class Stats:
     drafted, accepted: numbers of drafted tokens that steps verified, and that equalled the draws.
     head_drafted, head_accepted: the same for drafts of a head; the other drafts came from texts.
     saved_steps: decode steps avoided by speculation.
+    repeated: number of samples that `repetition_detection` ended.
     """
 
     requests: int = 0
@@ -52,6 +53,7 @@ class Stats:
     head_drafted: int = 0
     head_accepted: int = 0
     saved_steps: float = 0.0
+    repeated: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -82,6 +84,7 @@ class Stats:
             f"cached {100 * self.cached_share:.1f} %, pages {self.pages_used}/{self.pages}, "
             f"preemptions {self.preemptions}"
             + (f", drafts right {self.accepted}/{self.drafted}" if self.drafted else "")
+            + (f", repetitions {self.repeated}" if self.repeated else "")
         )
 
     def since(self, before: Stats) -> Stats:

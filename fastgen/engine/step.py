@@ -219,9 +219,9 @@ Payload = TypeVar("Payload")
 class StepFeature(Generic[Payload]):
     """The hooks of a feature in the runner, called in each step whose Batch has a payload for it; see PlanFeature.
 
-    The hooks of a step's features run in the order of the payloads. `launch` calls `before`, then `after`, then `drawn`
-    unless the step is masked, in which case `sample` calls it. These run on all ranks. `collect` is called one step
-    later, on rank 0.
+    The hooks of a step's features run in the order of the payloads. `launch` calls `before`, then `after`, `restrict`
+    and `drawn`; in a masked step, `sample` calls the last two. They run on all ranks, except for `restrict`, which runs
+    on rank 0. `collect` is called one step later, also there.
 
     On a GPU, warm_up calls the other hooks before the first request, so that all kernels are compiled, the memory of
     the largest step is measured, and steps of decodes that the feature makes are captured.
@@ -236,6 +236,12 @@ class StepFeature(Generic[Payload]):
     def after(self, step: Launched, payload: Payload, x: Tensor) -> None:
         """Act when the layers of a step with prefills have been launched, if `before` has set `step.all_rows`. x: the
         residual stream after the last layer, [T, hidden size], perhaps with padding."""
+
+    def restrict(self, step: Launched, payload: Payload, bits: Tensor | None, last_tokens: Tensor) -> Tensor | None:
+        """Return the tokens that may be drawn, which may depend on `step.logits`. bits: int32 [R, ceil(V / 32)], the
+        mask so far (see `model.sampler.draw`), which may be changed. last_tokens: int64 [S], the last token of each
+        lane, undefined for lanes that have not decoded yet."""
+        return bits
 
     def drawn(self, step: Launched, payload: Payload, tokens: Tensor) -> None:
         """Act when the draws, int32 [R], have been launched; not called if no lane draws."""

@@ -298,5 +298,5 @@ class Speculator(PlanFeature):
 
 def speculates(sequence: Sequence) -> bool:
     """Return whether a sequence may draft: its draws must depend on nothing but position and tokens."""
-    plain = sequence.mask is None and not sequence.params.penalized
+    plain = sequence.mask is None and sequence.thinking is None and not sequence.params.penalized
     return plain and sequence.params.speculate and sequence.length <= LONGEST

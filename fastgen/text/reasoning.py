@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 from itertools import count, groupby
 from typing import Any, Literal
 
+from fastgen.limits import ReasoningState, ThinkingBudget
 from fastgen.text.detokenizer import Detokenizer, overlap
 from fastgen.text.grammar import quoted
 from fastgen.text.syntax_names import REASONING_PARSERS
@@ -176,30 +177,30 @@ class AnswerParser:
 class ReasoningCounter:
     """A count of the reasoning tokens of one answer, without the marks where these are tokens, as vLLM counts.
 
-    count: number of reasoning tokens so far. starts_open: see `starts_open`.
+    count: number of reasoning tokens so far. state: where the answer is. starts_open: see `starts_open`.
     """
 
     def __init__(self, tokenizer: Tokenizer, starts_open: bool) -> None:
         self.count = 0
         self._tokenizer, self._syntax = tokenizer, find_reasoning(tokenizer)
         self._opens, self._closes = (None, None) if self._syntax is None else _mark_ids(self._syntax, tokenizer)
-        self._state = "over" if self._syntax is None else "inside" if starts_open else "before"
+        self.state: ReasoningState = "over" if self._syntax is None else "inside" if starts_open else "before"
         self._detokenizer = Detokenizer(tokenizer, ())
         self._text = ""  # the end of the text, where the marks are not tokens
 
     def push(self, ids: Iterable[int]) -> None:
         """Add the next tokens of the answer."""
         for id in ids:
-            if self._state == "over":
+            if self.state == "over":
                 return
             if self._closes is None or self._opens is None:
                 self._push_text(id)
             elif id == self._opens:
-                self._state = "inside"
-            elif self._state == "before":
-                self._state = "over" if self._tokenizer.decode([id]).strip(BLANK) else "before"
+                self.state = "inside"
+            elif self.state == "before":
+                self.state = "over" if self._tokenizer.decode([id]).strip(BLANK) else "before"
             elif id == self._closes:
-                self._state = "over"
+                self.state = "over"
             else:
                 self.count += 1
 
@@ -208,16 +209,32 @@ class ReasoningCounter:
         assert self._syntax is not None
         opens, closes = self._syntax.opens, self._syntax.closes
         self._text += self._detokenizer.push([id])
-        if self._state == "before":
+        if self.state == "before":
             self._text = self._text.lstrip(BLANK)
             if self._text.startswith(opens):
-                self._state, self._text = "inside", self._text[len(opens) :]
+                self.state, self._text = "inside", self._text[len(opens) :]
             elif not opens.startswith(self._text):
-                self._state = "over"
+                self.state = "over"
         elif closes in self._text:
-            self._state = "over"
+            self.state = "over"
         else:
             self.count, self._text = self.count + 1, self._text[-len(closes) :]
+
+    @property
+    def closing(self) -> bool:
+        """True if the text, where marks are not tokens, ends with the beginning of a closing mark."""
+        return self._syntax is not None and bool(overlap(self._text, self._syntax.closes))
+
+
+def thinking_budget(tokens: int, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> ThinkingBudget | None:
+    """Return the budget of the reasoning in an answer to a prompt; None if answers have no reasoning."""
+    if (syntax := find_reasoning(tokenizer)) is None:
+        return None
+    reader = partial(ReasoningCounter, tokenizer, starts_open(tokenizer, prompt_ids))
+    opens, closes = _mark_ids(syntax, tokenizer)
+    if opens is not None and closes is not None:
+        return ThinkingBudget(tokens, opens, (closes,), reader)
+    return ThinkingBudget(tokens, None, tuple(tokenizer.encode(syntax.closes, special=False)), reader)
 
 
 # ------------------------------------------------------------------------------------------------- grammars

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "```mermaid\n", "```\n"
-SMALL = {"option", "names", "display", "disk"}  # modules that any other may import
+SMALL = {"option", "limits", "names", "display", "disk"}  # modules that any other may import
 
 
 def room(path: Path) -> str:

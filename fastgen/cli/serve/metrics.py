@@ -40,6 +40,7 @@ COUNTERS = {
     "head_drafted": "tokens drafted by a head that were verified",
     "head_accepted": "tokens drafted by a head that were accepted",
     "saved_steps": "decode steps avoided by speculation",
+    "repeated": "samples that repetition_detection ended",
 }
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 LATENCIES = (*SECONDS[4:], 120.0, 300.0, 600.0, 1800.0)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from typing_extensions import TypedDict
 
-from fastgen.cli.serve.sampling_fields import INT32, STRUCTURE_ALIASES, SamplingFields, TokenId
+from fastgen.cli.serve.sampling_fields import INT32, STRUCTURE_ALIASES, SamplingFields, Size, TokenId
 from fastgen.cli.serve.validation import Items, MessagePart, Some, Strict, wrong
 from fastgen.request import MAX_LOGPROBS, SamplingParams
 
@@ -291,6 +291,8 @@ class GenerationFields(SamplingFields):
             given["repetition_penalty"] = self.repeat_penalty
         if self.stop == "":
             given["stop"] = None
+        if self.budget is not None:
+            given["thinking_token_budget"] = self.budget
         return replace(defaults, **given | others)
 
 
@@ -305,17 +307,19 @@ COPIED = _SHARED - {"top_p", *STRUCTURE_ALIASES}
 
 
 class Reasoning(Strict):
-    """The reasoning that is asked for, in OpenRouter's form and that of /responses."""
+    """The reasoning that is asked for, in OpenRouter's form and that of /responses. max_tokens: its budget."""
 
     effort: str | None = None
     enabled: bool | None = None
     exclude: bool | None = None
+    max_tokens: Size | None = None
 
 
 class Thinking(Strict):
-    """The switch of thinking in the form of Anthropic and DeepSeek. The number of reasoning tokens is not limited."""
+    """The switch of thinking in the form of Anthropic and DeepSeek."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Size | None = None
 
 
 class ChatRequest(GenerationFields):
@@ -381,6 +385,14 @@ class ChatRequest(GenerationFields):
         effort = asked.effort or self.reasoning_effort
         implied = None if effort in (None, "minimal") else effort != "none"
         return next((on for on in (self.enable_thinking, asked.enabled, stated, implied) if on is not None), None)
+
+    @property
+    def budget(self) -> int | None:
+        """See SamplingFields."""
+        budgets = [super().budget]
+        budgets += [] if self.thinking is None else [self.thinking.budget_tokens]
+        budgets += [] if self.reasoning is None else [self.reasoning.max_tokens]
+        return next((budget for budget in budgets if budget is not None), None)
 
     @property
     def _has_raw(self) -> bool:

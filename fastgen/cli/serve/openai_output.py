@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from fastgen.async_engine.client import joined
 from fastgen.cli.serve.openai_input import ChatRequest, CompletionRequest
 from fastgen.cli.serve.validation import ApiError
-from fastgen.request import Event
+from fastgen.request import REPETITION, Event
 from fastgen.text.reasoning import AnswerParser, ReasoningCounter
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tool_calls import joined_message
@@ -211,8 +211,8 @@ class ChatReply(_BaseReply[ChatRequest]):
             yield self._chunk(end)
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
-        reason = event.finish_reason
-        deltas = self._parsers[event.index].push(event.text, last=reason is not None, cut=reason == "length")
+        cut = event.finish_reason == "length" or event.stop_reason == REPETITION
+        deltas = self._parsers[event.index].push(event.text, last=event.finish_reason is not None, cut=cut)
         if any("tool_calls" in delta for delta in deltas):
             self._called.add(event.index)
         shown = self.request.shows_reasoning

@@ -164,6 +164,10 @@ EngineCall = Callable[[AsyncGenerator, Any, QueryParams], Awaitable[Any]]
 """A function that answers a checked request and its query by calls of its model's engine."""
 
 
+DICTS: dict[str, Any] = {"logit_bias": dict[str, float], "repetition_detection": dict[str, int]}
+"""The types of sampling parameters with several items that are not lists."""
+
+
 def sampling_fields(names: Iterable[str]) -> dict[str, Any]:
     """Return fields for pydantic.create_model: sampling parameters with their types. The engine checks their bounds."""
     fields = {}
@@ -171,7 +175,7 @@ def sampling_fields(names: Iterable[str]) -> dict[str, Any]:
         kind = SAMPLING_OPTIONS[name].kind
         if name in ITEMS:
             items, _ = ITEMS[name]
-            kind = dict[str, float] if name == "logit_bias" else Items[str] if items is str else Items[int]
+            kind = DICTS.get(name, Items[str] if items is str else Items[int])
             kind = str | kind if name == "stop" else kind
         fields[name] = kind | None, None
     return fields

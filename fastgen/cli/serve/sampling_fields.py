@@ -51,6 +51,8 @@ TokenId = Annotated[int, Field(ge=0, le=INT32)]
 _Biased = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 _Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
 _Word = Annotated[str, Field(pattern=r"\S", max_length=MAX_WORD)]
+_RepetitionLimit = Literal["max_pattern_size", "min_pattern_size", "min_count"]
+Size = Annotated[int, Field(ge=0, le=INT32)]
 _Stop = Annotated[str, Field(min_length=1)]  # an empty one would end every answer at once
 
 
@@ -72,6 +74,9 @@ class SamplingFields(Body):
     allowed_token_ids: Some[TokenId] | None = None
     bad_words: Annotated[list[_Word], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=INT32)
+    thinking_token_budget: int | None = Field(None, ge=-1, le=INT32)
+    thinking_budget: int | None = Field(None, ge=-1, le=INT32, description="the same as thinking_token_budget")
+    repetition_detection: dict[_RepetitionLimit, Size] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -101,6 +106,11 @@ class SamplingFields(Body):
         if len(names := list(self.structures)) > 1:
             raise wrong(names[1], f"is given together with {names[0]}; give one of them")
         return self
+
+    @property
+    def budget(self) -> int | None:
+        """The number of reasoning tokens after which an answer goes on; -1: no limit. None if the request has none."""
+        return self.thinking_budget if self.thinking_token_budget is None else self.thinking_token_budget
 
     @property
     def structures(self) -> dict[str, StructuredOutputs]:

@@ -1,0 +1,166 @@
+"""Thinking budgets: which steps close the reasoning of which sequences. No torch here.
+
+When a budget is used up, the closing mark is drawn as soon as it is among the LIKELY most likely tokens of the
+untouched logits; this is mostly at the end of a sentence. After a quarter of the budget more, at most LATEST tokens, it
+is drawn in any case. A mark of several tokens is drawn when the budget is used up, unless the text may just have begun
+one.
+
+So a draw depends only on the tokens before it and on its logits. When the host plans a step, it may not have read the
+last of these tokens. Then a `Closing` names the token that this one must be, or must not be, and the device decides
+(`ThinkingCloser`). Nothing waits for the host, and nothing happens before the budget is used up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastgen.engine.admission import LaneTable
+from fastgen.engine.interface import PlanFeature
+from fastgen.limits import ThinkingBudget
+from fastgen.request import Batch, Prefill, Sequence
+
+LIKELY = 5
+LATEST = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """A lane that draws `token`: in any case if `always` is set, else if it is among the LIKELY most likely ones.
+
+    last: the token that the lane's last token must be or, with `unless` set, must not be; -1 for no token.
+    """
+
+    lane: int
+    token: int
+    always: bool
+    last: int = -1
+    unless: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ClosingPlan:
+    """The payload of a Batch: the lanes whose reasoning a step may close."""
+
+    closings: tuple[Closing, ...]
+
+
+class _Watch:
+    """The reasoning of a sequence whose closing mark is one token. A place counts the tokens of the output from 0.
+
+    due: the first place for which `closing` must be called; None: none, the reasoning is over.
+    """
+
+    def __init__(self, sequence: Sequence, budget: ThinkingBudget) -> None:
+        self._sequence, self._budget, self._reader = sequence, budget, budget.reader()
+        self._read = 0  # number of tokens of the output that have been looked at
+        self._begin: int | None = None  # the place of the first token of the reasoning
+        self._close = budget.closes[0]
+        self.due: int | None = 0
+
+    def closing(self, place: int) -> Closing | None:
+        """Return what happens in the step that draws the token at a place, or None, and set `due`."""
+        sequence, budget = self._sequence, self._budget.tokens
+        unread = place > sequence.output_len
+        self._read_to(sequence.output_len)
+        if self._begin is None:
+            self.due = None if self._reader.state == "over" else place + max(budget, 1)
+            if self.due is None or budget or not unread:
+                return None
+            assert self._budget.opens is not None
+            return Closing(sequence.lane, self._close, True, last=self._budget.opens, unless=False)
+        if self.due is None:
+            return None
+        late = place - self._begin - budget
+        if self._close in sequence.stop_ids:  # before that, it cannot be drawn
+            late = min(late, place - sequence.params.min_tokens)
+        self.due = place + max(-late, 1)
+        if late < 0:
+            return None
+        always = late >= min(budget // 4, LATEST)
+        return Closing(sequence.lane, self._close, always, last=self._close if unread else -1)
+
+    def _read_to(self, end: int) -> None:
+        """Look at the tokens before a place for marks."""
+        ids, start = self._sequence.token_ids, self._sequence.prompt_len
+        while self._begin is None and self._reader.state != "over":
+            if self._reader.state == "inside":
+                self._begin = self._read
+            elif self._read == end:
+                return
+            else:
+                self._reader.push((ids[start + self._read],))
+                self._read += 1
+        if self._close in ids[start + self._read : start + end]:
+            self.due = None
+        self._read = end
+
+
+class _WatchText(_Watch):
+    """The reasoning of a sequence whose marks are text. All decisions are made without the last token, as if it were
+    always unread; so no mark can be complete that has not begun in the tokens before it."""
+
+    def __init__(self, sequence: Sequence, budget: ThinkingBudget) -> None:
+        super().__init__(sequence, budget)
+        self._next = 0  # the first place that is not decided
+        self._mark: int | None = None  # the place of the mark's first token
+
+    def closing(self, place: int) -> Closing | None:
+        while self._next <= place and self._mark is None and self.due is not None:
+            self._read_to(self._next - 1)
+            used = self._begin is not None and self._next - self._begin >= max(self._budget.tokens, 1)
+            if self._reader.state == "over":
+                self.due = None
+            elif used and not self._reader.closing:
+                self._mark = self._next
+            self._next += 1
+        if self.due is None:
+            return None
+        self.due = place + 1
+        if self._mark is None:
+            return None
+        at, mark = place - self._mark, self._budget.closes
+        if at == len(mark) - 1:
+            self.due = None
+        return Closing(self._sequence.lane, mark[at], always=True)
+
+    def _read_to(self, end: int) -> None:
+        ids, start = self._sequence.token_ids, self._sequence.prompt_len
+        if self._begin is None and self._reader.state == "inside":
+            self._begin = 0
+        for at in range(self._read, end):
+            self._reader.push((ids[start + at],))
+            self._read = at + 1
+            if self._begin is None and self._reader.state == "inside":
+                self._begin = self._read
+
+
+class ThinkingBudgets(PlanFeature):
+    """Plans the steps that close the reasoning of sequences with a ThinkingBudget."""
+
+    def reset(self, lanes: LaneTable) -> None:
+        self._lanes = lanes
+        self._watched: dict[int, _Watch] = {}  # by lane
+
+    def chunk(self, chunk: Prefill, num_sequences: int) -> None:
+        """Watch the lanes that begin to draw."""
+        for lane in (chunk.lane, *chunk.forks) if chunk.sample else ():
+            sequence = self._lanes[lane]
+            if (budget := sequence.thinking) is not None:
+                kind = _WatchText if budget.opens is None else _Watch
+                self._watched[lane] = kind(sequence, budget)
+
+    def payload(self, batch: Batch) -> ClosingPlan | None:
+        due = []
+        for lane, watch in list(self._watched.items()):
+            place = self._lanes[lane].length - 1 - self._lanes[lane].prompt_len
+            if watch.due is None:
+                del self._watched[lane]
+            elif place >= watch.due:
+                due.append((lane, watch, place))
+        drawing = set(batch.sampling) if due else ()
+        closings = [watch.closing(place) for lane, watch, place in due if lane in drawing]
+        plan = tuple(closing for closing in closings if closing is not None)
+        return ClosingPlan(plan) if plan else None
+
+    def leave(self, sequence: Sequence) -> None:
+        self._watched.pop(sequence.lane, None)

@@ -1,0 +1,47 @@
+"""Thinking budgets in a step: closing marks that are drawn because a budget is used up."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgen.device.pinned import upload
+from fastgen.engine.step import Launched, StepFeature
+from fastgen.engine.thinking import LIKELY, Closing, ClosingPlan
+from fastgen.model.transformer import Transformer
+
+ROWS = 16  # number of rows whose logits are compared at a time, so that their copies need little memory
+
+
+class ThinkingCloser(StepFeature[ClosingPlan]):
+    """Restricts the lanes of a ClosingPlan to their closing marks, unless a mask forbids these."""
+
+    def __init__(self, _: Transformer) -> None:
+        """Take the arguments of a feature that a payload asks for."""
+
+    def restrict(self, step: Launched, payload: ClosingPlan, bits: Tensor | None, last_tokens: Tensor) -> Tensor:
+        assert step.logits is not None
+        rows, vocab = step.logits.shape
+        if bits is None:
+            bits = torch.full((rows, -(-vocab // 32)), -1, dtype=torch.int32, device=step.logits.device)
+        for at in range(0, len(payload.closings), ROWS):
+            self._close(step.logits, step.lanes, payload.closings[at : at + ROWS], bits, last_tokens)
+        return bits
+
+    def _close(
+        self, logits: Tensor, lanes: Tensor, closings: tuple[Closing, ...], bits: Tensor, last_tokens: Tensor
+    ) -> None:
+        """Change the rows of the mask for at most ROWS lanes."""
+        columns = np.array([(c.lane, c.token, c.always, c.last, c.unless) for c in closings], dtype=np.int64).T
+        lane, token, always, last, unless = upload(columns.copy(), logits.device)
+        row = (lanes == lane[:, None]).int().argmax(1)  # each of these lanes has one row, whose number may be unknown
+        own = logits[row]
+        likely = (own > own.gather(1, token[:, None])).sum(1) < LIKELY
+        word, bit = token[:, None] // 32, (1 << token % 32).int()
+        before = bits[row]
+        allowed = (before.gather(1, word).squeeze(1) & bit) != 0
+        fits = (last_tokens[lane] != last) == unless.bool()
+        only = torch.zeros_like(before).scatter_(1, word, bit[:, None])
+        closed = (likely | always.bool()) & allowed & fits
+        bits.index_copy_(0, row, torch.where(closed[:, None], only, before))
