@@ -124,7 +124,7 @@ class SamplingParams(Options):
     grammar: str | None = None
     allowed_token_ids: SequenceOf[int] | None = None
     bad_words: SequenceOf[str] = ()
-    thinking_token_budget: int | None = option(None, "reasoning tokens after which the answer begins", low=0)
+    thinking_token_budget: int | None = option(None, "reasoning tokens before the answer", low=0, unset="all")
     repetition_detection: Mapping[str, int] | None = None
     return_sampling_mask: bool = False
     speculate: bool = True

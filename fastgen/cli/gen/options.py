@@ -19,7 +19,7 @@ from fastgen.request import SamplingParams
 
 GENERATOR = {name: option for name, option in MODEL.items() if name != "seed"}  # each row has its own seed
 STRUCTURE_FLAGS = ("json_schema", "regex", "choice")
-PARAMETERS = (*SAMPLING, "stop", *STRUCTURE_FLAGS)
+PARAMETERS = (*SAMPLING, "stop", "repetition_detection", *STRUCTURE_FLAGS)
 # Options of GENERATOR that are part of the identity of a job.
 SAME = (
     "revision", "tokenizer", "allow_special_tokens", "reasoning_parser", "tool_call_parser", "adapter", "dtype",
@@ -90,8 +90,10 @@ def make_parser() -> Parser:
         add_flag(group, each)
     stop_help = "string that ends an answer; may be given several times"
     group.add_argument("--stop", metavar="TEXT", action="append", help=stop_help)
+    repetition_help = "end an answer that repeats itself, as SamplingParams.repetition_detection says (default: off)"
+    group.add_argument("--repetition-detection", metavar="FILE_OR_JSON", type=_object, help=repetition_help)
     schema_help = "answers are JSON of this schema (default: any text)"
-    group.add_argument("--json-schema", metavar="FILE_OR_JSON", type=_schema, help=schema_help)
+    group.add_argument("--json-schema", metavar="FILE_OR_JSON", type=_object, help=schema_help)
     group.add_argument("--regex", metavar="REGEX", help="this expression matches each answer (default: any text)")
     choice_help = "each answer is one of these texts; may be given several times (default: any text)"
     group.add_argument("--choice", metavar="TEXT", nargs="+", action="extend", help=choice_help)
@@ -112,15 +114,15 @@ def make_parser() -> Parser:
     return parser
 
 
-def _schema(text: str) -> dict[str, Any]:
-    """Read the JSON schema in a text or in the file that it names."""
+def _object(text: str) -> dict[str, Any]:
+    """Read the JSON object in a text or in the file that it names."""
     try:
-        schema = json.loads(text if text.lstrip().startswith("{") else Path(text).expanduser().read_bytes())
+        value = json.loads(text if text.lstrip().startswith("{") else Path(text).expanduser().read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is neither JSON nor a file of JSON: {error}") from None
-    if not isinstance(schema, dict):
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} has no object, which a JSON schema is")
-    return schema
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} has no JSON object")
+    return value
 
 
 def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -19,14 +19,15 @@ LINE_SECONDS = 10.0  # between two lines outside a terminal
 
 @dataclass
 class Tally:
-    """The counts of a run: rows, rows with errors, and tokens of prompts and answers. reason: the beginning of the
-    first error, and its row."""
+    """The counts of a run: rows, rows with errors, and tokens of prompts and answers. repeated: number of answers that
+    `repetition_detection` ended. reason: the beginning of the first error, and its row."""
 
     rows: int = 0
     errors: int = 0
     reason: str | None = None
     prompt_tokens: int = 0
     tokens: int = 0
+    repeated: int = 0
     started: float = field(default_factory=time.perf_counter)
 
     def add(self, done: Done) -> None:
@@ -36,6 +37,7 @@ class Tally:
             self.reason = f"{one_line(done.error)[:EXCERPT]} (row {done.index})"
         self.prompt_tokens += done.prompt_tokens
         self.tokens += done.tokens
+        self.repeated += done.repeated
 
     @property
     def seconds(self) -> float:
@@ -47,7 +49,8 @@ class Tally:
 
     def __str__(self) -> str:
         rows = f"{self.rows} rows in {self.seconds:.1f} s, {self.errors} of them errors"
-        return f"{rows}; {self.prompt_tokens} tokens in, {self.tokens} out, {self.rate}"
+        repeated = f"; {self.repeated} answers ended by repetition" if self.repeated else ""
+        return f"{rows}; {self.prompt_tokens} tokens in, {self.tokens} out, {self.rate}{repeated}"
 
 
 class Progress:

@@ -19,6 +19,7 @@ from fastgen.cli.gen.rows import Row, read_json
 from fastgen.cli.gen.work import Done, Record, RowJob, Work, batch_record, check_json, given_by
 from fastgen.cli.options import EXCERPT, error_message
 from fastgen.engine.seeds import seed_of
+from fastgen.request import REPETITION
 
 ANSWER_SECONDS = 3600.0  # time limit of one answer
 CONNECT_SECONDS = 10.0
@@ -52,6 +53,12 @@ class _Choice(_Part):
     message: _Message | None = None
     text: str | None = None
     finish_reason: str | None = None
+    stop_reason: Any = None  # an extension of vLLM
+
+    @property
+    def repeated(self) -> bool:
+        """True if the server ended the answer because it repeated itself; vLLM's has this as the finish_reason."""
+        return REPETITION in (self.finish_reason, self.stop_reason)
 
     @property
     def answer(self) -> str:
@@ -291,7 +298,8 @@ class _Server:
         except ValueError as error:
             return self._failed(row, BAD_GATEWAY, str(error))
         usage, record = answer.usage or _Usage(), self._calls.record(row, answer, content)
-        return Done(row.index, record, None, usage.prompt_tokens or 0, usage.completion_tokens or 0)
+        repeated = sum(choice.repeated for choice in answer.choices or ())
+        return Done(row.index, record, None, usage.prompt_tokens or 0, usage.completion_tokens or 0, repeated)
 
     def _failed(self, row: Row, status: int, reason: str) -> Done:
         return Done(row.index, self._calls.failed(row, status, _error_body(reason, status)), reason, 0, 0)

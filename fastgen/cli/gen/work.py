@@ -15,7 +15,7 @@ from fastgen.cli.command import UsageError
 from fastgen.cli.gen.rows import Row, read_json
 from fastgen.cli.options import SAMPLING
 from fastgen.engine.seeds import seed_of
-from fastgen.request import Prompt, Request, RequestOutput, SamplingParams
+from fastgen.request import REPETITION, Prompt, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from fastgen.model.config import ModelConfig
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
-PARAMS = (*SAMPLING, "logit_bias", "seed", "stop", "stop_token_ids")  # columns with sampling parameters of their row
+# Columns with sampling parameters of their row.
+PARAMS = (*SAMPLING, "logit_bias", "repetition_detection", "seed", "stop", "stop_token_ids")
 LOGPROBS = ("token_ids", "logprobs", "raw_logprobs")
 MAX_SAMPLES = 10_000  # maximum `n` of a row, whose samples are in memory together
 
@@ -58,13 +59,14 @@ Ask = Callable[[Row], RowRequests]
 @dataclass(frozen=True, slots=True)
 class Done:
     """The record of a finished row. error: the reason if the row failed. prompt_tokens, tokens: number of tokens in the
-    prompts and in the answers."""
+    prompts and in the answers. repeated: number of answers that `repetition_detection` ended."""
 
     index: int
     record: Record
     error: str | None
     prompt_tokens: int
     tokens: int
+    repeated: int = 0
 
 
 Work = Generator[Done, None, None]
@@ -101,8 +103,10 @@ def work(
         if all(outputs):
             record, error = asked.finish(outputs)
             prompt_tokens = sum(len(each.prompt_token_ids) for each in outputs)
-            tokens = sum(len(completion.token_ids) for each in outputs for completion in each.completions)
-            yield Done(index, record, error, prompt_tokens, tokens)
+            made = [completion for each in outputs for completion in each.completions]
+            tokens = sum(len(completion.token_ids) for completion in made)
+            repeated = sum(completion.stop_reason == REPETITION for completion in made)
+            yield Done(index, record, error, prompt_tokens, tokens, repeated)
 
 
 def in_order(done_rows: Work, done: Sequence[int]) -> Work:
