@@ -90,6 +90,13 @@ def test_the_mark_is_drawn_when_it_is_likely_or_late_in_any_schedule(gen: Genera
         let_pages_run_out(small)
         assert answers(small, requests) == together
         assert small.stats.preemptions
+    doomed = [gen.add([5, 6, 7 + k], replace(SHORT, max_tokens=200)) for k in range(8)]
+    queue = gen.stream([replace(request, id=k) for k, request in enumerate(requests[:6])])
+    for output in queue:  # an abort reads the step in flight before the next one is planned
+        assert output.completions[0] == together[int(output.id)]
+        gen.abort([doomed.pop()])
+    gen.abort(doomed)
+    gen.take_events()
 
 
 def test_requests_without_a_budget_keep_their_bits(gen: Generator) -> None:

@@ -80,6 +80,44 @@ def test_an_agent_with_the_bundled_model(client: OpenAI) -> None:
     assert not ask(messages=[{"role": "user", "content": "hello"}]).choices[0].message.tool_calls
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_ends_when_its_budget_is_used_up(server: Server, client: OpenAI, stream: bool) -> None:
+    asked: dict[str, Any] = {"model": "any", "temperature": 0, "messages": [{"role": "user", "content": "17 * 23?"}]}
+    whole, *short = (
+        client.chat.completions.create(**asked, extra_body={"enable_thinking": True, **budget})
+        for budget in (
+            {}, {"thinking_token_budget": 4}, {"thinking_budget": 4}, {"reasoning": {"max_tokens": 4}},
+            {"thinking": {"type": "enabled", "budget_tokens": 4}},
+        )
+    )  # fmt: skip
+    thought: str = whole.choices[0].message.to_dict()["reasoning_content"]  # type: ignore[assignment]
+    for reply in short:
+        begun: str = reply.choices[0].message.to_dict()["reasoning_content"]  # type: ignore[assignment]
+        assert thought.startswith(begun)
+        assert reply.choices[0].message.content
+        assert reply.usage is not None
+        assert reply.usage.completion_tokens_details is not None
+        assert reply.usage.completion_tokens_details.reasoning_tokens == 5 < len(thought)
+    fields = {"thinking_token_budget": 4, "enable_thinking": True, "stream": True}
+    chunks = [
+        json.loads(line[6:])
+        for line in server.post("/v1/chat/completions", {**asked, **fields}).text.split("\n")
+        if line.startswith("data: {")
+    ]
+    assert "".join(chunk["choices"][0]["delta"].get("reasoning_content") or "" for chunk in chunks) == begun
+    claude = {"model": "any", "max_tokens": 200, "temperature": 0, "messages": asked["messages"]}
+    reply = server.post("/v1/messages", {**claude, "thinking": {"type": "enabled", "budget_tokens": 4}}).json()
+    assert reply["usage"]["output_tokens_details"] == {"thinking_tokens": 5}
+    item = {
+        "model": "any",
+        "input": asked["messages"],
+        "temperature": 0,
+        "reasoning": {"effort": "low", "max_tokens": 4},
+    }
+    reply = server.post("/v1/responses", item).json()
+    assert reply["usage"]["output_tokens_details"] == {"reasoning_tokens": 5}
+
+
 def test_connections_send_small_pieces_at_once_and_to_those_that_take_them() -> None:
     with (
         listen("127.0.0.1", 0) as listener,
