@@ -75,6 +75,7 @@ def check(completion: Completion, closes: int, budget: int) -> str:
         if token == closes:
             forced = place == most or (place >= budget and likely)
             assert not forced or completion.logprobs[place] == 0, "no other token was possible"
+            assert closes not in completion.token_ids[place + 1 :], "it is drawn once"
             return "late" if place == most else "early" if forced else "alone"
     raise AssertionError("the reasoning goes on")
 
@@ -152,7 +153,7 @@ def test_a_mark_that_may_not_be_drawn_ends_nothing(gen: Generator) -> None:
     closes = marks(gen)[1]
     others = [id for id in range(gen.model_config.vocab_size) if id not in (0, closes)]
     (kept,) = answers(gen, [inside(gen, 5, allowed_token_ids=others)])
-    assert len(kept.token_ids) == SHORT.max_tokens
+    assert (len(kept.token_ids), closes in kept.token_ids) == (SHORT.max_tokens, False)
     (stopped,) = answers(gen, [inside(gen, 5, stop_token_ids=[closes], min_tokens=9)])
     assert 9 < len(stopped.token_ids) <= 11, "when it may end the output"
     assert stopped.stop_reason == closes
