@@ -329,8 +329,8 @@ class Scheduler:
                 changed.append(sequence)
                 continue
             sequence.token_ids.append(token)  # right after the mask, which cannot go back; `rewind` drops other values
-            may_end = token in sequence.stop_ids or len(sequence.token_ids) == sequence.max_len
-            if may_end or sequence.repetition is not None:
+            may_end = token in sequence.stop_ids or sequence.repetition is not None
+            if may_end or len(sequence.token_ids) == sequence.max_len:
                 self._end_at(sequence, token)
                 if sequence.every_token or sequence.status is not alive:
                     changed.append(sequence)

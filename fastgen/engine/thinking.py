@@ -140,6 +140,7 @@ class ThinkingBudgets(PlanFeature):
     def reset(self, lanes: LaneTable) -> None:
         self._lanes = lanes
         self._watched: dict[int, _Watch] = {}  # by lane
+        self._pause = 0  # number of next steps in which nothing is due: each draws one token of a lane
 
     def chunk(self, chunk: Prefill, num_sequences: int) -> None:
         """Watch the lanes that begin to draw."""
@@ -148,17 +149,22 @@ class ThinkingBudgets(PlanFeature):
             if (budget := sequence.thinking) is not None:
                 kind = _WatchText if budget.opens is None else _Watch
                 self._watched[lane] = kind(sequence, budget)
+                self._pause = 0
 
     def payload(self, batch: Batch) -> ClosingPlan | None:
-        due = []
+        if not self._watched or self._pause:
+            self._pause -= bool(self._pause)
+            return None
+        closings, drawing, nexts = [], set(batch.sampling), []
         for lane, watch in list(self._watched.items()):
             place = self._lanes[lane].length - 1 - self._lanes[lane].prompt_len
+            if watch.due is not None and place >= watch.due and lane in drawing:
+                closings.append(watch.closing(place))
             if watch.due is None:
                 del self._watched[lane]
-            elif place >= watch.due:
-                due.append((lane, watch, place))
-        drawing = set(batch.sampling) if due else ()
-        closings = [watch.closing(place) for lane, watch, place in due if lane in drawing]
+            else:
+                nexts.append(watch.due - place - 1)
+        self._pause = max(min(nexts, default=0), 0)
         plan = tuple(closing for closing in closings if closing is not None)
         return ClosingPlan(plan) if plan else None
 
