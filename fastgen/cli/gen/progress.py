@@ -49,7 +49,7 @@ class Tally:
 
     def __str__(self) -> str:
         rows = f"{self.rows} rows in {self.seconds:.1f} s, {self.errors} of them errors"
-        repeated = f"; {self.repeated} answers ended by repetition" if self.repeated else ""
+        repeated = f"; ended by repetition: {self.repeated}" if self.repeated else ""
         return f"{rows}; {self.prompt_tokens} tokens in, {self.tokens} out, {self.rate}{repeated}"
 
 

@@ -65,6 +65,16 @@ def test_rows_say_what_generate_says(
         }
 
 
+def test_answers_that_repeat_themselves_end_and_are_counted(fggen: Fggen, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = {"max_pattern_size": 1, "min_count": 2}
+    row = {"prompt": "hello", "logit_bias": {"7": 100.0}, "ignore_eos": True}
+    write("in.jsonl", row, {**row, "repetition_detection": {"max_pattern_size": 0}}, {**row, "n": 2})
+    assert fggen("in.jsonl", "-o", "out.jsonl", *SHORT, "--repetition-detection", json.dumps(limits)) == 0
+    found = [(each["completion_tokens"], each["finish_reasons"]) for each in by_row("out.jsonl")]
+    assert found == [([2], ["stop"]), ([5], ["length"]), ([2, 2], ["stop", "stop"])]
+    assert "; ended by repetition: 3; in out.jsonl" in capsys.readouterr().err
+
+
 def test_a_template_makes_prompts_of_columns(fggen: Fggen) -> None:
     write("topics.jsonl", {"topic": "a fox", "size": 3}, {"topic": None, "size": 3}, {"topic": "{size}", "size": 4})
     write("same.jsonl", {"prompt": "Write {3:02} about a fox in 03 words"}, {"prompt": "x"})

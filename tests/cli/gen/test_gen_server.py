@@ -135,6 +135,22 @@ def test_what_is_sent_and_written(fake: Fake) -> None:
     assert "prompt must be text" in found[5]["error"]
 
 
+@pytest.mark.parametrize("end", [{"stop_reason": "repetition"}, {"finish_reason": "repetition"}])
+def test_answers_that_the_server_ends_for_repetition_are_counted(
+    fake: Fake, end: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(path: str, body: dict[str, Any]) -> Answer:
+        status, reply = echoed(path, body)
+        reply["choices"][0] |= end if body["repetition_detection"]["min_count"] == 3 else {}
+        return status, reply
+
+    fake.answer = answer
+    other = {"prompt": "x", "repetition_detection": {"max_pattern_size": 9, "min_count": 2}}
+    write("in.jsonl", {"prompt": "x"}, other)
+    assert fggen(fake, "--repetition-detection", '{"max_pattern_size": 9, "min_count": 3}') == 0
+    assert "; ended by repetition: 1; in out.jsonl" in capsys.readouterr().err
+
+
 def test_prompts_that_are_no_chat_and_structures(fake: Fake) -> None:
     write("in.jsonl", {"prompt": "hello", "top_k": 5}, {"prompt_token_ids": [5, 6]}, {"prompt": "x", "temperature": -1})
     assert fggen(fake, "--choice", "a", "b", "--concurrency", 1) == 0

@@ -118,6 +118,21 @@ def test_reasoning_ends_when_its_budget_is_used_up(server: Server, client: OpenA
     assert reply["usage"]["output_tokens_details"] == {"reasoning_tokens": 5}
 
 
+def test_answers_end_where_they_repeat_themselves(server: Server) -> None:
+    limits = {"max_pattern_size": 1, "min_count": 3}
+    fields = {"model": "any", "max_tokens": 50, "logit_bias": {"598": 100}, "repetition_detection": limits}
+    for path, prompt in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": SUM})):
+        reply = server.post(f"/v1/{path}", {**fields, **prompt}).json()
+        assert (reply["choices"][0]["finish_reason"], reply["choices"][0]["stop_reason"]) == ("stop", "repetition")
+        assert reply["usage"]["completion_tokens"] == 3
+    reply = server.post("/v1/responses", {**fields, "max_tokens": None, "input": "a", "max_output_tokens": 50}).json()
+    assert (reply["status"], reply["usage"]["output_tokens"]) == ("completed", 3)
+    for wrong in ({"max_pattern_size": 3}, {"size": 3}, {"max_pattern_size": -1, "min_count": 2}):
+        refused = server.post("/v1/completions", {**fields, "prompt": "a", "repetition_detection": wrong})
+        assert (refused.status_code, refused.json()["error"]["param"][:20]) == (400, "repetition_detection")
+    assert re.search(r'fastgen_repeated_total\{model="fastgen-tiny"\} 3', server.get("/metrics").text)
+
+
 def test_connections_send_small_pieces_at_once_and_to_those_that_take_them() -> None:
     with (
         listen("127.0.0.1", 0) as listener,

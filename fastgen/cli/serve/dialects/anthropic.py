@@ -34,7 +34,7 @@ from fastgen.cli.serve.routes import Post, Routes
 from fastgen.cli.serve.sampling_fields import INT32
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, Body, Items, Some, Strict, check_request, wrong
-from fastgen.request import REPETITION, SamplingParams
+from fastgen.request import SamplingParams
 
 ERRORS = {
     401: "authentication_error",
@@ -264,7 +264,7 @@ class MessageReply(BlockReply):
         if self.finish_reason == "length":
             full = self.usage["completion_tokens"] < self._max_tokens
             return "model_context_window_exceeded" if full else "max_tokens"
-        return "stop_sequence" if isinstance(self.stop_reason, str) and self.stop_reason != REPETITION else "end_turn"
+        return "stop_sequence" if isinstance(self.stop_reason, str) else "end_turn"
 
     @property
     def _usage(self) -> dict[str, Any]:
