@@ -262,6 +262,7 @@ async function* deltas(asked, facts) {
   const start = performance.now();
   let first = null; // the tokens of the first chunk that has some, and its time
   for await (const chunk of chunks(await ask("v1/chat/completions", options))) {
+    if (!chunk.choices.length) continue; // the last chunk has only the usage
     const tokens = chunk.usage.completion_tokens, now = performance.now();
     if (tokens && !first) first = { tokens, now };
     if (first) {

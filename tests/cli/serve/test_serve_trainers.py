@@ -90,6 +90,13 @@ def test_tokens_in_and_tokens_out(server: Server, here: Generator) -> None:
     assert [(int(id), entry["logprob"]) for id, entry in scores] == list(
         zip(PROMPT[1:], (expected.prompt_logprobs or [])[1:], strict=True)
     )
+    ranks = [[entry["rank"] for entry in entries.values()] for entries in found["prompt_logprobs"][1:]]
+    assert [1] in ranks, "the token is the most likely one"
+    assert all(each in ([1], [None, 1]) for each in ranks)
+    chosen = tokens(server, logprob_token_ids=[7])["choices"][0]["logprobs"]["content"]
+    assert [{other["token"] for other in entry["top_logprobs"]} for entry in chosen] == [
+        {"token_id:7", entry["token"]} for entry in chosen
+    ]
     assert tokens(server)["choices"][0]["logprobs"] is None
     unlimited = {"token_ids": [5] * (here.max_model_len - 9), "sampling_params": {"ignore_eos": True}}
     (choice,) = post(server, "/inference/v1/generate", unlimited)["choices"]

@@ -251,7 +251,7 @@ class VllmControl(TrainerRoutes):
             {
                 "index": completion.index,
                 "token_ids": completion.token_ids,
-                "logprobs": {"content": _content(completion, drawn_name(self._mode))} if logprobs else None,
+                "logprobs": {"content": _content(completion, drawn_name(self._mode), params)} if logprobs else None,
                 "finish_reason": completion.finish_reason,
                 "weight_versions": completion.weight_versions,
                 "sampling_mask": completion.sampling_mask,
@@ -289,9 +289,12 @@ async def _world_size(*_: Any) -> Any:
     return {"world_size": 1}
 
 
-def _content(completion: Completion, name: str) -> list[dict[str, Any]]:
+def _content(completion: Completion, name: str, params: SamplingParams) -> list[dict[str, Any]]:
     """Return the logprobs of a completion as vLLM does without a tokenizer. name: of the list with the values."""
     values, tops = getattr(completion, name), completion.top_logprobs or [{}] * len(completion.token_ids)
+    if params.logprob_token_ids:  # whose alternatives include the token itself
+        raw = zip(completion.token_ids, completion.raw_logprobs, tops, strict=True)
+        tops = [{**top, token: top.get(token, logprob)} for token, logprob, top in raw]
     return [
         {**_named(token, value), "top_logprobs": [_named(*pair) for pair in top.items()]}
         for token, value, top in zip(completion.token_ids, values, tops, strict=True)
@@ -303,16 +306,18 @@ def _named(token: int, logprob: float) -> dict[str, Any]:
 
 
 def _prompt_scores(output: RequestOutput) -> list[dict[str, Any] | None]:
-    """Return the logprobs of a prompt: for each token the entries of the token and of its alternatives, by id. That of
-    the token is the first, which prime-rl reads."""
+    """Return the logprobs of a prompt: for each token the entries of the token and of its alternatives, by id. The
+    token's entry is the first, which prime-rl reads. Its rank is unknown if it is not among the alternatives."""
     values = output.prompt_logprobs or []
     tops = output.prompt_top_logprobs or [{}] * len(values)
-    return [
-        None if math.isnan(value) else {
-            str(id): {"logprob": max(LOWEST, logprob)} for id, logprob in {token: value, **top}.items()
-        }
-        for token, value, top in zip(output.prompt_token_ids, values, tops, strict=True)
-    ]  # fmt: skip
+    scores: list[dict[str, Any] | None] = []
+    for token, value, top in zip(output.prompt_token_ids, values, tops, strict=True):
+        ranks = {id: rank for rank, id in enumerate(top, 1)}
+        scores.append(None if math.isnan(value) else {
+            str(id): {"logprob": max(LOWEST, logprob), "rank": ranks.get(id), "decoded_token": None}
+            for id, logprob in {token: value, **top}.items()
+        })  # fmt: skip
+    return scores
 
 
 # ------------------------------------------------------------------------------------------------- adapters
