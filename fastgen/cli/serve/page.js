@@ -468,7 +468,9 @@ document.addEventListener("keydown", (event) => {
   stop();
   if (editing !== null) edit(null, "");
 });
-for (const name of SETTINGS) $(name).addEventListener("change", () => (keep(), showState()));
+for (const name of SETTINGS) {
+  $(name).addEventListener("change", () => (keep(), showState(), $(name).reportValidity()));
+}
 $("settings").addEventListener("submit", (event) => event.preventDefault());
 $("stop").addEventListener("click", () => (stop(), $("prompt").focus()));
 $("cancel").addEventListener("click", () => edit(null, ""));

@@ -65,17 +65,23 @@ def _page(text: str, policy: dict[str, str]) -> Callable[[Request], HTMLResponse
     return lambda request: HTMLResponse(text, headers=headers)
 
 
-PAGE = _with_files("page.html")
-# The browser applies only the chat page's own scripts and style, and only DOMPurify can make HTML of a text.
-chat_page = _page(
-    PAGE,
-    {
-        "script-src": _hashes_of("script", PAGE),
-        "style-src": _hashes_of("style", PAGE),
-        "require-trusted-types-for": "'script'",
-        "trusted-types": "dompurify",
-    },
-)
+def chat_page(ignore_limits: bool) -> Callable[[Request], HTMLResponse]:
+    """Return the handler of the chat page. ignore_limits: its field of the temperature has no maximum.
+
+    The browser applies only the page's own scripts and style, and only DOMPurify can make HTML of a text.
+    """
+    text = _with_files("page.html")
+    return _page(
+        text.replace(' max="2"', "") if ignore_limits else text,
+        {
+            "script-src": _hashes_of("script", text),
+            "style-src": _hashes_of("style", text),
+            "require-trusted-types-for": "'script'",
+            "trusted-types": "dompurify",
+        },
+    )
+
+
 # The page of all routes and fields uses the script and style of one release of Swagger UI.
 docs_page = _page(
     DOCS,

@@ -94,6 +94,20 @@ def test_unknown_fields_are_errors_unless_the_server_ignores_them(kind: Any) -> 
         assert error_of(kind, policy, messages=audio).param == "messages[0].audio", "a part of what was said"
 
 
+@KINDS
+def test_a_server_has_openais_limit_of_temperatures(kind: Any) -> None:
+    """Anthropic's API has another one, which is not checked."""
+    assert read(kind, temperature=2.5).temperature == 2.5, "in a file of fggen"
+    limited = FieldPolicy(limited=True)
+    assert read(kind, limited, temperature=2).temperature == 2
+    if kind is MessageRequest:
+        assert read(kind, limited, temperature=2.5).chat().temperature == 2.5
+    else:
+        error = error_of(kind, limited, temperature=2.5)
+        assert (error.param, error.code) == ("temperature", "invalid_value")
+        assert error.message.endswith("or start fgserve with --ignore-limits")
+
+
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 def test_the_schema_describes_what_is_accepted(kind: Any) -> None:
     schema = kind.model_json_schema()

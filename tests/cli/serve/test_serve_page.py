@@ -251,5 +251,8 @@ def test_the_policy_and_the_switch() -> None:
     assert len(loaded) == 2
     assert all(re.search(r'crossorigin="anonymous"\s+integrity="sha384-\S{64}"', tag) for tag in loaded)
     assert re.search(r"script-src https://\S+/ 'sha256-\S+='", docs.headers["content-security-policy"])
+    unlimited = TestClient(make_app(Service(read_options(["--ignore-limits"], {})))).get("/").text
+    fields = [re.findall('<input id="temperature"[^>]*>', text)[0] for text in (page.text, unlimited)]
+    assert [" max=" in field for field in fields] == [True, False]
     client = TestClient(make_app(Service(read_options(["--no-page"], {}))))
     assert client.get("/").status_code == client.get("/docs").status_code == 404
