@@ -33,6 +33,7 @@ OURS = (
     "allowed_token_ids",
     "bad_words",
     "include_stop_str_in_output",
+    "skip_special_tokens",
 )  # fields that OpenAI's API does not have
 
 BAR = "\uff5c"

@@ -75,6 +75,7 @@ class SamplingFields(Body):
     min_tokens: int | None = Field(None, ge=0, le=INT32)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     regex: GrammarText | None = None
     json_schema: dict[str, Any] | GrammarText | None = None

@@ -102,6 +102,8 @@ SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stop_token_ids": ({"logit_bias": {"300": 100}, "stop_token_ids": [300]},
                        {"logit_bias": {300: 100}, "stop_token_ids": [300]}),
     "allowed_token_ids": ({**HOT, "allowed_token_ids": [300, 301]}, {**HOT, "allowed_token_ids": [300, 301]}),
+    "skip_special_tokens": ({**HOT, "logit_bias": {"1": 5}, "skip_special_tokens": False},
+                            {**HOT, "logit_bias": {1: 5}, "skip_special_tokens": False}),
     "bytes": ({**HOT, "allowed_token_ids": BYTES}, {**HOT, "allowed_token_ids": BYTES}),
     "bad_words": ({"bad_words": ["did", "token cross"]}, {"bad_words": ["did", "token cross"]}),
     "include_stop_str_in_output": ({"stop": "e", "include_stop_str_in_output": True},
