@@ -103,6 +103,15 @@ def test_the_last_chunk_of_a_chat_has_the_reason(text: str) -> None:
     ]
 
 
+def test_of_several_chunks_for_an_event_the_last_one_has_the_reason() -> None:
+    parser = partial(HERMES.parser, [Function("get")])
+    prompt, text = PromptTokens([1]), 'So: <tool_call>{"name": "get", "arguments": {}}</tool_call>'
+    reply = ChatReply(ChatRequest(messages=HELLO), "tiny", prompt, None, lambda: AnswerParser(None, tools=parser()))
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in reply.push([Event(0, 0, [5], text, "stop")])]
+    assert len(reasons) > 2
+    assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
+
+
 @pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
 def test_answers_have_the_nulls_that_clients_read(kind: Any) -> None:
     event = Event(0, 0, [5], "a", "stop", 2)
