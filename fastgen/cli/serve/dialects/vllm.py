@@ -127,7 +127,7 @@ class VersionRequest(ModelRequest):
     new_version: int | str
 
 
-class AbortsRequest(ModelRequest):
+class AbortIdsRequest(ModelRequest):
     """A request to /abort_requests. request_ids: of requests to /inference/v1/generate; None or []: all requests."""
 
     request_ids: Items[str] | None = None
@@ -168,7 +168,7 @@ class VllmSampling(_Sampling):  # type: ignore[misc, valid-type]
 
 
 class TokensRequest(ModelRequest):
-    """A request to /inference/v1/generate: ids in, ids out. request_id: its name for /abort."""
+    """A request to /inference/v1/generate: ids in, ids out. request_id: its name for /abort_requests and /abort."""
 
     token_ids: Items[int]
     sampling_params: VllmSampling
@@ -195,7 +195,7 @@ class VllmControl(TrainerRoutes):
         posts = {
             "/pause": post(ModelRequest, self._pause, bodiless=True),
             "/resume": post(ModelRequest, self._resume, bodiless=True),
-            "/abort_requests": post(AbortsRequest, _abort, bodiless=True),
+            "/abort_requests": post(AbortIdsRequest, _abort, bodiless=True),
             "/sleep": post(SleepRequest, _sleep, bodiless=True),
             "/wake_up": post(ModelRequest, _wake_up, bodiless=True),
             "/release_kv_cache_memory": post(ModelRequest, _release, bodiless=True),
@@ -204,7 +204,7 @@ class VllmControl(TrainerRoutes):
             "/start_weight_update": post(StartRequest, self._start, bodiless=True),
             "/start_draft_weight_update": post(StartRequest, self._start_draft, bodiless=True),
             "/finish_weight_update": post(FinishRequest, self._finish, bodiless=True),
-            "/update_weight_version": post(VersionRequest, self._name),
+            "/update_weight_version": post(VersionRequest, self._name_version),
             "/inference/v1/generate": post(TokensRequest, self._generate, timed=True),
         }
         gets = {
@@ -230,6 +230,7 @@ class VllmControl(TrainerRoutes):
 
     async def _resume(self, engine: AsyncGenerator, *_: Any) -> Any:
         self._holding.discard(engine)
+        self._drafting.discard(engine)
         await engine.resume()
         return {"status": "resumed"}
 
@@ -270,7 +271,7 @@ class VllmControl(TrainerRoutes):
             self._names[engine] = version, str(body.weight_version)
         return {"message": "Weight update finished", "weight_version": version}
 
-    async def _name(self, engine: AsyncGenerator, body: VersionRequest, _: QueryParams) -> Any:
+    async def _name_version(self, engine: AsyncGenerator, body: VersionRequest, _: QueryParams) -> Any:
         self._names[engine] = await _version(engine), str(body.new_version)
         return {"success": True, "new_version": body.new_version}
 
@@ -336,7 +337,7 @@ async def _release(engine: AsyncGenerator, *_: Any) -> Any:
     return {"status": "kv_cache_released", "freed": await engine.call("sleep", ["kv_cache"])}
 
 
-async def _abort(engine: AsyncGenerator, body: AbortsRequest, _: QueryParams) -> Any:
+async def _abort(engine: AsyncGenerator, body: AbortIdsRequest, _: QueryParams) -> Any:
     return {"status": "aborted", "aborted": await engine.cut_off(body.request_ids or None)}
 
 
