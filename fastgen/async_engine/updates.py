@@ -146,10 +146,10 @@ class WeightUpdates:
 
         drafter: the tensors are all those of the head that drafts.
         """
-        shards = checkpoint_shards(self._gen.model_config)
+        likes, shards = placeholders(header), checkpoint_shards(self._gen.model_config)
         partial = not shards.keys() <= {name for name, _, _ in header}
         if not drafter:
-            WeightUpdate(placeholders(header), shards, partial).check()
+            WeightUpdate(likes, shards, partial).check()
         trainer = self._trainer
         if trainer is None:
             raise RuntimeError("there is no group with a trainer; POST /init_weight_transfer_engine first")
