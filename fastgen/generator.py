@@ -433,6 +433,11 @@ class Generator(PrefillOnly):
         """The version of the weights, as `update_weights` returned it; 0 before the first."""
         return self._loop.weight_state.version
 
+    @property
+    def asleep(self) -> frozenset[str]:
+        """The parts of the memory that `sleep` released and `wake` has not taken back: "weights", "kv_cache"."""
+        return self._loop.weight_state.asleep
+
     @on_all_ranks
     def sleep(self, tags: str | Iterable[str] = TAGS, keep_weights: bool = True) -> int:
         """Give device memory back to the driver, between two uses; return the number of bytes that this freed.

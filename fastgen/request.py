@@ -76,6 +76,7 @@ class SamplingParams(Options):
     stop: strings that end the output, perhaps in special tokens; the text is cut before them, the ids are kept.
     stop_token_ids: ids that end the output, as do the model's eos ids and its tokenizer's; they stay in token_ids.
     include_stop_str_in_output: the text ends with the stop string, or with the text of the stop id.
+    skip_special_tokens: False: the text shows special tokens.
     ignore_eos: True: the model's eos ids do not end the output.
     logprobs: number of raw alternatives to return with each token (0 to 128); the logprob of the token itself is
         always returned.
@@ -113,6 +114,7 @@ class SamplingParams(Options):
     stop: str | SequenceOf[str] = ()
     stop_token_ids: SequenceOf[int] = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = option(False, "continue after the model's end-of-sequence tokens")
     logprobs: int | None = option(None, low=0, high=MAX_LOGPROBS)
     prompt_logprobs: int | None = option(None, low=0, high=MAX_LOGPROBS)

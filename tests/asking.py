@@ -33,6 +33,7 @@ OURS = (
     "allowed_token_ids",
     "bad_words",
     "include_stop_str_in_output",
+    "skip_special_tokens",
 )  # fields that OpenAI's API does not have
 
 BAR = "\uff5c"
@@ -191,8 +192,7 @@ def add_up(replies: Sequence[BaseModel]) -> Answer:
             own.text += said.get("content") or ""
             own.ids += choice.get("token_ids") or []
             own.reason = choice["finish_reason"]
-            assert ("stop_reason" in choice) == (own.reason is not None)
-            own.stopped = choice.get("stop_reason")
+            own.stopped = choice["stop_reason"]
             for name, values in (choice["logprobs"] or {}).items():
                 own.logprobs.setdefault(name, []).extend(values or [])
             for place, piece in enumerate(said.get("tool_calls") or ()):

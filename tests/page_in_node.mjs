@@ -64,6 +64,7 @@ class Element extends EventTarget {
     this.attributes[name] = value;
   }
   focus() {}
+  reportValidity() {}
   hidePopover() {}
   showModal() {
     this.open = true;

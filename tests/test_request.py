@@ -66,6 +66,7 @@ BAD_TYPES: dict[str, list[Any]] = {
     "mask": [3],
     "ignore_eos": ["yes", None],
     "include_stop_str_in_output": [1],
+    "skip_special_tokens": [0],
     "return_sampling_mask": ["no"],
     "logprobs": [2.0, True],
     "prompt_logprobs": ["all"],

@@ -271,13 +271,16 @@ class AsyncGenerator:
             samples = [continued(resume, samples[0])]
         return _output(id, samples, Timings(first_token, time.perf_counter() - added))
 
-    async def cut_off(self, ids: Iterable[str | int] | None = None) -> None:
+    async def cut_off(self, ids: Iterable[str | int] | None = None) -> int:
         """End calls of `generate` that have these ids; None: all requests. They return the tokens that they have, with
-        the finish_reason "abort"; the completions can be resumed. Ids of requests that do not run are skipped."""
+        the finish_reason "abort"; the completions can be resumed. Ids of requests that do not run are skipped. Return
+        the number of prompts whose requests end."""
         numbers = None
         if ids is not None:
             numbers = [number for id in ids for number in self._named.get(id, ())]
+        ended = len(self._streams if numbers is None else numbers)
         await self.call("cut_off", numbers)
+        return ended
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the Generator between two steps, such as `call("score", sequences)` or

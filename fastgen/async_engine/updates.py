@@ -22,6 +22,7 @@ from fastgen.model.loader import read_tensors
 from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.weight_updates import WeightUpdate
 from fastgen.model.weights import Shard, Tensors
+from fastgen.speculation.options import Speculation
 
 
 class WeightUpdates:
@@ -139,18 +140,25 @@ class WeightUpdates:
         device = torch.device(self._gen.config.device)
         self._trainer = TrainerGroup(group_id, ranks, device, buffer_bytes, seconds, self._check)
 
-    def receive_packed(self, header: Header, buffer_bytes: int | None) -> int:
+    def receive_packed(self, header: Header, buffer_bytes: int | None, drafter: bool = False) -> int:
         """Update the weights with what a trainer's group broadcasts; tensors that are not named stay, and running
-        requests keep their KV. Return the version of the weights. See TrainerGroup.receive."""
-        shards = checkpoint_shards(self._gen.model_config)
+        requests keep their KV. Return the version of the weights. See TrainerGroup.receive.
+
+        drafter: the tensors are all those of the head that drafts.
+        """
+        likes, shards = placeholders(header), checkpoint_shards(self._gen.model_config)
         partial = not shards.keys() <= {name for name, _, _ in header}
-        WeightUpdate(placeholders(header), shards, partial).check()
+        if not drafter:
+            WeightUpdate(likes, shards, partial).check()
         trainer = self._trainer
         if trainer is None:
             raise RuntimeError("there is no group with a trainer; POST /init_weight_transfer_engine first")
         try:
             tensors = trainer.receive(header, buffer_bytes, self._check)
-            return self._gen.update_weights(tensors, partial=partial, in_flight="keep")
+            if not drafter:
+                return self._gen.update_weights(tensors, partial=partial, in_flight="keep")
+            self._gen.update_drafter([(name, tensor.clone()) for name, tensor in tensors])
+            return self._gen.weight_version
         finally:
             if trainer.broken:
                 self._leave_trainer()
@@ -165,19 +173,36 @@ class WeightUpdates:
         return torch.device(self._gen.config.device).type == "cuda"
 
     def transfer_state(self) -> dict[str, Any]:
-        """Return what a trainer asks: whether weights can come over NCCL, their version, and their dtype."""
-        return {"nccl": self.has_nccl, "weight_version": self._gen.weight_version, "dtype": self._gen.config.dtype}
+        """Return what a trainer asks: whether weights can come over NCCL, their version and dtype, and what sleeps."""
+        gen = self._gen
+        state = {"nccl": self.has_nccl, "weight_version": gen.weight_version, "dtype": gen.config.dtype}
+        return {**state, "asleep": sorted(gen.asleep)}
+
+    def check_drafter(self) -> None:
+        """Raise ValueError if there is no head that drafts, whose weights a trainer would send in vain."""
+        options = self._gen.config.speculate
+        if not isinstance(options, Speculation) or options.head is None:
+            raise ValueError("there is no head that drafts; start the server with one as --speculate")
+
+    def read_drafter(self, folder: str) -> int:
+        """Update the head that drafts from the safetensors files of a folder. Return the version of the weights."""
+        self._gen.update_drafter(_tensors_in(folder))
+        return self._gen.weight_version
 
     def read_weights(self, folder: str, options: dict[str, Any]) -> int:
         """Update the weights from the safetensors files of a folder. Return the version of the weights."""
-        if not Path(folder).is_dir():
-            raise ValueError(f"there is no folder {folder} on the server's machine")
-        return self._gen.update_weights(read_tensors(Path(folder)), **options)
+        return self._gen.update_weights(_tensors_in(folder), **options)
 
     def read_adapter(self, folder: str, options: dict[str, Any]) -> int:
         """Merge the adapter that PEFT has saved in a folder. Return the version of the weights. options: keyword
         arguments of `Generator.update_adapter`."""
         return self._gen.update_adapter(*read_adapter(folder), **options)
+
+
+def _tensors_in(folder: str) -> Tensors:
+    if not Path(folder).is_dir():
+        raise ValueError(f"there is no folder {folder} on the server's machine")
+    return read_tensors(Path(folder))
 
 
 def _without_deltas(header: Header, shards: Mapping[str, Shard]) -> Header:

@@ -51,7 +51,8 @@ class ActiveSample:
         sequence, params = self.sequence, self.sequence.params
         prompt = sequence.token_ids[: sequence.prompt_len]
         stops = list(map(str.__str__, params.stop_strings))  # events hold plain strings, and no enums or NumPy's
-        self.text = OutputText(tokenizer, prompt, stops, params.include_stop_str_in_output)
+        special = not params.skip_special_tokens
+        self.text = OutputText(tokenizer, prompt, stops, params.include_stop_str_in_output, special)
         self.ids_read = 0
         return self.text
 

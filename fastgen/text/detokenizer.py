@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from fastgen.text.tokenizer import BROKEN, Tokenizer
 
@@ -14,32 +15,33 @@ class Detokenizer:
 
     New ids are decoded together with the ids that last added text, and the text that the new ids add is returned. Text
     that ends in the middle of a character is held back. One call with many ids gives the same text as one call per id.
+    special: as in Tokenizer.decode.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], special: bool = False) -> None:
+        self._decode = partial(tokenizer.decode, special=special)
         # A decoder with byte fallback decodes a whole run of bytes wrongly if it begins in the middle of a character.
         starts = [list(prompt_ids[-count:]) for count in range(CONTEXT_IDS, CONTEXT_IDS + 4)]
-        whole = (ids for ids in starts if not tokenizer.decode(ids).startswith(BROKEN))
+        whole = (ids for ids in starts if not self._decode(ids).startswith(BROKEN))
         self._context = next(whole, [])
-        self._seen = tokenizer.decode(self._context)
+        self._seen = self._decode(self._context)
         self._fresh: list[int] = []  # ids that have not added text yet
 
     def push(self, ids: Sequence[int], last: bool = False) -> str:
         """Return the text that new ids add. last: these are the last ids, so also return broken characters."""
         fresh = [*self._fresh, *ids]
-        text = self._tokenizer.decode(self._context + fresh)
+        text = self._decode(self._context + fresh)
         if BROKEN in text and len(ids) > 1:
             return "".join(self.push([token]) for token in ids[:-1]) + self.push(ids[-1:], last)
         self._fresh = fresh
         if text.endswith(BROKEN) and not last:
             return ""
-        new = text[len(self._seen) :] if text.startswith(self._seen) else self._tokenizer.decode(fresh)
+        new = text[len(self._seen) :] if text.startswith(self._seen) else self._decode(fresh)
         if new:
-            seen = self._tokenizer.decode(fresh)
+            seen = self._decode(fresh)
             if not seen and len(self._context) < 2 * CONTEXT_IDS:  # a leading space was stripped
                 fresh = self._context + fresh
-                seen = self._tokenizer.decode(fresh)
+                seen = self._decode(fresh)
             self._context, self._fresh, self._seen = fresh, [], seen
         return new
 
@@ -101,14 +103,20 @@ def overlap(text: str, stop: str) -> int:
 
 
 class OutputText:
-    """The growing text of one output, which ends before the first stop string, or after it if stops are `shown`."""
+    """The growing text of one output, which ends before the first stop string, or after it if stops are `shown`.
+    special: it shows special tokens."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str], shown: bool = False
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        stops: Sequence[str],
+        shown: bool = False,
+        special: bool = False,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, special)
         self._finder = StopFinder(stops, shown)
-        self._hidden_texts = tokenizer.hidden_texts if stops else {}
+        self._hidden_texts = tokenizer.hidden_texts if stops and not special else {}
         self.text = ""
 
     def push(self, ids: Sequence[int], *, may_stop: bool = True, last: bool = False) -> str | None:

@@ -11,10 +11,11 @@ import torch
 from conftest import check_idle
 from handmade import let_pages_run_out
 from heads import PARAMS, PROMPTS, SCHEDULES, MedusaReference, check_same, head_of, opposed, record, save_medusa
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_dflash import eager
 
 from fastgen import Generator
+from fastgen.async_engine.updates import WeightUpdates
 
 
 @pytest.mark.parametrize(("own", "blocks", "schedule"), [(True, 1, SCHEDULES[1]), (False, 2, SCHEDULES[3])])
@@ -42,6 +43,12 @@ def test_wrong_files_are_errors(llama: Path, tmp_path: Path, monkeypatch: pytest
     tensors = load_file(head / "medusa_lm_head.safetensors")
     with Generator(llama, speculate=eager(head)) as gen:
         gen.update_drafter({f"medusa_head.{name}": x for name, x in tensors.items()})
+        updates, step = WeightUpdates(gen, lambda: None), tmp_path / "step"
+        updates.check_drafter()
+        step.mkdir()
+        save_file({name: x for name, x in tensors.items() if name != "1.1.weight"}, step / "model.safetensors")
+        with pytest.raises(ValueError, match=r"missing 1 .*1\.1\.weight"):
+            updates.read_drafter(str(step))
         with pytest.raises(ValueError, match=r"tensor '1.1.weight' has shape"):
             gen.update_drafter({**tensors, "1.1.weight": tensors["1.1.weight"][:-1]})
     (head / "medusa_lm_head.safetensors").unlink()

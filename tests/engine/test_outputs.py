@@ -139,6 +139,25 @@ def test_a_stop_string_may_have_a_special_token(
     assert [said.text for said in told(gen, [[290]], [params])[0]] == [shown + stop * include] * 2
 
 
+def test_a_text_may_show_special_tokens(gen: Generator) -> None:
+    """But not the id that ended it, and stop strings are found in them as before."""
+    a, b = (tokenizer_of(gen).encode(f"d{letter}", special=False)[-1] for letter in "ab")
+    ids = [a, 1, b, b, EOS]
+    plain = SamplingParams(mask=Script(ids), max_tokens=5)
+    shown, stop = replace(plain, skip_special_tokens=False), "<s>b"
+    cases = [
+        (plain, "abb"),
+        (shown, "a<s>bb"),
+        (replace(shown, include_stop_str_in_output=True), "a<s>bb</s>"),
+        (replace(shown, stop=stop), "a"),
+        (replace(shown, stop=stop, include_stop_str_in_output=True), "a<s>b"),
+    ]
+    outputs = gen.generate([[290]] * len(cases), [params for params, _ in cases])
+    assert [output.text for output in outputs] == [text for _, text in cases]
+    for params, text in cases:
+        assert told(gen, [[290]], [params])[0][0].text == text
+
+
 def test_the_end_token_of_the_tokenizer_ends_answers(
     tmp_path: Path, talker: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,9 +34,11 @@ def tokenizer(talker: Path) -> Tokenizer:
     return found
 
 
-def pieces(tokenizer: Tokenizer, prompt: list[int], ids: list[int], chunks: list[int]) -> list[str]:
+def pieces(
+    tokenizer: Tokenizer, prompt: list[int], ids: list[int], chunks: list[int], special: bool = False
+) -> list[str]:
     """Return the texts that a Detokenizer adds for chunks of these sizes, and for the rest of the ids at last."""
-    detokenizer, iterator = Detokenizer(tokenizer, prompt), iter(ids)
+    detokenizer, iterator = Detokenizer(tokenizer, prompt, special), iter(ids)
     new = [detokenizer.push(list(itertools.islice(iterator, size))) for size in chunks]
     return [*new, detokenizer.push(list(iterator), last=True)]
 
@@ -102,11 +104,12 @@ def test_any_ids_are_decoded_alike_however_they_are_cut(tokenizer: Tokenizer) ->
         ids = rng.integers(low, high, rng.integers(1, 30)).tolist()
         ids += tokenizer.encode("😀好")[2:] * int(rng.integers(3)) + tokenizer.encode("a")[1:]
         prompt = tokenizer.encode("hello")
-        by_id = pieces(tokenizer, prompt, ids, [1] * len(ids))
+        special = bool(rng.integers(2))
+        by_id = pieces(tokenizer, prompt, ids, [1] * len(ids), special)
         assert not any(new.endswith(BROKEN) for new in by_id[:-1])
         sizes = rng.integers(1, 6, len(ids)).tolist()
-        assert "".join(pieces(tokenizer, prompt, ids, sizes)) == "".join(by_id)
-        assert "".join(pieces(tokenizer, prompt, ids, [])) == "".join(by_id)
+        assert "".join(pieces(tokenizer, prompt, ids, sizes, special)) == "".join(by_id)
+        assert "".join(pieces(tokenizer, prompt, ids, [], special)) == "".join(by_id)
 
 
 # Stop strings.

@@ -58,8 +58,9 @@ def make_app(service: Service, engines: Callable[[], Awaitable[list[str]]] | Non
     engines: function that returns the addresses of replicas, for the application at their common address. It lists them
     at /engines instead of serving the routes for a trainer, who has to call each replica.
     """
-    routes, origins = _Routes(service, engines), service.options.origins
-    middleware = [Middleware(_Report, service=service), Middleware(_Guard, options=service.options)]
+    options = service.options
+    routes, origins = _Routes(service, engines), options.origins
+    middleware = [Middleware(_Report, service=service), Middleware(_Guard, options=options)]
     if origins:
         cors = Middleware(
             CORSMiddleware,
@@ -69,7 +70,7 @@ def make_app(service: Service, engines: Callable[[], Awaitable[list[str]]] | Non
             expose_headers=["x-request-id"],
         )
         middleware.insert(1, cors)
-    pages = [Route("/", chat_page), Route("/docs", docs_page)] if service.options.page else []
+    pages = [Route("/", chat_page(options.ignore_limits)), Route("/docs", docs_page)] if options.page else []
     app = Starlette(
         routes=pages + [route for prefix in ("/v1", "") for route in routes.under(prefix)],
         middleware=middleware,
@@ -256,7 +257,8 @@ class _Routes:
     def __init__(self, service: Service, engines: Callable[[], Awaitable[list[str]]] | None = None) -> None:
         self._service, self._engines = service, engines
         options = service.options
-        self._policy = FieldPolicy(options.strict, options.ignore_unknown, partial(note, "fgserve"))
+        say, limited = partial(note, "fgserve"), not options.ignore_limits
+        self._policy = FieldPolicy(options.strict, options.ignore_unknown, say, limited)
         self._created = int(time.time())
         own = Routes(
             posts={

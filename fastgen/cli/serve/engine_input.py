@@ -79,7 +79,7 @@ def prepare(
     if grammar is not None and len(grammar) > MAX_GRAMMAR:
         message = f"it makes a grammar of {len(grammar)} characters, above the maximum of {MAX_GRAMMAR}; simplify it"
         raise refused(ValueError(f"grammar: {message}"), grammar_field(request))
-    params = replace(request.sampling_params(model.defaults), grammar=grammar)
+    reply.params = params = replace(request.sampling_params(model.defaults), grammar=grammar)
     try:
         params.validate(model.vocab_size)
     except (ValueError, TypeError) as error:

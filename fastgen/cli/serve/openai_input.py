@@ -22,11 +22,17 @@ TEXT_ONLY = "the model reads text only"
 class StreamOptions(Strict):
     """Options of a stream.
 
-    include_usage: add a last chunk with the usage. continuous_usage_stats: add the usage so far to every chunk.
+    include_usage: add a last chunk with the usage. continuous_usage_stats: also add the usage so far to every chunk,
+    unless include_usage is false.
     """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+    @property
+    def usage(self) -> bool:
+        """True if the stream has the usage."""
+        return bool(self.continuous_usage_stats if self.include_usage is None else self.include_usage)
 
 
 class TextPart(TypedDict):

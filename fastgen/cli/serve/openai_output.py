@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from fastgen.async_engine.client import joined
 from fastgen.cli.serve.openai_input import ChatRequest, CompletionRequest
 from fastgen.cli.serve.validation import ApiError
-from fastgen.request import REPETITION, Event
+from fastgen.request import REPETITION, Event, SamplingParams
 from fastgen.text.reasoning import AnswerParser, ReasoningCounter
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tool_calls import joined_message
@@ -50,11 +50,12 @@ class _BaseReply(Generic[Request]):
 
     prefix: prefix of the response's id. kind: the `object` of a chunk. end_mark: bytes that end a stream.
     scored: True if the response begins with the logprobs of its prompts, which come with the last event of sample 0;
-    then `push` takes all events at once.
+    then `push` takes all events at once. params: the parameters of the engine, with the model's defaults.
     """
 
     prefix: str
     kind: str
+    params: SamplingParams
     scored = False
     end_mark = b"data: [DONE]\n\n"
 
@@ -85,7 +86,7 @@ class _BaseReply(Generic[Request]):
 
     def end(self) -> list[dict[str, Any]]:
         """Return the chunks after the last event: the usage, if the request asks for it."""
-        return [{**self._envelope([]), "usage": self.usage}] if self.request.streamed.include_usage else []
+        return [{**self._envelope([]), "usage": self.usage}] if self.request.streamed.usage else []
 
     def error(self, error: ApiError) -> list[dict[str, Any]]:
         """Return the chunks of an error that ends the stream."""
@@ -94,49 +95,61 @@ class _BaseReply(Generic[Request]):
     def _envelope(self, choices: SequenceOf[Any]) -> dict[str, Any]:
         return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices}
 
+    def _complete(self, choices: SequenceOf[Any]) -> dict[str, Any]:
+        """Return a complete response, with the nulls that typed clients read."""
+        return {**self._envelope(choices), "service_tier": None, "system_fingerprint": None, "usage": self.usage}
+
     def _choice(
         self,
         index: int,
         logprobs: dict[str, Any] | None = None,
-        reason: str | None = None,
         ids: SequenceOf[int] = (),
-        versions: list[tuple[int, int, int]] | None = None,
-        stopped: int | str | None = None,
+        end: Event | None = None,
         **content: Any,
     ) -> dict[str, Any]:
-        """Return a choice or a part of one. stopped: the stop id or string that ended it. content: its content, under
-        its name in the API."""
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
-        if reason is not None:  # as in vLLM, the model's own end is None
-            asked = isinstance(stopped, str) or stopped in (self.request.stop_token_ids or ())
-            choice["stop_reason"] = stopped if asked else None
+        """Return a choice or a part of one. end: the event that may end it. content: its content, under its name in the
+        API."""
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": end and self._reason(end)}
+        stopped = end and end.stop_reason
+        asked = isinstance(stopped, str) or stopped in (self.request.stop_token_ids or ())
+        choice["stop_reason"] = stopped if asked else None  # as in vLLM, the model's own end is None
+        choice["token_ids"] = None
         if self.request.return_token_ids:
-            choice["token_ids"], choice["weight_versions"] = list(ids), versions
+            choice["token_ids"], choice["weight_versions"] = list(ids), end and end.weight_versions
         return choice
+
+    def _reason(self, event: Event) -> str | None:
+        """Return the reason why the sample of an event has ended; None: it has not."""
+        return event.finish_reason
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._envelope([choice])
-        if self.request.streamed.continuous_usage_stats:
-            chunk["usage"] = self.usage
-        elif self.request.streamed.include_usage:
-            chunk["usage"] = None
+        if self.request.streamed.usage:
+            chunk["usage"] = self.usage if self.request.streamed.continuous_usage_stats else None
         return chunk
 
-    def _prompt_scores(self, event: Event) -> list[dict[str, Any] | None]:
-        """Return vLLM's `prompt_logprobs`: for each token of a prompt, the entries of the token and of its alternatives
-        by id. The first token has none. The rank of a token that is not among the alternatives is unknown, and the
-        first rank after them is given: clients sort by it."""
+    def _prompt_ids(self, prompt: int) -> list[int] | None:
+        """Return the ids of a prompt if the request asks for them."""
+        return self.prompts[prompt].ids if self.request.return_token_ids else None
+
+    def _prompt_scores(self, event: Event | None) -> list[dict[str, Any] | None] | None:
+        """Return vLLM's `prompt_logprobs` if the request asks for them: for each token of a prompt, the entries of the
+        token and of its alternatives by id. The first token has none. The rank of a token that is not among the
+        alternatives is unknown."""
+        if self.request.prompt_logprobs is None:
+            return None
+        assert event is not None
         assert event.prompt_logprobs is not None
         scores: list[dict[str, Any] | None] = []
         tops = event.prompt_top_logprobs or [{}] * len(event.prompt_logprobs)
         for token, logprob, top in zip(self.prompts[int(event.id)].ids, event.prompt_logprobs, tops, strict=True):
             best = list(islice(top.items(), self.request.prompt_logprobs))
-            entries = {token: (logprob, len(best) + 1)}
+            entries: dict[int, tuple[float, int | None]] = {token: (logprob, None)}
             entries |= {id: (value, rank) for rank, (id, value) in enumerate(best, 1)}
             scores.append({str(id): self._score(id, *entry) for id, entry in entries.items()} if scores else None)
         return scores
 
-    def _score(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
+    def _score(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
         text = None if self._vocabulary is None else self._vocabulary.text(token)
         return {"logprob": max(LOWEST, logprob), "rank": rank, "decoded_token": text}
 
@@ -188,7 +201,7 @@ class ChatReply(_BaseReply[ChatRequest]):
             self._counters[event.index].push(event.token_ids)
 
     def push(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Return the chunks for new events. Each choice begins with its role and ends with its finish_reason."""
+        """Return the chunks for new events. The first one of a choice has its role, and the last its finish_reason."""
         return [chunk for event in events for chunk in self._chunks(event)]
 
     def _chunks(self, event: Event) -> Iterator[dict[str, Any]]:
@@ -196,19 +209,16 @@ class ChatReply(_BaseReply[ChatRequest]):
         if index not in self._begun:
             self._begun.add(index)
             begin = self._chunk(self._choice(index, delta={"role": "assistant", "content": self.request.echoed}))
-            if self.request.return_token_ids:
-                begin["prompt_token_ids"] = self.prompts[0].ids
-            yield begin
+            yield {**begin, "prompt_token_ids": self._prompt_ids(0)}
         self._count(event)
         deltas, logprobs = self._deltas(event), self._logprobs(event)
-        if not deltas and ids and (logprobs is not None or self.request.return_token_ids):
-            deltas = [{}]  # tokens without text yet
-        for delta in deltas:
-            yield self._chunk(self._choice(index, logprobs, ids=ids, delta=_named(delta)))
+        detailed = ids and (logprobs is not None or self.request.return_token_ids)
+        if not deltas and (detailed or event.finish_reason is not None):
+            deltas = [{}]  # tokens without text yet, or an end without text
+        for place, delta in enumerate(deltas, 1):
+            end = event if place == len(deltas) else None
+            yield self._chunk(self._choice(index, logprobs, ids, end, delta=_named(delta)))
             logprobs, ids = None, []  # they are sent with the first delta
-        if event.finish_reason is not None:
-            end = self._choice(index, None, self._reason(event), (), event.weight_versions, event.stop_reason, delta={})
-            yield self._chunk(end)
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
         cut = event.finish_reason == "length" or event.stop_reason == REPETITION
@@ -224,13 +234,8 @@ class ChatReply(_BaseReply[ChatRequest]):
     def whole(self, events: Iterable[Event]) -> dict[str, Any]:
         """Return the complete response for all events of the request."""
         merged = joined(list(events))
-        choices = [self._choice_of(event) for event in merged]
-        reply = {**self._envelope(choices), "object": "chat.completion", "usage": self.usage}
-        if self.request.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = self._prompt_scores(merged[0])
-        if self.request.return_token_ids:
-            reply["prompt_token_ids"] = self.prompts[0].ids
-        return reply
+        reply = {**self._complete([self._choice_of(event) for event in merged]), "object": "chat.completion"}
+        return {**reply, "prompt_logprobs": self._prompt_scores(merged[0]), "prompt_token_ids": self._prompt_ids(0)}
 
     def _choice_of(self, event: Event) -> dict[str, Any]:
         self._count(event)
@@ -239,10 +244,7 @@ class ChatReply(_BaseReply[ChatRequest]):
             message["content"] = echoed + (message["content"] or "")
         if self._counters and self.request.shows_reasoning:  # null if the model has not thought
             message["reasoning_content"] = message["reasoning"] = message.get("reasoning_content")
-        logprobs, reason, versions = self._logprobs(event), self._reason(event), event.weight_versions
-        return self._choice(
-            event.index, logprobs, reason, event.token_ids, versions, event.stop_reason, message=message
-        )
+        return self._choice(event.index, self._logprobs(event), event.token_ids, event, message=message)
 
     def _logprobs(self, event: Event) -> dict[str, Any] | None:
         """Return an entry for each token, including the stop token."""
@@ -251,6 +253,8 @@ class ChatReply(_BaseReply[ChatRequest]):
         content, drawn = [], getattr(event, self.request.drawn)
         for position, (token, logprob) in enumerate(zip(event.token_ids, drawn, strict=True)):
             top = event.top_logprobs[position] if event.top_logprobs else {}
+            if self.request.logprob_token_ids:
+                top = {**top, token: top.get(token, logprob)}
             tops = [self._alternative(*pair) for pair in top.items()]
             own = self._alternative(token, top.get(token, logprob))  # the same value as among the alternatives
             content.append({**own, "top_logprobs": tops})
@@ -296,7 +300,7 @@ class CompletionReply(_BaseReply[CompletionRequest]):
 
     def whole(self, events: Iterable[Event]) -> dict[str, Any]:
         """Return the complete response for all events of the request."""
-        return {**self._envelope([self._choice_of(event) for event in self._sorted(events)]), "usage": self.usage}
+        return self._complete([self._choice_of(event) for event in self._sorted(events)])
 
     def _sorted(self, events: Iterable[Event]) -> list[Event]:
         merged = joined(list(events))
@@ -310,12 +314,9 @@ class CompletionReply(_BaseReply[CompletionRequest]):
         self._begun.add(index)
         logprobs = None if self.request.logprobs is None else self._logprobs(event, index, first)
         text = prompt.text + event.text if first and self.request.echo else event.text
-        reason, versions = event.finish_reason, event.weight_versions
-        choice = self._choice(index, logprobs, reason, event.token_ids, versions, event.stop_reason, text=text)
-        if self.request.return_token_ids and first:
-            choice["prompt_token_ids"] = prompt.ids
-        if self.request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._prompt_scores(self._scores[int(event.id)])
+        choice = self._choice(index, logprobs, event.token_ids, event, text=text)
+        choice["prompt_token_ids"] = self._prompt_ids(int(event.id)) if first else None
+        choice["prompt_logprobs"] = self._prompt_scores(self._scores.get(int(event.id)))
         return choice
 
     def _logprobs(self, event: Event, index: int, first: bool) -> dict[str, list[Any]]:

@@ -265,6 +265,7 @@ async function* deltas(messages, facts) {
   const start = performance.now();
   let first = null; // the tokens of the first chunk that has some, and its time
   for await (const chunk of chunks(await ask("v1/chat/completions", options))) {
+    if (!chunk.choices.length) continue; // the last chunk has only the usage
     const tokens = chunk.usage.completion_tokens, now = performance.now();
     if (tokens && !first) first = { tokens, now };
     if (first) {
@@ -488,7 +489,9 @@ document.addEventListener("keydown", (event) => {
   stop();
   if (editing !== null) edit(null, "");
 });
-for (const name of SETTINGS) $(name).addEventListener("change", () => (keep(), showState()));
+for (const name of SETTINGS) {
+  $(name).addEventListener("change", () => (keep(), showState(), $(name).reportValidity()));
+}
 $("settings").addEventListener("submit", (event) => event.preventDefault());
 $("stop").addEventListener("click", () => (stop(), $("prompt").focus()));
 $("cancel").addEventListener("click", () => edit(null, ""));

@@ -107,11 +107,12 @@ TRAINER_MODULES = (
     RouteModule(
         "dialects.vllm",
         (
-            "/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache", "/init_weight_transfer_engine",
-            "/start_weight_update", "/finish_weight_update", "/inference/v1/generate",
+            "/pause", "/resume", "/abort_requests", "/sleep", "/wake_up", "/release_kv_cache_memory",
+            "/reset_prefix_cache", "/init_weight_transfer_engine", "/start_weight_update",
+            "/start_draft_weight_update", "/finish_weight_update", "/update_weight_version", "/inference/v1/generate",
             "/load_lora_adapter", "/skyrl/v1/load_lora_adapter", "/unload_lora_adapter",
         ),
-        gets=("/get_world_size",),
+        gets=("/get_world_size", "/is_paused", "/is_sleeping", "/weight_info"),
         dialects=("/update_weights",),
     ),
     RouteModule(

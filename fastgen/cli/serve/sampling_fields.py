@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, FiniteFloat, field_validator, model_validator
+from pydantic import Field, FiniteFloat, ValidationInfo, field_validator, model_validator
 
-from fastgen.cli.serve.validation import Body, Some, Strict, wrong
+from fastgen.cli.serve.validation import Body, FieldPolicy, Some, Strict, wrong
 from fastgen.request import MAX_BIASES, SamplingParams
 from fastgen.text.grammar import MAX_GRAMMAR, lark_grammar
 
@@ -45,6 +45,7 @@ STRUCTURE_ALIASES = {
 
 MAX_STOPS = 64  # maximum number of stop strings, and of bad_words
 MAX_WORD = 1000  # maximum number of characters of one of the bad_words
+MAX_TEMPERATURE = 2.0  # of OpenAI's API
 INT32 = 2**31 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
@@ -59,7 +60,7 @@ _Stop = Annotated[str, Field(min_length=1)]  # an empty one would end every answ
 class SamplingFields(Body):
     """The fields about sampling, and about the structure of answers. SamplingParams documents most of them."""
 
-    temperature: FiniteFloat | None = Field(None, ge=0)
+    temperature: FiniteFloat | None = Field(None, ge=0, description="above 2 only with --ignore-limits")
     top_p: FiniteFloat | None = Field(None, ge=0, le=1, description="0 is off, as 1 is")
     top_k: int | None = Field(None, ge=-1, le=INT32, description="0 and -1 are all")
     min_p: FiniteFloat | None = Field(None, ge=0, le=1)
@@ -79,6 +80,7 @@ class SamplingFields(Body):
     repetition_detection: dict[_RepetitionLimit, Size] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     regex: GrammarText | None = None
     json_schema: dict[str, Any] | GrammarText | None = None
@@ -87,6 +89,14 @@ class SamplingFields(Body):
     guided_regex: GrammarText | None = None
     guided_choice: Some[GrammarText] | None = None
     guided_grammar: GrammarText | None = None
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, temperature: float | None, info: ValidationInfo) -> float | None:
+        policy = info.context or FieldPolicy()
+        if policy.limited and temperature is not None and temperature > MAX_TEMPERATURE:
+            raise wrong("temperature", "is above 2, OpenAI's limit; lower it, or start fgserve with --ignore-limits")
+        return temperature
 
     @field_validator("logit_bias", mode="before")
     @classmethod

@@ -45,16 +45,20 @@ def is_neutral(value: Any, neutral: Any) -> bool:
 
 
 class FieldPolicy:
-    """The policy of a server for fields that it does not use.
+    """The policy of a server for fields that it does not use, and for values that OpenAI's API refuses.
 
     strict: refuse those without effect. ignore_unknown: ignore those that are not supported, instead of an error.
-    say: logs a line; by default, nothing is logged.
+    say: logs a line; by default, nothing is logged. limited: refuse values that OpenAI's API refuses.
     """
 
     def __init__(
-        self, strict: bool = False, ignore_unknown: bool = False, say: Callable[[str], None] = lambda _: None
+        self,
+        strict: bool = False,
+        ignore_unknown: bool = False,
+        say: Callable[[str], None] = lambda _: None,
+        limited: bool = False,
     ) -> None:
-        self.strict, self.ignore_unknown, self._say = strict, ignore_unknown, say
+        self.strict, self.ignore_unknown, self.limited, self._say = strict, ignore_unknown, limited, say
         self._named: set[str] = set()
 
     def note(self, field: str, reason: str) -> None:

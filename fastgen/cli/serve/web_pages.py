@@ -30,10 +30,9 @@ def _hashes_of(tag: str, text: str) -> str:
     return " ".join(f"'sha256-{b64encode(hashlib.sha256(content.encode()).digest()).decode()}'" for content in contents)
 
 
-def _page(name: str, policy: dict[str, str]) -> Callable[[Request], HTMLResponse]:
+def _page(text: str, policy: dict[str, str]) -> Callable[[Request], HTMLResponse]:
     """Return the handler of a page, whose browser applies only its own scripts and style, and connects only to this
     server. policy: further directives of its Content-Security-Policy."""
-    text = _with_files(name)
     policy = {
         "default-src": "'none'",
         "connect-src": "'self'",
@@ -55,5 +54,11 @@ def _page(name: str, policy: dict[str, str]) -> Callable[[Request], HTMLResponse
     return lambda request: HTMLResponse(text, headers=headers)
 
 
-chat_page = _page("page.html", {"trusted-types": "dompurify"})  # only DOMPurify can make HTML of a text
-docs_page = _page("docs.html", {"trusted-types": "'none'"})
+def chat_page(ignore_limits: bool) -> Callable[[Request], HTMLResponse]:
+    """Return the handler of the chat page. ignore_limits: its field of the temperature has no maximum."""
+    text = _with_files("page.html")
+    policy = {"trusted-types": "dompurify"}  # only DOMPurify can make HTML of a text
+    return _page(text.replace(' max="2"', "") if ignore_limits else text, policy)
+
+
+docs_page = _page(_with_files("docs.html"), {"trusted-types": "'none'"})

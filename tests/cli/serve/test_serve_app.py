@@ -53,6 +53,16 @@ def test_the_start_says_what_runs_without_torch_in_this_process(server: Server) 
 # ------------------------------------------------------------------------------------------------ answers
 
 
+@pytest.mark.parametrize(("flags", "status"), [([], 400), (["--ignore-limits"], 503)])
+def test_temperatures_above_openais_limit(flags: list[str], status: int) -> None:
+    """The model is not loaded, so an accepted request is answered with a 503."""
+    client = TestClient(app.make_app(Service(read_options(flags, {}))))
+    prompts = {"chat/completions": {"messages": SUM}, "completions": {"prompt": "a"}, "responses": {"input": "a"}}
+    for path, said in prompts.items():
+        answers = [client.post(f"/v1/{path}", json={**said, "temperature": value}) for value in (2, 2.1)]
+        assert [answer.status_code for answer in answers] == [503, status]
+
+
 def test_the_client_of_the_documentation(client: OpenAI) -> None:
     asked: dict[str, Any] = {"model": "gpt-4o-mini", "messages": SUM}
     completion = client.chat.completions.create(**asked)

@@ -50,12 +50,9 @@ def test_fields_of_other_servers_are_accepted_where_they_change_nothing(kind: An
 
 @KINDS
 def test_a_value_that_would_change_the_answer_is_an_error_that_says_so(kind: Any) -> None:
-    special = error_of(kind, skip_special_tokens=False)
-    assert (special.param, special.code) == ("skip_special_tokens", "unsupported_parameter")
-    assert special.message == (
-        "skip_special_tokens is only supported as true: texts never show special tokens; return_token_ids returns "
-        "their ids"
-    )
+    special = error_of(kind, no_stop_trim=True)
+    assert (special.param, special.code) == ("no_stop_trim", "unsupported_parameter")
+    assert special.message == "no_stop_trim is only supported as false: use include_stop_str_in_output"
     for name in NEUTRAL:
         assert error_of(kind, **{name: "other"}).param == name
     assert error_of(kind, typical_p=True).param == "typical_p", "true is not 1"
@@ -83,8 +80,8 @@ def test_unknown_fields_are_errors_unless_the_server_ignores_them(kind: Any) -> 
     said: list[str] = []
     policy = FieldPolicy(ignore_unknown=True, say=said.append)
     for _ in range(2):
-        assert read(kind, policy, temprature=0.5, skip_special_tokens=False, functions=[]) == read(kind)
-    assert [line.split("'")[1] for line in said] == ["temprature", "skip_special_tokens", "functions"]
+        assert read(kind, policy, temprature=0.5, no_stop_trim=True, functions=[]) == read(kind)
+    assert [line.split("'")[1] for line in said] == ["temprature", "no_stop_trim", "functions"]
     assert read(kind, policy, **{f"field{number}": 1 for number in range(2 * MAX_NAMED)}) == read(kind)
     assert len(said) == MAX_NAMED
     assert ["further" in line for line in said] == [False] * (len(said) - 1) + [True]
@@ -92,6 +89,20 @@ def test_unknown_fields_are_errors_unless_the_server_ignores_them(kind: Any) -> 
     if kind is ChatRequest:
         audio = [{"role": "assistant", "content": "x", "audio": {"id": "a"}}]
         assert error_of(kind, policy, messages=audio).param == "messages[0].audio", "a part of what was said"
+
+
+@KINDS
+def test_a_server_has_openais_limit_of_temperatures(kind: Any) -> None:
+    """Anthropic's API has another one, which is not checked."""
+    assert read(kind, temperature=2.5).temperature == 2.5, "in a file of fggen"
+    limited = FieldPolicy(limited=True)
+    assert read(kind, limited, temperature=2).temperature == 2
+    if kind is MessageRequest:
+        assert read(kind, limited, temperature=2.5).chat().temperature == 2.5
+    else:
+        error = error_of(kind, limited, temperature=2.5)
+        assert (error.param, error.code) == ("temperature", "invalid_value")
+        assert error.message.endswith("or start fgserve with --ignore-limits")
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])

@@ -286,5 +286,8 @@ def test_the_policy_and_the_switch() -> None:
         assert policy.endswith(f"trusted-types {types}")
         assert (len(inside.texts["script"]), inside.loaded) == (scripts, ["openapi.json"] * (path == "/docs"))
         assert client.head(path).status_code == 200
+    unlimited = TestClient(make_app(Service(read_options(["--ignore-limits"], {}))))
+    fields = [re.findall('<input id="temperature"[^>]*>', each.get("/").text)[0] for each in (client, unlimited)]
+    assert [" max=" in field for field in fields] == [True, False]
     client = TestClient(make_app(Service(read_options(["--no-page"], {}))))
     assert client.get("/").status_code == client.get("/docs").status_code == 404

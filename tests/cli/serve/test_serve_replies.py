@@ -90,6 +90,53 @@ def test_values_that_json_lacks_are_replaced(vocabulary: Vocabulary) -> None:
     assert (top["bytes:\\xff"], top[""], top[vocabulary.name(301)]) == (-1.0, -2.0, -9999.0)
 
 
+@pytest.mark.parametrize("text", ["b", ""])
+def test_the_last_chunk_of_a_chat_has_the_reason(text: str) -> None:
+    """It is that of the last text. An end without text has a chunk with an empty delta."""
+    reply = ChatReply(ChatRequest(messages=HELLO, stop="x"), "tiny", PromptTokens([1]), None)
+    chunks = reply.push([Event(0, 0, [5], "a"), Event(0, 0, [6], text, "stop", "x")])
+    choices = [chunk["choices"][0] for chunk in chunks]
+    deltas = [{"role": "assistant", "content": ""}, {"content": "a"}, {"content": "b"} if text else {}]
+    assert [choice["delta"] for choice in choices] == deltas
+    assert [(choice["finish_reason"], choice["stop_reason"]) for choice in choices] == [(None, None)] * 2 + [
+        ("stop", "x")
+    ]
+
+
+def test_of_several_chunks_for_an_event_the_last_one_has_the_reason() -> None:
+    parser = partial(HERMES.parser, [Function("get")])
+    prompt, text = PromptTokens([1]), 'So: <tool_call>{"name": "get", "arguments": {}}</tool_call>'
+    reply = ChatReply(ChatRequest(messages=HELLO), "tiny", prompt, None, lambda: AnswerParser(None, tools=parser()))
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in reply.push([Event(0, 0, [5], text, "stop")])]
+    assert len(reasons) > 2
+    assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
+
+
+@pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
+def test_answers_have_the_nulls_that_clients_read(kind: Any) -> None:
+    event = Event(0, 0, [5], "a", "stop", 2)
+    if kind is ChatReply:
+        reply = ChatReply(ChatRequest(messages=HELLO), "tiny", PromptTokens([1]), None).whole([event])
+        inner = reply
+    else:
+        reply = CompletionReply(CompletionRequest(prompt="a"), "tiny", [PromptTokens([1])], None).whole([event])
+        inner = reply["choices"][0]
+    assert [reply[name] for name in ("service_tier", "system_fingerprint")] == [None] * 2
+    assert [inner[name] for name in ("prompt_logprobs", "prompt_token_ids")] == [None] * 2
+    assert [reply["choices"][0][name] for name in ("stop_reason", "token_ids", "logprobs")] == [None] * 3
+
+
+def test_chosen_alternatives_include_the_token(vocabulary: Vocabulary) -> None:
+    """As in vLLM. Other alternatives may lack it."""
+    event = Event(0, 0, [301], "x", "length", logprobs=[0.0], raw_logprobs=[-2.0], top_logprobs=[{300: -0.5}])
+    for chosen, logprobs in (([300], [-0.5, -2.0]), (None, [-0.5])):
+        request = ChatRequest(messages=HELLO, logprobs=True, logprob_token_ids=chosen)
+        (choice,) = ChatReply(request, "tiny", PromptTokens([1]), vocabulary).whole([event])["choices"]
+        (entry,) = choice["logprobs"]["content"]
+        assert entry["logprob"] == -2.0
+        assert [other["logprob"] for other in entry["top_logprobs"]] == logprobs
+
+
 def test_logprobs_need_names() -> None:
     with pytest.raises(ApiError, match="no tokenizer files") as raised:
         CompletionReply(CompletionRequest(prompt=[1], logprobs=0), "tiny", [PromptTokens([1])], None)

@@ -17,7 +17,7 @@ from fastgen.cli.serve.dialects.openai_responses import ResponseReply, ResponseR
 from fastgen.cli.serve.openai_input import ChatRequest
 from fastgen.cli.serve.openai_output import PromptTokens
 from fastgen.cli.serve.validation import ApiError, FieldPolicy
-from fastgen.request import Event
+from fastgen.request import Event, SamplingParams
 from fastgen.text.tools.formats import HERMES
 from fastgen.text.tools.parser import Function
 
@@ -67,6 +67,7 @@ def test_an_answer_is_that_of_a_chat(caller: Server, client: OpenAI) -> None:
         count(model="any", input="a b " * 600)
     assert raised.value.param == "input"
     assert (data["object"], data["tools"], data["tool_choice"], data["store"]) == ("response", [], "auto", False)
+    assert (data["temperature"], data["top_p"], reply.temperature) == (0.2, 1.0, 0), "the model's"
 
 
 def test_an_answer_ends_where_the_context_ends(client: OpenAI) -> None:
@@ -295,7 +296,9 @@ def test_an_error_names_the_field(client: OpenAI, case: str) -> None:
 def reply_of(**fields: Any) -> ResponseReply:
     request = read_request(ResponseRequest, json.dumps({"input": "a", **fields}).encode())
     chat = request.chat()
-    return ResponseReply(request, chat, "m", PromptTokens([1, 2]), None, lambda: HERMES.parser([Function("add")]))
+    reply = ResponseReply(request, chat, "m", PromptTokens([1, 2]), None, lambda: HERMES.parser([Function("add")]))
+    reply.params = chat.sampling_params(SamplingParams(temperature=0.2))
+    return reply
 
 
 def test_text_and_calls_are_items_in_their_order() -> None:

@@ -90,6 +90,13 @@ def test_tokens_in_and_tokens_out(server: Server, here: Generator) -> None:
     assert [(int(id), entry["logprob"]) for id, entry in scores] == list(
         zip(PROMPT[1:], (expected.prompt_logprobs or [])[1:], strict=True)
     )
+    ranks = [[entry["rank"] for entry in entries.values()] for entries in found["prompt_logprobs"][1:]]
+    assert [1] in ranks, "the token is the most likely one"
+    assert all(each in ([1], [None, 1]) for each in ranks)
+    chosen = tokens(server, logprob_token_ids=[7])["choices"][0]["logprobs"]["content"]
+    assert [{other["token"] for other in entry["top_logprobs"]} for entry in chosen] == [
+        {"token_id:7", entry["token"]} for entry in chosen
+    ]
     assert tokens(server)["choices"][0]["logprobs"] is None
     unlimited = {"token_ids": [5] * (here.max_model_len - 9), "sampling_params": {"ignore_eos": True}}
     (choice,) = post(server, "/inference/v1/generate", unlimited)["choices"]
@@ -138,10 +145,13 @@ def test_a_wait_that_its_client_leaves_lets_new_requests_run(server: Server) -> 
 
 def test_sleep_levels_and_what_needs_no_work(server: Server, step: Path) -> None:
     before = tokens(server)["choices"][0]["token_ids"]
-    post(server, "/sleep", level=1)
+    slept = post(server, "/sleep", level=1)
+    assert (slept["status"], slept["level"]) == ("sleeping", 1)
     assert "asleep" in refused(server, "/inference/v1/generate", {"token_ids": [5], "sampling_params": {}}, 409)
-    post(server, "/wake_up", tags="weights")
-    post(server, "/wake_up", tags="kv_cache")
+    for tag, status in (("weights", "sleeping"), ("kv_cache", "awake")):
+        assert server.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert post(server, "/wake_up", tags=tag) == {"status": status, "tags_woken": [tag]}
+    assert server.get("/is_sleeping").json() == {"is_sleeping": False}
     assert tokens(server)["choices"][0]["token_ids"] == before
     assert "level is '7'" in refused(server, "/sleep", {}, level=7)
     assert post(server, "/sleep", {"keep_weights": True}) == {"freed": 0}, "our own"
@@ -154,6 +164,54 @@ def test_sleep_levels_and_what_needs_no_work(server: Server, step: Path) -> None
     assert info["vllm_config"]["model_config"]["dtype"] == f"torch.{info['dtype']}" == "torch.float32"
     assert info["vllm_config"]["parallel_config"]["data_parallel_size"] == 1
     assert info["vllm_config"]["lora_config"] is None
+
+
+def test_memory_of_the_kv_cache_is_released_between_requests(server: Server) -> None:
+    before = tokens(server)["choices"][0]["token_ids"]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(tokens, server, **LONG)
+        until(lambda: server.stats()["running"])
+        post(server, "/pause", mode="keep")
+        assert "in flight" in refused(server, "/release_kv_cache_memory", {})
+        post(server, "/pause", mode="abort")
+        assert running.result()["choices"][0]["finish_reason"] == "abort"
+    assert post(server, "/release_kv_cache_memory")["status"] == "kv_cache_released"
+    assert server.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert post(server, "/wake_up") == {"status": "awake", "tags_woken": None}
+    assert server.get("/is_paused").json() == {"is_paused": True}
+    post(server, "/resume")
+    assert server.get("/is_paused").json() == {"is_paused": False}
+    assert tokens(server)["choices"][0]["token_ids"] == before
+
+
+def test_requests_are_aborted_by_their_ids_or_all_together(server: Server) -> None:
+    body = {"token_ids": PROMPT, "sampling_params": LONG, "request_id": "mine"}
+    for ids in (["mine", "other"], None, []):
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(post, server, "/inference/v1/generate", body)
+            until(lambda: server.stats()["running"])
+            assert post(server, "/abort_requests", {"request_ids": ["other"]}) == {"status": "aborted", "aborted": 0}
+            assert post(server, "/abort_requests", {"request_ids": ids}) == {"status": "aborted", "aborted": 1}
+            assert running.result()["choices"][0]["finish_reason"] == "abort"
+        until(server.idle)
+
+
+def test_weights_have_the_name_that_the_trainer_gave_last(server: Server, talker: Path) -> None:
+    def info() -> Any:
+        return server.get("/weight_info").json()["weight_version"]
+
+    number = server.get("/weight_version").json()["weight_version"]
+    assert info() == str(number)
+    assert post(server, "/update_weight_version", {"new_version": "a"}) == {"success": True, "new_version": "a"}
+    assert info() == "a"
+    post(server, "/update_weights", {"weight_dir": str(talker)})
+    assert info() == str(number + 1), "of weights without a name"
+    post(server, "/finish_weight_update", {"weight_version": "b"})
+    assert info() == "b"
+
+
+def test_a_draft_update_needs_a_head_that_drafts(server: Server) -> None:
+    assert "no head that drafts" in refused(server, "/start_draft_weight_update", {})
 
 
 def test_the_weight_transfer_says_what_is_wrong(server: Server) -> None:
@@ -366,7 +424,7 @@ def test_a_step_of_slime(server: Server, step: Path, talker: Path) -> None:
     post(server, "/release_memory_occupation", {})
     post(server, "/resume_memory_occupation", {"tags": ["weights"]})
     post(server, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
-    for folder, version in ((step, "11"), (talker, "12")):
+    for folder, version in ((step, "111"), (talker, "112")):
         post(server, "/pause_generation", {})
         body = {"model_path": str(folder), "weight_version": version, "load_format": None}
         assert post(server, "/update_weights_from_disk", body)["success"] is True

@@ -247,7 +247,6 @@ class ResponseReply(BlockReply):
         ended = status == self._status
         statuses = ["completed"] * (len(self.blocks) - 1) + [status]
         output = [self._item(block, state, [_part(block)]) for block, state in zip(self.blocks, statuses, strict=False)]
-        echoed = ("instructions", "max_output_tokens", "temperature", "top_p")
         return {
             "id": f"resp_{self._hex}",
             "object": "response",
@@ -258,7 +257,10 @@ class ResponseReply(BlockReply):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.model,
             "output": output if ended else [],
-            **{name: given.get(name) for name in echoed},
+            "instructions": given.get("instructions"),
+            "max_output_tokens": given.get("max_output_tokens"),
+            "temperature": self.params.temperature,
+            "top_p": self.params.top_p,
             "metadata": given.get("metadata", {}),
             "parallel_tool_calls": given.get("parallel_tool_calls", True),
             "previous_response_id": None,

@@ -40,7 +40,7 @@ class CustomParams(Strict):
 
 SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "stop", "stop_token_ids", "ignore_eos", "logit_bias",
+    "stop", "stop_token_ids", "ignore_eos", "logit_bias", "skip_special_tokens",
 )  # fmt: skip
 _Sampling = create_model("_Sampling", __base__=Strict, **sampling_fields(SAME))
 

@@ -115,10 +115,22 @@ class StartRequest(ModelRequest):
 
 
 class FinishRequest(ModelRequest):
-    """A request to /finish_weight_update. weight_version: has no effect, since versions count up; the response has
-    the new one."""
+    """A request to /finish_weight_update. weight_version: as VersionRequest's; the response has the number."""
 
     weight_version: int | str | None = None
+
+
+class VersionRequest(ModelRequest):
+    """A request to /update_weight_version. new_version: the trainer's name of the weights, for /weight_info. The
+    engine's own versions count up."""
+
+    new_version: int | str
+
+
+class AbortIdsRequest(ModelRequest):
+    """A request to /abort_requests. request_ids: of requests to /inference/v1/generate; None or []: all requests."""
+
+    request_ids: Items[str] | None = None
 
 
 class FolderRequest(ModelRequest):
@@ -156,7 +168,7 @@ class VllmSampling(_Sampling):  # type: ignore[misc, valid-type]
 
 
 class TokensRequest(ModelRequest):
-    """A request to /inference/v1/generate: ids in, ids out. request_id: its name for /abort."""
+    """A request to /inference/v1/generate: ids in, ids out. request_id: its name for /abort_requests and /abort."""
 
     token_ids: Items[int]
     sampling_params: VllmSampling
@@ -174,6 +186,8 @@ class VllmControl(TrainerRoutes):
         self._mode = service.options.logprobs_mode
         # Engines between the start and the finish of an update, which run no steps and are to run again after it.
         self._holding: set[AsyncGenerator] = set()
+        self._drafting: set[AsyncGenerator] = set()  # engines in an update of their head that drafts
+        self._names: dict[AsyncGenerator, tuple[int, str]] = {}  # version of the weights, and the trainer's name of it
 
     def routes(self) -> Routes:
         post = self.post
@@ -181,15 +195,25 @@ class VllmControl(TrainerRoutes):
         posts = {
             "/pause": post(ModelRequest, self._pause, bodiless=True),
             "/resume": post(ModelRequest, self._resume, bodiless=True),
+            "/abort_requests": post(AbortIdsRequest, _abort, bodiless=True),
             "/sleep": post(SleepRequest, _sleep, bodiless=True),
             "/wake_up": post(ModelRequest, _wake_up, bodiless=True),
+            "/release_kv_cache_memory": post(ModelRequest, _release, bodiless=True),
             "/reset_prefix_cache": post(ResetRequest, _reset, bodiless=True),
             "/init_weight_transfer_engine": post(InitRequest, self._init),
             "/start_weight_update": post(StartRequest, self._start, bodiless=True),
+            "/start_draft_weight_update": post(StartRequest, self._start_draft, bodiless=True),
             "/finish_weight_update": post(FinishRequest, self._finish, bodiless=True),
+            "/update_weight_version": post(VersionRequest, self._name_version),
             "/inference/v1/generate": post(TokensRequest, self._generate, timed=True),
         }
-        return Routes(posts, {"/get_world_size": self.get(_world_size)}, {"/update_weights": update})
+        gets = {
+            "/get_world_size": self.get(_world_size),
+            "/is_paused": self.get(_is_paused),
+            "/is_sleeping": self.get(_is_sleeping),
+            "/weight_info": self.get(self._info),
+        }
+        return Routes(posts, gets, {"/update_weights": update})
 
     async def _pause(self, engine: AsyncGenerator, _: ModelRequest, query: QueryParams) -> Any:
         mode = query.get("mode", "keep")  # without a mode, it is our own /pause
@@ -206,6 +230,7 @@ class VllmControl(TrainerRoutes):
 
     async def _resume(self, engine: AsyncGenerator, *_: Any) -> Any:
         self._holding.discard(engine)
+        self._drafting.discard(engine)
         await engine.resume()
         return {"status": "resumed"}
 
@@ -218,28 +243,51 @@ class VllmControl(TrainerRoutes):
         return {"message": "Weight transfer initialized"}
 
     async def _start(self, engine: AsyncGenerator, *_: Any) -> Any:
+        self._drafting.discard(engine)
         if not engine.paused:
             await engine.pause()
             self._holding.add(engine)
         return {"message": "Weight update started"}
 
+    async def _start_draft(self, engine: AsyncGenerator, *_: Any) -> Any:
+        """Let the next updates be those of the head that drafts. Requests run on, since no output changes."""
+        await engine.call("check_drafter")
+        self._drafting.add(engine)
+        return {"message": "Draft weight update started"}
+
     async def _update(self, engine: AsyncGenerator, body: TransferRequest, _: QueryParams) -> Any:
         info = body.update_info
         with self.updating(engine):
-            version = await engine.call("receive_packed", info.header, info.buffer_bytes)
+            version = await engine.call("receive_packed", info.header, info.buffer_bytes, engine in self._drafting)
         return {"message": "Weights updated", "weight_version": version}
 
-    async def _finish(self, engine: AsyncGenerator, *_: Any) -> Any:
+    async def _finish(self, engine: AsyncGenerator, body: FinishRequest, _: QueryParams) -> Any:
+        self._drafting.discard(engine)
         if engine in self._holding:
             self._holding.discard(engine)
             await engine.resume()
-        state = await engine.call("weight_state")
-        return {"message": "Weight update finished", "weight_version": state["weight_version"]}
+        version = await _version(engine)
+        if body.weight_version is not None:
+            self._names[engine] = version, str(body.weight_version)
+        return {"message": "Weight update finished", "weight_version": version}
+
+    async def _name_version(self, engine: AsyncGenerator, body: VersionRequest, _: QueryParams) -> Any:
+        self._names[engine] = await _version(engine), str(body.new_version)
+        return {"success": True, "new_version": body.new_version}
+
+    async def _info(self, engine: AsyncGenerator, *_: Any) -> Any:
+        """Return the trainer's name of the weights, or their number if it gave none after the last update."""
+        version = await _version(engine)
+        named, name = self._names.get(engine, (None, ""))
+        return {"weight_version": name if named == version else str(version)}
 
     async def _read(self, engine: AsyncGenerator, body: FolderRequest, _: QueryParams) -> Any:
         options = {"version": None, "partial": False, "in_flight": "keep"}
         with self.updating(engine):
-            version = await engine.call("read_weights", body.weight_dir, options)
+            if engine in self._drafting:
+                version = await engine.call("read_drafter", body.weight_dir)
+            else:
+                version = await engine.call("read_weights", body.weight_dir, options)
         return {"status": "ok", "weight_version": version}
 
     async def _generate(self, engine: AsyncGenerator, body: TokensRequest, _: QueryParams) -> Any:
@@ -251,7 +299,7 @@ class VllmControl(TrainerRoutes):
             {
                 "index": completion.index,
                 "token_ids": completion.token_ids,
-                "logprobs": {"content": _content(completion, drawn_name(self._mode))} if logprobs else None,
+                "logprobs": {"content": _content(completion, drawn_name(self._mode), params)} if logprobs else None,
                 "finish_reason": completion.finish_reason,
                 "weight_versions": completion.weight_versions,
                 "sampling_mask": completion.sampling_mask,
@@ -270,15 +318,47 @@ async def _sleep(engine: AsyncGenerator, body: SleepRequest, query: QueryParams)
         return await sleep(engine, body, query)
     level = query.get("level", "1")
     if level not in ("1", "2"):
-        raise ValueError(f"level is {level!r}; give 1, which keeps the weights on the host, or 2")
+        raise ValueError(
+            f"level is {level!r}; give 1, which keeps the weights on the host, or 2; for level 0, POST /pause"
+        )
     await engine.cut_off()
     freed = await engine.call("sleep", query.getlist("tags") or TAGS, keep_weights=level == "1")
-    return {"freed": freed}
+    return {"status": "sleeping", "level": int(level), "freed": freed}
 
 
 async def _wake_up(engine: AsyncGenerator, _: ModelRequest, query: QueryParams) -> Any:
-    await engine.call("wake", query.getlist("tags") or None)
-    return {}
+    tags = query.getlist("tags") or None
+    await engine.call("wake", tags)
+    return {"status": "sleeping" if await _asleep(engine) else "awake", "tags_woken": tags}
+
+
+async def _release(engine: AsyncGenerator, *_: Any) -> Any:
+    """Release the KV cache alone, after a pause that has ended the running requests."""
+    return {"status": "kv_cache_released", "freed": await engine.call("sleep", ["kv_cache"])}
+
+
+async def _abort(engine: AsyncGenerator, body: AbortIdsRequest, _: QueryParams) -> Any:
+    return {"status": "aborted", "aborted": await engine.cut_off(body.request_ids or None)}
+
+
+async def _is_paused(engine: AsyncGenerator, *_: Any) -> Any:
+    return {"is_paused": engine.paused}
+
+
+async def _is_sleeping(engine: AsyncGenerator, *_: Any) -> Any:
+    return {"is_sleeping": bool(await _asleep(engine))}
+
+
+async def _asleep(engine: AsyncGenerator) -> list[str]:
+    """Return the parts of the memory that sleep."""
+    asleep: list[str] = (await engine.call("transfer_state"))["asleep"]
+    return asleep
+
+
+async def _version(engine: AsyncGenerator) -> int:
+    """Return the version of the weights."""
+    version: int = (await engine.call("weight_state"))["weight_version"]
+    return version
 
 
 async def _reset(*_: Any) -> Any:
@@ -289,9 +369,12 @@ async def _world_size(*_: Any) -> Any:
     return {"world_size": 1}
 
 
-def _content(completion: Completion, name: str) -> list[dict[str, Any]]:
+def _content(completion: Completion, name: str, params: SamplingParams) -> list[dict[str, Any]]:
     """Return the logprobs of a completion as vLLM does without a tokenizer. name: of the list with the values."""
     values, tops = getattr(completion, name), completion.top_logprobs or [{}] * len(completion.token_ids)
+    if params.logprob_token_ids:  # whose alternatives include the token itself
+        raw = zip(completion.token_ids, completion.raw_logprobs, tops, strict=True)
+        tops = [{**top, token: top.get(token, logprob)} for token, logprob, top in raw]
     return [
         {**_named(token, value), "top_logprobs": [_named(*pair) for pair in top.items()]}
         for token, value, top in zip(completion.token_ids, values, tops, strict=True)
@@ -303,16 +386,18 @@ def _named(token: int, logprob: float) -> dict[str, Any]:
 
 
 def _prompt_scores(output: RequestOutput) -> list[dict[str, Any] | None]:
-    """Return the logprobs of a prompt: for each token the entries of the token and of its alternatives, by id. That of
-    the token is the first, which prime-rl reads."""
+    """Return the logprobs of a prompt: for each token the entries of the token and of its alternatives, by id. The
+    token's entry is the first, which prime-rl reads. Its rank is unknown if it is not among the alternatives."""
     values = output.prompt_logprobs or []
     tops = output.prompt_top_logprobs or [{}] * len(values)
-    return [
-        None if math.isnan(value) else {
-            str(id): {"logprob": max(LOWEST, logprob)} for id, logprob in {token: value, **top}.items()
-        }
-        for token, value, top in zip(output.prompt_token_ids, values, tops, strict=True)
-    ]  # fmt: skip
+    scores: list[dict[str, Any] | None] = []
+    for token, value, top in zip(output.prompt_token_ids, values, tops, strict=True):
+        ranks = {id: rank for rank, id in enumerate(top, 1)}
+        scores.append(None if math.isnan(value) else {
+            str(id): {"logprob": max(LOWEST, logprob), "rank": ranks.get(id), "decoded_token": None}
+            for id, logprob in {token: value, **top}.items()
+        })  # fmt: skip
+    return scores
 
 
 # ------------------------------------------------------------------------------------------------- adapters
@@ -372,7 +457,7 @@ class VllmAdapters(TrainerRoutes):
     async def _name(self, engine: AsyncGenerator) -> str | None:
         """Return the name of the adapter in the weights. None: there is none, also after another update."""
         name, version = self._merged.get(engine, (None, None))
-        return name if version == (await engine.call("weight_state"))["weight_version"] else None
+        return name if version == await _version(engine) else None
 
 
 def routes(service: Service) -> Routes:
