@@ -79,12 +79,12 @@ class Trainer:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def update(self, weights: Mapping[str, Tensor]) -> int:
-        """Send weights that are on the device. Return their version."""
+    def update(self, weights: Mapping[str, Tensor], start: str = "/start_weight_update") -> int:
+        """Send weights that are on the device. Return their version. start: the route that begins the update."""
         names, tensors = list(weights), list(weights.values())
         dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
         info = {"names": names, "dtype_names": dtypes, "shapes": [list(tensor.shape) for tensor in tensors]}
-        self.post("/start_weight_update", {})
+        self.post(start, {})
         with ThreadPoolExecutor(1) as pool, torch.cuda.device(self._device):
             asking = pool.submit(self.post, "/update_weights", {"update_info": info})
             for buffer in self._buffers(tensors):

@@ -17,12 +17,14 @@ for package in ("httpx", "pydantic", "starlette", "uvicorn"):
     pytest.importorskip(package, reason=f"fgserve needs {package}")
 
 import httpx  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from serving import FGSERVE, ROOT, Server  # noqa: E402
 from vllm_trainer import BlockingCommunicator, Trainer  # noqa: E402
 
 from fastgen import Generator, SamplingParams  # noqa: E402
 from fastgen.async_engine.trainer_group import TrainerGroup  # noqa: E402
 from fastgen.device.nccl import Communicator, unique_id  # noqa: E402
+from fastgen.model.loader import BUNDLED  # noqa: E402
 from fastgen.processes.errors import DepartedError  # noqa: E402
 from fastgen.rl.remote import RemoteGenerator  # noqa: E402
 
@@ -46,7 +48,8 @@ PROMPTS = ["hello", [5, 6, 7, 8]]
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     program = ("-c", PATCHED, *FGSERVE[2:])
-    with Server(program, "--rollout", "--device", GPU, "--dtype", "float32", seconds=120) as server:
+    options = ("--rollout", "--device", GPU, "--dtype", "float32", "--speculate", "fastgen-tiny/medusa")
+    with Server(program, *options, seconds=120) as server:
         server.await_said("ready: ", 240)
         yield server
 
@@ -79,6 +82,9 @@ def test_a_trainer_of_vllm_sends_weights(server: Server, buffer_bytes: int | Non
     assert trainer.update(some) == gen.weight_version
     assert answers(gen) != expected, "the others stay"
     trainer.update(weights)
+    head = load_file(BUNDLED / "medusa" / "medusa_lm_head.safetensors", device="cuda:0")
+    assert trainer.update(head, "/start_draft_weight_update") == gen.weight_version
+    assert answers(gen) == old
 
 
 def joined() -> tuple[Communicator, TrainerGroup]:
