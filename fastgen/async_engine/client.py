@@ -15,14 +15,15 @@ import pickle
 import subprocess
 import time
 from collections.abc import AsyncGenerator as PyAsyncGenerator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, MAX_TIMEOUT
 from fastgen.async_engine.loop import Abort, Answer, Call, EngineInfo, StepEnded, Submit
 from fastgen.engine.options import OPTIONS, GeneratorOptions
+from fastgen.engine.prompts import Ids, ids_of
 from fastgen.engine.stats import Stats
 from fastgen.names import explains_names
 from fastgen.option import option, takes_fields_of
@@ -126,6 +127,17 @@ class EventStream:
         self._news.set()
 
 
+@dataclass
+class _Running:
+    """A running call of `generate`. output: what it returns; cancelled if it raises."""
+
+    numbers: range
+    output: asyncio.Future[RequestOutput] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.output = asyncio.get_running_loop().create_future()
+
+
 @dataclass(frozen=True, kw_only=True)
 class AsyncGeneratorOptions(GeneratorOptions):
     """The arguments of an AsyncGenerator: those of a Generator and two more."""
@@ -162,7 +174,7 @@ class AsyncGenerator:
         self._next_number = 0
         self._streams: dict[str | int, EventStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._named: dict[str | int, range] = {}  # {id: numbers} of running calls of `generate`
+        self._named: dict[str | int, _Running] = {}  # running calls of `generate`, by id
         self._progress = 0.0  # time.monotonic() of the last step or call, or of the request that ended an idle time
         self._peer: _Process | None = None
         self._loaded = self._closing = self._paused = False
@@ -258,25 +270,37 @@ class AsyncGenerator:
         added, first_token, events = time.perf_counter(), None, list[Event]()
         with self.submit([prompt], params, every_step=False, resume=resume) as stream:
             id = stream.numbers.start if id is None else id
-            self._named[id] = stream.numbers
+            self._named[id] = running = _Running(stream.numbers)
             try:
                 async for new in stream:
                     if first_token is None and any(event.token_ids for event in new):
                         first_token = time.perf_counter() - added
                     events += new
+                samples = joined(events)
+                if resume is not None:
+                    samples = [continued(resume, samples[0])]
+                output = _output(id, samples, Timings(first_token, time.perf_counter() - added))
+                running.output.set_result(output)
             finally:
+                running.output.cancel()  # of a request that failed
                 del self._named[id]
-        samples = joined(events)
-        if resume is not None:
-            samples = [continued(resume, samples[0])]
-        return _output(id, samples, Timings(first_token, time.perf_counter() - added))
+        return output
 
-    async def cut_off(self, ids: Iterable[str | int] | None = None) -> None:
+    async def abort(self, ids: Ids = None) -> list[RequestOutput]:
+        """End requests as `cut_off` does, and return what the calls of `generate` among them return."""
+        outputs = [self._named[id].output for id in ids_of(ids, self._named) if id in self._named]
+        await self.cut_off(ids)
+        if outputs:
+            await asyncio.wait(outputs)
+        return [output.result() for output in outputs if not output.cancelled()]
+
+    async def cut_off(self, ids: Ids = None) -> None:
         """End calls of `generate` that have these ids; None: all requests. They return the tokens that they have, with
         the finish_reason "abort"; the completions can be resumed. Ids of requests that do not run are skipped."""
         numbers = None
         if ids is not None:
-            numbers = [number for id in ids for number in self._named.get(id, ())]
+            running = [self._named[id] for id in ids_of(ids, ()) if id in self._named]
+            numbers = [number for each in running for number in each.numbers]
         await self.call("cut_off", numbers)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

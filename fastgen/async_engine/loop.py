@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 STATS_SECONDS = 0.25  # minimum interval between two messages with stats
 INTAKE_SECONDS = 0.02  # maximum time between two steps for adding new requests to the Generator
 WEIGHT_METHODS = (
-    "weight_state", "init_weight_group", "close_weight_group", "receive_weights", "receive_adapter", "read_weights",
-    "read_adapter", "join_trainer", "receive_packed", "transfer_state",
+    "weight_state", "init_weight_group", "close_weight_group", "receive_weights", "receive_adapter", "read_adapter",
+    "join_trainer", "receive_packed", "transfer_state",
 )  # fmt: skip
 """The methods of WeightUpdates that a client may call."""
 OWN_METHODS = ("pause", "resume", "cut_off", "score", "drain")
@@ -277,7 +277,7 @@ class EngineLoop:
                 self._add(self._arrived.pop(number))
         self._gen.cut_off(numbers)
 
-    def score(self, *args: Any, **options: Any) -> list[list[float]]:
+    def score(self, *args: Any, **options: Any) -> Any:
         """Return what `Generator.score` returns. Raises RuntimeError while no steps may run."""
         if self._paused:
             raise RuntimeError("the engine is paused; call resume before score")

@@ -6,7 +6,6 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from fastgen.device.memory import gpu_id
 from fastgen.generator import Generator
 from fastgen.model.adapter import AdapterUpdate, read_adapter
 from fastgen.model.deltas import DELTA
-from fastgen.model.loader import read_tensors
 from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.weight_updates import WeightUpdate
 from fastgen.model.weights import Shard, Tensors
@@ -167,12 +165,6 @@ class WeightUpdates:
     def transfer_state(self) -> dict[str, Any]:
         """Return what a trainer asks: whether weights can come over NCCL, their version, and their dtype."""
         return {"nccl": self.has_nccl, "weight_version": self._gen.weight_version, "dtype": self._gen.config.dtype}
-
-    def read_weights(self, folder: str, options: dict[str, Any]) -> int:
-        """Update the weights from the safetensors files of a folder. Return the version of the weights."""
-        if not Path(folder).is_dir():
-            raise ValueError(f"there is no folder {folder} on the server's machine")
-        return self._gen.update_weights(read_tensors(Path(folder)), **options)
 
     def read_adapter(self, folder: str, options: dict[str, Any]) -> int:
         """Merge the adapter that PEFT has saved in a folder. Return the version of the weights. options: keyword

@@ -18,13 +18,13 @@ from fastgen.model.config import ModelConfig
 from fastgen.request import (
     MAX_BIASES,
     Completion,
-    Drawn,
     Params,
     Prompt,
     PromptScore,
     Request,
     SamplingParams,
     Sequence,
+    empty_drawn,
     params_of,
 )
 from fastgen.text.tokenizer import Tokenizer, check_needs, encode_prompt
@@ -208,7 +208,7 @@ def check_resumed(completion: Completion, params: SamplingParams, vocab_size: in
         raise ValueError(f"the completion ended with {completion.finish_reason!r}; 'length' and 'abort' can be resumed")
     if params.n != 1:
         raise ValueError(f"n is {params.n}; a request resumes one completion, so give n=1 and one request each")
-    for name in Drawn.empty(params).lists():
+    for name in empty_drawn(params).lists():
         values = getattr(completion, name)
         if values is None or len(values) != len(completion.token_ids):
             raise ValueError(f"the completion has not one entry of {name} for each token, and params ask for it")

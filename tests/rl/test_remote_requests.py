@@ -46,7 +46,7 @@ def gen(server: Server) -> Iterator[RemoteGenerator]:
 def resumed(gen: RemoteGenerator, output: RequestOutput, params: SamplingParams) -> list[Completion]:
     """Return the completions of an output, continued to their end; those that have ended stay as they are."""
     requests = [
-        Request(output.prompt_token_ids, replace(params, n=1), number, completion)
+        replace(output.resume(params, number), id=number)
         for number, completion in enumerate(output.completions)
         if completion.finish_reason == "abort"
     ]
@@ -96,7 +96,9 @@ def test_only_the_requests_with_these_ids_end(gen: RemoteGenerator, server: Serv
     (second,) = gen.abort(["r2", "other"])
     assert second.completions[0].seed == 7
     gen.resume()
-    assert sorted(str(output.id) for output in stream) == ["r0", "r1", "r2"]
+    gen.cut_off("r0")
+    ended = {output.id: output.completions[0].finish_reason for output in stream}
+    assert ended == {"r0": "abort", "r1": "abort", "r2": "abort"}
 
 
 def test_updates_that_abort_leave_completions_that_can_be_resumed(gen: RemoteGenerator, talker: Path) -> None:
@@ -137,6 +139,7 @@ def test_scores_are_those_of_a_generator(gen: RemoteGenerator, here: Generator) 
     found = gen.score(sequences, 3, temperature=0.7)
     assert found == here.score(sequences, 3, temperature=0.7)
     assert len(found) == 70
+    assert gen.score(sequences, 3, logprobs=2) == here.score(sequences, 3, logprobs=2)
     assert gen.score(["hello", [5, 6]], [1, 0])[1][1:] == here.score([[5, 6]])[0][1:]
     assert "outside the vocabulary" in refusal(lambda: gen.score([[99999]]), ValueError)
     gen.pause()

@@ -154,7 +154,7 @@ class RowCalls:
 
     def call(self, row: Row) -> ServerCall:
         prompt, own = self.job.prompt(row.columns), given_by(row)
-        self.job.params_with(own).validate(vocab_size=2**31)
+        self.job.params_with(own).validate()
         fields = {"model": self.model, **_seed(self.seed, row), **self.fields, **own}
         chat = bool(prompt) and isinstance(prompt[0], dict)
         if isinstance(prompt, list) and not chat and any(type(id) is not int for id in prompt):

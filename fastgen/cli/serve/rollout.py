@@ -89,6 +89,7 @@ class ScoreRequest(ModelRequest):
     sequences: Items[str | Items[int] | list[dict[str, Any]] | dict[str, Any]]
     start: int | Items[int] = 0
     temperature: FiniteFloat = 1.0
+    logprobs: int | None = None
 
 
 class GroupRequest(ModelRequest):
@@ -265,7 +266,7 @@ class RolloutRoutes(TrainerRoutes):
         options = {field: getattr(body, field) for field in fields}
         with self.updating(engine):
             if body.folder is not None:
-                version = await engine.call("read_weights", body.folder, options)
+                version = await engine.call("update_weights", body.folder, **options)
             else:
                 version = await engine.call("receive_weights", body.group, body.tensors, options)
         return {"weight_version": version}
@@ -337,7 +338,10 @@ def call_error(error: Exception) -> ApiError:
 
 
 async def _score(engine: AsyncGenerator, body: ScoreRequest, _: QueryParams) -> dict[str, Any]:
-    return {"logprobs": await engine.call("score", body.sequences, body.start, body.temperature)}
+    scored = await engine.call("score", body.sequences, body.start, body.temperature, logprobs=body.logprobs)
+    return (
+        {"logprobs": scored} if body.logprobs is None else dict(zip(("logprobs", "top_logprobs"), scored, strict=True))
+    )
 
 
 async def sleep(engine: AsyncGenerator, body: SleepRequest, _: QueryParams) -> dict[str, int]:

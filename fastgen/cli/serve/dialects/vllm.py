@@ -239,7 +239,7 @@ class VllmControl(TrainerRoutes):
     async def _read(self, engine: AsyncGenerator, body: FolderRequest, _: QueryParams) -> Any:
         options = {"version": None, "partial": False, "in_flight": "keep"}
         with self.updating(engine):
-            version = await engine.call("read_weights", body.weight_dir, options)
+            version = await engine.call("update_weights", body.weight_dir, **options)
         return {"status": "ok", "weight_version": version}
 
     async def _generate(self, engine: AsyncGenerator, body: TokensRequest, _: QueryParams) -> Any:
