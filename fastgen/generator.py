@@ -268,10 +268,11 @@ class Generator(PrefillOnly):
         params: Params = None,
         id: str | int | None = None,
         resume: Completion | None = None,
+        priority: int = 0,
     ) -> str | int:
         """Begin a request, whose events `step` returns, and return its id. Raises ValueError or TypeError for a request
-        that cannot be served. resume: a completion of this prompt to continue; see `Request`."""
-        return self._loop.begin(Request(prompt, params, id, resume), queue=None)
+        that cannot be served. resume, priority: see `Request`."""
+        return self._loop.begin(Request(prompt, params, id, resume, priority), queue=None)
 
     def step(self) -> list[Event]:
         """Run one step, and return the new events of requests that were added. Ctrl-C is raised at the end of the step,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from fastgen.display import completion_html, output_html, shown
 from fastgen.drawn import Drawn
 from fastgen.names import MAX_FAULTS, explains_names
-from fastgen.option import ITEMS, Options, check_items, option, options_of
+from fastgen.option import ITEMS, Option, Options, check_items, option, options_of
 
 if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
     import numpy as np
@@ -177,6 +177,7 @@ class SamplingParams(Options):
 
 
 SAMPLING_OPTIONS = options_of(SamplingParams)
+PRIORITY = Option("priority", int, 0)
 _DEFAULTS = {name: option.default for name, option in SAMPLING_OPTIONS.items()}
 
 Params = SamplingParams | Mapping[str, Any] | None
@@ -204,12 +205,15 @@ class Request:
         for n=1 and perhaps a larger max_tokens (counted from the prompt's end), the tokens are those of a completion
         that never ended; its seed is used if params have none. The output holds all of the completion, under its old
         index; events hold the new tokens, and text that was held back.
+    priority: waiting requests of lower numbers go first, and when the KV cache is full, those of the highest number are
+        computed again later. It changes no token.
     """
 
     prompt: Prompt
     params: Params = None
     id: str | int | None = None
     resume: Completion | None = None
+    priority: int = 0
 
 
 def empty_drawn(params: SamplingParams) -> Drawn:
@@ -261,6 +265,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     score: PromptScore | None = None
     mask: TokenMask | None = None
+    priority: int = 0
 
     status: Status = Status.WAITING
     lane: int = -1

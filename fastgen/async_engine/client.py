@@ -29,7 +29,7 @@ from fastgen.names import explains_names
 from fastgen.option import option, takes_fields_of
 from fastgen.processes import spawning as processes
 from fastgen.processes.channel import HEAD, Failed, Start, frame
-from fastgen.request import SHARED, Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
+from fastgen.request import PRIORITY, SHARED, Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
 from fastgen.text.grammar import params_grammar, structure_name
 
 log = logging.getLogger(__name__)
@@ -244,31 +244,35 @@ class AsyncGenerator:
 
     # ------------------------------------------------------------------------------------ requests
 
-    async def stream(self, prompt: Prompt, params: Params = None) -> PyAsyncGenerator[Event, None]:
+    async def stream(self, prompt: Prompt, params: Params = None, priority: int = 0) -> PyAsyncGenerator[Event, None]:
         """Yield the events of a request as they arrive. The events of its n samples alternate; `index` is the sample.
 
         The last event of a sample has a finish_reason, and an `error` if the sample failed. A reader that is slower
         than the model gets fewer and longer events. Leaving the loop early, or cancelling its task, aborts the request.
-        Raises what `submit` and EventStream raise.
+        priority: see `Request`. Raises what `submit` and EventStream raise.
         """
-        with self.submit([prompt], params) as stream:
+        with self.submit([prompt], params, priority=priority) as stream:
             async for events in stream:
                 for event in events:
                     yield event
 
     async def generate(
-        self, prompt: Prompt, params: Params = None, id: str | int | None = None, resume: Completion | None = None
+        self,
+        prompt: Prompt,
+        params: Params = None,
+        id: str | int | None = None,
+        resume: Completion | None = None,
+        priority: int = 0,
     ) -> RequestOutput:
         """Return the output of one prompt; use asyncio.gather for many prompts. Cancellation aborts the request.
 
-        id: name of the request for `cut_off`, and of its output; None: a number. resume: a completion of this prompt to
-        continue; see `Request`. Raises what `submit` and EventStream raise, and ValueError if a request with this id
-        runs.
+        id: name of the request for `cut_off`, and of its output; None: a number. resume, priority: see `Request`.
+        Raises what `submit` and EventStream raise, and ValueError if a request with this id runs.
         """
         if id in self._named:
             raise ValueError(f"a request with the id {id!r} is running; give another id")
         added, first_token, events = time.perf_counter(), None, list[Event]()
-        with self.submit([prompt], params, every_step=False, resume=resume) as stream:
+        with self.submit([prompt], params, every_step=False, resume=resume, priority=priority) as stream:
             id = stream.numbers.start if id is None else id
             self._named[id] = running = _Running(stream.numbers)
             try:
@@ -350,6 +354,7 @@ class AsyncGenerator:
         *,
         every_step: bool = True,
         resume: Completion | None = None,
+        priority: int = 0,
     ) -> EventStream:
         """Submit a request of one or more prompts. Return the stream of its events.
 
@@ -357,13 +362,14 @@ class AsyncGenerator:
         params: parameters of every prompt, without a mask.
         every_step: False for a reader that needs only the complete answer; the stream then has one list for the first
             event of each prompt, and one list for all other events.
-        resume: a completion of the only prompt, which the events continue; see `continued`.
+        resume: a completion of the only prompt, which the events continue; see `continued`. priority: see `Request`.
 
         Raises ValueError or TypeError for wrong params, and EngineError if the engine is not ready.
         """
         peer = self._running_peer()
         params = params_of(params, self.info.default_params)
         params.validate(self.info.vocab_size)
+        PRIORITY.check(priority)
         if params.mask is not None:
             raise ValueError("a mask cannot be sent to another process; use json_schema, regex, choice or grammar")
         structure = structure_name(params)
@@ -376,7 +382,7 @@ class AsyncGenerator:
         try:
             for number, prompt in zip(numbers, prompts, strict=True):
                 self._streams[number] = stream
-                peer.send(Submit(number, prompt, params, self._grammar_timeout, structure, resume))
+                peer.send(Submit(number, prompt, params, self._grammar_timeout, structure, resume, priority))
         except BaseException:  # a prompt that cannot be pickled
             stream.__exit__()
             raise

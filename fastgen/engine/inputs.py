@@ -17,6 +17,7 @@ from fastgen.engine.seeds import seed_of
 from fastgen.model.config import ModelConfig
 from fastgen.request import (
     MAX_BIASES,
+    PRIORITY,
     Completion,
     Params,
     Prompt,
@@ -112,6 +113,8 @@ class InputProcessor:
         """
         params, resume = params_of(request.params, self.defaults), request.resume
         self.check_params(params)
+        if request.priority != 0:
+            PRIORITY.check(request.priority)
         ids, text = encode_prompt(request.prompt, self.tokenizer)
         self._check_prompt(ids, params)
         stop_ids = self._stop_ids(params)
@@ -135,6 +138,7 @@ class InputProcessor:
                 seed=seed,
                 stop_ids=stop_ids,
                 mask=None if mask is None else self._masks.copy(mask),
+                priority=request.priority,
             )
             for index in (range(params.n) if resume is None else (resume.index,))
         ]

@@ -15,7 +15,8 @@ RESUMED = tuple(Completion.__dataclass_fields__)
 def body_of(request: Request) -> Json:
     """Return the body of a request to /generate. Raises ValueError or TypeError for wrong params."""
     resume = None if request.resume is None else {name: getattr(request.resume, name) for name in RESUMED}
-    return {"prompt": request.prompt, "params": fields_of(request.params), "resume": resume}
+    body = {"prompt": request.prompt, "params": fields_of(request.params), "resume": resume}
+    return {**body, "priority": request.priority}
 
 
 def fields_of(params: Params) -> Json | None:

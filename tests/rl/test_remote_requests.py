@@ -198,7 +198,7 @@ def test_sparse_deltas_are_sent_and_checked_as_a_whole(gen: RemoteGenerator, her
 
 def test_it_waits_for_a_model_that_is_being_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loaded = tmp_path / "slow"
-    with Server(STUB, str(loaded), "--rollout", "--api-key", KEY) as server:
+    with Server(STUB, str(loaded), "--rollout", "--api-key", KEY, key=KEY) as server:
         gen = RemoteGenerator(server.url, api_key=KEY)
         soon = RemoteGenerator(server.url, api_key=KEY, ready_timeout=0)
         message = refusal(lambda: soon.generate([[5]], SHORT))
@@ -208,6 +208,12 @@ def test_it_waits_for_a_model_that_is_being_loaded(tmp_path: Path, caplog: pytes
         with caplog.at_level(logging.WARNING):
             assert len(gen.generate([[5]], SHORT)[0].completions[0].token_ids) == 8
         assert f"waiting for {server.url} (0 seconds so far): the model" in caplog.text
+        request = Request([5], replace(SHORT, max_tokens=1), priority=3)
+        assert [output.completions[0].token_ids for output in gen.stream([request])] == [[10]], "see StubGenerator"
+        assert [event.token_ids for event in gen.events(request)] == [[10]]
+        assert "priority" in refusal(lambda: next(gen.events(replace(request, priority="3"))), ValueError)  # type: ignore[arg-type]
+        body = {"token_ids": [5], "sampling_params": {"max_tokens": 1}, "priority": 3}
+        assert server.post("/inference/v1/generate", body).json()["choices"][0]["token_ids"] == [10]
 
 
 def test_it_does_not_wait_for_what_cannot_come(tmp_path: Path) -> None:

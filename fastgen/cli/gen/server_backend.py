@@ -143,7 +143,7 @@ class RowCalls:
     """The requests of rows with one prompt each: to /chat/completions for messages, else to /completions.
 
     job: the job's settings. model: name of the model on the server. fields: sampling parameters that a row does not
-    set. seed: seed that the seeds of rows without one are derived from; None for rows without a seed.
+    set, and the priority. seed: seed that the seeds of rows without one are derived from; None for rows without a seed.
     """
 
     job: RowJob

@@ -61,14 +61,15 @@ class Resumed(Strict):
 class GenerateRequest(ModelRequest):
     """A request to /generate, with the prompt and params of `Generator.generate`.
 
-    id: name of the request for /abort. resume: a completion of the prompt to continue. stream: the response is a line
-    of JSON for each event, as it arrives, instead of the output.
+    id: name of the request for /abort. resume: a completion of the prompt to continue. priority: see fastgen.Request.
+    stream: the response is a line of JSON for each event, as it arrives, instead of the output.
     """
 
     prompt: str | Items[int] | list[dict[str, Any]] | dict[str, Any]
     params: dict[str, Any] | None = None
     id: str | None = None
     resume: Resumed | None = None
+    priority: int = Field(0, ge=-INT32, le=INT32)
     stream: bool = False
 
     @property
@@ -250,9 +251,9 @@ class RolloutRoutes(TrainerRoutes):
     async def _generate(self, engine: AsyncGenerator, body: GenerateRequest, _: QueryParams) -> Any:
         self.check_samples((body.params or {}).get("n"))
         if body.stream:
-            submit = partial(engine.submit, [body.prompt], body.params, resume=body.resumed)
+            submit = partial(engine.submit, [body.prompt], body.params, resume=body.resumed, priority=body.priority)
             return EventResponse(self.service, submit)
-        return await engine.generate(body.prompt, body.params, body.id, body.resumed)
+        return await engine.generate(body.prompt, body.params, body.id, body.resumed, body.priority)
 
     async def _fleet_seed(self, _: AsyncGenerator, body: ModelRequest, __: QueryParams) -> dict[str, int]:
         return {"seed": self.service.choose(body.model).fleet_seed()}

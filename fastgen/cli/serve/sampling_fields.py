@@ -55,7 +55,8 @@ _Stop = Annotated[str, Field(min_length=1)]  # an empty one would end every answ
 
 
 class SamplingFields(Body):
-    """The fields about sampling, and about the structure of answers. SamplingParams documents most of them."""
+    """The fields about sampling, and about the structure of answers. SamplingParams documents most of them, and
+    fastgen.Request the priority."""
 
     temperature: FiniteFloat | None = Field(None, ge=0)
     top_p: FiniteFloat | None = Field(None, ge=0, le=1, description="0 is off, as 1 is")
@@ -74,6 +75,7 @@ class SamplingFields(Body):
     min_tokens: int | None = Field(None, ge=0, le=INT32)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    priority: int | None = Field(None, ge=-INT32, le=INT32)
     structured_outputs: StructuredOutputs | None = None
     regex: GrammarText | None = None
     json_schema: dict[str, Any] | GrammarText | None = None
