@@ -25,7 +25,7 @@ from fastgen.engine.outputs import OutputQueue, error_output
 from fastgen.engine.prompts import Ids, ids_of, prompt_list, request_source
 from fastgen.engine.stats import Stats, with_progress
 from fastgen.engine.team import Team, on_all_ranks
-from fastgen.engine.weight_state import TAGS, WeightState
+from fastgen.engine.weight_state import TAGS, InFlight, WeightState
 from fastgen.model.config import read_config, sampling_defaults
 from fastgen.model.loader import find_tokenizer, follow_head, read_tensors, resolve, with_eos_of
 from fastgen.model.parameters import checkpoint_shards
@@ -338,7 +338,7 @@ class Generator(PrefillOnly):
         named: Tensors | str | Path,
         version: int | None = None,
         partial: bool = False,
-        in_flight: str = "error",
+        in_flight: InFlight = "error",
         requantize: bool = False,
     ) -> int:
         """Replace the weights, in place, and return their version, by default the one before plus 1 (the first is 0).
@@ -367,7 +367,7 @@ class Generator(PrefillOnly):
         update = WeightUpdate(named, checkpoint_shards(self.model_config), partial, self._interrupt.reading, self._tie)
         return self._update_on_all("update_weights", update, version, in_flight)
 
-    def weights_changed(self, version: int | None = None, in_flight: str = "error") -> int:
+    def weights_changed(self, version: int | None = None, in_flight: InFlight = "error") -> int:
         """Note that a trainer has written the weights in place, which `fastgen.rl.policy.Policy` does on a GPU; return
         their version. version, in_flight: see `update_weights`."""
         from fastgen.model.weight_updates import WrittenUpdate  # as above
@@ -375,7 +375,7 @@ class Generator(PrefillOnly):
         return self._update_on_all("update_weights", WrittenUpdate(), version, in_flight)
 
     def update_adapter(
-        self, named: Tensors | None, config: Any = None, version: int | None = None, in_flight: str = "error"
+        self, named: Tensors | None, config: Any = None, version: int | None = None, in_flight: InFlight = "error"
     ) -> int:
         """Merge a LoRA adapter into the weights, replacing the previous one; return their version, as `update_weights`.
 
@@ -400,7 +400,7 @@ class Generator(PrefillOnly):
         with self._interrupt:
             self._changes.update_drafter(named)
 
-    def _update_on_all(self, name: str, update: WeightUpdate, version: int | None, in_flight: str) -> int:
+    def _update_on_all(self, name: str, update: WeightUpdate, version: int | None, in_flight: InFlight) -> int:
         change = functools.partial(self._changes.update, update, version, in_flight)
         with self._interrupt:
             following: int = change() if self._team is None else self._team.call(name, change, update)

@@ -24,7 +24,7 @@ from typing import Any, overload
 from fastgen.engine.outputs import error_output
 from fastgen.engine.prompts import Ids, Scores, TopScores, ids_of, pair_scores, params_list, prompt_list, request_source
 from fastgen.engine.stats import with_progress
-from fastgen.engine.weight_state import check_tags
+from fastgen.engine.weight_state import InFlight, check_tags
 from fastgen.names import explains_names
 from fastgen.option import takes_fields_of
 from fastgen.request import Event, Params, Prompt, Request, RequestOutput
@@ -207,7 +207,7 @@ class RemoteGenerator:
         named: Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path,
         version: int | None = None,
         partial: bool = False,
-        in_flight: str = "error",
+        in_flight: InFlight = "error",
         requantize: bool = False,
     ) -> int | None:
         """Replace the weights, and return their version; see `Generator.update_weights`.
@@ -232,7 +232,7 @@ class RemoteGenerator:
         named: Mapping[str, Any] | Iterable[tuple[str, Any]] | None,
         config: Any = None,
         version: int | None = None,
-        in_flight: str = "error",
+        in_flight: InFlight = "error",
     ) -> int | None:
         """Merge a LoRA adapter into the weights, replacing the previous one, and return their version; see
         `Generator.update_adapter`. Ranks that shard the adapter call it together, as `update_weights`."""
