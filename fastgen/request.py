@@ -533,7 +533,10 @@ class RequestOutput:
 
     def resume(self, params: Params, index: int = 0) -> Request:
         """Return a Request that goes on from completion `index`, which ended by "length" or "abort"; it has this
-        output's id. params: as given for this output, perhaps with a larger max_tokens; n becomes 1."""
+        output's id. params: as given for this output, perhaps with a larger max_tokens; n becomes 1. Raises ValueError
+        for an output without a prompt."""
+        if not self.prompt_token_ids:
+            raise ValueError(f"request {self.id!r} has failed or was not sent, so there is no prompt; send it again")
         if params is not None:
             params = {**params, "n": 1} if isinstance(params, Mapping) else replace(params, n=1)
         return Request(self.prompt_token_ids, params, self.id, self.completions[index])

@@ -203,3 +203,5 @@ def test_one_error_names_all_requests_that_failed() -> None:
         raise_for_errors([failed[0], fine, failed[1]])
     with pytest.raises(ValueError, match=r"\n  19: no 19\n  and 5 more$"):
         raise_for_errors(failed)
+    with pytest.raises(ValueError, match="request 0 has failed or was not sent"):
+        failed[0].resume(None)

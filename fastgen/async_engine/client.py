@@ -292,6 +292,7 @@ class AsyncGenerator:
 
     async def abort(self, ids: Ids = None) -> list[RequestOutput]:
         """End requests as `cut_off` does, and return what the calls of `generate` among them return."""
+        ids = None if ids is None else ids_of(ids, ())
         outputs = [self._named[id].output for id in ids_of(ids, self._named) if id in self._named]
         await self.cut_off(ids)
         if outputs:

@@ -214,7 +214,7 @@ class Scheduler:
         return chunks
 
     def _may_prefill(self) -> bool:
-        """Return whether the first waiting sequence may begin its prefill next to those that do not wait for it."""
+        """Return whether the first waiting sequence may begin its prefill: fewer than MAX_PREFILLS are as urgent."""
         if len(self.prefilling) < MAX_PREFILLS:
             return True
         first = next(iter(self.waiting), None)

@@ -347,7 +347,7 @@ def test_requests_end_with_their_tokens_and_can_be_resumed(client: Client) -> No
         stream = asyncio.create_task(collect(engine.submit([ids(9)], LONG)))
         while engine.stats.running < 4:
             await asyncio.sleep(0.01)
-        (first,) = await engine.abort(["a", "nobody"])
+        (first,) = await engine.abort(iter(["a", "nobody"]))
         await engine.cut_off("b")
         cut = await calls[1]
         (last,) = await engine.abort()
