@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastgen.async_engine.client import AsyncGenerator, EngineError
     from fastgen.generator import Generator
-    from fastgen.request import Completion, Event, Request, RequestOutput, SamplingParams, TokenMask
+    from fastgen.request import (
+        Completion,
+        Event,
+        Request,
+        RequestOutput,
+        SamplingParams,
+        TokenMask,
+        raise_for_errors,
+    )
     from fastgen.speculation.options import Speculation
 
 __version__ = "0.3.0"
@@ -22,6 +30,7 @@ __all__ = [
     "SamplingParams",
     "Speculation",
     "TokenMask",
+    "raise_for_errors",
 ]
 
 _HOMES = {

@@ -22,12 +22,12 @@ from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.loop import Loop
 from fastgen.engine.options import GeneratorOptions
 from fastgen.engine.outputs import OutputQueue, error_output
-from fastgen.engine.prompts import prompt_list, request_source
+from fastgen.engine.prompts import Ids, ids_of, prompt_list, request_source
 from fastgen.engine.stats import Stats, with_progress
 from fastgen.engine.team import Team, on_all_ranks
-from fastgen.engine.weight_state import TAGS, WeightState
+from fastgen.engine.weight_state import TAGS, InFlight, WeightState
 from fastgen.model.config import read_config, sampling_defaults
-from fastgen.model.loader import find_tokenizer, follow_head, resolve, with_eos_of
+from fastgen.model.loader import find_tokenizer, follow_head, read_tensors, resolve, with_eos_of
 from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.quantization import check_requantize
 from fastgen.model.weights import Tensors
@@ -268,10 +268,11 @@ class Generator(PrefillOnly):
         params: Params = None,
         id: str | int | None = None,
         resume: Completion | None = None,
+        priority: int = 0,
     ) -> str | int:
         """Begin a request, whose events `step` returns, and return its id. Raises ValueError or TypeError for a request
-        that cannot be served. resume: a completion of this prompt to continue; see `Request`."""
-        return self._loop.begin(Request(prompt, params, id, resume), queue=None)
+        that cannot be served. resume, priority: see `Request`."""
+        return self._loop.begin(Request(prompt, params, id, resume, priority), queue=None)
 
     def step(self) -> list[Event]:
         """Run one step, and return the new events of requests that were added. Ctrl-C is raised at the end of the step,
@@ -294,15 +295,16 @@ class Generator(PrefillOnly):
         return events
 
     @on_all_ranks
-    def abort(self, ids: str | int | Iterable[str | int]) -> list[RequestOutput]:
-        """End requests, and return their outputs so far. Ids of requests that are not in the engine are skipped."""
-        return self._loop.abort([ids] if isinstance(ids, str | int) else list(ids))
+    def abort(self, ids: Ids = None) -> list[RequestOutput]:
+        """End requests (None: all), and return their outputs so far, which `step` and `stream` then do not. Ids of
+        requests that are not in the engine are skipped. Completions can be resumed; see `RequestOutput.resume`."""
+        return self._loop.abort(ids_of(ids, self._loop.active))
 
     @on_all_ranks
-    def cut_off(self, ids: Iterable[str | int] | None = None) -> None:
-        """End requests (None: all) as `abort` does, but report them like finished ones: `step`, `take_events` or
-        `stream` returns their tokens so far, with the finish_reason "abort". They can be resumed; see `Request`."""
-        self._loop.cut_off(list(self._loop.active if ids is None else ids))
+    def cut_off(self, ids: Ids = None) -> None:
+        """End requests as `abort` does, but report them like finished ones: `step`, `take_events` or `stream` returns
+        their tokens so far, with the finish_reason "abort"."""
+        self._loop.cut_off(ids_of(ids, self._loop.active))
 
     @property
     def unfinished(self) -> int:
@@ -333,17 +335,18 @@ class Generator(PrefillOnly):
 
     def update_weights(
         self,
-        named: Tensors,
+        named: Tensors | str | Path,
         version: int | None = None,
         partial: bool = False,
-        in_flight: str = "error",
+        in_flight: InFlight = "error",
         requantize: bool = False,
     ) -> int:
         """Replace the weights, in place, and return their version, by default the one before plus 1 (the first is 0).
 
         named: whole tensors by their Hugging Face names, such as `model.state_dict()`, in any float dtype, on the CPU
-            or a GPU. They are copied one at a time. The `lm_head.weight` of a tied model may be left out; another one
-            unties it, on the CPU. In a tp_group each rank gives the same tensors, from its own iterable.
+            or a GPU; or the path of a folder of safetensors, or of one such file. They are copied one at a time. The
+            `lm_head.weight` of a tied model may be left out; another one unties it, on the CPU. In a tp_group each rank
+            gives the same tensors, from its own iterable.
         version: your own number, other than the current one. partial: tensors that are not given stay as they are.
         in_flight: the treatment of requests in the engine: "error" refuses the update; "keep" continues them with the
             KV of the old weights, but a prompt in the middle of its prefill begins again, and so do requests after it;
@@ -359,10 +362,12 @@ class Generator(PrefillOnly):
         from fastgen.model.weight_updates import WeightUpdate  # many Generators are never updated
 
         check_requantize(self.model_config.quantization, requantize)
+        if isinstance(named, str | Path):
+            named = read_tensors(Path(named))
         update = WeightUpdate(named, checkpoint_shards(self.model_config), partial, self._interrupt.reading, self._tie)
         return self._update_on_all("update_weights", update, version, in_flight)
 
-    def weights_changed(self, version: int | None = None, in_flight: str = "error") -> int:
+    def weights_changed(self, version: int | None = None, in_flight: InFlight = "error") -> int:
         """Note that a trainer has written the weights in place, which `fastgen.rl.policy.Policy` does on a GPU; return
         their version. version, in_flight: see `update_weights`."""
         from fastgen.model.weight_updates import WrittenUpdate  # as above
@@ -370,7 +375,7 @@ class Generator(PrefillOnly):
         return self._update_on_all("update_weights", WrittenUpdate(), version, in_flight)
 
     def update_adapter(
-        self, named: Tensors | None, config: Any = None, version: int | None = None, in_flight: str = "error"
+        self, named: Tensors | None, config: Any = None, version: int | None = None, in_flight: InFlight = "error"
     ) -> int:
         """Merge a LoRA adapter into the weights, replacing the previous one; return their version, as `update_weights`.
 
@@ -386,16 +391,19 @@ class Generator(PrefillOnly):
         update = AdapterUpdate(named, config, checkpoint_shards(self.model_config), self._runner.weights.adapted)
         return self._update_on_all("update_adapter", update, version, in_flight)
 
-    def update_drafter(self, named: Tensors) -> None:
+    def update_drafter(self, named: Tensors | str | Path) -> None:
         """Replace the weights of the head that drafts, in place, also while requests run. No output changes by it.
 
-        named: all tensors of the head, by their names in its checkpoint. Raises ValueError, and the old weights stay,
-            if they do not fit or if there is no head, and RuntimeError while the weights are asleep.
-        """
-        with self._interrupt:
-            self._changes.update_drafter(named)
+        named: all tensors of the head, by their names in its checkpoint, or a path as for `update_weights`.
 
-    def _update_on_all(self, name: str, update: WeightUpdate, version: int | None, in_flight: str) -> int:
+        Raises ValueError, and the old weights stay, if they do not fit or if there is no head, and RuntimeError while
+        the weights are asleep.
+        """
+        tensors = read_tensors(Path(named)) if isinstance(named, str | Path) else named
+        with self._interrupt:
+            self._changes.update_drafter(tensors)
+
+    def _update_on_all(self, name: str, update: WeightUpdate, version: int | None, in_flight: InFlight) -> int:
         change = functools.partial(self._changes.update, update, version, in_flight)
         with self._interrupt:
             following: int = change() if self._team is None else self._team.call(name, change, update)

@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import wraps
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args, get_type_hints
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fastgen.names import advice, nearest
 
@@ -140,12 +140,15 @@ def takes_fields_of(
 
 
 def options_of(cls: Any) -> dict[str, Option]:
-    """Return the options of a dataclass whose fields were made by `option`, by name."""
+    """Return the options of a dataclass whose fields were made by `option`, by name. The choices of a field whose type
+    is a Literal are its values."""
     options, hints = {}, get_type_hints(cls)
     for each in fields(cls):
-        hint = hints[each.name]
-        kind = get_args(hint)[0] if isinstance(hint, UnionType) else hint
-        options[each.name] = Option(each.name, kind, each.default, **each.metadata)
+        hint, limits = hints[each.name], dict(each.metadata)
+        kind = get_args(hint)[0] if get_origin(hint) in (UnionType, Union) else hint
+        if get_origin(kind) is Literal:
+            kind, limits["choices"] = str, get_args(kind)
+        options[each.name] = Option(each.name, kind, each.default, **limits)
     return options
 
 

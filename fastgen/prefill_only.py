@@ -7,11 +7,12 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
+from typing import overload
 
 from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.loop import Loop
 from fastgen.engine.outputs import OutputQueue
-from fastgen.engine.prompts import pair_scores, prompt_list
+from fastgen.engine.prompts import Scores, TopScores, pair_scores, prompt_list
 from fastgen.engine.team import on_all_ranks
 from fastgen.model.config import ModelConfig
 from fastgen.option import check_items
@@ -29,23 +30,42 @@ class PrefillOnly:
     _loop: Loop
     _interrupt: OneCaller
 
-    @on_all_ranks
+    @overload
     def score(
         self, sequences: Iterable[Prompt], start: int | SequenceOf[int] = 0, temperature: float = 1.0
-    ) -> list[list[float]]:
+    ) -> Scores: ...
+    @overload
+    def score(
+        self, sequences: Iterable[Prompt], start: int | SequenceOf[int] = 0, temperature: float = 1.0, *, logprobs: int
+    ) -> tuple[Scores, TopScores]: ...
+    @on_all_ranks
+    def score(
+        self,
+        sequences: Iterable[Prompt],
+        start: int | SequenceOf[int] = 0,
+        temperature: float = 1.0,
+        *,
+        logprobs: int | None = None,
+    ) -> Scores | tuple[Scores, TopScores]:
         """Return the logprobs of given tokens: float32, of log_softmax(logits / temperature).
 
         sequences: prompts, mostly lists of ids. start: the first position to score, for all sequences or a list with
         one for each. The result has len - start floats for each sequence; position 0 has no logprob, and is NaN, as is
-        a position whose logits are not finite. Raises ValueError for a sequence that cannot be scored, and if start
-        leaves nothing to score in any.
+        a position whose logits are not finite. logprobs: number of alternatives (1 to 128); the result is then a pair,
+        whose second list has a dict for each float: the most likely tokens there, with their raw logprobs (at
+        temperature 1), as `RequestOutput.prompt_top_logprobs`.
+
+        Raises ValueError for a sequence that cannot be scored, and if start leaves nothing to score in any.
         """
-        ((prompts, starts),) = self._interrupt.reading(map(pair_scores, [sequences], [start], [temperature]))
-        scores = self._read(prompts, starts, float(temperature))
-        logprobs = [score.logprobs[first:] for score, first in zip(scores, starts, strict=True)]
-        if logprobs and not any(logprobs):
+        arguments = [sequences], [start], [temperature], [logprobs]
+        ((prompts, starts),) = self._interrupt.reading(map(pair_scores, *arguments))
+        scores = self._read(prompts, starts, float(temperature), top=logprobs or 0)
+        values = [score.logprobs[first:] for score, first in zip(scores, starts, strict=True)]
+        if values and not any(values):
             raise ValueError(f"start is {start}, the end of each sequence, which leaves nothing to score; lower it")
-        return logprobs
+        if logprobs is None:
+            return values
+        return values, [score.top_logprobs[first:] for score, first in zip(scores, starts, strict=True)]
 
     @on_all_ranks
     def classify(self, prompts: Prompt | Iterable[Prompt], choices: SequenceOf[str]) -> list[dict[str, float]]:
@@ -98,10 +118,16 @@ class PrefillOnly:
         return [[value / (length or 1.0) for value in state] for state, length in zip(states, lengths, strict=True)]
 
     def _read(
-        self, prompts: SequenceOf[Prompt], starts: SequenceOf[int], temperature: float = 1.0, embedding: bool = False
+        self,
+        prompts: SequenceOf[Prompt],
+        starts: SequenceOf[int],
+        temperature: float = 1.0,
+        embedding: bool = False,
+        top: int = 0,
     ) -> list[PromptScore]:
-        """Run prompts without generating; return their logprobs from `starts` on, and their embeddings."""
-        params, queue, scores = SamplingParams(max_tokens=0, prompt_logprobs=0), OutputQueue(), list[PromptScore]()
+        """Run prompts without generating; return their logprobs from `starts` on, with `top` alternatives each, and
+        their embeddings."""
+        params, queue, scores = SamplingParams(max_tokens=0, prompt_logprobs=top), OutputQueue(), list[PromptScore]()
         try:
             for prompt, first in zip(prompts, starts, strict=True):
                 id = self._loop.begin(Request(prompt, params), queue, (first, temperature))

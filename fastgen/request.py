@@ -6,7 +6,6 @@ runner answers a Batch with a StepResult, and finished Sequences become Completi
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -15,8 +14,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastgen.display import completion_html, output_html, shown
-from fastgen.names import explains_names
-from fastgen.option import ITEMS, Options, check_items, option, options_of
+from fastgen.drawn import Drawn
+from fastgen.names import MAX_FAULTS, explains_names
+from fastgen.option import ITEMS, Option, Options, check_items, option, options_of
 
 if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
     import numpy as np
@@ -37,6 +37,7 @@ STRUCTURES = ("mask", "json_schema", "regex", "choice", "grammar")
 
 MAX_BIASES = 4096
 """Maximum number of tokens whose logits logit_bias and min_tokens may change together in one request."""
+MAX_VOCABULARY = 2**31
 
 
 class TokenMask(Protocol):
@@ -53,7 +54,7 @@ class TokenMask(Protocol):
 @shown()
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(Options):
-    """The parameters that say how a prompt is continued. They are checked when a request is added.
+    """The parameters that say how a prompt is continued. They are checked when a request is added, and by `replace`.
 
     They are complete: a parameter that is left out has the default below, whatever the model's generation_config.json
     says. `Generator.default_params` are the model's.
@@ -151,7 +152,13 @@ class SamplingParams(Options):
     def penalized(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    def validate(self, vocab_size: int) -> None:
+    def replace(self, **changes: Any) -> SamplingParams:
+        """Return these parameters with changes. Raises ValueError or TypeError as `validate`."""
+        params = replace(self, **changes)
+        params.validate()
+        return params
+
+    def validate(self, vocab_size: int = MAX_VOCABULARY) -> None:
         """Raise ValueError, or TypeError for a value of the wrong type, naming the parameter and what it may be."""
         for name, value in vars(self).items():
             if value is _DEFAULTS[name]:  # most are, so that millions of requests are checked fast
@@ -183,6 +190,7 @@ class SamplingParams(Options):
 
 
 SAMPLING_OPTIONS = options_of(SamplingParams)
+PRIORITY = Option("priority", int, 0)
 _DEFAULTS = {name: option.default for name, option in SAMPLING_OPTIONS.items()}
 
 Params = SamplingParams | Mapping[str, Any] | None
@@ -210,73 +218,21 @@ class Request:
         for n=1 and perhaps a larger max_tokens (counted from the prompt's end), the tokens are those of a completion
         that never ended; its seed is used if params have none. The output holds all of the completion, under its old
         index; events hold the new tokens, and text that was held back.
+    priority: waiting requests of lower numbers go first, and when the KV cache is full, those of the highest number are
+        computed again later. It changes no token.
     """
 
     prompt: Prompt
     params: Params = None
     id: str | int | None = None
     resume: Completion | None = None
+    priority: int = 0
 
 
-@dataclass(slots=True, kw_only=True)
-class Drawn:
-    """The logprobs of sampled tokens, and their sampling mask: lists with one entry for each token.
-
-    logprobs: natural logarithms, float32, under the distribution that was sampled from (0.0 at temperature 0).
-    untruncated_logprobs: the same without top_k, top_p and min_p, over all of the vocabulary that penalties, biases and
-        masks leave; equal to logprobs if nothing is truncated.
-    raw_logprobs: logprobs under the softmax of the untouched logits at temperature 1.
-    top_logprobs: the most likely raw alternatives, and then the chosen ones, token id -> logprob; None unless
-        `SamplingParams.logprobs` or `logprob_token_ids` asks.
-    sampling_mask: the token ids that truncation kept; None unless `SamplingParams.return_sampling_mask` asks.
-    """
-
-    logprobs: list[float] = field(default_factory=list)
-    untruncated_logprobs: list[float] = field(default_factory=list)
-    raw_logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[dict[int, float]] | None = None
-    sampling_mask: list[list[int]] | None = None
-
-    @classmethod
-    def empty(cls, params: SamplingParams) -> Drawn:
-        """Return empty lists for a sample with these parameters."""
-        tops = params.logprobs or len(params.logprob_token_ids)
-        return Drawn(top_logprobs=[] if tops else None, sampling_mask=[] if params.return_sampling_mask else None)
-
-    def lists(self) -> dict[str, Any]:
-        """Return the lists that are not None, by name."""
-        return {name: values for name in _DRAWN if (values := getattr(self, name)) is not None}
-
-    def per_token(self) -> Iterable[tuple[Any, ...]]:
-        """Return the values of each token, as `append` takes them."""
-        lists = self.logprobs, self.untruncated_logprobs, self.raw_logprobs
-        if self.top_logprobs is None and self.sampling_mask is None:
-            return zip(*lists, strict=True)
-        asked = (values or itertools.repeat(None) for values in (self.top_logprobs, self.sampling_mask))
-        return zip(*lists, *asked, strict=False)
-
-    def append(self, row: tuple[Any, ...]) -> None:
-        """Append one item of another's `per_token`, which must have the lists that this has."""
-        self.logprobs.append(row[0])
-        self.untruncated_logprobs.append(row[1])
-        self.raw_logprobs.append(row[2])
-        if self.top_logprobs is not None:
-            self.top_logprobs.append(row[3])
-        if self.sampling_mask is not None:
-            self.sampling_mask.append(row[4])
-
-    def extend(self, other: Drawn) -> None:
-        """Append all values of another, which must have the lists that this has."""
-        for name, values in self.lists().items():
-            values += getattr(other, name)
-
-    def cut(self, length: int) -> None:
-        """Drop the values after the first `length` tokens."""
-        for values in self.lists().values():
-            del values[length:]
-
-
-_DRAWN = tuple(Drawn.__dataclass_fields__)
+def empty_drawn(params: SamplingParams) -> Drawn:
+    """Return empty lists for a sample with these parameters."""
+    tops = params.logprobs or len(params.logprob_token_ids)
+    return Drawn(top_logprobs=[] if tops else None, sampling_mask=[] if params.return_sampling_mask else None)
 
 
 @dataclass(slots=True)
@@ -324,6 +280,7 @@ class Sequence:
     mask: TokenMask | None = None
     thinking: ThinkingBudget | None = None
     repetition: RepetitionDetector | None = None
+    priority: int = 0
 
     status: Status = Status.WAITING
     lane: int = -1
@@ -348,7 +305,7 @@ class Sequence:
     recomputed: list[tuple[int, int]] = field(default_factory=list)  # see Completion
 
     def __post_init__(self) -> None:
-        self.drawn = Drawn.empty(self.params)
+        self.drawn = empty_drawn(self.params)
 
     def begin_version(self, version: int) -> None:
         """Record that the tokens from now on are drawn with weights of this version."""
@@ -587,8 +544,18 @@ class RequestOutput:
 
     @property
     def error(self) -> str | None:
-        """The reason why the request failed, or None."""
+        """The reason why the request failed, or None; see `raise_for_errors`."""
         return next((c.error for c in self.completions if c.error), None)
+
+    def resume(self, params: Params, index: int = 0) -> Request:
+        """Return a Request that goes on from completion `index`, which ended by "length" or "abort"; it has this
+        output's id. params: as given for this output, perhaps with a larger max_tokens; n becomes 1. Raises ValueError
+        for an output without a prompt."""
+        if not self.prompt_token_ids:
+            raise ValueError(f"request {self.id!r} has failed or was not sent, so there is no prompt; send it again")
+        if params is not None:
+            params = {**params, "n": 1} if isinstance(params, Mapping) else replace(params, n=1)
+        return Request(self.prompt_token_ids, params, self.id, self.completions[index])
 
     @property
     def text(self) -> str:
@@ -597,3 +564,13 @@ class RequestOutput:
         if first.error is not None:
             raise ValueError(f"request {self.id!r} failed: {first.error}")
         return first.text
+
+
+def raise_for_errors(outputs: Iterable[RequestOutput]) -> None:
+    """Raise a ValueError with the id and the reason of each request that failed (of at most 20), if any did."""
+    many = list(outputs)
+    errors = [f"{output.id!r}: {output.error}" for output in many if output.error is not None]
+    if errors:
+        more = [f"and {len(errors) - MAX_FAULTS} more"] if len(errors) > MAX_FAULTS else []
+        lines = [f"{len(errors)} of {len(many)} requests failed:", *errors[:MAX_FAULTS], *more]
+        raise ValueError("\n  ".join(lines))

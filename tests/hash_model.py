@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from fastgen.drawn import Drawn
 from fastgen.engine.admission import LengthEstimate
 from fastgen.engine.host_pages import PageMoves
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.prompt_scores import Scored, ScorePlan
 from fastgen.engine.scheduler import Scheduler
-from fastgen.request import Batch, Drawn, LaneStart, PromptScore, SamplingParams, Sequence, StepResult
+from fastgen.request import Batch, LaneStart, PromptScore, SamplingParams, Sequence, StepResult
 from fastgen.speculation.planning import Drafted, DraftPlan
 
 VOCAB = 40  # a mask has two words

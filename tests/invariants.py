@@ -36,7 +36,9 @@ def _check_derived(scheduler: Scheduler) -> None:
     running, pages = scheduler.running, scheduler.pages
     alive = [s for s in running if s.status is Status.RUNNING]
     assert scheduler.prefilling == [s for s in running if s.computed < s.prefill_len]
-    assert len(scheduler.prefilling) <= MAX_PREFILLS
+    assert all(count <= MAX_PREFILLS for count in Counter(s.priority for s in scheduler.prefilling).values())
+    ranks = [s.priority for s in scheduler.waiting]
+    assert ranks == sorted(ranks), "a sequence waits behind less urgent ones"
     # A sequence whose last token is in flight leaves `_decoding` when the next step is scheduled.
     decoding = [s for s in scheduler._decoding.values() if s.length < s.max_len]
     assert len(set(decoding)) == len(decoding)

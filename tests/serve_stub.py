@@ -29,7 +29,8 @@ SCRIPT = "script.json"
 
 
 class StubGenerator:
-    """A Generator that says "x" in each step for each of the first max_seqs requests, which hold one page each."""
+    """A Generator that says "x" in each step for each of the first max_seqs requests, which hold one page each. The id
+    of "x" is 7 plus the priority of the request."""
 
     tokenizer: Any = None
     needs_weights = False
@@ -49,13 +50,13 @@ class StubGenerator:
             self._script = json.loads((Path(model) / SCRIPT).read_text())
             self.tokenizer = SimpleNamespace(hf=SimpleNamespace(name_or_path=model))
         self.model_config = SimpleNamespace(vocab_size=5000 if self._script else 1000, eos_ids=(2,))
-        self._requests: dict[int, tuple[Sequence[int], SamplingParams]] = {}
+        self._requests: dict[int, tuple[Sequence[int], SamplingParams, int]] = {}
         self._started: dict[int, float] = {}
         self._said: dict[int, int] = {}
         self._stats = Stats(pages=100)
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, number: int, resume: Any = None) -> None:
-        self._requests[number] = (prompt, params)
+    def add(self, prompt: Sequence[int], params: SamplingParams, number: int, resume: Any, priority: int) -> None:
+        self._requests[number] = (prompt, params, priority)
         self._said[number] = 0
         self._stats.requests += 1
         self._stats.prompt_tokens += len(prompt)
@@ -73,10 +74,10 @@ class StubGenerator:
         if running:
             time.sleep(STEP_SECONDS / 4 if self._script else STEP_SECONDS)
         for number in running:
-            prompt, params = self._requests[number]
+            prompt, params, priority = self._requests[number]
             if prompt[0] == BAD:
                 raise RuntimeError("bad luck")
-            token, text = self._script[self._said[number]] if self._script else (7, "x")
+            token, text = self._script[self._said[number]] if self._script else (7 + priority, "x")
             self._said[number] += 1
             self._stats.generated_tokens += 1
             reason = "length" if self._said[number] == params.max_tokens else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from hash_model import (
@@ -27,6 +28,7 @@ from fastgen.engine.options import EngineConfig
 from fastgen.engine.scheduler import MAX_PREFILLS, RETRY_STEPS, Scheduler
 from fastgen.request import Batch, SamplingParams, Sequence, Status
 
+BY_PRIORITY = attrgetter("priority")  # of sequences; sorted and min keep the order of arrival within one
 TURNS_TO_LEAVE = 6  # from the step that computes the last token of a sequence until its pages are free
 
 
@@ -37,9 +39,10 @@ class Simulation:
     each place where one may be raised. aborts, updates, sleeps: the probabilities of these at each turn. waves: the
     scheduler is told when all have arrived.
 
-    **Waiting.** The oldest open sequence is never preempted, so that the steps to its end are bounded by its own tokens
-    (`_check_progress`). So each sequence waits no longer than all before it take one after the other. And the first
-    in the queue waits only for the next attempt to admit it if it and all running sequences fit at their max_len.
+    **Waiting.** The oldest sequence of the most urgent ones that run is never preempted, so that the steps to its end
+    are bounded by its own tokens (`_check_progress`). So, with equal priorities, each sequence waits no longer than all
+    before it take one after the other. And the first in the queue waits only for the next attempt to admit it if it and
+    all running sequences fit at their max_len.
     """
 
     def __init__(
@@ -189,7 +192,8 @@ class Simulation:
         preempted = [s for s in before if s.preemptions > counts[s]]
         assert drained or not preempted, "preempted while a step is in flight"
         assert not covered or not preempted, "preempted though the growth of all that run had room"
-        assert not preempted or preempted == before[-len(preempted) :], "somebody older than the youngest was preempted"
+        last = sorted(before, key=BY_PRIORITY)[len(before) - len(preempted) :]
+        assert {*preempted} == {*last}, "somebody older than the youngest, or more urgent, was preempted"
         if batch is None:
             assert not drained or not scheduler.busy, "nothing to run and nothing to wait for"
             return None
@@ -243,25 +247,31 @@ class Simulation:
         full = (
             not scheduler.waiting or not scheduler.lanes.free or prefills == config.prefill_tokens(len(batch.decodes))
         )
-        if full or len(scheduler.prefilling) == MAX_PREFILLS or scheduler.complete:
+        first = next(iter(scheduler.waiting), None)
+        if full or first is None or scheduler.complete:
             self.passed = 0
             return
-        every = (next(iter(scheduler.waiting)), *scheduler.running)
+        if sum(s.priority <= first.priority for s in scheduler.prefilling) == MAX_PREFILLS:
+            self.passed = 0
+            return
+        every = (first, *scheduler.running)
         fits = sum(scheduler.pages.count(sequence.max_len) for sequence in every) <= config.num_pages
         self.passed = self.passed + 1 if fits else 0
         assert self.passed <= RETRY_STEPS, "a sequence waits though there is room for it"
 
     def _check_oldest(self, batch: Batch, before: list[Sequence]) -> None:
-        """Check that the oldest sequence in its prefill gets half of a step's prefill tokens, or all that it lacks."""
-        counts = {chunk.lane: len(chunk.tokens) for chunk in batch.prefills}
-        oldest = next((s for s in before if s.lane >= 0 and (s.lane in counts or s.prefill_left > 0)), None)
-        if oldest is not None:
-            half = 2 * counts.get(oldest.lane, 0) >= sum(counts.values())
-            assert half or oldest.prefill_left <= 0, "a prompt starves"
+        """Check that the oldest of the most urgent sequences in their prefill gets half of a step's prefill tokens,
+        without those of more urgent ones that begin in this step, or all that it lacks."""
+        counts = {self.scheduler.lanes[chunk.lane]: len(chunk.tokens) for chunk in batch.prefills}
+        in_prefill = [s for s in before if s.lane >= 0 and (s in counts or s.prefill_left > 0)]
+        if in_prefill:
+            oldest = min(in_prefill, key=BY_PRIORITY)
+            others = sum(count for s, count in counts.items() if s.priority >= oldest.priority)
+            assert 2 * counts.get(oldest, 0) >= others or oldest.prefill_left <= 0, "a prompt starves"
 
     def _check_progress(self) -> None:
-        """Check that the oldest open sequence ends in time."""
-        oldest = next(iter(self.open), None)
+        """Check that the oldest of the most urgent sequences that run ends in time."""
+        oldest = min([s for s in self.open if s.lane >= 0] or self.open, key=BY_PRIORITY, default=None)
         if oldest is not self.oldest:
             self.oldest = oldest
             if oldest is not None:
@@ -356,8 +366,8 @@ class Simulation:
 
     def _check(self) -> None:
         check_scheduler(self.scheduler)
-        line = [self.order[s] for s in (*self.scheduler.running, *self.scheduler.waiting)]
-        assert line == sorted(line), "the order of arrival is lost"
+        line = [(s.priority, self.order[s]) for s in (*self.scheduler.running, *self.scheduler.waiting)]
+        assert sorted(line, key=itemgetter(0)) == sorted(line), "the order of arrival is lost"
 
 
 def _can_decode(sequence: Sequence) -> bool:

@@ -536,6 +536,17 @@ def test_an_abort_returns_the_tokens_so_far(gen: Generator) -> None:
     assert {event.id for event in drain(gen)} == set(waiting[:-2])
 
 
+def test_without_ids_all_requests_end(gen: Generator) -> None:
+    long = replace(SHORT, max_tokens=90)
+    ids = [gen.add([5], long) for _ in range(9)]
+    assert [output.id for output in gen.abort()] == ids
+    gen.add([5], long, id="one")
+    gen.add([6], long, id="two")
+    gen.cut_off("one")
+    gen.cut_off()
+    assert [(event.id, event.finish_reason) for event in drain(gen)] == [("one", "abort"), ("two", "abort")]
+
+
 # Masks.
 
 

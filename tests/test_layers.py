@@ -37,6 +37,7 @@ ROOMS = (
     "device",
     "request",
     "limits",
+    "drawn",
     "processes",
     "option",
     "display",
@@ -61,6 +62,7 @@ WITHOUT_TORCH = (
     "text.tools.history",
     "disk",
     "display",
+    "drawn",
     "names",
     "option",
     "request",
@@ -113,6 +115,7 @@ FEATURES = {
     "embeddings": r"embed|embedding|classify|PrefillOnly",
     "grammars": r"mask|masks|masked|_?masks|TokenMask|MaskMaker|mask_of|fill_masks|token_masks|structure\w*",
     "tensor parallelism": r"tp_group|tensor_parallel|rank|on_all_ranks|Leader|Follower|agreeing|_team|\w*exchange",
+    "priorities": r"\w*(priority|PRIORITY|move_first|may_prefill)\w*",
     "profiling": r"span|[Tt]racer|profile|end_step",
     "CPU acceleration": r"\w*([Ff]ree_?[Cc]ores|[Pp]acked|mkl)\w*",
 }

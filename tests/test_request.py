@@ -16,6 +16,7 @@ from fastgen.request import (
     Prefill,
     RequestOutput,
     SamplingParams,
+    raise_for_errors,
 )
 
 VOCAB = 300
@@ -154,6 +155,16 @@ def test_sampling_params_are_frozen_and_refuse_unknown_names() -> None:
         SamplingParams(2)  # type: ignore[call-arg]
 
 
+def test_replace_checks_what_it_changes() -> None:
+    params = SamplingParams(temperature=0.5, seed=7)
+    assert params.replace(n=3, seed=None) == SamplingParams(temperature=0.5, n=3)
+    assert params == SamplingParams(temperature=0.5, seed=7)
+    with pytest.raises(ValueError, match="top_p is 2; it must be above 0 and at most 1"):
+        params.replace(top_p=2)
+    with pytest.raises(TypeError, match="the nearest one is 'temperature'"):
+        params.replace(temprature=1)
+
+
 def test_one_stop_string_is_not_taken_for_its_letters() -> None:
     assert SamplingParams(stop="ab").stop_strings == ("ab",)
     assert SamplingParams(stop=["ab", "c"]).stop_strings == ("ab", "c")
@@ -183,3 +194,15 @@ def test_an_output_shows_its_first_text_and_error() -> None:
     output = RequestOutput("r0", [1], [fine, failed])
     assert (output.text, output.error) == ("five", "too long")
     assert RequestOutput("r0", [1], [fine]).error is None
+
+
+def test_one_error_names_all_requests_that_failed() -> None:
+    fine = RequestOutput("fine", [1], [Completion(0, [5], "five", "stop")])
+    failed = [RequestOutput(id, [], [Completion(0, [], "", "error", error=f"no {id}")]) for id in range(25)]
+    raise_for_errors(iter([fine]))
+    with pytest.raises(ValueError, match=r"^2 of 3 requests failed:\n  0: no 0\n  1: no 1$"):
+        raise_for_errors([failed[0], fine, failed[1]])
+    with pytest.raises(ValueError, match=r"\n  19: no 19\n  and 5 more$"):
+        raise_for_errors(failed)
+    with pytest.raises(ValueError, match="request 0 has failed or was not sent"):
+        failed[0].resume(None)

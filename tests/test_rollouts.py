@@ -68,6 +68,17 @@ def test_a_trainer_finds_the_same_logprobs_with_and_without_the_mask(gen: Genera
     assert completion.untruncated_logprobs == score, "to the bit"
 
 
+def test_scores_come_with_the_alternatives_of_prompt_logprobs(gen: Generator) -> None:
+    sequences, params = [random_ids(9), random_ids(30)], SamplingParams(max_tokens=0, prompt_logprobs=3)
+    scores, tops = gen.score(sequences, start=[2, 30], temperature=0.5, logprobs=3)
+    assert scores == gen.score(sequences, start=[2, 30], temperature=0.5)
+    assert tops == [(gen.generate(sequences, params)[0].prompt_top_logprobs or [])[2:], []]
+    assert {*map(len, tops[0])} == {3}
+    for wrong in (0, 129):
+        with pytest.raises(ValueError, match=f"logprobs is {wrong}; it must be at least 1 and at most 128"):
+            gen.score(sequences, logprobs=wrong)
+
+
 def test_a_score_of_nothing_is_an_error(gen: Generator) -> None:
     for sequences, start in (([[5, 6]], 2), ([[5, 6], [7]], [2, 1])):
         with pytest.raises(ValueError, match=r"start is .*, the end of each sequence, which leaves nothing to score"):
@@ -138,6 +149,19 @@ def test_an_aborted_group_goes_on_sample_by_sample(gen: Generator) -> None:
         assert (output.prompt_logprobs or [])[1:] == (whole.prompt_logprobs or [])[1:]
         assert output.prompt_top_logprobs == whole.prompt_top_logprobs
     assert [part.index for part in parts] == [0, 1, 2, 3, 4]
+
+
+def test_an_output_makes_the_request_that_goes_on_from_it(gen: Generator) -> None:
+    """With the seed of the draws so far, if the parameters have none."""
+    given: dict[str, Any] = {"n": 2, "max_tokens": 7, "ignore_eos": True}
+    for params in (given, SamplingParams(**given), SamplingParams(**given, seed=5)):
+        (output,) = gen.generate([random_ids(9)], params)
+        seed = output.completions[0].seed
+        (whole,) = gen.generate([random_ids(9)], SamplingParams(n=2, max_tokens=20, ignore_eos=True, seed=seed))
+        longer = {**params, "max_tokens": 20} if isinstance(params, dict) else params.replace(max_tokens=20)
+        requests = [output.resume(longer, index) for index in range(2)]
+        assert [request.id for request in requests] == [output.id] * 2
+        assert completed(gen, *requests) == whole.completions
 
 
 def test_a_resumed_sample_of_any_index_ends_with_its_prompt(gen: Generator) -> None:

@@ -130,6 +130,20 @@ def test_preemptions_change_no_bit(pages: tuple[int, int], family: Path) -> None
         assert gen.stats.preemptions > 0
 
 
+@pytest.mark.parametrize("family", FEW[1:2], indirect=True)
+def test_priorities_change_no_bit(family: Path) -> None:
+    with Generator(family, page_size=16, num_pages=18, max_seqs=16, max_step_tokens=40) as gen:
+        let_pages_run_out(gen)
+        requests = [Request(*pair, id=place, priority=-place) for place, pair in enumerate(GROWING)]
+        outputs = {output.id: answer(output) for output in gen.stream(requests)}
+        assert [outputs[place] for place in range(len(GROWING))] == growing_alone(family)
+        assert gen.stats.preemptions > 0
+        for wrong in ("high", 0.5, None):
+            with pytest.raises(TypeError, match="priority must be an integer"):
+                gen.add([5], priority=wrong)  # type: ignore[arg-type]
+        check_idle(gen)
+
+
 @pytest.mark.parametrize("family", FEW[2:3], indirect=True)
 def test_neighbours_aborted_midway_change_no_bit(family: Path, alone: list[Answer]) -> None:
     with Generator(family, page_size=16, num_pages=24, max_seqs=8, max_step_tokens=24) as gen:

@@ -91,6 +91,10 @@ def test_answers_are_those_of_a_generator_that_began_with_the_weights(family: Pa
         assert answers(gen) == old
         assert gen.update_weights(reversed(weights.items())) == 18  # as they come, in any order
         assert answers(gen) == new
+        assert gen.update_weights(str(family)) == 19
+        assert answers(gen) == old
+        assert gen.update_weights(saved(family, weights) / "model.safetensors") == 20
+        assert answers(gen) == new
 
 
 @pytest.mark.parametrize("given", [torch.float64, torch.bfloat16, torch.float16])
@@ -169,7 +173,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], Any], dict[str, Any], type[
     "unknown": (lambda w: w | {"model.layers.9.x": torch.ones(1)}, {}, ValueError, "unexpected tensor 'model.layers.9"),
     "missing": (lambda w: dict(list(w.items())[2:]), {}, ValueError, "missing 2 of "),
     "kind": (lambda w: 5, {}, TypeError, "must be a mapping, or an iterable of"),
-    "a folder": (lambda w: "/weights", {}, TypeError, r"an iterable of \(name, tensor\), not str"),
+    "no folder": (lambda w: "/weights", {}, ValueError, "there is no folder /weights, nor a safetensors file"),
     "no names": (lambda w: [*w.values()], {}, ValueError, r"no \(name, tensor\)$"),
     "same version": (lambda w: w, {"version": 0}, ValueError, "version is 0, which is the current one"),
     "odd version": (lambda w: w, {"version": True}, TypeError, "version must be an integer, not True"),

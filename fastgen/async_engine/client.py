@@ -15,20 +15,21 @@ import pickle
 import subprocess
 import time
 from collections.abc import AsyncGenerator as PyAsyncGenerator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, MAX_TIMEOUT
 from fastgen.async_engine.loop import Abort, Answer, Call, EngineInfo, StepEnded, Submit
 from fastgen.engine.options import OPTIONS, GeneratorOptions
+from fastgen.engine.prompts import Ids, ids_of
 from fastgen.engine.stats import Stats
 from fastgen.names import explains_names
 from fastgen.option import option, takes_fields_of
 from fastgen.processes import spawning as processes
 from fastgen.processes.channel import HEAD, Failed, Start, frame
-from fastgen.request import SHARED, Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
+from fastgen.request import PRIORITY, SHARED, Completion, Event, Params, Prompt, RequestOutput, Timings, params_of
 from fastgen.text.grammar import params_grammar, structure_name
 
 log = logging.getLogger(__name__)
@@ -126,6 +127,17 @@ class EventStream:
         self._news.set()
 
 
+@dataclass
+class _Running:
+    """A running call of `generate`. output: what it returns; cancelled if it raises."""
+
+    numbers: range
+    output: asyncio.Future[RequestOutput] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.output = asyncio.get_running_loop().create_future()
+
+
 @dataclass(frozen=True, kw_only=True)
 class AsyncGeneratorOptions(GeneratorOptions):
     """The arguments of an AsyncGenerator: those of a Generator and two more."""
@@ -162,7 +174,7 @@ class AsyncGenerator:
         self._next_number = 0
         self._streams: dict[str | int, EventStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._named: dict[str | int, range] = {}  # {id: numbers} of running calls of `generate`
+        self._named: dict[str | int, _Running] = {}  # running calls of `generate`, by id
         self._progress = 0.0  # time.monotonic() of the last step or call, or of the request that ended an idle time
         self._peer: _Process | None = None
         self._loaded = self._closing = self._paused = False
@@ -232,52 +244,69 @@ class AsyncGenerator:
 
     # ------------------------------------------------------------------------------------ requests
 
-    async def stream(self, prompt: Prompt, params: Params = None) -> PyAsyncGenerator[Event, None]:
+    async def stream(self, prompt: Prompt, params: Params = None, priority: int = 0) -> PyAsyncGenerator[Event, None]:
         """Yield the events of a request as they arrive. The events of its n samples alternate; `index` is the sample.
 
         The last event of a sample has a finish_reason, and an `error` if the sample failed. A reader that is slower
         than the model gets fewer and longer events. Leaving the loop early, or cancelling its task, aborts the request.
-        Raises what `submit` and EventStream raise.
+        priority: see `Request`. Raises what `submit` and EventStream raise.
         """
-        with self.submit([prompt], params) as stream:
+        with self.submit([prompt], params, priority=priority) as stream:
             async for events in stream:
                 for event in events:
                     yield event
 
     async def generate(
-        self, prompt: Prompt, params: Params = None, id: str | int | None = None, resume: Completion | None = None
+        self,
+        prompt: Prompt,
+        params: Params = None,
+        id: str | int | None = None,
+        resume: Completion | None = None,
+        priority: int = 0,
     ) -> RequestOutput:
         """Return the output of one prompt; use asyncio.gather for many prompts. Cancellation aborts the request.
 
-        id: name of the request for `cut_off`, and of its output; None: a number. resume: a completion of this prompt to
-        continue; see `Request`. Raises what `submit` and EventStream raise, and ValueError if a request with this id
-        runs.
+        id: name of the request for `cut_off`, and of its output; None: a number. resume, priority: see `Request`.
+        Raises what `submit` and EventStream raise, and ValueError if a request with this id runs.
         """
         if id in self._named:
             raise ValueError(f"a request with the id {id!r} is running; give another id")
         added, first_token, events = time.perf_counter(), None, list[Event]()
-        with self.submit([prompt], params, every_step=False, resume=resume) as stream:
+        with self.submit([prompt], params, every_step=False, resume=resume, priority=priority) as stream:
             id = stream.numbers.start if id is None else id
-            self._named[id] = stream.numbers
+            self._named[id] = running = _Running(stream.numbers)
             try:
                 async for new in stream:
                     if first_token is None and any(event.token_ids for event in new):
                         first_token = time.perf_counter() - added
                     events += new
+                samples = joined(events)
+                if resume is not None:
+                    samples = [continued(resume, samples[0])]
+                output = _output(id, samples, Timings(first_token, time.perf_counter() - added))
+                running.output.set_result(output)
             finally:
+                running.output.cancel()  # of a request that failed
                 del self._named[id]
-        samples = joined(events)
-        if resume is not None:
-            samples = [continued(resume, samples[0])]
-        return _output(id, samples, Timings(first_token, time.perf_counter() - added))
+        return output
 
-    async def cut_off(self, ids: Iterable[str | int] | None = None) -> int:
+    async def abort(self, ids: Ids = None) -> list[RequestOutput]:
+        """End requests as `cut_off` does, and return what the calls of `generate` among them return."""
+        ids = None if ids is None else ids_of(ids, ())
+        outputs = [self._named[id].output for id in ids_of(ids, self._named) if id in self._named]
+        await self.cut_off(ids)
+        if outputs:
+            await asyncio.wait(outputs)
+        return [output.result() for output in outputs if not output.cancelled()]
+
+    async def cut_off(self, ids: Ids = None) -> int:
         """End calls of `generate` that have these ids; None: all requests. They return the tokens that they have, with
         the finish_reason "abort"; the completions can be resumed. Ids of requests that do not run are skipped. Return
         the number of prompts whose requests end."""
         numbers = None
         if ids is not None:
-            numbers = [number for id in ids for number in self._named.get(id, ())]
+            running = [self._named[id] for id in ids_of(ids, ()) if id in self._named]
+            numbers = [number for each in running for number in each.numbers]
         ended = len(self._streams if numbers is None else numbers)
         await self.call("cut_off", numbers)
         return ended
@@ -329,6 +358,7 @@ class AsyncGenerator:
         *,
         every_step: bool = True,
         resume: Completion | None = None,
+        priority: int = 0,
     ) -> EventStream:
         """Submit a request of one or more prompts. Return the stream of its events.
 
@@ -336,13 +366,14 @@ class AsyncGenerator:
         params: parameters of every prompt, without a mask.
         every_step: False for a reader that needs only the complete answer; the stream then has one list for the first
             event of each prompt, and one list for all other events.
-        resume: a completion of the only prompt, which the events continue; see `continued`.
+        resume: a completion of the only prompt, which the events continue; see `continued`. priority: see `Request`.
 
         Raises ValueError or TypeError for wrong params, and EngineError if the engine is not ready.
         """
         peer = self._running_peer()
         params = params_of(params, self.info.default_params)
         params.validate(self.info.vocab_size)
+        PRIORITY.check(priority)
         if params.mask is not None:
             raise ValueError("a mask cannot be sent to another process; use json_schema, regex, choice or grammar")
         structure = structure_name(params)
@@ -355,7 +386,7 @@ class AsyncGenerator:
         try:
             for number, prompt in zip(numbers, prompts, strict=True):
                 self._streams[number] = stream
-                peer.send(Submit(number, prompt, params, self._grammar_timeout, structure, resume))
+                peer.send(Submit(number, prompt, params, self._grammar_timeout, structure, resume, priority))
         except BaseException:  # a prompt that cannot be pickled
             stream.__exit__()
             raise

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 STATS_SECONDS = 0.25  # minimum interval between two messages with stats
 INTAKE_SECONDS = 0.02  # maximum time between two steps for adding new requests to the Generator
 WEIGHT_METHODS = (
-    "weight_state", "init_weight_group", "close_weight_group", "receive_weights", "receive_adapter", "read_weights",
-    "read_adapter", "read_drafter", "check_drafter", "join_trainer", "receive_packed", "transfer_state",
+    "weight_state", "init_weight_group", "close_weight_group", "receive_weights", "receive_adapter", "read_adapter",
+    "read_drafter", "check_drafter", "join_trainer", "receive_packed", "transfer_state",
 )  # fmt: skip
 """The methods of WeightUpdates that a client may call."""
 OWN_METHODS = ("pause", "resume", "cut_off", "score", "drain")
@@ -85,7 +85,7 @@ class Submit(_Numbered):
     params: parameters in which structured output is given as a grammar.
     grammar_timeout: seconds that the grammar may take to compile.
     structure: name of the parameter that the grammar comes from, for errors.
-    resume: a completion of the prompt to continue; see `Request`.
+    resume, priority: see `Request`.
     """
 
     number: int
@@ -94,6 +94,7 @@ class Submit(_Numbered):
     grammar_timeout: float = GRAMMAR_TIMEOUT
     structure: str = "grammar"
     resume: Completion | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +237,10 @@ class EngineLoop:
         self._handle_messages(wait)
         self._trim(waited=wait != 0)
         deadline = time.monotonic() + INTAKE_SECONDS
-        while self._arrived and not self._draining and time.monotonic() < deadline:
-            self._add(self._arrived.pop(next(iter(self._arrived))))
+        for submit in () if self._draining else sorted(self._arrived.values(), key=attrgetter("priority")):
+            if time.monotonic() >= deadline:
+                break
+            self._add(self._arrived.pop(submit.number))
         self._report(self._gen.take_events() if self._waits else self._gen.step())
 
     def _trim(self, waited: bool) -> None:
@@ -277,7 +280,7 @@ class EngineLoop:
                 self._add(self._arrived.pop(number))
         self._gen.cut_off(numbers)
 
-    def score(self, *args: Any, **options: Any) -> list[list[float]]:
+    def score(self, *args: Any, **options: Any) -> Any:
         """Return what `Generator.score` returns. Raises RuntimeError while no steps may run."""
         if self._paused:
             raise RuntimeError("the engine is paused; call resume before score")
@@ -367,7 +370,7 @@ class EngineLoop:
 
     def _add(self, submit: Submit) -> None:
         try:
-            self._gen.add(submit.prompt, submit.params, submit.number, submit.resume)
+            self._gen.add(submit.prompt, submit.params, submit.number, submit.resume, submit.priority)
         except Exception as error:  # a RuntimeError while the weights are asleep
             self._refuse(submit.number, error)
 

@@ -6,7 +6,6 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from fastgen.device.memory import gpu_id
 from fastgen.generator import Generator
 from fastgen.model.adapter import AdapterUpdate, read_adapter
 from fastgen.model.deltas import DELTA
-from fastgen.model.loader import read_tensors
 from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.weight_updates import WeightUpdate
 from fastgen.model.weights import Shard, Tensors
@@ -186,23 +184,13 @@ class WeightUpdates:
 
     def read_drafter(self, folder: str) -> int:
         """Update the head that drafts from the safetensors files of a folder. Return the version of the weights."""
-        self._gen.update_drafter(_tensors_in(folder))
+        self._gen.update_drafter(folder)
         return self._gen.weight_version
-
-    def read_weights(self, folder: str, options: dict[str, Any]) -> int:
-        """Update the weights from the safetensors files of a folder. Return the version of the weights."""
-        return self._gen.update_weights(_tensors_in(folder), **options)
 
     def read_adapter(self, folder: str, options: dict[str, Any]) -> int:
         """Merge the adapter that PEFT has saved in a folder. Return the version of the weights. options: keyword
         arguments of `Generator.update_adapter`."""
         return self._gen.update_adapter(*read_adapter(folder), **options)
-
-
-def _tensors_in(folder: str) -> Tensors:
-    if not Path(folder).is_dir():
-        raise ValueError(f"there is no folder {folder} on the server's machine")
-    return read_tensors(Path(folder))
 
 
 def _without_deltas(header: Header, shards: Mapping[str, Shard]) -> Header:

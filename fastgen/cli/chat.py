@@ -14,11 +14,12 @@ from pathlib import Path
 
 from fastgen.cli.chat_backends import THINKING, Backend, LocalBackend, ServerBackend
 from fastgen.cli.chat_commands import BANNER, obey
+from fastgen.cli.chat_completion import completed
 from fastgen.cli.chat_console import Console
 from fastgen.cli.chat_files import Conversation, load
 from fastgen.cli.chat_session import Chat
 from fastgen.cli.command import loading_model, one_line, run_tool
-from fastgen.cli.options import API_KEY, MODEL, SAMPLING, Parser, add_flag, flag, given
+from fastgen.cli.options import API_KEY, MODEL, SAMPLING, TEMPLATE, Parser, add_flag, flag, given
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.request import SamplingParams
 
@@ -58,7 +59,7 @@ def run(backend: Backend, conversation: Conversation | None = None) -> int:
     Raises ValueError or OSError if no message can be answered: the model has no chat template, the template does not
     accept a system prompt, or there is no server.
     """
-    console = Console()
+    console = Console(completed)
     chat = Chat(backend, console, conversation or Conversation())
     backend.check(chat.messages("hello"))  # shows an error now instead of after the first message
     if console.interactive:
@@ -77,13 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         conversation = _conversation(args)
         _check_place(args)
+        template = None if args.chat_template is None else _template(Path(args.chat_template).expanduser())
         SamplingParams(**given(args, (*SAMPLED, "seed"))).validate(vocab_size=1)
     except (ValueError, OSError) as error:
         parser.error(one_line(error))
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a stray byte or a locale without Unicode must not end a chat
-    return run_tool("fgchat", args.verbose, lambda: _chat(args, conversation), parser.in_flags)
+    return run_tool("fgchat", args.verbose, lambda: _chat(args, conversation, template), parser.in_flags)
 
 
 def _conversation(args: argparse.Namespace) -> Conversation:
@@ -100,7 +102,14 @@ def _conversation(args: argparse.Namespace) -> Conversation:
     return Conversation(given(args, MODEL_NAMES), settings, system, saved.rounds)
 
 
-def _chat(args: argparse.Namespace, conversation: Conversation) -> int:
+def _template(path: Path) -> str:
+    """Return the text of a chat template. Raises ValueError or OSError."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    return path.read_text(encoding="utf-8")
+
+
+def _chat(args: argparse.Namespace, conversation: Conversation, template: str | None) -> int:
     if args.url is not None:
         key = args.api_key or os.environ.get(API_KEY) or None
         return run(ServerBackend(args.url, key, args.name, conversation.settings), conversation)
@@ -110,6 +119,8 @@ def _chat(args: argparse.Namespace, conversation: Conversation) -> int:
         # One lane, since there is one conversation, and each further decode batch size would take time to prepare.
         gen = Generator(max_seqs=1, **given(args, (*LOCAL, "seed")))
     with gen:
+        if template is not None and gen.tokenizer is not None:
+            gen.tokenizer.hf.chat_template = template
         status = run(LocalBackend(gen, conversation.settings), conversation)
         if args.verbose:
             print(gen.stats, file=sys.stderr)
@@ -118,7 +129,7 @@ def _chat(args: argparse.Namespace, conversation: Conversation) -> int:
 
 def _check_place(args: argparse.Namespace) -> None:
     """Raise ValueError for an option of a local model if --url is given, or of a server if it is not."""
-    for name in SERVED if args.url is None else LOCAL:
+    for name in SERVED if args.url is None else (*LOCAL, TEMPLATE.name):
         if getattr(args, name) is not None:
             option = {"model": "MODEL", "name": "--model"}.get(name, flag(name))
             needed = "a local model; leave it or --url out"
@@ -148,6 +159,7 @@ def _parser() -> Parser:
     option("--resume", metavar="FILE", help=resume_help)
     for name in ("seed", *LOCAL[1:]):
         add_flag(parser, MODEL[name])
+    add_flag(parser, TEMPLATE)
     option("--url", help="URL of an OpenAI-style server with the model, such as fgserve (default: load the model here)")
     option("--api-key", metavar="KEY", help=f"API key of the server (default: the environment variable {API_KEY})")
     option("--model", dest="name", metavar="NAME", help="name of the model on the server (default: its only model)")

@@ -6,7 +6,7 @@ import os
 import sys
 import termios
 import tty
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
@@ -31,16 +31,17 @@ class Console:
     terminal  file or pipe   stderr                   stdout, unchanged
     other     any            stderr, only notes       stdout (made visible if it is a terminal)
 
-    On a terminal lines are wrapped at words, and the thinking before an answer is shown, dimmed.
+    On a terminal lines are wrapped at words, and the thinking before an answer is shown, dimmed. complete: returns the
+    lines that TAB may make of a line.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, complete: Callable[[str], Iterable[str]] = lambda line: ()) -> None:
         self.interactive = sys.stdin.isatty()
         self.screen: TextIO = sys.stdout if self.interactive and sys.stdout.isatty() else sys.stderr
         self._lines: PromptSession[str] | None = None
         self._dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
         if self.interactive and self.screen.isatty() and not self._dumb:
-            self._lines = _editor(self.screen)
+            self._lines = _editor(self.screen, complete)
         self._wrapper: Wrapper | None = None  # of the answer that is being shown on a terminal
         self._thinking = False  # the last piece of this answer was thinking
         self._line_open: bool | None = None  # this answer has a line without its end; None: nothing was shown
@@ -132,11 +133,22 @@ def _wrapper(screen: TextIO) -> Wrapper:
     return Wrapper(lambda: os.get_terminal_size(screen.fileno()).columns or sys.maxsize)
 
 
-def _editor(screen: TextIO) -> PromptSession[str]:
-    """Return a line editor with a history."""
+def _editor(screen: TextIO, complete: Callable[[str], Iterable[str]]) -> PromptSession[str]:
+    """Return a line editor with a history. complete: as of Console."""
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+    from prompt_toolkit.document import Document
     from prompt_toolkit.history import FileHistory
     from prompt_toolkit.output import create_output
+    from prompt_toolkit.shortcuts import CompleteStyle
+
+    class Lines(Completer):
+        """Completes the line up to the cursor, and lists the last words if there are several."""
+
+        def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
+            line = document.text_before_cursor
+            for each in complete(line):
+                yield Completion(each, -len(line), display=each[line.rfind(" ") + 1 :])
 
     class History(FileHistory):
         """A history in a file. If the file cannot be read or written, the chat goes on without it."""
@@ -150,7 +162,14 @@ def _editor(screen: TextIO) -> PromptSession[str]:
                 os.makedirs(os.path.dirname(self.filename), mode=0o700, exist_ok=True)
                 super().store_string(string)
 
-    return PromptSession(history=History(_history_file()), output=create_output(screen), enable_suspend=True)
+    return PromptSession(
+        history=History(_history_file()),
+        output=create_output(screen),
+        enable_suspend=True,
+        completer=Lines(),
+        complete_while_typing=False,
+        complete_style=CompleteStyle.READLINE_LIKE,
+    )
 
 
 def _history_file() -> str:

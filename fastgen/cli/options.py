@@ -51,6 +51,11 @@ SAMPLING = {
 """The sampling parameters that a command line or a file can set."""
 
 
+TEMPLATE = Option(
+    "chat_template", str, None, "file with a chat template in Jinja", unset="the tokenizer's own template"
+)
+
+
 class _PrintCompletion(argparse.Action):
     """Prints a script that completes the command's options in a shell, and ends the program."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import attrgetter
 
 import numpy as np
 
@@ -36,8 +38,8 @@ class LengthEstimate:
 
 
 class PageReservations:
-    """The queue, and the pages that each running sequence has reserved. Decides whether the first waiting sequence
-    fits.
+    """The queue, in the order of priorities and then of arrival, and the pages that each running sequence has reserved.
+    Decides whether the first waiting sequence fits.
 
     A reservation is the predicted final length of a page table, shared pages included. The growth of the running
     sequences is the sum of their reservations less the current lengths of their tables. Another sequence fits if its
@@ -63,9 +65,18 @@ class PageReservations:
         self.waiting_pages = 0  # the sum of these
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Append a sequence to the queue."""
+        """Append a sequence to those of its priority in the queue."""
+        behind = list(takewhile(lambda other: other.priority > sequence.priority, reversed(self.waiting)))
         self.waiting[sequence] = self.expected(sequence)
         self.waiting_pages += self.waiting[sequence]
+        for other in reversed(behind):
+            self.waiting.move_to_end(other)
+
+    def move_first(self, sequence: Sequence) -> None:
+        """Move a waiting sequence to the front of those of its priority."""
+        before = list(takewhile(lambda other: other.priority < sequence.priority, self.waiting))
+        for each in (sequence, *reversed(before)):
+            self.waiting.move_to_end(each, last=False)
 
     def dequeue(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue."""
@@ -201,13 +212,13 @@ class LaneTable:
 def next_chunk(prefilling: list[Sequence], budget: int, reserve: int) -> tuple[Sequence, int]:
     """Return the sequence whose known tokens a step computes next, and how many of them.
 
-    The oldest sequence goes first, unless the shortest one lacks less than half as many tokens: overtaking then saves
-    the short one more time than it costs the oldest. `reserve` tokens of each step are left to the oldest, so that it
-    never starves. prefilling: the sequences in their prefill, in order of arrival. budget: number of prefill tokens
-    that the step has left.
+    Among those of the lowest priority number, the oldest sequence goes first, unless the shortest one lacks less than
+    half as many tokens: overtaking then saves the short one more time than it costs the oldest. `reserve` tokens of
+    each step are left to the oldest, so that it never starves. prefilling: the sequences in their prefill, in order of
+    admission. budget: number of prefill tokens that the step has left.
     """
-    oldest = prefilling[0]
-    shortest = min(prefilling, key=lambda sequence: sequence.prefill_left)
+    oldest = min(prefilling, key=attrgetter("priority"))  # the first of these
+    shortest = min(prefilling, key=attrgetter("priority", "prefill_left"))
     spare = budget - min(oldest.prefill_left, reserve)
     if 2 * shortest.prefill_left < oldest.prefill_left and spare > 0:
         return shortest, min(shortest.prefill_left, spare)

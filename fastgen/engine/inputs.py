@@ -17,14 +17,15 @@ from fastgen.engine.seeds import seed_of
 from fastgen.model.config import ModelConfig
 from fastgen.request import (
     MAX_BIASES,
+    PRIORITY,
     Completion,
-    Drawn,
     Params,
     Prompt,
     PromptScore,
     Request,
     SamplingParams,
     Sequence,
+    empty_drawn,
     params_of,
 )
 from fastgen.text.tokenizer import Tokenizer, check_needs, encode_prompt
@@ -117,6 +118,8 @@ class InputProcessor:
         """
         params, resume = params_of(request.params, self.defaults), request.resume
         self.check_params(params)
+        if request.priority != 0:
+            PRIORITY.check(request.priority)
         ids, text = encode_prompt(request.prompt, self.tokenizer)
         self._check_prompt(ids, params)
         stop_ids = self._stop_ids(params)
@@ -142,6 +145,7 @@ class InputProcessor:
                 mask=None if mask is None else self._masks.copy(mask),
                 thinking=thinking,
                 repetition=self._repetition(params),
+                priority=request.priority,
             )
             for index in (range(params.n) if resume is None else (resume.index,))
         ]
@@ -231,7 +235,7 @@ def check_resumed(completion: Completion, params: SamplingParams, vocab_size: in
         raise ValueError(f"the completion ended with {completion.finish_reason!r}; 'length' and 'abort' can be resumed")
     if params.n != 1:
         raise ValueError(f"n is {params.n}; a request resumes one completion, so give n=1 and one request each")
-    for name in Drawn.empty(params).lists():
+    for name in empty_drawn(params).lists():
         values = getattr(completion, name)
         if values is None or len(values) != len(completion.token_ids):
             raise ValueError(f"the completion has not one entry of {name} for each token, and params ask for it")

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastgen.device.processor import fast_bfloat16, has_amx
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.option import Options, option, options_of
-from fastgen.text.syntax_names import REASONING_PARSERS, TOOL_CALL_PARSERS
+from fastgen.text.syntax_names import ReasoningParser, ToolCallParser
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_SEQS = 8192  # limit of the kernels that list the work of a step
@@ -56,36 +56,32 @@ class GeneratorOptions(Options):
     allow_special_tokens: bool = option(
         False, "let texts in messages become special tokens, as transformers does: users can then forge turns"
     )
-    reasoning_parser: str | None = option(
+    reasoning_parser: ReasoningParser | None = option(
         None, "syntax of the reasoning in answers, by its own name or vLLM's; off: all of an answer is content, and "
-        "grammars hold from its first token", choices=REASONING_PARSERS, unset="the one in the chat template",
+        "grammars hold from its first token", unset="the one in the chat template",
     )  # fmt: skip
-    tool_call_parser: str | None = option(
-        None, "format of the tool calls in answers, by the name that vLLM uses", choices=TOOL_CALL_PARSERS,
-        unset="the one in the chat template",
-    )  # fmt: skip
+    tool_call_parser: ToolCallParser | None = option(
+        None, "format of the tool calls in answers, by the name that vLLM uses", unset="the one in the chat template"
+    )
     adapter: str | Path | None = option(
         None, "folder of a LoRA adapter saved by PEFT, which is merged into the weights", unset="no adapter"
     )
-    adapter_base: str = option(
+    adapter_base: Literal["host", "device"] = option(
         "host", "where the first update_adapter keeps a copy of the weights without an adapter: in pinned memory of "
         "the host, or on the device, which makes updates faster",
-        choices=("host", "device"),
     )  # fmt: skip
-    dtype: str = option(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "dtype of weights and steps; auto is the checkpoint's dtype on a GPU; on the CPU it is bfloat16 for a "
         "checkpoint in bfloat16 if the CPU has AVX512-BF16 without AMX, else float32; in Python also a torch.dtype",
-        choices=("auto", *DTYPE_BYTES),
     )  # fmt: skip
-    quantization: str | None = option(
+    quantization: Literal["fp8", "awq", "gptq", "compressed-tensors", "auto-round"] | None = option(
         None, "fp8: linear layers except the head are quantized to E4M3 as they are loaded, with one scale per row, "
         "and on Hopper and the CPU their inputs with one scale per token; a checkpoint in fp8 or int4 needs no option, "
-        "and the others are a check of its quant_method",
-        choices=("fp8", "awq", "gptq", "compressed-tensors", "auto-round"), unset="the checkpoint's",
+        "and the others are a check of its quant_method", unset="the checkpoint's",
     )  # fmt: skip
-    kv_cache_dtype: str = option(
+    kv_cache_dtype: Literal["auto", "fp8"] = option(
         "auto", "dtype of the KV cache; auto is the model's dtype, and float32 on the CPU; fp8 is E4M3 with one scale "
-        "per token and KV head: at least twice as many tokens fit in the same memory", choices=("auto", "fp8"),
+        "per token and KV head: at least twice as many tokens fit in the same memory",
     )  # fmt: skip
     device: str | None = option(
         None, "cpu, cuda or cuda:1, for example", unset="a GPU if torch can use one, else the CPU"
@@ -121,9 +117,9 @@ class GeneratorOptions(Options):
     host_cache_gb: float = option(
         0, "pinned host memory for pages that the KV cache evicts, in 10^9 bytes", low=0, high=MAX_GB
     )
-    attention: str = option(
+    attention: Literal["auto", "cpu", "flash", "paged"] = option(
         "auto", "attention kernels; auto is paged on a GPU and cpu on the CPU, flash is paged with flash-attn for "
-        "prefills", choices=("auto", "cpu", "flash", "paged"),
+        "prefills",
     )  # fmt: skip
     tensor_parallel: int = option(
         1, "number of GPUs that hold the model together; this process uses the first, and starts a process for each of "
@@ -149,9 +145,7 @@ class GeneratorOptions(Options):
     generation_config: bool = option(
         True, "take the sampling parameters that a request leaves out from the model's generation_config.json"
     )
-    load: str = option(
-        "auto", "source of the weights: the checkpoint, or random numbers (dummy)", choices=("auto", "dummy")
-    )
+    load: Literal["auto", "dummy"] = option("auto", "source of the weights: the checkpoint, or random numbers (dummy)")
     seed: int | None = option(
         None,
         "requests without a seed derive theirs from it, so that a run can be repeated",
@@ -181,16 +175,16 @@ class EngineConfig(GeneratorOptions):
     weights: form of quantized weights, "fp8" or "int4"; "": they have the dtype.
     """
 
-    # `field()` has no default; without it, the option's default would be inherited.
-    dtype: str = field()
-    kv_cache_dtype: str = field()
+    # `field()` has no default; without it, the option's default would be inherited. The types are of the values chosen.
+    dtype: str = field()  # type: ignore[assignment]
+    kv_cache_dtype: str = field()  # type: ignore[assignment]
     device: str = field()
     max_model_len: int = field()
     max_seqs: int = field()
     max_step_tokens: int = field()
     max_prefill_tokens: int = field()
     num_pages: int = field()
-    attention: str = field()
+    attention: str = field()  # type: ignore[assignment]
     deterministic: bool = field()
     speculate: FeatureOptions | None = None
     host_pages: int

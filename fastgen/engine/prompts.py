@@ -9,7 +9,17 @@ from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
 
-from fastgen.request import Params, Prompt, Request, SamplingParams
+from fastgen.option import Option
+from fastgen.request import MAX_LOGPROBS, Params, Prompt, Request, SamplingParams
+
+Ids = str | int | Iterable[str | int] | None
+"""Ids of requests: one, some, or None for all."""
+Scores = list[list[float]]
+"""Logprobs of tokens, for each sequence."""
+TopScores = list[list[dict[int, float]]]
+"""The alternatives to each of these tokens: token id -> logprob."""
+
+_ALTERNATIVES = Option("logprobs", int, low=1, high=MAX_LOGPROBS)
 
 
 def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
@@ -60,12 +70,13 @@ def request_source(items: Prompt | Iterable[Request | Prompt | None], params: Pa
 
 
 def pair_scores(
-    sequences: Iterable[Prompt], start: int | SequenceOf[int], temperature: float
+    sequences: Iterable[Prompt], start: int | SequenceOf[int], temperature: float, logprobs: int | None = None
 ) -> tuple[list[Prompt], list[int]]:
     """Return the sequences to score, and the first position of each. Raises ValueError or TypeError for arguments that
     do not fit together."""
     if not (isinstance(temperature, Real) and 0 < float(temperature) < math.inf):
         raise ValueError(f"temperature is {temperature}; scores need one above 0")
+    _ALTERNATIVES.check(logprobs)
     prompts = prompt_list(sequences)
     starts = [start] * len(prompts) if isinstance(start, Integral) else start
     if not isinstance(starts, Collection) or not all(isinstance(first, Integral) for first in starts):
@@ -73,3 +84,8 @@ def pair_scores(
     if len(starts) != len(prompts):
         raise ValueError(f"there are {len(prompts)} sequences and {len(starts)} starts; give one start per sequence")
     return prompts, list(starts)
+
+
+def ids_of(given: Ids, all_ids: Iterable[str | int]) -> list[str | int]:
+    """Return ids as a list. all_ids: what None stands for."""
+    return list(all_ids if given is None else [given] if isinstance(given, str | int) else given)

@@ -18,7 +18,10 @@ of a prompt is scheduled, the next waiting sequences with the same tokens become
 draw from its last row, and compute nothing. A last page that is partly filled is copied for each fork.
 
 **Preemption.** If predictions were too low and pages run out, the youngest running sequence gives up its lane and
-its pages, and later computes again what is not cached. `running` is in order of arrival.
+its pages, and later computes again what is not cached. `running` is in order of admission.
+
+**Priorities.** A sequence of a lower number goes first in the queue and in its prefill, and is preempted after all of
+higher numbers. It preempts none to get a lane. Sequences of high numbers may wait forever.
 
 **Features** add payloads to batches and read their results; see PlanFeature. One of them may plan how many rows each
 decode has. Those that requests ask for come with the first such request (`add`).
@@ -39,7 +42,7 @@ from fastgen.engine.pages import NOT_INDEXED
 from fastgen.engine.stats import Stats
 from fastgen.request import REPETITION, Batch, Prefill, Sequence, Status, StepResult
 
-MAX_PREFILLS = 8  # maximum number of sequences in the middle of their prefill
+MAX_PREFILLS = 8  # maximum number of sequences of a priority in the middle of their prefill
 RETRY_STEPS = 8  # from a rejected admission until the next attempt, if no sequence leaves meanwhile
 NOT_FINITE = "the logits are not finite"
 
@@ -48,7 +51,7 @@ class Scheduler:
     """Turns sequences into Batches, and the results of Batches into longer sequences.
 
     `schedule` may be called again before the step that it returned is read. running: the sequences with a lane, in
-    order of arrival. waiting: the queue.
+    order of admission. waiting: the queue.
     """
 
     def __init__(self, config: EngineConfig, estimate: LengthEstimate | None = None) -> None:
@@ -72,7 +75,7 @@ class Scheduler:
         self.reservations = PageReservations(config, self.pages, self.estimate)
         self.waiting = self.reservations.waiting
         self.running: list[Sequence] = []
-        self.prefilling: list[Sequence] = []  # the running ones with known tokens to compute, in order of arrival
+        self.prefilling: list[Sequence] = []  # the running ones with known tokens to compute, in order of admission
         self.lanes = LaneTable(config.max_seqs)
         self.in_flight = 0  # number of steps scheduled and not yet updated
         # By lane, without sequences that have ended. A sequence whose last token is in flight leaves this dict at the
@@ -102,10 +105,12 @@ class Scheduler:
         return len(self.waiting) <= len(self.lanes.free) and self.reservations.all_fit()
 
     def add(self, sequence: Sequence) -> None:
-        """Append a sequence to the queue."""
+        """Append a sequence to those of its priority in the queue."""
         add_requested(self._features, sequence, self.lanes)
         self._mask_maker = next((feature for feature in self._features if feature.makes_masks), None)
         self.reservations.enqueue(sequence)
+        if next(iter(self.waiting)) is sequence:
+            self._pause = 0
 
     def drop_prefixes(self) -> None:
         """Empty the prefix cache: KV of the old weights is not given to another sequence. No step may be in flight.
@@ -182,7 +187,7 @@ class Scheduler:
         while not self._grow(sequence, sequence.computed + 1):
             if self.in_flight:
                 return False
-            victim = self.running[-1]
+            victim = max(reversed(self.running), key=lambda running: running.priority)  # the youngest of these
             self._preempt(victim)
             if victim is sequence:
                 return True
@@ -199,7 +204,7 @@ class Scheduler:
         self._pause = max(0, self._pause - 1)
         reserve = budget - budget // 2
         while budget:
-            while len(self.prefilling) < MAX_PREFILLS and self._admit():
+            while self._may_prefill() and self._admit():
                 pass
             if not self.prefilling:
                 break
@@ -207,6 +212,13 @@ class Scheduler:
             chunks.append(self._chunk(sequence, count))
             budget -= count
         return chunks
+
+    def _may_prefill(self) -> bool:
+        """Return whether the first waiting sequence may begin its prefill: fewer than MAX_PREFILLS are as urgent."""
+        if len(self.prefilling) < MAX_PREFILLS:
+            return True
+        first = next(iter(self.waiting), None)
+        return first is not None and sum(each.priority <= first.priority for each in self.prefilling) < MAX_PREFILLS
 
     def _chunk(self, sequence: Sequence, count: int) -> Prefill:
         """Schedule the next `count` known tokens of a sequence."""
@@ -395,7 +407,7 @@ class Scheduler:
         assert not sequence.pending
         self._leave(sequence)
         self._requeue(sequence)
-        self.waiting.move_to_end(sequence, last=False)
+        self.reservations.move_first(sequence)
 
     def _requeue(self, sequence: Sequence) -> None:
         """Let a sequence wait, with the tokens that it has."""

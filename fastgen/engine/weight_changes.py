@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from fastgen.engine.loop import Loop
-from fastgen.engine.weight_state import DROPPED, TORN, check_in_flight, check_tags
+from fastgen.engine.weight_state import DROPPED, TORN, InFlight, check_in_flight, check_tags
 from fastgen.model.weights import Tensors
 
 if TYPE_CHECKING:  # updates load with the first one
@@ -22,7 +22,7 @@ class WeightChanges:
     def __init__(self, loop: Loop, adapter_base: str) -> None:
         self._loop, self._adapter_base = loop, adapter_base
 
-    def update(self, update: WeightUpdate, version: int | None, in_flight: str) -> int:
+    def update(self, update: WeightUpdate, version: int | None, in_flight: InFlight) -> int:
         """Update the weights, and return their version; see `Generator.update_weights`."""
         loop, weights = self._loop, self._loop.weight_state
         loop.check_open()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from fastgen.names import MAX_FAULTS
 
 if TYPE_CHECKING:  # updates load with the first one
     from fastgen.model.weight_updates import WeightUpdate
 
-IN_FLIGHT = ("error", "keep", "recompute", "abort")
+InFlight = Literal["error", "keep", "recompute", "abort"]
+"""The treatment of requests in the engine by an update; see `Generator.update_weights`."""
 TAGS = ("weights", "kv_cache")  # the parts of the memory that can sleep
 TORN = "the weights are torn, as an update was cut short or failed"
 DROPPED = "the weights were dropped by sleep"
@@ -57,7 +58,7 @@ class WeightState:
         more = f" and {len(self.not_finite) - MAX_FAULTS} more" if len(self.not_finite) > MAX_FAULTS else ""
         return f", nor are the weights {', '.join(self.not_finite[:MAX_FAULTS])}{more}; load or update them again"
 
-    def check_update(self, update: WeightUpdate, version: int | None, in_flight: str) -> int:
+    def check_update(self, update: WeightUpdate, version: int | None, in_flight: InFlight) -> int:
         """Return the version after an update: `version`, or the next number if it is None.
 
         Raises TypeError for a version that is not an integer, ValueError for the current version, and ValueError or
@@ -69,8 +70,8 @@ class WeightState:
             raise TypeError(f"version must be an integer, not {version!r}")
         if version == self.version:
             raise ValueError(f"version is {version}, which is the current one; give another, or none")
-        if in_flight not in IN_FLIGHT:
-            raise ValueError(f"in_flight is {in_flight!r}; it must be one of {', '.join(map(repr, IN_FLIGHT))}")
+        if in_flight not in (choices := get_args(InFlight)):
+            raise ValueError(f"in_flight is {in_flight!r}; it must be one of {', '.join(map(repr, choices))}")
         self.check_awake()
         if update.partial or update.merges:
             self.check_whole()

@@ -236,14 +236,13 @@ def scale_dtype(folder: Path, suffix: str) -> str:
     return {("F16",): "float16", ("BF16",): "bfloat16"}.get(tuple(dtypes), "float32")
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a folder's safetensors files by name, in the mapped files. Raises ValueError for a file
-    that is missing, truncated or corrupt, or that lacks a tensor."""
-    return {name: file.get_tensor(name) for _, file, name in _entries(folder)}
-
-
-def read_tensors_of(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file by name, in the mapped file. Raises ValueError as `read_tensors`."""
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder's safetensors files, or of one such file, by name, in the mapped files. Raises
+    ValueError for a file that is missing, truncated or corrupt, or that lacks a tensor."""
+    if path.is_dir():
+        return {name: file.get_tensor(name) for _, file, name in _entries(path)}
+    if not path.is_file():
+        raise ValueError(f"there is no folder {path}, nor a safetensors file, on the Generator's machine")
     with _open(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 

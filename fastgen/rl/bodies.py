@@ -10,13 +10,13 @@ from fastgen.request import Completion, Event, Params, Request, RequestOutput, S
 from fastgen.rl.http import Json
 
 RESUMED = tuple(Completion.__dataclass_fields__)
-VOCABULARY = 2**31  # vocabulary size for checks in this process; the server checks with the model's
 
 
 def body_of(request: Request) -> Json:
     """Return the body of a request to /generate. Raises ValueError or TypeError for wrong params."""
     resume = None if request.resume is None else {name: getattr(request.resume, name) for name in RESUMED}
-    return {"prompt": request.prompt, "params": fields_of(request.params), "resume": resume}
+    body = {"prompt": request.prompt, "params": fields_of(request.params), "resume": resume}
+    return {**body, "priority": request.priority}
 
 
 def fields_of(params: Params) -> Json | None:
@@ -26,7 +26,7 @@ def fields_of(params: Params) -> Json | None:
     checked = SamplingParams(**params) if isinstance(params, Mapping) else params
     if not isinstance(checked, SamplingParams):
         raise TypeError(f"params must be SamplingParams or a dict, not {type(params).__name__}")
-    checked.validate(VOCABULARY)
+    checked.validate()
     if checked.mask is not None:
         raise ValueError("a mask cannot be sent to a server; use json_schema, regex, choice or grammar")
     return dict(params) if isinstance(params, Mapping) else dict(vars(checked))

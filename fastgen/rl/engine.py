@@ -39,8 +39,8 @@ class Engines(Protocol):
     def lines(self, body: Json) -> PyGenerator[Json, None, None]:
         """Yield the events of a request as they arrive. Closing the iterator ends the request."""
 
-    def score(self, bodies: list[Json]) -> list[list[float]]:
-        """Return the logprobs of the sequences of all bodies."""
+    def score(self, bodies: list[Json]) -> list[Json]:
+        """Return the answers to requests to /score."""
 
     def update(self, update: RemoteUpdate) -> int | None:
         """Make an update, and return the version of the weights; None on ranks of the trainer that only gather."""
@@ -71,8 +71,8 @@ class RemoteEngine:
     def lines(self, body: Json) -> PyGenerator[Json, None, None]:
         return self._client.lines("/generate", {**body, "stream": True})
 
-    def score(self, bodies: list[Json]) -> list[list[float]]:
-        return [row for body in bodies for row in self._client.post("/score", body)["logprobs"]]
+    def score(self, bodies: list[Json]) -> list[Json]:
+        return [self._client.post("/score", body) for body in bodies]
 
     def update(self, update: RemoteUpdate) -> int | None:
         return self._sender.update(update)

@@ -98,18 +98,18 @@ class Fleet:
             turn.check(turn.member.engine.weight_version())
             yield from turn.member.engine.lines(body)
 
-    def score(self, bodies: list[Json]) -> list[list[float]]:
+    def score(self, bodies: list[Json]) -> list[Json]:
         self.members.begin()
 
-        def score(turn: Turn, body: Json) -> list[list[float]]:
+        def score(turn: Turn, body: Json) -> Json:
             turn.check(turn.member.engine.weight_version())
-            return turn.member.engine.score([body])
+            return turn.member.engine.score([body])[0]
 
-        def ask(body: Json) -> list[list[float]]:
+        def ask(body: Json) -> Json:
             return self.members.ask_any(lambda turn: score(turn, body), [], len(body["sequences"]), Connections())
 
         with ThreadPoolExecutor(len(self.members), "fastgen-fleet") as pool:
-            return [row for rows in pool.map(ask, bodies) for row in rows]
+            return list(pool.map(ask, bodies))
 
     # ------------------------------------------------------------------------------------ weights
 

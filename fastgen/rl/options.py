@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal
 
 from fastgen.option import Options, option
 
@@ -20,8 +21,8 @@ class RemoteGeneratorOptions(Options):
     _: KW_ONLY
     api_key: str | None = option(None, "API key of the server", unset="no key")
     model: str | None = option(None, "name of the model, if the server has several", unset="the server's only model")
-    backend: str | None = option(
-        None, "transport of weights: a process group of NCCL or gloo", choices=("nccl", "gloo"),
+    backend: Literal["nccl", "gloo"] | None = option(
+        None, "transport of weights: a process group of NCCL or gloo",
         unset="memory of the GPU (CUDA IPC) if the tensors are on the server's GPU, NCCL between two GPUs, else gloo",
     )  # fmt: skip
     timeout: float = option(

@@ -19,16 +19,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from fastgen.engine.outputs import error_output
-from fastgen.engine.prompts import pair_scores, params_list, prompt_list, request_source
+from fastgen.engine.prompts import Ids, Scores, TopScores, ids_of, pair_scores, params_list, prompt_list, request_source
 from fastgen.engine.stats import with_progress
-from fastgen.engine.weight_state import check_tags
+from fastgen.engine.weight_state import InFlight, check_tags
 from fastgen.names import explains_names
 from fastgen.option import takes_fields_of
 from fastgen.request import Event, Params, Prompt, Request, RequestOutput
-from fastgen.rl.bodies import body_of, event_of, fields_of, output_of, samples_of, unsent_output
+from fastgen.rl.bodies import body_of, event_of, fields_of, output_of, samples_of, unsent_output, with_ids
 from fastgen.rl.engine import Engines, RemoteEngine
 from fastgen.rl.fleet import Fleet
 from fastgen.rl.http import END_SECONDS, Connections, Json, shut_down
@@ -134,15 +134,15 @@ class RemoteGenerator:
         except (ValueError, TypeError) as error:
             return error_output(request.id, error)
 
-    def abort(self, ids: str | int | Iterable[str | int] | None = None) -> list[RequestOutput]:
+    def abort(self, ids: Ids = None) -> list[RequestOutput]:
         """End requests of `generate` and `stream`, from another thread or between two outputs of a `stream`. They
         return the tokens that they have, with the finish_reason "abort"; this method returns the same outputs. Their
-        completions can be resumed; see `Request`.
+        completions can be resumed; see `RequestOutput.resume`.
 
         ids: those of Requests that run; other ids are skipped. None: all requests of this object. Prompts of `generate`
         that were not sent yet then get completions without tokens, and a `stream` goes on with its next request.
         """
-        selection = None if ids is None else {ids} if isinstance(ids, str | int) else set(ids)
+        selection = None if ids is None else set(ids_of(ids, ()))
         if selection is None:
             for call in list(self._calls):
                 call.aborted = True
@@ -153,6 +153,10 @@ class RemoteGenerator:
             self._engines.post("/abort", {"ids": [each.key for each in left]})  # again, as the request may come later
             wait([each.future for each in left], timeout=END_SECONDS)
         return [each.future.result() for each in sent if not each.future.cancelled()]
+
+    def cut_off(self, ids: Ids = None) -> None:
+        """Do what `abort` does, and return nothing, as `Generator.cut_off`."""
+        self.abort(ids)
 
     def events(self, request: Request | Prompt, params: Params = None) -> PyGenerator[Event, None, None]:
         """Yield the events of one request as they arrive; see `AsyncGenerator.stream`. Closing the iterator aborts the
@@ -168,16 +172,33 @@ class RemoteGenerator:
             for event in lines:
                 yield event_of(event, id)
 
+    @overload
     def score(
         self, sequences: Iterable[Prompt], start: int | Sequence[int] = 0, temperature: float = 1.0
-    ) -> list[list[float]]:
+    ) -> Scores: ...
+    @overload
+    def score(
+        self, sequences: Iterable[Prompt], start: int | Sequence[int] = 0, temperature: float = 1.0, *, logprobs: int
+    ) -> tuple[Scores, TopScores]: ...
+    def score(
+        self,
+        sequences: Iterable[Prompt],
+        start: int | Sequence[int] = 0,
+        temperature: float = 1.0,
+        *,
+        logprobs: int | None = None,
+    ) -> Scores | tuple[Scores, TopScores]:
         """Return the logprobs of given tokens; see `Generator.score`. Running requests continue meanwhile. Raises
         RuntimeError while the engine is paused."""
-        prompts, starts = pair_scores(sequences, start, temperature)
+        prompts, starts = pair_scores(sequences, start, temperature, logprobs)
         parts = [slice(first, first + SCORED) for first in range(0, len(prompts), SCORED)]
-        return self._engines.score(
-            [{"sequences": prompts[part], "start": starts[part], "temperature": float(temperature)} for part in parts]
-        )
+        options = {"temperature": float(temperature), "logprobs": logprobs}
+        bodies = [{"sequences": prompts[part], "start": starts[part], **options} for part in parts]
+        answers = self._engines.score(bodies)
+        values = [row for answer in answers for row in answer["logprobs"]]
+        if logprobs is None:
+            return values
+        return values, [with_ids(row) or [] for answer in answers for row in answer["top_logprobs"]]
 
     # ------------------------------------------------------------------------------------ weights
 
@@ -186,7 +207,7 @@ class RemoteGenerator:
         named: Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path,
         version: int | None = None,
         partial: bool = False,
-        in_flight: str = "error",
+        in_flight: InFlight = "error",
         requantize: bool = False,
     ) -> int | None:
         """Replace the weights, and return their version; see `Generator.update_weights`.
@@ -211,7 +232,7 @@ class RemoteGenerator:
         named: Mapping[str, Any] | Iterable[tuple[str, Any]] | None,
         config: Any = None,
         version: int | None = None,
-        in_flight: str = "error",
+        in_flight: InFlight = "error",
     ) -> int | None:
         """Merge a LoRA adapter into the weights, replacing the previous one, and return their version; see
         `Generator.update_adapter`. Ranks that shard the adapter call it together, as `update_weights`."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import rms_norm
 from fastgen.model.linear import Linear
-from fastgen.model.loader import read_tensors_of
+from fastgen.model.loader import read_tensors
 from fastgen.model.parameters import Parameters
 from fastgen.model.transformer import StepPart
 from fastgen.model.weight_updates import WeightUpdate
@@ -65,7 +65,7 @@ class MedusaWeights(StoredWeights):
                 f"there is no {' or '.join(MEDUSA_FILES)}; fastgen reads safetensors only, so convert a "
                 f"medusa_lm_head.pt: {_CONVERSION}"
             )
-        return read_tensors_of(path)
+        return read_tensors(path)
 
     def shards(self) -> dict[str, Shard]:
         shards: dict[str, Shard] = {}

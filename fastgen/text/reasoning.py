@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count, groupby
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fastgen.limits import ReasoningState, ThinkingBudget
 from fastgen.text.detokenizer import Detokenizer, overlap
 from fastgen.text.grammar import quoted
-from fastgen.text.syntax_names import REASONING_PARSERS
+from fastgen.text.syntax_names import ReasoningParser
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tools.parser import BLANK, HELD, ToolParser, without_blank
 
@@ -39,7 +39,7 @@ class ReasoningSyntax:
 THINK = ReasoningSyntax("<think>", "</think>")
 MISTRAL = ReasoningSyntax("[THINK]", "[/THINK]")
 PARSERS: dict[str, ReasoningSyntax | None] = {
-    **dict.fromkeys(REASONING_PARSERS, THINK),
+    **dict.fromkeys(get_args(ReasoningParser), THINK),
     OFF: None,
     "mistral": MISTRAL,
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-TOOL_CALL_PARSERS = (
+from typing import Literal
+
+ToolCallParser = Literal[
     "hermes", "granite4", "granite", "phi4_mini_json", "llama3_json", "mistral", "mistral_v3", "mistral_v11",
     "mistral_v13", "qwen3_coder", "qwen3_xml", "seed_oss", "pythonic", "olmo3", "deepseek_v3", "deepseek_v31",
-)  # fmt: skip
+]  # fmt: skip
 """The values of the option `tool_call_parser`, the keys of FORMATS in tools/formats.py. vLLM has them too, except the
 three versions of Mistral's."""
 
@@ -17,8 +19,8 @@ CALL_MARKS = frozenset((
 ))  # fmt: skip
 """The marks of calls in all of these formats, which are special tokens in some models."""
 
-REASONING_PARSERS = (
-    *("off", "think", "mistral"),
-    *("deepseek_r1", "deepseek-r1", "deepseek_v3", "qwen3", "qwen3-thinking", "olmo3", "glm45"),
-)
+ReasoningParser = Literal[
+    "off", "think", "mistral",
+    "deepseek_r1", "deepseek-r1", "deepseek_v3", "qwen3", "qwen3-thinking", "olmo3", "glm45",
+]  # fmt: skip
 """The values of the option `reasoning_parser`: names of our own, then those that vLLM and SGLang use."""

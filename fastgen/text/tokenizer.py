@@ -48,7 +48,7 @@ class Tokenizer:
     """A Hugging Face tokenizer with the methods that generation needs. Raises ValueError for files that cannot be read.
 
     allow_special_tokens: text in messages may become special tokens. reasoning_parser: name of the syntax of reasoning;
-    None: the chat template tells (`find_reasoning` in reasoning.py). tool_call_parser: one of TOOL_CALL_PARSERS, the
+    None: the chat template tells (`find_reasoning` in reasoning.py). tool_call_parser: a ToolCallParser, the
     format of tool calls; None: the chat template tells.
     """
 

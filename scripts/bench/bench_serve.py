@@ -6,15 +6,20 @@ between two tokens, and to the end; against the requests in flight.
     python scripts/bench/bench_serve.py --prompt-tokens 1024 --concurrency 512 --serve mistral7  # random weights
     python scripts/bench/bench_serve.py --clients 8 --serve Qwen/Qwen3-8B --max-seqs 256
     python scripts/bench/bench_serve.py --url http://localhost:8000/v1 --concurrency 1,8,64
+    python scripts/bench/bench_serve.py --beside 400 --rate 2 --requests 60 --tokens 32 # chats beside a batch
 
 Prompts are random ids, and every answer runs to its length (ignore_eos). --serve comes last: what follows its model are
 flags of fgserve. Where a figure falls when --clients is raised, the clients were what was measured.
+
+--beside sends a batch of so many requests at once, beside the load: without priorities, and then with priority 1 of the
+batch. Figures are of the requests of the load that were sent after the first token of the batch, and before its end.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -27,6 +32,7 @@ from serve_load import Clients, Load, figures
 from serve_process import BUNDLED, Server, model_folder
 
 IN_FLIGHT = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+BATCH_TOKENS = 128  # of each prompt and each answer of the batch of --beside
 SMOKE = {"prompt_tokens": 16, "tokens": 8, "concurrency": [1, 4], "requests": 8}
 
 
@@ -83,12 +89,37 @@ def bench_load(arguments: argparse.Namespace) -> None:
         each = arguments.clients  # of whose first requests some take 0.1 s
         warm = replace(warm, requests=each, concurrency=each, tokens=min(warm.tokens, 8), seed=-1, rate=0.0)
         clients.run(warm, False)
-        for load in loads(arguments, url, model):
-            found = figures(clients.run(load))
+        for load, batch in product(loads(arguments, url, model), batches(arguments, url, model)):
+            found = figures(clients.run(load)) if batch is None else beside(batch, load, clients)
             report["points"].append({"concurrency": load.concurrency, "rate": load.rate, **found})
             print(line(report["points"][-1]), flush=True)
             if arguments.out:  # each as it comes, or an error would lose those before it
                 write_json(arguments.out, report)
+
+
+def batches(arguments: argparse.Namespace, url: str, model: str) -> list[Load | None]:
+    """Return the batches beside which each load is measured; None: without one."""
+    size, count = (8 if arguments.smoke else BATCH_TOKENS), arguments.beside
+    if not count:
+        return [None]
+    low, high = (100, 300) if arguments.smoke else (1000, 4000)
+    batch = Load(url, model, count, size, size, count, low, high, seed=1000)
+    return [None, batch, replace(batch, priority=1)]
+
+
+def beside(batch: Load, load: Load, clients: Clients) -> dict[str, Any]:
+    """Return the figures of the requests that were sent while a batch ran, and the batch's tokens per second."""
+    with Clients(1) as others, ThreadPoolExecutor(1) as thread:
+        running = thread.submit(others.run, batch, False)
+        answers = clients.run(load)
+        done = [answer for answer in running.result() if answer.chunks]
+    begin, end = min(answer.chunks[0] for answer in done), max(answer.chunks[-1] for answer in done)
+    meanwhile = [answer for answer in answers if begin < answer.sent < end]
+    if not meanwhile:
+        raise SystemExit("no request of the load was sent while the batch ran; raise --beside, --requests or --rate")
+    speed = figures(done)["tokens_per_second"]
+    about = {"beside": batch.requests, "batch_priority": batch.priority, "batch_tokens_per_second": speed}
+    return {**about, **figures(meanwhile)}
 
 
 def line(point: dict[str, Any]) -> str:
@@ -97,6 +128,8 @@ def line(point: dict[str, Any]) -> str:
         return "none" if found is None else "/".join(f"{1000 * found[of]:.1f}" for of in ("p50", "p90", "p99", "p99.9"))
 
     load = f"{point['rate']:g} requests/s" if point["rate"] else f"{point['concurrency']} in flight"
+    if "beside" in point:
+        load += f" beside {point['beside']} of priority {point['batch_priority']}"
     errors = f", {point['errors']} errors, the first {point['first_error']}" if point["errors"] else ""
     return (
         f"{load:16} {point['tokens_per_second']:8.1f} tok/s, {point['requests_per_second']:.2f} requests/s; "
@@ -117,6 +150,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rate", type=lambda text: [float(part) for part in text.split(",")], default=[0.0], help=rate_help
     )
+    beside_help = "requests of a batch beside which each point is measured too (default 0)"
+    parser.add_argument("--beside", type=int, default=0, help=beside_help)
     parser.add_argument("--clients", type=int, default=1, help="processes that send (default 1)")
     parser.add_argument("--url", help="URL of the server, with its /v1 if it has that")
     parser.add_argument("--smoke", action="store_true", help="a few tokens on the CPU")

@@ -34,7 +34,7 @@ class Load:
     tokens. concurrency: number of requests that are kept in flight. rate: requests per second, which are sent at random
     times (a Poisson process); 0: each when another one has ended. long, every: one request of `every` has a prompt of
     `long` tokens. sigma: the lengths of the other prompts and of all answers are log-normal with this spread, around
-    `prompt` and `tokens`.
+    `prompt` and `tokens`. priority: of all requests.
     """
 
     url: str
@@ -50,6 +50,7 @@ class Load:
     long: int = 0
     every: int = 0
     sigma: float = 0.0
+    priority: int = 0
 
     def shares(self, clients: int) -> list[Load]:
         """Return the share of each of several processes, of which each has something to do."""
@@ -78,6 +79,7 @@ class Load:
             "temperature": 1,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({"priority": self.priority} if self.priority else {}),
         }
         return json.dumps(wanted).encode()
 

@@ -340,6 +340,31 @@ def test_a_request_is_aborted(client: Client, way: Any) -> None:
     assert done.aborted == (done.requests == 2), "closed at once, it may never be added"
 
 
+def test_requests_end_with_their_tokens_and_can_be_resumed(client: Client) -> None:
+    async def main() -> None:
+        calls = [asyncio.create_task(engine.generate(ids(10), LONG, name)) for name in ("a", "b", "c")]
+        calls.append(asyncio.create_task(engine.generate([10**9], LONG, "wrong")))
+        stream = asyncio.create_task(collect(engine.submit([ids(9)], LONG)))
+        while engine.stats.running < 4:
+            await asyncio.sleep(0.01)
+        (first,) = await engine.abort(iter(["a", "nobody"]))
+        await engine.cut_off("b")
+        cut = await calls[1]
+        (last,) = await engine.abort()
+        assert (first is await calls[0], last is await calls[2]) == (True, True)
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            await calls[3]
+        ends = [*(output.completions[0] for output in (first, cut, last)), *(await stream)]
+        assert [each.finish_reason for each in ends] == ["abort"] * 4
+        request = first.resume(LONG.replace(max_tokens=len(first.completions[0].token_ids) + 5))
+        resumed = await engine.generate(**vars(request))
+        assert resumed.completions[0].token_ids[:-5] == first.completions[0].token_ids
+        assert await engine.abort() == []
+
+    engine = client.engine
+    client.run(main())
+
+
 def test_a_wrong_request_fails_alone(client: Client) -> None:
     async def refused(kind: type[Exception], match: str, prompt: Any, params: SamplingParams) -> None:
         with pytest.raises(kind, match=match):

@@ -23,7 +23,7 @@ class FakeGenerator:
         self.calls: list[tuple[str, Any]] = []
         self.left: dict[int, int] = {}
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, number: int, resume: None = None) -> None:
+    def add(self, prompt: Sequence[int], params: SamplingParams, number: int, *rest: Any) -> None:
         time.sleep(0.004)
         self.calls.append(("add", number))
         self.left[number] = 3
@@ -52,7 +52,7 @@ def test_arrivals_delay_a_step_for_a_limited_time_and_aborts_do_not() -> None:
     incoming: SimpleQueue[Any] = SimpleQueue()
     loop = EngineLoop(gen, incoming, lambda message: None)  # type: ignore[arg-type]
     for number in range(40):
-        incoming.put(Submit(number, [1], SamplingParams()))
+        incoming.put(Submit(number, [1], SamplingParams(), priority=number >= 20))
     incoming.put(Submit(40, [1], SamplingParams()))
     incoming.put(Submit(41, [1], SamplingParams(grammar='start: "x"')))
     incoming.put(Abort(range(39, 40)))
@@ -60,7 +60,7 @@ def test_arrivals_delay_a_step_for_a_limited_time_and_aborts_do_not() -> None:
     while not loop.idle or not gen.calls:
         loop.turn()
     added = [number for name, number in gen.calls if name == "add"]
-    assert added == [*range(39), 40], "in order, without aborted ones"
+    assert added == [*range(20), 40, *range(20, 39)], "by priority and in order, without aborted ones"
     assert gen.calls[:2] == [("abort", range(39, 40)), ("abort", range(41, 42))]
     steps = [at for at, (name, _) in enumerate(gen.calls) if name == "step"]
     most = int(INTAKE_SECONDS / 0.004) + 1

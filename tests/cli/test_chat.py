@@ -22,6 +22,7 @@ import fastgen
 from fastgen.cli import chat
 from fastgen.cli.chat_backends import LocalBackend, Reply
 from fastgen.cli.chat_commands import COMMANDS, listed
+from fastgen.cli.chat_completion import completed
 from fastgen.cli.chat_console import Console
 from fastgen.cli.chat_files import Conversation
 from fastgen.cli.chat_session import Chat
@@ -148,6 +149,24 @@ def test_ctrl_c_at_the_prompt_clears_the_line(start):
     child.sendintr()
     at_prompt(child, 2)
     assert "assistant:user:hello;;user:kept;" in ask(child, "kept", 3)
+
+
+def test_tab_completes_commands_settings_and_paths(start, tmp_path):
+    (tmp_path / "some folder").mkdir()
+    child = start()
+    at_prompt(child, 1)
+    assert "(system prompt: be short)" in ask(child, "/sy\tbe short", 1)
+    assert "(temperature = 0.5)" in ask(child, "/set temp\t0.5", 1)
+    assert "(saved; " in ask(child, f"/save {tmp_path}/so\tchat", 1)
+    assert (tmp_path / "some folder" / "chat").is_file()
+    assert "user:a/s" in ask(child, "a/s\t", 2), "no message is changed"
+    assert completed("/re") == ["/regen"]
+    assert completed("/set ignore_eos o") == ["/set ignore_eos off", "/set ignore_eos on"]
+    assert completed("/set temperature ") == ["/set temperature default"]
+    (tmp_path / ".hidden").touch()
+    assert completed(f"/save {tmp_path}/s") == [f"/save {tmp_path}/some folder/", f"/save {tmp_path}/state/"]
+    assert f"/save {tmp_path}/.hidden" not in completed(f"/save {tmp_path}/")
+    assert completed("/save /no/such/folder/") == completed("/nothing ") == completed("hello") == []
 
 
 def test_history_survives_and_does_without_its_file(start, tmp_path):
@@ -363,6 +382,12 @@ def test_bad_options_exit_2(options, capsys):
         (["--model", "folder"], 2, "--model needs a server; give its --url; a local model needs no flag;"),
         (["folder", "--url", "http://localhost"], 2, "MODEL needs a local model; leave it or --url out;"),
         (["--resume", "nowhere"], 2, "there is no file nowhere;"),
+        (["--chat-template", "nowhere"], 2, "there is no file nowhere;"),
+        (
+            ["--chat-template", "x", "--url", "http://x"],
+            2,
+            "--chat-template needs a local model; leave it or --url out;",
+        ),
         (["--help"], 0, ""),
     ],
 )
@@ -394,6 +419,16 @@ def test_options_go_over_the_models_defaults(monkeypatch, capsys):
     assert (gen.model, gen.options) == ("a/model", expected)
     assert gen.closed
     assert capsys.readouterr().err.endswith("some statistics\n")
+
+
+def test_a_file_replaces_the_chat_template(monkeypatch, tmp_path):
+    gen = FakeGenerator("thinking")
+    monkeypatch.setattr(fastgen, "Generator", lambda **options: gen)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    (tmp_path / "template").write_text("<think>{{ messages[-1].content }}")
+    assert chat.main(["--chat-template", str(tmp_path / "template")]) == 0
+    assert gen.tokenizer is not None
+    assert gen.tokenizer.hf.chat_template == "<think>{{ messages[-1].content }}"
 
 
 # Several ranks

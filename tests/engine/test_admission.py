@@ -8,7 +8,8 @@ from simulation import Simulation, begin, request, run
 from test_scheduler import stopping
 
 from fastgen.engine.admission import LaneTable, LengthEstimate
-from fastgen.engine.scheduler import Scheduler
+from fastgen.engine.scheduler import MAX_PREFILLS, Scheduler
+from fastgen.request import Sequence
 
 
 def most_running(simulation: Simulation) -> int:
@@ -73,6 +74,63 @@ def test_outputs_longer_than_predicted_are_preempted_and_complete() -> None:
     run(config, *(request(config, 5, 60, seed=seed) for seed in range(12)), scheduler=scheduler)
     assert 0 < scheduler.stats.preemptions < 40
     assert scheduler.estimate.average > 25  # the later ones were predicted to get long
+
+
+def test_lower_priorities_go_first_and_each_in_order_of_arrival() -> None:
+    config, begun = make_config(max_seqs=1), list[Sequence]()
+    sequences = [request(config, 3 + seed, 2, seed=seed) for seed in range(6)]
+    for sequence, priority in zip(sequences, (0, 5, 0, -1, 5, -1), strict=True):
+        sequence.priority = priority
+    simulation = begin(config, *sequences)
+    while simulation.scheduler.busy:
+        simulation.advance()
+        begun += [s for s in simulation.scheduler.running if s not in begun]
+    assert begun == [sequences[place] for place in (3, 5, 0, 2, 1, 4)]
+
+
+def test_those_of_the_highest_number_are_preempted_first_and_of_these_the_youngest() -> None:
+    config = make_config(max_model_len=64, max_seqs=8, max_step_tokens=64, page_size=4, num_pages=40)
+    sequences = [request(config, 5, 50, seed=seed) for seed in range(5)]
+    for sequence, priority in zip(sequences, (0, 9, 9, 9, -1), strict=True):
+        sequence.priority = priority
+    simulation, preempted = begin(config, *sequences[:4], scheduler=hopeful(config)), list[Sequence]()
+    simulation.advance()
+    simulation.add(sequences[4])  # the youngest one that runs
+    while len(preempted) < 3:
+        simulation.advance()
+        preempted += [s for s in reversed(sequences) if s.preemptions and s not in preempted]
+    assert preempted == [sequences[place] for place in (3, 2, 1)]
+    simulation.run()
+    assert not sequences[0].preemptions + sequences[4].preemptions
+
+
+def test_an_urgent_prompt_is_computed_before_others_that_are_in_their_prefill() -> None:
+    config = make_config(max_model_len=120, max_seqs=12, max_step_tokens=12, num_pages=200)
+    simulation = begin(config, *(request(config, 30 + seed, 1, seed=seed) for seed in range(MAX_PREFILLS + 1)))
+    simulation.advance()
+    assert len(simulation.scheduler.prefilling) == MAX_PREFILLS
+    urgent = request(config, 100, 1, seed=99)
+    urgent.priority = -1
+    simulation.add(urgent)
+    for _ in range(2):
+        simulation.advance()
+    chunks = [[(chunk.start, len(chunk.tokens)) for chunk in batch.prefills] for batch in simulation.batches[1:]]
+    assert chunks == [[(0, 12)], [(12, 12)]]
+    simulation.run()
+
+
+def test_an_urgent_request_does_not_wait_for_the_next_attempt_to_admit_another() -> None:
+    config = make_config(max_model_len=40, max_seqs=4, max_step_tokens=64, page_size=4, num_pages=12)
+    simulation = begin(config, request(config, 4, 30), request(config, 20, 20, seed=1))
+    for _ in range(2):
+        simulation.advance()
+    assert (len(simulation.scheduler.running), len(simulation.scheduler.waiting)) == (1, 1)
+    urgent = request(config, 4, 2, seed=2)
+    urgent.priority = -1
+    simulation.add(urgent)
+    simulation.advance()
+    assert urgent in simulation.scheduler.running
+    simulation.run()
 
 
 def test_the_estimate_learns_only_from_complete_outputs() -> None:

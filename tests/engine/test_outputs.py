@@ -14,8 +14,9 @@ from conftest import Script, check_idle, random_ids
 from families import EOS
 
 from fastgen import Event, Generator, SamplingParams
+from fastgen.drawn import Drawn
 from fastgen.engine.outputs import ActiveSample
-from fastgen.request import Drawn, Sequence
+from fastgen.request import Sequence
 from fastgen.text.tokenizer import BROKEN, Tokenizer
 
 PARAMS = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)

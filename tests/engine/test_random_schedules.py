@@ -129,11 +129,16 @@ def random_simulation(seed: int) -> Simulation:
     crowd = rng.random() < 0.4
     config = random_config(rng, crowd)
     span = rng.choice((1, 10, 40))
+    urgency = random.Random(~seed)
+    priorities = urgency.choice(((0,), (0, 1), (-1, 0, 7)))
     arrivals: list[tuple[int, Sequence]] = []
     for _ in range(rng.randint(6, 14) if crowd else rng.randint(1, 7)):
         turn = rng.randrange(span)
         before = [sequence for _, sequence in arrivals]
-        arrivals += [(turn, sequence) for sequence in random_request(rng, config, before)]
+        sequences, priority = random_request(rng, config, before), urgency.choice(priorities)
+        for sequence in sequences:
+            sequence.priority = priority
+        arrivals += [(turn, sequence) for sequence in sequences]
     return Simulation(
         config,
         arrivals,

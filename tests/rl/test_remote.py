@@ -221,7 +221,7 @@ def test_weights_that_do_not_fit(gen: RemoteGenerator, here: Generator, weights:
     (tmp_path / "model.safetensors").unlink()
     assert "no tensors" in refusal(lambda: gen.update_weights([]), ValueError)
     nowhere = refusal(lambda: gen.update_weights("/nope"), ValueError)
-    assert nowhere == "there is no folder /nope on the server's machine"
+    assert nowhere == "there is no folder /nope, nor a safetensors file, on the Generator's machine"
     assert "model.safetensors is missing" in refusal(lambda: gen.update_weights(tmp_path), ValueError)
 
 

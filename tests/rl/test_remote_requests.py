@@ -46,7 +46,7 @@ def gen(server: Server) -> Iterator[RemoteGenerator]:
 def resumed(gen: RemoteGenerator, output: RequestOutput, params: SamplingParams) -> list[Completion]:
     """Return the completions of an output, continued to their end; those that have ended stay as they are."""
     requests = [
-        Request(output.prompt_token_ids, replace(params, n=1), number, completion)
+        replace(output.resume(params, number), id=number)
         for number, completion in enumerate(output.completions)
         if completion.finish_reason == "abort"
     ]
@@ -96,7 +96,9 @@ def test_only_the_requests_with_these_ids_end(gen: RemoteGenerator, server: Serv
     (second,) = gen.abort(["r2", "other"])
     assert second.completions[0].seed == 7
     gen.resume()
-    assert sorted(str(output.id) for output in stream) == ["r0", "r1", "r2"]
+    gen.cut_off("r0")
+    ended = {output.id: output.completions[0].finish_reason for output in stream}
+    assert ended == {"r0": "abort", "r1": "abort", "r2": "abort"}
 
 
 def test_updates_that_abort_leave_completions_that_can_be_resumed(gen: RemoteGenerator, talker: Path) -> None:
@@ -137,6 +139,7 @@ def test_scores_are_those_of_a_generator(gen: RemoteGenerator, here: Generator) 
     found = gen.score(sequences, 3, temperature=0.7)
     assert found == here.score(sequences, 3, temperature=0.7)
     assert len(found) == 70
+    assert gen.score(sequences, 3, logprobs=2) == here.score(sequences, 3, logprobs=2)
     assert gen.score(["hello", [5, 6]], [1, 0])[1][1:] == here.score([[5, 6]])[0][1:]
     assert "outside the vocabulary" in refusal(lambda: gen.score([[99999]]), ValueError)
     gen.pause()
@@ -195,7 +198,7 @@ def test_sparse_deltas_are_sent_and_checked_as_a_whole(gen: RemoteGenerator, her
 
 def test_it_waits_for_a_model_that_is_being_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loaded = tmp_path / "slow"
-    with Server(STUB, str(loaded), "--rollout", "--api-key", KEY) as server:
+    with Server(STUB, str(loaded), "--rollout", "--api-key", KEY, key=KEY) as server:
         gen = RemoteGenerator(server.url, api_key=KEY)
         soon = RemoteGenerator(server.url, api_key=KEY, ready_timeout=0)
         message = refusal(lambda: soon.generate([[5]], SHORT))
@@ -205,6 +208,12 @@ def test_it_waits_for_a_model_that_is_being_loaded(tmp_path: Path, caplog: pytes
         with caplog.at_level(logging.WARNING):
             assert len(gen.generate([[5]], SHORT)[0].completions[0].token_ids) == 8
         assert f"waiting for {server.url} (0 seconds so far): the model" in caplog.text
+        request = Request([5], replace(SHORT, max_tokens=1), priority=3)
+        assert [output.completions[0].token_ids for output in gen.stream([request])] == [[10]], "see StubGenerator"
+        assert [event.token_ids for event in gen.events(request)] == [[10]]
+        assert "priority" in refusal(lambda: next(gen.events(replace(request, priority="3"))), ValueError)  # type: ignore[arg-type]
+        body = {"token_ids": [5], "sampling_params": {"max_tokens": 1}, "priority": 3}
+        assert server.post("/inference/v1/generate", body).json()["choices"][0]["token_ids"] == [10]
 
 
 def test_it_does_not_wait_for_what_cannot_come(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fastgen.cli.serve.openai_input import ChatRequest, CompletionRequest
 from fastgen.cli.serve.openai_output import Vocabulary
 from fastgen.cli.serve.validation import ApiError, Strict, check_request
 from fastgen.engine.seeds import seed_of
-from fastgen.request import SHARED, Event, RequestOutput, SamplingParams
+from fastgen.request import SHARED, Event, Request, RequestOutput, SamplingParams
 
 
 class Line(Strict):
@@ -52,7 +52,7 @@ class BatchJob:
             return RowRequests([], lambda _: _failed(row, refusal))
         if params.seed is None:
             params = replace(params, seed=seed_of(self._seed, row.index))
-        requests = [(prompt.ids, params) for prompt in reply.prompts]
+        requests = [Request(prompt.ids, params, priority=request.priority or 0) for prompt in reply.prompts]
         field = None if params.grammar is None else grammar_field(request)
         return RowRequests(requests, lambda outputs: _answer(row, reply, outputs, field))
 

@@ -67,8 +67,8 @@ def show_request(ask: Ask, tokenizer: Tokenizer | None, row: Row) -> tuple[str, 
     if not asked.requests:
         raise ValueError(asked.finish([])[1])
     texts, count = [], 0
-    for prompt, _ in asked.requests:
-        ids, text = encode_prompt(prompt, tokenizer)
+    for request in asked.requests:
+        ids, text = encode_prompt(request.prompt, tokenizer)
         if text is None:
             text = str(ids) if tokenizer is None else tokenizer.decode(ids, special=True)
         texts.append(text)

@@ -181,11 +181,12 @@ def _working(args: argparse.Namespace, source: Source, done: Sequence[int], seed
 def _calls(args: argparse.Namespace, source: Source, seed: int | None) -> Calls:
     """Return the requests to the server at --url. seed: of the job; None for none."""
     backend = needed("fastgen.cli.gen.server_backend", "openai", "--url")
-    fields = given(args, PARAMETERS)
+    params = given(args, PARAMETERS)
+    fields = {**params, **given(args, ["priority"])}
     if source.batch:
         calls: Calls = backend.BatchCalls(args.model, fields, seed)
         return calls
-    calls = backend.RowCalls(_row_job(args, SamplingParams(**fields), seed or 0), args.model, fields, seed)
+    calls = backend.RowCalls(_row_job(args, SamplingParams(**params), seed or 0), args.model, fields, seed)
     return calls
 
 

@@ -37,6 +37,7 @@ LIMIT = Option(
     "limit", int, help="work on the first rows only; a later run may have a higher limit", unset="all", low=1
 )
 CONCURRENCY = Option("concurrency", int, default=64, help="requests to --url at a time", low=1)
+PRIORITY = Option("priority", int, help="priority of requests to --url; above 0, other users' go first", unset="0")
 
 SWITCHES = {
     "chat": "send text prompts as the message of a user (default: as plain text)",
@@ -110,6 +111,7 @@ def make_parser() -> Parser:
     key_help = f"API key of the server (default: the environment variable {API_KEY})"
     group.add_argument("--api-key", metavar="KEY", help=key_help)
     add_flag(group, CONCURRENCY)
+    add_flag(group, PRIORITY)
     option("-v", "--verbose", action="store_true", help="log what happens, and show tracebacks (default: off)")
     return parser
 
@@ -149,7 +151,7 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _check_place(args: argparse.Namespace) -> None:
     """Raise ValueError for options of a server without --url, or of a model in this process or on Ray with it."""
     if args.url is None:
-        names, why = ["api_key", "concurrency"], "goes with --url"
+        names, why = ["api_key", "concurrency", "priority"], "goes with --url"
     else:
         names, why = [*GENERATOR, *(option.name for option in RAY)], "needs the model here, not at --url"
         names += [name for name in ("ray", "logprobs") if getattr(args, name)]

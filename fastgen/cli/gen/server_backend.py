@@ -150,7 +150,7 @@ class RowCalls:
     """The requests of rows with one prompt each: to /chat/completions for messages, else to /completions.
 
     job: the job's settings. model: name of the model on the server. fields: sampling parameters that a row does not
-    set. seed: seed that the seeds of rows without one are derived from; None for rows without a seed.
+    set, and the priority. seed: seed that the seeds of rows without one are derived from; None for rows without a seed.
     """
 
     job: RowJob
@@ -161,7 +161,7 @@ class RowCalls:
 
     def call(self, row: Row) -> ServerCall:
         prompt, own = self.job.prompt(row.columns), given_by(row)
-        self.job.params_with(own).validate(vocab_size=2**31)
+        self.job.params_with(own).validate()
         fields = {"model": self.model, **_seed(self.seed, row), **self.fields, **own}
         chat = bool(prompt) and isinstance(prompt[0], dict)
         if isinstance(prompt, list) and not chat and any(type(id) is not int for id in prompt):

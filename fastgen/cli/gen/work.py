@@ -15,7 +15,7 @@ from fastgen.cli.command import UsageError
 from fastgen.cli.gen.rows import Row, read_json
 from fastgen.cli.options import SAMPLING
 from fastgen.engine.seeds import seed_of
-from fastgen.request import REPETITION, Prompt, Request, RequestOutput, SamplingParams
+from fastgen.request import REPETITION, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from fastgen.model.config import ModelConfig
@@ -34,7 +34,7 @@ MAX_SAMPLES = 10_000  # maximum `n` of a row, whose samples are in memory togeth
 class RowRequests:
     """The requests of a row; none if the row has an error. finish: makes the record and the error of the outputs."""
 
-    requests: Sequence[tuple[Prompt, SamplingParams]]
+    requests: Sequence[Request]
     finish: Callable[[list[RequestOutput]], tuple[Record, str | None]]
 
 
@@ -90,12 +90,12 @@ def work(
                 continue
             asked = ask(row)
             # An empty prompt comes back at once, so rows with errors pass one at a time, however many there are.
-            pairs = asked.requests or [([], SamplingParams())]
-            outputs = [None] * len(pairs)
-            for place, (prompt, params) in enumerate(pairs):
+            asking = asked.requests or [Request([])]
+            outputs = [None] * len(asking)
+            for place, request in enumerate(asking):
                 id = next(ids)
                 owners[id] = (row.index, asked, outputs, place)
-                yield Request(prompt, params, id)
+                yield replace(request, id=id)
 
     for output in stream(requests()):
         index, asked, outputs, place = owners.pop(output.id)
@@ -235,7 +235,7 @@ class RowJob:
         try:
             if row.error is not None:
                 raise ValueError(row.error)
-            requests = [(self.prompt(row.columns), self._params(row))]
+            requests = [Request(self.prompt(row.columns), self._params(row))]
             return RowRequests(requests, lambda outputs: self._finish(row, outputs[0]))
         except (ValueError, TypeError) as error:
             reason = str(error)

@@ -138,7 +138,8 @@ class GenerationResponse(Response):
             field = None if params.grammar is None else grammar_field(request)
             prompts = [prompt.ids for prompt in self._reply.prompts]
             meter.prompt_tokens = sum(map(len, prompts))
-            with model.engine.submit(prompts, params, every_step=bool(request.stream)) as stream:
+            streamed, priority = bool(request.stream), request.priority or 0
+            with model.engine.submit(prompts, params, every_step=streamed, priority=priority) as stream:
                 turns = _observed(stream, leave, meter, field)
                 await (self._send_stream if request.stream else self._send_whole)(turns, send)
             meter.end()

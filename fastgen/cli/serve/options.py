@@ -13,7 +13,7 @@ import yaml
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, MAX_TIMEOUT
 from fastgen.cli.command import note, one_line
-from fastgen.cli.options import API_KEY, MODEL, Parser, Value, add_flag, read_yaml
+from fastgen.cli.options import API_KEY, MODEL, TEMPLATE, Parser, Value, add_flag, read_yaml
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.option import Option, option, options_of
 
@@ -153,9 +153,6 @@ class ServeOptions:
 
 SERVER = options_of(ServerOptions)
 NAME = Option("served_model_name", str, None, "name of the model for clients", unset="its hub id or folder")
-TEMPLATE = Option(
-    "chat_template", str, None, "file with a chat template in Jinja", unset="the tokenizer's own template"
-)
 SERVED = {NAME.name: NAME, TEMPLATE.name: TEMPLATE, **MODEL}
 """The options of each model."""
 

@@ -61,14 +61,15 @@ class Resumed(Strict):
 class GenerateRequest(ModelRequest):
     """A request to /generate, with the prompt and params of `Generator.generate`.
 
-    id: name of the request for /abort. resume: a completion of the prompt to continue. stream: the response is a line
-    of JSON for each event, as it arrives, instead of the output.
+    id: name of the request for /abort. resume: a completion of the prompt to continue. priority: see fastgen.Request.
+    stream: the response is a line of JSON for each event, as it arrives, instead of the output.
     """
 
     prompt: str | Items[int] | list[dict[str, Any]] | dict[str, Any]
     params: dict[str, Any] | None = None
     id: str | None = None
     resume: Resumed | None = None
+    priority: int = Field(0, ge=-INT32, le=INT32)
     stream: bool = False
 
     @property
@@ -89,6 +90,7 @@ class ScoreRequest(ModelRequest):
     sequences: Items[str | Items[int] | list[dict[str, Any]] | dict[str, Any]]
     start: int | Items[int] = 0
     temperature: FiniteFloat = 1.0
+    logprobs: int | None = None
 
 
 class GroupRequest(ModelRequest):
@@ -253,9 +255,9 @@ class RolloutRoutes(TrainerRoutes):
     async def _generate(self, engine: AsyncGenerator, body: GenerateRequest, _: QueryParams) -> Any:
         self.check_samples((body.params or {}).get("n"))
         if body.stream:
-            submit = partial(engine.submit, [body.prompt], body.params, resume=body.resumed)
+            submit = partial(engine.submit, [body.prompt], body.params, resume=body.resumed, priority=body.priority)
             return EventResponse(self.service, submit)
-        return await engine.generate(body.prompt, body.params, body.id, body.resumed)
+        return await engine.generate(body.prompt, body.params, body.id, body.resumed, body.priority)
 
     async def _fleet_seed(self, _: AsyncGenerator, body: ModelRequest, __: QueryParams) -> dict[str, int]:
         return {"seed": self.service.choose(body.model).fleet_seed()}
@@ -269,7 +271,7 @@ class RolloutRoutes(TrainerRoutes):
         options = {field: getattr(body, field) for field in fields}
         with self.updating(engine):
             if body.folder is not None:
-                version = await engine.call("read_weights", body.folder, options)
+                version = await engine.call("update_weights", body.folder, **options)
             else:
                 version = await engine.call("receive_weights", body.group, body.tensors, options)
         return {"weight_version": version}
@@ -341,7 +343,10 @@ def call_error(error: Exception) -> ApiError:
 
 
 async def _score(engine: AsyncGenerator, body: ScoreRequest, _: QueryParams) -> dict[str, Any]:
-    return {"logprobs": await engine.call("score", body.sequences, body.start, body.temperature)}
+    scored = await engine.call("score", body.sequences, body.start, body.temperature, logprobs=body.logprobs)
+    return (
+        {"logprobs": scored} if body.logprobs is None else dict(zip(("logprobs", "top_logprobs"), scored, strict=True))
+    )
 
 
 async def sleep(engine: AsyncGenerator, body: SleepRequest, _: QueryParams) -> dict[str, int]:

@@ -58,7 +58,8 @@ _Stop = Annotated[str, Field(min_length=1)]  # an empty one would end every answ
 
 
 class SamplingFields(Body):
-    """The fields about sampling, and about the structure of answers. SamplingParams documents most of them."""
+    """The fields about sampling, and about the structure of answers. SamplingParams documents most of them, and
+    fastgen.Request the priority."""
 
     temperature: FiniteFloat | None = Field(None, ge=0, description="above 2 only with --ignore-limits")
     top_p: FiniteFloat | None = Field(None, ge=0, le=1, description="0 is off, as 1 is")
@@ -81,6 +82,7 @@ class SamplingFields(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    priority: int | None = Field(None, ge=-INT32, le=INT32)
     structured_outputs: StructuredOutputs | None = None
     regex: GrammarText | None = None
     json_schema: dict[str, Any] | GrammarText | None = None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fastgen.engine.prompts import pair_scores
 from fastgen.engine.runner import Runner
+from fastgen.engine.weight_state import InFlight
 from fastgen.generator import Generator
 from fastgen.model.adapter import LINEARS, Factors, factors_of
 from fastgen.model.weights import EMBEDDING, HEAD
@@ -203,7 +204,7 @@ class Policy(nn.Module):
         return weights and all(p is self._trained.get(name) for name, p in self._model.parameters.items())
 
     @torch.no_grad()
-    def commit(self, version: int | None = None, in_flight: str = "error") -> int:
+    def commit(self, version: int | None = None, in_flight: InFlight = "error") -> int:
         """Let the Generator draw with the parameters as they are now, and return the version of its weights.
 
         version, in_flight: see `Generator.update_weights`. Cached prefixes of the old weights are dropped. If the

@@ -427,10 +427,10 @@ def test_a_batch_file_is_sent_as_it_is(fake: Fake) -> None:
         {"custom_id": "c", "url": "elsewhere", "body": {}},
     ]
     write("in.jsonl", *rows)
-    assert fggen(fake, "--temperature", 0.5, "--max-tokens", 9, "--concurrency", 1) == 0
+    assert fggen(fake, "--temperature", 0.5, "--max-tokens", 9, "--concurrency", 1, "--priority", 4) == 0
     assert fake.sent() == [
-        {**chat, "model": "a/model", "max_tokens": 9},
-        {"input": "x", "model": "a/model", "temperature": 0.5, "max_tokens": 9},
+        {**chat, "model": "a/model", "max_tokens": 9, "priority": 4},
+        {"input": "x", "model": "a/model", "temperature": 0.5, "max_tokens": 9, "priority": 4},
     ]
     good, refused, wrong = read("out.jsonl")
     assert ChatCompletion.model_validate(good["response"]["body"]).choices[0].message.content == "hello"
@@ -443,7 +443,9 @@ def test_a_batch_file_is_sent_as_it_is(fake: Fake) -> None:
 AT_URL = ("--device cpu", "--ray", "--logprobs", "--no-prefix-cache", "--replicas 2", "--concurrency 0")
 
 
-@pytest.mark.parametrize("options", [*(f"--url http://x {each}" for each in AT_URL), "--url x", "--api-key x"])
+@pytest.mark.parametrize(
+    "options", [*(f"--url http://x {each}" for each in AT_URL), "--url x", "--api-key x", "--priority 1"]
+)
 def test_options_that_do_not_go_together(options: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main.main(["a/model", "in.jsonl", "-o", "out.jsonl", *options.split()])

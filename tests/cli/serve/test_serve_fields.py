@@ -68,6 +68,12 @@ def test_the_neutral_value_depends_on_the_endpoint() -> None:
 
 
 @KINDS
+def test_any_api_takes_a_priority(kind: Any) -> None:
+    request = read(kind, priority=-4)
+    assert (request.chat() if hasattr(request, "chat") else request).priority == -4
+
+
+@KINDS
 def test_unknown_fields_are_errors_unless_the_server_ignores_them(kind: Any) -> None:
     assert "nearest field is temperature" in error_of(kind, temprature=0.5).message
     if "structured_outputs" in kind.model_fields:

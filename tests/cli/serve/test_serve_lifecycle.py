@@ -77,6 +77,14 @@ def reply(connection: socket.socket) -> bytes:
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
+def test_the_engine_gets_the_priority(server: Server) -> None:
+    """The id that the stub says tells it."""
+    for fields, id in (({}, 7), ({"priority": 5}, 12), ({"priority": -3}, 4)):
+        body = {"prompt": [5], "max_tokens": 1, "return_token_ids": True, **fields}
+        assert server.post("/completions", body).json()["choices"][0]["token_ids"] == [id]
+    assert server.post("/completions", {"prompt": [5], "priority": 0.5}).json()["error"]["param"] == "priority"
+
+
 # ------------------------------------------------------------------------------------------------ limits
 
 

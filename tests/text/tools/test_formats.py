@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from fastgen.engine.options import GeneratorOptions
-from fastgen.text.syntax_names import CALL_MARKS, TOOL_CALL_PARSERS
+from fastgen.text.syntax_names import CALL_MARKS, ToolCallParser
 from fastgen.text.tools.formats import (
     FORMATS,
     GRANITE,
@@ -54,7 +56,7 @@ def test_the_template_tells_the_format(template: str, syntax: object) -> None:
 
 
 def test_names_and_marks_are_known_without_the_parsers() -> None:
-    assert tuple(FORMATS) == TOOL_CALL_PARSERS
+    assert tuple(FORMATS) == get_args(ToolCallParser)
     assert {mark for syntax in FORMATS.values() if syntax is not None for mark in syntax.marks} == CALL_MARKS
 
 

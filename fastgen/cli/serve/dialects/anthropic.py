@@ -184,9 +184,10 @@ class MessageRequest(CountRequest):
     top_k: int | None = Field(None, ge=0, le=INT32)
     stop_sequences: Items[str] | None = None
     stream: bool | None = None
+    priority: int | None = Field(None, ge=-INT32, le=INT32)
 
     def _fields(self) -> dict[str, Any]:
-        names = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+        names = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "priority")
         return {**{name: getattr(self, name) for name in names}, "stop": self.stop_sequences or None}
 
 

@@ -175,7 +175,7 @@ class SglangEngine(TrainerRoutes):
         in_flight = "abort" if body.abort_all_requests or body.abort_all_request else "keep"
         options = {"version": int(named) if named.isdecimal() else None, "partial": False, "in_flight": in_flight}
         with self.updating(engine):
-            version = await engine.call("read_weights", body.model_path, options)
+            version = await engine.call("update_weights", body.model_path, **options)
         return {"success": True, "message": f"the weights have version {version}", "weight_version": str(version)}
 
 

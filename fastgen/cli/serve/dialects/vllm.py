@@ -24,7 +24,7 @@ from fastgen.cli.serve.openai_input import drawn_name
 from fastgen.cli.serve.openai_output import LOWEST, token_name
 from fastgen.cli.serve.rollout import ModelRequest, SleepRequest, TrainerRoutes, sampling_fields, sleep
 from fastgen.cli.serve.routes import Post, Routes
-from fastgen.cli.serve.sampling_fields import StructuredOutputs
+from fastgen.cli.serve.sampling_fields import INT32, StructuredOutputs
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, FieldPolicy, Items, Strict, wrong
 from fastgen.engine.weight_state import TAGS
@@ -168,11 +168,13 @@ class VllmSampling(_Sampling):  # type: ignore[misc, valid-type]
 
 
 class TokensRequest(ModelRequest):
-    """A request to /inference/v1/generate: ids in, ids out. request_id: its name for /abort_requests and /abort."""
+    """A request to /inference/v1/generate: ids in, ids out. request_id: its name for /abort_requests and /abort.
+    priority: see fastgen.Request."""
 
     token_ids: Items[int]
     sampling_params: VllmSampling
     request_id: str | None = None
+    priority: int = Field(0, ge=-INT32, le=INT32)
 
 
 # ------------------------------------------------------------------------------------------------- routes
@@ -287,13 +289,13 @@ class VllmControl(TrainerRoutes):
             if engine in self._drafting:
                 version = await engine.call("read_drafter", body.weight_dir)
             else:
-                version = await engine.call("read_weights", body.weight_dir, options)
+                version = await engine.call("update_weights", body.weight_dir, **options)
         return {"status": "ok", "weight_version": version}
 
     async def _generate(self, engine: AsyncGenerator, body: TokensRequest, _: QueryParams) -> Any:
         params = body.sampling_params.params
         self.check_samples(params.n)
-        output = await engine.generate(body.token_ids, params, body.request_id)
+        output = await engine.generate(body.token_ids, params, body.request_id, priority=body.priority)
         logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         choices = [
             {

@@ -1,0 +1,36 @@
+"""What TAB completes in fgchat: commands, settings and paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastgen.cli.chat_backends import SETTINGS
+from fastgen.cli.chat_commands import COMMANDS, DEFAULT
+
+
+def completed(line: str) -> list[str]:
+    """Return the lines that a line may become, each with one more word that is complete. Messages are not completed."""
+    name, space, argument = line.partition(" ")
+    if not space:
+        names = [command.name + " " * bool(command.argument) for command in COMMANDS]
+    elif name == "/set":
+        setting, space, _ = argument.partition(" ")
+        values = [DEFAULT, *(("on", "off") if space and setting in SETTINGS and SETTINGS[setting].kind is bool else ())]
+        words = [f"{setting} {value}" for value in values] if space else [f"{each} " for each in SETTINGS]
+        names = [f"{name} {word}" for word in words]
+    elif name == "/save":
+        names = [f"{name} {path}" for path in _paths(argument)]
+    else:
+        names = []
+    return sorted(each for each in names if each.startswith(line))
+
+
+def _paths(begun: str) -> list[str]:
+    """Return the paths that begin like this. Folders end with a slash, and hidden files need their dot."""
+    folder, slash, name = begun.rpartition("/")
+    try:
+        entries = [each for each in Path(folder + slash).expanduser().iterdir() if each.name.startswith(name)]
+    except (OSError, RuntimeError):  # RuntimeError: of a user without a home
+        return []
+    shown = [each for each in entries if name or not each.name.startswith(".")]
+    return [f"{folder}{slash}{each.name}{'/' * each.is_dir()}" for each in shown]
