@@ -204,7 +204,7 @@ def test_an_engine_that_was_started_again_unnoticed_answers_nothing_with_old_wei
         if way == "generate":
             assert [generate(fleet, [number]) for number in range(8)] == [{3}] * 8
         elif way == "score":
-            assert fleet.score([{"sequences": [[1]]}] * 8) == [[3]] * 8
+            assert [answer["logprobs"] for answer in fleet.score([{"sequences": [[1]]}] * 8)] == [[[3]]] * 8
         else:
             with pytest.raises(ConnectionError, match="have version 0 instead of 3"):
                 list(fleet.lines({"prompt": [9], "params": None}))
