@@ -27,6 +27,7 @@ ROOMS = (
     "generator",
     "prefill_only",
     "hidden_states",
+    "beam_search",
     "start",
     "ranks",
     "speculation",
