@@ -5,9 +5,10 @@ The prefix cache has the full pages of a beam, so a request computes only the to
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from collections.abc import Generator as PyGenerator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -55,7 +56,8 @@ class BeamOptions:
             raise TypeError(f"length_penalty must be a number, not {self.length_penalty!r}")
         if self.width + len(self.stop_ids) > min(MAX_LOGPROBS, self.vocab_size):
             most = min(MAX_LOGPROBS, self.vocab_size) - len(self.stop_ids)
-            raise ValueError(f"width is {self.width}; with {len(self.stop_ids)} stop ids it may be at most {most}")
+            stops = len(self.stop_ids)
+            raise ValueError(f"{self.width} beams are too many with {stops} stop ids; ask for at most {most}")
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -160,6 +162,22 @@ def search_all(
         output_of(number, each, options, texts_after(each.first.prompt_token_ids, each.shown_ids(options), tokenizer))
         for number, each in sorted(found.items())
     ]
+
+
+async def search_one(
+    prompt: Prompt, options: BeamOptions, generate: Callable[[Prompt, SamplingParams], Awaitable[RequestOutput]]
+) -> Found:
+    """Run the search of one prompt. generate: `AsyncGenerator.generate`."""
+    options.check()
+    steps = search(prompt, options)
+    asked = next(steps)
+    while True:
+        outputs = await asyncio.gather(*(generate(each, options.params) for each in asked))
+        try:
+            asked = steps.send(outputs)
+        except StopIteration as end:
+            found: Found = end.value
+            return found
 
 
 def texts_after(prompt_ids: Sequence[int], answers: Iterable[list[int]], tokenizer: Tokenizer | None) -> list[str]:

@@ -95,7 +95,7 @@ def test_where_a_beam_ends(gen: Generator) -> None:
 def test_arguments_that_cannot_be_used(gen: Generator) -> None:
     for error, reason, width, max_tokens, more in [
         (ValueError, "width is 0; it must be at least 1", 0, 5, {}),
-        (ValueError, "width is 128; with 1 stop ids it may be at most 127", 128, 5, {}),
+        (ValueError, "128 beams are too many with 1 stop ids; ask for at most 127", 128, 5, {}),
         (TypeError, "width must be an integer, not 2.5", 2.5, 5, {}),
         (ValueError, "max_tokens is 0", 2, 0, {}),
         (TypeError, "length_penalty must be a number, not '1'", 2, 5, {"length_penalty": "1"}),

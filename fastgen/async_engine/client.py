@@ -139,7 +139,7 @@ class AsyncGeneratorOptions(GeneratorOptions):
     name: str | None = option(None, "name of the model in messages", unset="the value of `model`")
 
 
-@explains_names("generate", "stream")
+@explains_names("generate", "stream", "beam_search")
 class AsyncGenerator:
     """A Generator for asyncio programs, in a separate process: this one does not import torch. Use it from one event
     loop. The arguments are the fields of `AsyncGeneratorOptions`; `help(AsyncGenerator)` describes them.
@@ -270,6 +270,35 @@ class AsyncGenerator:
         if resume is not None:
             samples = [continued(resume, samples[0])]
         return _output(id, samples, Timings(first_token, time.perf_counter() - added))
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        width: int,
+        max_tokens: int,
+        *,
+        length_penalty: float = 1.0,
+        stop_token_ids: Iterable[int] = (),
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+    ) -> RequestOutput:
+        """Search the `width` likeliest answers to one prompt; see `Generator.beam_search`. Cancellation ends the
+        search. Raises what `generate` raises."""
+        from fastgen.beam_search import BeamOptions, output_of, search_one
+
+        self._running_peer()
+        options = BeamOptions(
+            width=width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            stop_ids=frozenset([*stop_token_ids, *(() if ignore_eos else self.info.eos_ids)]),
+            context=self.info.max_model_len,
+            vocab_size=self.info.vocab_size,
+            logprobs=logprobs,
+        )
+        found = await search_one(prompt, options, self.generate)
+        texts = await self.call("texts", found.first.prompt_token_ids, found.shown_ids(options))
+        return output_of(found.first.id, found, options, texts)
 
     async def cut_off(self, ids: Iterable[str | int] | None = None) -> None:
         """End calls of `generate` that have these ids; None: all requests. They return the tokens that they have, with

@@ -48,7 +48,7 @@ WEIGHT_METHODS = (
     "read_adapter", "join_trainer", "receive_packed", "transfer_state",
 )  # fmt: skip
 """The methods of WeightUpdates that a client may call."""
-OWN_METHODS = ("pause", "resume", "cut_off", "score", "drain")
+OWN_METHODS = ("pause", "resume", "cut_off", "score", "drain", "texts")
 """The methods of EngineLoop that a client may call."""
 
 
@@ -123,6 +123,7 @@ class EngineInfo:
     max_model_len: maximum number of tokens of prompt and answer together.
     summary: description of the engine's configuration.
     default_params: parameters of requests that give none.
+    eos_ids: ids that end an answer.
     """
 
     tokenizer: str | None
@@ -130,6 +131,7 @@ class EngineInfo:
     vocab_size: int
     summary: str
     default_params: SamplingParams
+    eos_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,7 @@ class EngineLoop:
             vocab_size=gen.model_config.vocab_size,
             summary=gen.config.summary,
             default_params=gen.default_params,
+            eos_ids=gen.model_config.eos_ids,
         )
         self._send(info)
         try:
@@ -282,6 +285,12 @@ class EngineLoop:
         if self._paused:
             raise RuntimeError("the engine is paused; call resume before score")
         return self._gen.score(*args, **options)
+
+    def texts(self, prompt_ids: list[int], answers: list[list[int]]) -> list[str]:
+        """Return the text of each answer to a prompt."""
+        from fastgen.beam_search import texts_after  # most engines search no beams
+
+        return texts_after(prompt_ids, answers, self._gen.tokenizer)
 
     def _handle_messages(self, wait: float | None) -> None:
         """Handle all messages that have arrived. wait: seconds to wait for the first one; None: no limit."""
