@@ -48,8 +48,10 @@ WEIGHT_METHODS = (
     "read_adapter", "join_trainer", "receive_packed", "transfer_state",
 )  # fmt: skip
 """The methods of WeightUpdates that a client may call."""
-OWN_METHODS = ("pause", "resume", "cut_off", "score", "drain", "texts")
+OWN_METHODS = ("pause", "resume", "cut_off", "drain", "texts")
 """The methods of EngineLoop that a client may call."""
+STEPPING = ("score", "classify", "embed", "features", "write_features", "generate", "chat", "beam_search")
+"""Methods of the Generator that run steps, which none may while the engine is paused."""
 
 
 # ------------------------------------------------------------------------------------------------- messages
@@ -280,12 +282,6 @@ class EngineLoop:
                 self._add(self._arrived.pop(number))
         self._gen.cut_off(numbers)
 
-    def score(self, *args: Any, **options: Any) -> list[list[float]]:
-        """Return what `Generator.score` returns. Raises RuntimeError while no steps may run."""
-        if self._paused:
-            raise RuntimeError("the engine is paused; call resume before score")
-        return self._gen.score(*args, **options)
-
     def texts(self, prompt_ids: list[int], answers: list[list[int]]) -> list[str]:
         """Return the text of each answer to a prompt."""
         from fastgen.beam_search import texts_after  # most engines search no beams
@@ -333,7 +329,9 @@ class EngineLoop:
             self._refuse(call.number, error)
 
     def _method(self, name: str) -> Callable[..., Any]:
-        """Return the method that a call names."""
+        """Return the method that a call names. Raises RuntimeError if it needs steps, and none may run."""
+        if self._paused and name in STEPPING:
+            raise RuntimeError(f"the engine is paused; call resume before {name}")
         owner: Any = self if name in OWN_METHODS else self._gen
         if name in WEIGHT_METHODS:
             from fastgen.async_engine.updates import WeightUpdates

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, FiniteFloat, WithJsonSchema, model_
 from typing_extensions import TypedDict
 
 from fastgen.cli.serve.sampling_fields import INT32, STRUCTURE_ALIASES, SamplingFields, TokenId
-from fastgen.cli.serve.validation import Items, MessagePart, Some, Strict, wrong
+from fastgen.cli.serve.validation import Items, MessagePart, Neutral, Some, Strict, wrong
 from fastgen.request import MAX_LOGPROBS, SamplingParams
 
 TEXT_ONLY = "the model reads text only"
@@ -230,7 +230,9 @@ class GenerationFields(SamplingFields):
     """
 
     without_effect = SamplingFields.without_effect - {"length_penalty"}
-    neutral = {name: pair for name, pair in SamplingFields.neutral.items() if name != "use_beam_search"}
+    neutral: ClassVar[Neutral] = {
+        name: pair for name, pair in SamplingFields.neutral.items() if name != "use_beam_search"
+    }
 
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)  # must equal n
     modalities: Items[Literal["text"]] | None = None
