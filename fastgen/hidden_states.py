@@ -9,8 +9,10 @@ import itertools
 import logging
 import os
 from collections import deque
+from collections.abc import Generator as PyGenerator
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import closing
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -64,8 +66,10 @@ def with_positions(
     sequences: Iterable[Prompt], positions: Positions | Iterable[Positions]
 ) -> Iterator[tuple[Prompt, Positions]]:
     """Yield each sequence with its positions. positions: the same for all sequences, or one entry for each. Raises
-    ValueError if there are too few or too many."""
-    if not isinstance(positions, Iterable):
+    ValueError or TypeError for what is wrong for all sequences, and ValueError if there are too few or too many."""
+    if isinstance(positions, str):
+        _numbers(positions, 1)
+    elif not isinstance(positions, Iterable):
         raise TypeError(f"positions must be 'all', 'last' or lists of integers, not {positions!r}")
     one = isinstance(positions, SequenceOf | np.ndarray) and all(isinstance(each, Integral) for each in positions)
     if isinstance(positions, str) or one:
@@ -86,20 +90,24 @@ class StateReader:
         self._layers, self._hidden = layers, model.hidden_size
         self._dtype: torch.dtype = getattr(torch, loop.scheduler.config.dtype)
 
-    def read(self, pairs: Iterable[tuple[Prompt, Positions]]) -> Iterator[States]:
+    def read(self, pairs: Iterable[tuple[Prompt, Positions]]) -> PyGenerator[States, None, None]:
         """Yield the states of each sequence, in order, for its positions. A sequence that cannot be served has an
-        error. Few sequences are in memory at a time."""
+        error. Few sequences are in memory at a time. Closing the generator aborts them."""
         queue, reading = OutputQueue(), deque[_Reading]()
-        source, more = iter(pairs), True
+        most_tokens = AHEAD_STEPS * self._loop.scheduler.config.max_step_tokens
+        source, tokens, size = iter(pairs), 0, 0
         try:
             while True:
-                while more and self._has_room(reading):
+                while not reading or (tokens < most_tokens and size < AHEAD_BYTES):
                     pair = next(source, None)
-                    if more := pair is not None:
-                        reading.append(self._begin(*pair, queue))
+                    if pair is None:
+                        break
+                    reading.append(self._begin(*pair, queue))
+                    tokens, size = tokens + reading[-1].tokens, size + reading[-1].states.values.nbytes
                 if not reading:
                     return
                 first = reading.popleft()
+                tokens, size = tokens - first.tokens, size - first.states.values.nbytes
                 while first.id in queue.running:
                     self._loop.advance()
                 queue.done.clear()
@@ -107,14 +115,6 @@ class StateReader:
                 yield States(torch.from_numpy(first.states.positions[first.order]), values, first.error)
         finally:
             self._loop.abort(list(queue.running))
-
-    def _has_room(self, reading: deque[_Reading]) -> bool:
-        """Return whether another sequence may be read ahead."""
-        tokens = sum(each.tokens for each in reading)
-        size = sum(each.states.values.nbytes for each in reading)
-        return not reading or (
-            tokens < AHEAD_STEPS * self._loop.scheduler.config.max_step_tokens and size < AHEAD_BYTES
-        )
 
     def _begin(self, prompt: Prompt, positions: Positions, queue: OutputQueue) -> _Reading:
         """Hand a sequence to the engine."""
@@ -202,14 +202,16 @@ class ShardWriter:
 
 def write(reader: StateReader, pairs: Iterable[tuple[Prompt, Positions]], writer: ShardWriter) -> list[Path]:
     """Write the states of sequences, and return the files. The log counts sequences that cannot be served."""
-    failed = 0
-    for number, states in enumerate(reader.read(pairs)):
-        if states.error is not None:
-            failed += 1
-            if failed == 1:
-                log.warning("sequence %d has no features: %s; further ones are only counted", number, states.error)
-        writer.add(states)
+    count = failed = 0
+    with closing(reader.read(pairs)) as found:
+        for states in found:
+            if states.error is not None:
+                failed += 1
+                if failed == 1:
+                    log.warning("sequence %d has no features: %s; others like it are counted", count, states.error)
+            writer.add(states)
+            count += 1
     writer.flush()
     if failed > 1:
-        log.warning("%d of %d sequences have no features", failed, number + 1)
+        log.warning("%d of %d sequences have no features", failed, count)
     return writer.paths

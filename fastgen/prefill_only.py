@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from contextlib import closing
 from pathlib import Path
 
 from torch import Tensor
@@ -166,10 +167,11 @@ class PrefillOnly:
 
         numbers = layer_numbers(layers, self.model_config.num_layers, self.config.tensor_parallel)
         reader, found = StateReader(self._loop, self.tokenizer, self.model_config, numbers), list[Tensor]()
-        for states in reader.read(with_positions(prompts, positions)):
-            if states.error is not None:
-                raise states.error
-            found.append(states.values)
+        with closing(reader.read(with_positions(prompts, positions))) as sequences:
+            for states in sequences:
+                if states.error is not None:
+                    raise states.error
+                found.append(states.values)
         return found
 
     def _read(

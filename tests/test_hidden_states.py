@@ -139,14 +139,21 @@ def test_arguments_that_cannot_be_served(gen: Generator, tmp_path: Path) -> None
         (ValueError, "positions is 'first'; give 'all', 'last' or a list", ([[5]], 0, "first")),
         (TypeError, "positions must be 'all', 'last' or lists", ([[5]], 0, 1)),
         (TypeError, r"positions must be integers, not \[0.5\]", ([[5]], 0, [[0.5]])),
-        (ValueError, "there is no position 2 in a sequence of 2 tokens", ([[5, 6, 7], [5, 6]], 0, [2])),
+        (
+            ValueError,
+            "there is no position 2 in a sequence of 2 tokens",
+            ([random_ids(100), [5, 6, 7], [5, 6]], 0, [2]),
+        ),
         (ValueError, "give one list of positions for each sequence", ([[5]], 0, [[0], [0]])),
         (ValueError, "give one list of positions for each sequence", ([[5], [6]], 0, [[0]])),
-        (ValueError, "the prompt has 513 tokens", ([[5], [5] * 513],)),
+        (ValueError, "the prompt has 513 tokens", ([random_ids(100), [5] * 513],)),
         (TypeError, "prompts must be a prompt or a list", (5,)),
     ]:
         with pytest.raises(error, match=reason):
             gen.features(*arguments)  # type: ignore[arg-type]
+        check_idle(gen)
+    with pytest.raises(ValueError, match="positions is 'first'"):
+        gen.write_features(tmp_path, [[5]], positions="first")
     with pytest.raises(ValueError, match="shard_bytes is 0"):
         gen.write_features(tmp_path, [[5]], shard_bytes=0)
     assert gen.features([]) == []
