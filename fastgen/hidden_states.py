@@ -111,7 +111,7 @@ class StateReader:
                 while first.id in queue.running:
                     self._loop.advance()
                 queue.done.clear()
-                values = torch.from_numpy(first.states.values[:, first.order]).to(self._dtype)
+                values = torch.from_numpy(first.states.values[:, first.order]).view(self._dtype)
                 yield States(torch.from_numpy(first.states.positions[first.order]), values, first.error)
         finally:
             self._loop.abort(list(queue.running))
@@ -132,7 +132,8 @@ class StateReader:
 
     def _states(self, positions: np.ndarray) -> PromptStates:
         shape = len(self._layers), len(positions), self._hidden
-        return PromptStates(self._layers, positions, np.full(shape, np.nan, dtype=np.float32))
+        kind = np.int16 if self._dtype.itemsize == 2 else np.float32
+        return PromptStates(self._layers, positions, np.zeros(shape, dtype=kind))
 
 
 @dataclass

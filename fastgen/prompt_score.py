@@ -17,8 +17,8 @@ Positions: TypeAlias = str | Sequence[int]
 class PromptStates:
     """The hidden states of a prompt; see `Generator.features`.
 
-    layers: their indices, from 0 to the number of layers. positions: int64 [N], ascending. values: float32
-    [layers, N, hidden], those found so far.
+    layers: their indices, from 0 to the number of layers. positions: int64 [N], ascending. values: [layers, N, hidden],
+    those found so far, in float32, or as int16 the bits of a dtype of two bytes, which NumPy may not have.
     """
 
     layers: tuple[int, ...]

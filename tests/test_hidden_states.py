@@ -39,6 +39,15 @@ def test_the_states_are_those_of_transformers(family: Path) -> None:
         torch.testing.assert_close(found, torch.cat(states), rtol=1e-5, atol=2e-4)
 
 
+def test_states_have_the_dtype_of_the_model(llama: Path) -> None:
+    with Generator(llama, dtype="bfloat16") as gen:
+        found = gen.features(SEQUENCES[1], LAYERS)[0]
+    expected = hf_model(llama).model.embed_tokens.weight[SEQUENCES[1]]
+    assert torch.equal(found[0], expected.bfloat16())
+    errors = (found.float() - alone(llama)[1]).square().mean((1, 2)) / alone(llama)[1].square().mean((1, 2))
+    assert errors.max() < 0.01, "rounding, and no wrong bits"
+
+
 def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 

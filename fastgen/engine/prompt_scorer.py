@@ -46,7 +46,10 @@ class _States(NamedTuple):
     of_layers: list[Tensor]  # [n, hidden]
 
     def read(self) -> FoundStates:
-        return FoundStates(self.lane, self.first, torch.stack(self.of_layers).float().numpy())
+        values = torch.stack(self.of_layers)
+        return FoundStates(
+            self.lane, self.first, (values.view(torch.int16) if values.itemsize == 2 else values).numpy()
+        )
 
 
 class PromptScorer(StepFeature[ScorePlan]):

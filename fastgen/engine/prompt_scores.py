@@ -54,8 +54,8 @@ class Scored:
 
 @dataclass(slots=True)
 class FoundStates:
-    """The hidden states at the next positions that are wanted of one lane, from position `first` on: float32
-    [layers, n, hidden]."""
+    """The hidden states at the next positions that are wanted of one lane, from position `first` on:
+    [layers, n, hidden], as in PromptStates."""
 
     lane: int
     first: int
