@@ -49,7 +49,7 @@ AHEAD = 4096  # minimum number of requests of a generate() call in the engine, w
 READ_STEPS = 4  # new prompts of at most so many steps' token budgets are read before each step
 
 
-@explains_names("generate", "chat", "stream", "score", "classify", "embed")
+@explains_names("generate", "chat", "stream", "score", "classify", "embed", "features", "beam_search")
 class Generator(PrefillOnly):
     """A model that generates text, for many requests at a time.
 
@@ -173,6 +173,41 @@ class Generator(PrefillOnly):
             raise TypeError(f"messages must be a list of dicts, or a list of such lists, not {type(messages).__name__}")
         prompts = [{"messages": conversation, **fields} for conversation in prompt_list(messages)]
         return self.generate(prompts, params, progress=progress)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        width: int,
+        max_tokens: int,
+        *,
+        length_penalty: float = 1.0,
+        stop_token_ids: Iterable[int] = (),
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+    ) -> list[RequestOutput]:
+        """Search the `width` likeliest answers to each prompt, and return them as completions, the best first.
+
+        prompts: see `generate`, also for errors. max_tokens: maximum length of an answer. length_penalty: the `score`
+            of a completion (a BeamCompletion) is the sum of its raw logprobs divided by its number of tokens to this
+            power; above 0 it favors long answers. stop_token_ids: ids that end a beam, besides the model's, which
+            ignore_eos turns off. logprobs: number of raw alternatives to return with each token.
+
+        Beams, scores and the end of the search are those of transformers' `generate(num_beams=width)` with its default
+        early_stopping=False. A search draws nothing, and does not depend on other requests. `width` and the number of
+        stop ids may be 128 together.
+        """
+        from fastgen.beam_search import BeamOptions, search_all
+
+        options = BeamOptions(
+            width=width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            stop_ids=frozenset([*stop_token_ids, *(() if ignore_eos else self.model_config.eos_ids)]),
+            context=self.max_model_len,
+            vocab_size=self.model_config.vocab_size,
+            logprobs=logprobs,
+        )
+        return search_all(prompt_list(prompts), options, self.generate, self.tokenizer)
 
     def parse_message(
         self, text: str | Completion, tools: Iterable[Any] = (), *, prompt: str | SequenceOf[int] | None = None

@@ -1,4 +1,5 @@
-"""The methods of a Generator that read prompts and generate nothing: scores, probabilities of choices, embeddings."""
+"""The methods of a Generator that read prompts and generate nothing: scores, probabilities of choices, embeddings,
+hidden states."""
 
 from __future__ import annotations
 
@@ -6,17 +7,22 @@ import json
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from contextlib import closing
 from pathlib import Path
 from typing import overload
 
+from torch import Tensor
+
 from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.loop import Loop
+from fastgen.engine.options import EngineConfig
 from fastgen.engine.outputs import OutputQueue
 from fastgen.engine.prompts import Scores, TopScores, pair_scores, prompt_list
 from fastgen.engine.team import on_all_ranks
 from fastgen.model.config import ModelConfig
 from fastgen.option import check_items
-from fastgen.request import Prompt, PromptScore, Request, SamplingParams
+from fastgen.prompt_score import Positions, PromptScore
+from fastgen.request import Prompt, Request, SamplingParams
 from fastgen.text.detokenizer import Detokenizer
 from fastgen.text.tokenizer import Tokenizer, encode_prompt
 
@@ -25,6 +31,7 @@ class PrefillOnly:
     """The methods of Generator that compute something of prompts and generate nothing."""
 
     tokenizer: Tokenizer | None
+    config: EngineConfig
     model_config: ModelConfig
     folder: Path
     _loop: Loop
@@ -111,29 +118,92 @@ class PrefillOnly:
         """
         normalized = _reads_last_token(self.folder)
         (many,) = self._interrupt.reading(map(prompt_list, [prompts]))
-        sequences = [encode_prompt(prompt, self.tokenizer)[0] for prompt in many]
-        scores = self._read(sequences, list(map(len, sequences)), embedding=True)
-        states = [score.embedding or [] for score in scores]
+        states = [vectors[0, 0].float().tolist() for vectors in self._states(many, -1, "last")]
         lengths = [math.hypot(*state) if normalized else 1.0 for state in states]
         return [[value / (length or 1.0) for value in state] for state, length in zip(states, lengths, strict=True)]
 
-    def _read(
+    @on_all_ranks
+    def features(
+        self,
+        sequences: Prompt | Iterable[Prompt],
+        layers: int | Iterable[int] = -1,
+        positions: Positions | Iterable[Positions] = "all",
+    ) -> list[Tensor]:
+        """Return hidden states of each sequence: [layers, positions, hidden] on the CPU, in the dtype of the model.
+
+        sequences: see `generate`. layers: an index or several, as in transformers' `hidden_states`: 0 is the embedding,
+            as it enters the first layer; i is the residual stream after layer i; the last, the number of layers, comes
+            after the final norm, so that the stream before that norm has no index. Those below 0 count from the end.
+        positions: "all"; "last", the last token of each sequence; positions that hold for all sequences; or a list of
+            such lists, one for each sequence. Those below 0 count from the end. The rows are in the order that is
+            asked for.
+
+        As logprobs do, the bits depend neither on other requests nor on chunks and cached prefixes. Positions from the
+        first one on are computed, so "last" can use the prefix cache. `write_features` keeps nothing in memory.
+
+        Raises ValueError or TypeError for a sequence that cannot be served, for layers and positions that are not
+        there, and with several ranks for other layers than the last.
+        """
+        (many,) = self._interrupt.reading(map(prompt_list, [sequences]))
+        return self._states(many, layers, positions)
+
+    @on_all_ranks
+    def write_features(
+        self,
+        folder: str | Path,
+        sequences: Iterable[Prompt],
+        layers: int | Iterable[int] = -1,
+        positions: Positions | Iterable[Positions] = "all",
+        shard_bytes: int = 2**30,
+    ) -> list[Path]:
+        """Write hidden states of any number of sequences to a folder, and return the paths of the new files.
+
+        folder: is made if it is not there. sequences: an iterable, which is read as the engine needs it. layers,
+            positions: see `features`; positions of each sequence may be an iterable, too. shard_bytes: a file ends when
+            it has so many bytes of states.
+
+        The files features-00000.safetensors, features-00001.safetensors, ... have "layer.I", [rows, hidden], for each
+        index I of a layer (from 0 on); "positions", int64 [rows]; and "offsets", int64 [sequences + 1]: the rows of
+        sequence s of a file are offsets[s] to offsets[s + 1] - 1. Their metadata have "first", the number of the first
+        sequence. A sequence that cannot be served has no rows, and the log says why.
+
+        Raises ValueError for a folder that has such files; see `features` for others.
+        """
+        from fastgen.hidden_states import ShardWriter, StateReader, layer_numbers, with_positions, write
+
+        numbers = layer_numbers(layers, self.model_config.num_layers, self.config.tensor_parallel)
+        reader = StateReader(self._loop, self.tokenizer, self.model_config, numbers)
+        pairs = self._interrupt.reading(with_positions(sequences, positions))
+        return write(reader, pairs, ShardWriter(folder, numbers, shard_bytes))
+
+    def _states(
         self,
         prompts: SequenceOf[Prompt],
-        starts: SequenceOf[int],
-        temperature: float = 1.0,
-        embedding: bool = False,
-        top: int = 0,
+        layers: int | Iterable[int],
+        positions: Positions | Iterable[Positions],
+    ) -> list[Tensor]:
+        """Return the hidden states of prompts; see `features`."""
+        from fastgen.hidden_states import StateReader, layer_numbers, with_positions
+
+        numbers = layer_numbers(layers, self.model_config.num_layers, self.config.tensor_parallel)
+        reader, found = StateReader(self._loop, self.tokenizer, self.model_config, numbers), list[Tensor]()
+        with closing(reader.read(with_positions(prompts, positions))) as sequences:
+            for states in sequences:
+                if states.error is not None:
+                    raise states.error
+                found.append(states.values)
+        return found
+
+    def _read(
+        self, prompts: SequenceOf[Prompt], starts: SequenceOf[int], temperature: float = 1.0, top: int = 0
     ) -> list[PromptScore]:
-        """Run prompts without generating; return their logprobs from `starts` on, with `top` alternatives each, and
-        their embeddings."""
+        """Run prompts without generating; return their logprobs from `starts` on, with `top` alternatives each."""
         params, queue, scores = SamplingParams(max_tokens=0, prompt_logprobs=top), OutputQueue(), list[PromptScore]()
         try:
             for prompt, first in zip(prompts, starts, strict=True):
                 id = self._loop.begin(Request(prompt, params), queue, (first, temperature))
                 score = self._loop.active[id].samples[0].sequence.score
                 assert score is not None
-                score.embedding = [] if embedding else None
                 scores.append(score)
             while queue.running:
                 self._loop.advance()

@@ -17,6 +17,7 @@ from fastgen.display import completion_html, output_html, shown
 from fastgen.drawn import Drawn
 from fastgen.names import MAX_FAULTS, explains_names
 from fastgen.option import ITEMS, Option, Options, check_items, option, options_of
+from fastgen.prompt_score import PromptScore
 
 if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
     import numpy as np
@@ -235,22 +236,6 @@ def empty_drawn(params: SamplingParams) -> Drawn:
     return Drawn(top_logprobs=[] if tops else None, sampling_mask=[] if params.return_sampling_mask else None)
 
 
-@dataclass(slots=True)
-class PromptScore:
-    """The prompt logprobs of a sequence: those wanted, and those found so far.
-
-    start: the first position to score. temperature: divides the logits. logprobs: one for each token of the prompt, NaN
-    if there is none. top_logprobs: their raw alternatives; empty if `SamplingParams.prompt_logprobs` asks for none.
-    embedding: see `Generator.embed`; empty until it is found, None if it is not wanted.
-    """
-
-    start: int
-    temperature: float
-    logprobs: list[float]
-    top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    embedding: list[float] | None = None
-
-
 class Status(Enum):
     WAITING = "waiting"  # holds no lane and no pages
     RUNNING = "running"
@@ -336,9 +321,9 @@ class Sequence:
     @property
     def cacheable_len(self) -> int:
         """The number of known tokens whose KV may come from the prefix cache. The last one is computed, since its row
-        is drawn from, and so is the token before each position to score."""
-        length = len(self.token_ids)
-        return max(0, min(length, length if self.score is None else self.score.start) - 1)
+        is drawn from, and so are the rows that the score needs."""
+        last = len(self.token_ids) - 1
+        return max(0, last if self.score is None else min(last, self.score.first_row))
 
     @property
     def length(self) -> int:

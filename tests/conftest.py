@@ -82,6 +82,7 @@ GROUPS = {
     "cli/test_chat_backends": "caller",
     "rl/test_remote": "rollout",
     "cli/serve/test_serve_trainers": "rollout",
+    "cli/serve/test_serve_beams": "rollout",
     "cli/serve/test_serve_app": "bundled",
     "tests/test_examples": "bundled",
 }

@@ -25,7 +25,8 @@ from fastgen.engine.host_pages import PageMoves
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.prompt_scores import Scored, ScorePlan
 from fastgen.engine.scheduler import Scheduler
-from fastgen.request import Batch, LaneStart, PromptScore, SamplingParams, Sequence, StepResult
+from fastgen.prompt_score import PromptScore
+from fastgen.request import Batch, LaneStart, SamplingParams, Sequence, StepResult
 from fastgen.speculation.planning import Drafted, DraftPlan
 
 VOCAB = 40  # a mask has two words

@@ -15,9 +15,10 @@ import pickle
 import subprocess
 import time
 from collections.abc import AsyncGenerator as PyAsyncGenerator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, MAX_TIMEOUT
@@ -151,7 +152,7 @@ class AsyncGeneratorOptions(GeneratorOptions):
     name: str | None = option(None, "name of the model in messages", unset="the value of `model`")
 
 
-@explains_names("generate", "stream")
+@explains_names("generate", "stream", "beam_search")
 class AsyncGenerator:
     """A Generator for asyncio programs, in a separate process: this one does not import torch. Use it from one event
     loop. The arguments are the fields of `AsyncGeneratorOptions`; `help(AsyncGenerator)` describes them.
@@ -289,6 +290,36 @@ class AsyncGenerator:
                 running.output.cancel()  # of a request that failed
                 del self._named[id]
         return output
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        width: int,
+        max_tokens: int,
+        *,
+        length_penalty: float = 1.0,
+        stop_token_ids: Iterable[int] = (),
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+        priority: int = 0,
+    ) -> RequestOutput:
+        """Search the `width` likeliest answers to one prompt; see `Generator.beam_search`. priority: see `Request`.
+        Cancellation ends the search. Raises what `generate` raises."""
+        from fastgen.beam_search import BeamOptions, output_of, search_one
+
+        self._running_peer()
+        options = BeamOptions(
+            width=width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            stop_ids=frozenset([*stop_token_ids, *(() if ignore_eos else self.info.eos_ids)]),
+            context=self.info.max_model_len,
+            vocab_size=self.info.vocab_size,
+            logprobs=logprobs,
+        )
+        found = await search_one(prompt, options, partial(self.generate, priority=priority))
+        texts = await self.call("texts", found.first.prompt_token_ids, found.shown_ids(options))
+        return output_of(found.first.id, found, options, texts)
 
     async def abort(self, ids: Ids = None) -> list[RequestOutput]:
         """End requests as `cut_off` does, and return what the calls of `generate` among them return."""

@@ -48,8 +48,10 @@ WEIGHT_METHODS = (
     "read_drafter", "check_drafter", "join_trainer", "receive_packed", "transfer_state",
 )  # fmt: skip
 """The methods of WeightUpdates that a client may call."""
-OWN_METHODS = ("pause", "resume", "cut_off", "score", "drain")
+OWN_METHODS = ("pause", "resume", "cut_off", "drain", "texts")
 """The methods of EngineLoop that a client may call."""
+STEPPING = ("score", "classify", "embed", "features", "write_features", "generate", "chat", "beam_search")
+"""Methods of the Generator that run steps, which none may while the engine is paused."""
 
 
 # ------------------------------------------------------------------------------------------------- messages
@@ -124,6 +126,7 @@ class EngineInfo:
     max_model_len: maximum number of tokens of prompt and answer together.
     summary: description of the engine's configuration.
     default_params: parameters of requests that give none.
+    eos_ids: ids that end an answer.
     """
 
     tokenizer: str | None
@@ -131,6 +134,7 @@ class EngineInfo:
     vocab_size: int
     summary: str
     default_params: SamplingParams
+    eos_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +211,7 @@ class EngineLoop:
             vocab_size=gen.model_config.vocab_size,
             summary=gen.config.summary,
             default_params=gen.default_params,
+            eos_ids=gen.model_config.eos_ids,
         )
         self._send(info)
         try:
@@ -280,11 +285,11 @@ class EngineLoop:
                 self._add(self._arrived.pop(number))
         self._gen.cut_off(numbers)
 
-    def score(self, *args: Any, **options: Any) -> Any:
-        """Return what `Generator.score` returns. Raises RuntimeError while no steps may run."""
-        if self._paused:
-            raise RuntimeError("the engine is paused; call resume before score")
-        return self._gen.score(*args, **options)
+    def texts(self, prompt_ids: list[int], answers: list[list[int]]) -> list[str]:
+        """Return the text of each answer to a prompt."""
+        from fastgen.beam_search import texts_after  # most engines search no beams
+
+        return texts_after(prompt_ids, answers, self._gen.tokenizer)
 
     def _handle_messages(self, wait: float | None) -> None:
         """Handle all messages that have arrived. wait: seconds to wait for the first one; None: no limit."""
@@ -327,7 +332,9 @@ class EngineLoop:
             self._refuse(call.number, error)
 
     def _method(self, name: str) -> Callable[..., Any]:
-        """Return the method that a call names."""
+        """Return the method that a call names. Raises RuntimeError if it needs steps, and none may run."""
+        if self._paused and name in STEPPING:
+            raise RuntimeError(f"the engine is paused; call resume before {name}")
         owner: Any = self if name in OWN_METHODS else self._gen
         if name in WEIGHT_METHODS:
             from fastgen.async_engine.updates import WeightUpdates

@@ -15,13 +15,13 @@ from fastgen.engine.outputs import ActiveRequest, ActiveSample, OutputQueue
 from fastgen.engine.prompts import params_list, prompt_list
 from fastgen.engine.seeds import seed_of
 from fastgen.model.config import ModelConfig
+from fastgen.prompt_score import PromptScore
 from fastgen.request import (
     MAX_BIASES,
     PRIORITY,
     Completion,
     Params,
     Prompt,
-    PromptScore,
     Request,
     SamplingParams,
     Sequence,

@@ -1,4 +1,5 @@
-"""Prompt scores in a step: the logprobs of given tokens, in pieces, since the logits of all rows would be too large."""
+"""Prompt scores in a step: hidden states, and the logprobs of given tokens, in pieces, since the logits of all rows
+would be too large."""
 
 from __future__ import annotations
 
@@ -6,34 +7,30 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fastgen.device.pinned import to_host, upload
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.prompt_scores import SCORE_ROWS, ChunkTargets, Scored, ScorePlan
+from fastgen.engine.prompt_scores import SCORE_ROWS, ChunkTargets, FoundStates, Scored, ScorePlan
 from fastgen.engine.step import Launched, StepFeature
 from fastgen.kernels import scoring
 from fastgen.kernels.norm import rms_norm
 from fastgen.model.sampler import LARGE
-from fastgen.model.transformer import Transformer
+from fastgen.model.transformer import KeptStreams, Transformer
 from fastgen.request import Prefill, StepResult
 
 
-class _Pending(NamedTuple):
-    """The logprobs of the prompt tokens of a lane at positions start, start + 1, ..., in a copy to the host; or its
-    embedding."""
+class _Logprobs(NamedTuple):
+    """The logprobs of the prompt tokens of a lane at positions start, start + 1, ..., in a copy to the host."""
 
     lane: int
     start: int
-    logprobs: Tensor | None  # float32 [n]
+    logprobs: Tensor  # float32 [n]
     top_ids: Tensor | None  # int64 [n, top]
     top_logprobs: Tensor | None  # float32 [n, top]
-    embedding: Tensor | None = None  # float32 [hidden]
 
     def read(self) -> Scored:
-        if self.embedding is not None:
-            return Scored(self.lane, self.start, [], embedding=self.embedding.tolist())
-        assert self.logprobs is not None
         top = None
         if self.top_ids is not None and self.top_logprobs is not None:
             pairs = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
@@ -41,41 +38,68 @@ class _Pending(NamedTuple):
         return Scored(self.lane, self.start, self.logprobs.tolist(), top)
 
 
+class _States(NamedTuple):
+    """The hidden states at positions of a lane, the first of which is `first`, in copies to the host."""
+
+    lane: int
+    first: int
+    of_layers: list[Tensor]  # [n, hidden]
+
+    def read(self) -> FoundStates:
+        values = torch.stack(self.of_layers)
+        return FoundStates(
+            self.lane, self.first, (values.view(torch.int16) if values.itemsize == 2 else values).numpy()
+        )
+
+
 class PromptScorer(StepFeature[ScorePlan]):
-    """Computes the prompt logprobs that a ScorePlan asks for."""
+    """Computes the prompt logprobs and the hidden states that a ScorePlan asks for."""
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
 
     def before(self, step: Launched, payload: ScorePlan) -> None:
         step.all_rows = True
+        last = len(self._model.layers)
+        if kept := {layer - 1 for chunk in payload.chunks for layer in chunk.layers if layer < last}:
+            rows = [rows for _, _, rows in _wanted_states(step, payload)]
+            step.kept = KeptStreams(kept, upload(np.concatenate(rows), self._model.parameters.embedding.device))
 
     def after(self, step: Launched, payload: ScorePlan, x: Tensor) -> None:
-        pending: list[_Pending] = []
-        first, by_lane = len(step.batch.decodes), {each.lane: each for each in payload.chunks}
-        for chunk in step.batch.prefills:
-            if (scored := by_lane.get(chunk.lane)) is not None:
-                rows = x[first + scored.row : first + scored.row + len(scored.targets)]
-                targets = upload(np.array(scored.targets, dtype=np.int64), x.device)
-                temperature = min(max(scored.temperature, 1 / LARGE), LARGE)  # float32 holds no more
-                for at in range(0, len(rows), SCORE_ROWS):
-                    part = slice(at, at + SCORE_ROWS)
-                    logits = self._model.logits(rows[part])
-                    if logits is None:
-                        continue
-                    logprobs, _ = scoring.score(logits, targets[part], temperature)
-                    top = scoring.alternatives(logits, scored.top) if scored.top else (None, None)
-                    start = chunk.start + scored.row + 1 + at
-                    pending.append(_Pending(chunk.lane, start, *map(to_host, (logprobs, *top))))
-                if scored.embed:
-                    pending.append(self._embedding(chunk, x[first + len(chunk.tokens) - 1]))
-            first += len(chunk.tokens)
+        pending: list[_Logprobs | _States] = []
+        for chunk, scored, first in _chunks(step, payload):
+            pending += self._logprobs(chunk, scored, x[first + scored.row : first + scored.row + len(scored.targets)])
+        taken = 0
+        for chunk, scored, rows in _wanted_states(step, payload):
+            assert scored.state_rows is not None
+            end = taken + len(rows)
+            states = [self._states(step, layer, slice(taken, end), rows, x) for layer in scored.layers]
+            pending.append(_States(chunk.lane, chunk.start + int(scored.state_rows[0]), states))
+            taken = end
         step.held[ScorePlan] = pending
 
-    def _embedding(self, chunk: Prefill, x: Tensor) -> _Pending:
+    def _logprobs(self, chunk: Prefill, scored: ChunkTargets, rows: Tensor) -> Iterator[_Logprobs]:
+        """Yield the logprobs of the targets of a chunk. rows: [n, hidden], which predict them."""
+        targets = upload(np.array(scored.targets, dtype=np.int64), rows.device)
+        temperature = min(max(scored.temperature, 1 / LARGE), LARGE)  # float32 holds no more
+        for at in range(0, len(rows), SCORE_ROWS):
+            part = slice(at, at + SCORE_ROWS)
+            logits = self._model.logits(rows[part])
+            if logits is None:
+                continue
+            logprobs, _ = scoring.score(logits, targets[part], temperature)
+            top = scoring.alternatives(logits, scored.top) if scored.top else (None, None)
+            yield _Logprobs(chunk.lane, chunk.start + scored.row + 1 + at, *map(to_host, (logprobs, *top)))
+
+    def _states(self, step: Launched, layer: int, kept: slice, rows: np.ndarray, x: Tensor) -> Tensor:
+        """Return the hidden states of a layer, [n, hidden], in a copy to the host. kept: their places in `step.kept`.
+        rows: the same rows of the step. x: the residual stream after the last layer."""
+        if layer < len(self._model.layers):
+            assert step.kept is not None
+            return to_host(step.kept.streams[layer - 1][kept])
         norm = self._model.parameters.norm
-        state = rms_norm(x[None], norm.weight, norm.eps)[0].float()
-        return _Pending(chunk.lane, chunk.start + len(chunk.tokens), None, None, None, to_host(state))
+        states: Tensor = rms_norm(x[upload(rows, x.device)], norm.weight, norm.eps)
+        return to_host(states)
 
     def collect(self, step: Launched, payload: ScorePlan, result: StepResult) -> None:
         result.features += [pending.read() for pending in step.held[ScorePlan]]
@@ -83,3 +107,19 @@ class PromptScorer(StepFeature[ScorePlan]):
     def largest_payloads(self, config: EngineConfig, rows: int, top: int) -> Iterator[ScorePlan]:
         if rows:
             yield ScorePlan((ChunkTargets(0, 0, np.zeros(min(rows, SCORE_ROWS), dtype=np.int32), top),))
+
+
+def _chunks(step: Launched, payload: ScorePlan) -> Iterator[tuple[Prefill, ChunkTargets, int]]:
+    """Yield the chunks of a step of which something is wanted, with that and the row of the step that they begin at."""
+    first, by_lane = len(step.batch.decodes), {each.lane: each for each in payload.chunks}
+    for chunk in step.batch.prefills:
+        if (scored := by_lane.get(chunk.lane)) is not None:
+            yield chunk, scored, first
+        first += len(chunk.tokens)
+
+
+def _wanted_states(step: Launched, payload: ScorePlan) -> Iterator[tuple[Prefill, ChunkTargets, np.ndarray]]:
+    """Yield the chunks of which hidden states are wanted, with the rows of the step that have them: int64 [n]."""
+    for chunk, scored, first in _chunks(step, payload):
+        if scored.state_rows is not None:
+            yield chunk, scored, first + scored.state_rows

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +22,8 @@ class ChunkTargets:
     """The tokens to score after a prefill chunk: its row `row + i` predicts the token `targets[i]` (int32 [n]).
 
     lane: the lane of the chunk. top: the number of alternatives for each token. temperature: divides the logits.
-    embed: the hidden state of the chunk's last row is wanted too.
+    state_rows: int64 [n], the rows of the chunk whose hidden states are wanted, of the layers `layers`; see
+    PromptStates.
     """
 
     lane: int
@@ -30,7 +31,8 @@ class ChunkTargets:
     targets: np.ndarray
     top: int = 0
     temperature: float = 1.0
-    embed: bool = False
+    state_rows: np.ndarray | None = None
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +44,22 @@ class ScorePlan:
 
 @dataclass(slots=True)
 class Scored:
-    """The logprobs of the prompt tokens at positions start, start + 1, ... of one lane, or its embedding."""
+    """The logprobs of the prompt tokens at positions start, start + 1, ... of one lane."""
 
     lane: int
     start: int
     logprobs: list[float]
     top_logprobs: list[dict[int, float]] | None = None
-    embedding: list[float] | None = None
+
+
+@dataclass(slots=True)
+class FoundStates:
+    """The hidden states at the next positions that are wanted of one lane, from position `first` on:
+    [layers, n, hidden], as in PromptStates."""
+
+    lane: int
+    first: int
+    values: np.ndarray
 
 
 class PromptScores(PlanFeature):
@@ -65,11 +76,16 @@ class PromptScores(PlanFeature):
             return
         first, end = max(chunk.start, score.start - 1), min(chunk.start + len(chunk.tokens), sequence.prompt_len - 1)
         targets = np.array(sequence.token_ids[first + 1 : end + 1], dtype=np.int32)
-        embed = score.embedding is not None and chunk.start + len(chunk.tokens) == sequence.prompt_len
-        if len(targets) or embed:
-            top = sequence.params.prompt_logprobs or 0
-            row = first - chunk.start
-            self._chunks.append(ChunkTargets(chunk.lane, row, targets, top, score.temperature, embed))
+        wanted = ChunkTargets(
+            chunk.lane, first - chunk.start, targets, sequence.params.prompt_logprobs or 0, score.temperature
+        )
+        if (states := score.states) is not None:
+            begin, stop = np.searchsorted(states.positions, (chunk.start, chunk.start + len(chunk.tokens)))
+            if stop > begin:
+                rows = states.positions[begin:stop] - chunk.start
+                wanted = replace(wanted, state_rows=rows, layers=states.layers)
+        if len(targets) or wanted.layers:
+            self._chunks.append(wanted)
 
     def payload(self, batch: Batch) -> ScorePlan | None:
         chunks, self._chunks = tuple(self._chunks), []
@@ -82,5 +98,7 @@ class PromptScores(PlanFeature):
                 score.logprobs[scored.start : end] = scored.logprobs
                 if scored.top_logprobs is not None:
                     score.top_logprobs[scored.start : end] = scored.top_logprobs
-                if scored.embedding is not None:
-                    score.embedding = scored.embedding
+            elif type(scored) is FoundStates and (score := self._lanes[scored.lane].score) is not None:
+                assert score.states is not None
+                at = int(np.searchsorted(score.states.positions, scored.first))
+                score.states.values[:, at : at + scored.values.shape[1]] = scored.values

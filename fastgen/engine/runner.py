@@ -201,7 +201,7 @@ class Runner:
         sequences = self.lanes.count_batch(step.batch)
         layout = sequences.layout(self.lanes.page_table, len(step.batch.decodes), shared)
         graphs = self.prefill_graphs
-        if graphs is not None and sequences.tokens <= graphs.sizes[-1]:
+        if graphs is not None and sequences.tokens <= graphs.sizes[-1] and step.kept is None:
             x = self._replay(graphs, step, sequences, layout)
         else:
             x = self._launch_kernels(step, sequences, layout)
@@ -259,7 +259,7 @@ class Runner:
             decodes, shared = (0, False) if parts else (layout.decodes, layout.shared)
             plan = self.attention.plan(part.layout(table, decodes, shared))
             mapping = self.model.slot_mapping(self.pool, sent.positions[start:end], sent.slots[start:end], count)
-            parts.append(StepPart(sent.ids[start:end], mapping, plan, step.arrivals))
+            parts.append(StepPart(sent.ids[start:end], mapping, plan, step.arrivals, step.kept))
         return parts
 
     def _halves(self, sequences: StepSequences, decodes: int) -> list[StepSequences]:

@@ -15,6 +15,7 @@ from fastgen.engine.options import EngineConfig
 from fastgen.kernels.lane_updates import DecodeInput, advance
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.sampler import LaneState, SampleOutput, SamplePlan
+from fastgen.model.transformer import KeptStreams
 from fastgen.request import Batch, SamplingParams, StepResult
 
 if TYPE_CHECKING:  # a CPU has no graphs; the runner imports this module
@@ -194,8 +195,9 @@ class Launched:
 
     For features: source: makes the rows of a step of decodes, instead of the Runner's Lanes. graphs: the CUDA graphs of
     such steps, by number of lanes. all_rows: the layers compute the results of all tokens, not only of
-    those that are drawn from. arrivals: the events of HostTier.load, by layer. held: what a feature keeps until
-    `collect`, by the type of its payload.
+    those that are drawn from. kept: gets copies of the residual stream, for which such a step is launched kernel by
+    kernel. arrivals: the events of HostTier.load, by layer. held: what a feature keeps until `collect`, by the type of
+    its payload.
     """
 
     batch: Batch
@@ -209,6 +211,7 @@ class Launched:
     source: RowSource | None = None
     graphs: Graphs[int] | None = None
     all_rows: bool = False
+    kept: KeptStreams | None = None
     arrivals: dict[int, torch.cuda.Event] = field(default_factory=dict)
     held: dict[type, Any] = field(default_factory=dict)
 

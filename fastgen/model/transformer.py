@@ -31,17 +31,37 @@ from fastgen.parallel.residual import ReplicatedResidual, Residual
 
 
 @dataclass(eq=False)
+class KeptStreams:
+    """Copies of the residual stream of a step.
+
+    layers: numbers of the layers to copy it after; -1 stands for the embedding. rows: int64 [R], the tokens of the
+    step; None: all. streams: the copies so far, [R, hidden], by layer.
+    """
+
+    layers: Collection[int]
+    rows: Tensor | None = None
+    streams: dict[int, Tensor] = field(default_factory=dict)
+
+    def keep(self, part: StepPart, number: int) -> None:
+        """Copy the stream after a layer."""
+        x = part.residual.whole()
+        self.streams[number] = x[: part.mapping.real].clone() if self.rows is None else x[self.rows]
+
+
+@dataclass(eq=False)
 class StepPart:
     """The tokens of a step, or of one half of a step that is cut in two, on their way through the layers.
 
     token_ids: int64 [T]. mapping: the positions and slots of the tokens. plan: the result of Attention.plan. arrivals:
-    the events of HostTier.load, by layer, which the layers wait for. residual: the residual stream.
+    the events of HostTier.load, by layer, which the layers wait for. kept: gets copies of the residual stream; None
+    under tensor parallelism, where no rank may hold the whole stream. residual: the residual stream.
     """
 
     token_ids: Tensor
     mapping: SlotMapping
     plan: object
     arrivals: Mapping[int, torch.cuda.Event] = field(default_factory=dict)
+    kept: KeptStreams | None = None
     residual: Residual = field(init=False)
 
     def wait(self, number: int) -> None:
@@ -112,6 +132,7 @@ class Transformer:
             if self.config.embedding_scale != 1:
                 x.mul_(self.config.embedding_scale)
             part.residual = self.group.begin_residual(sizes, number, x, norm)
+            self._observe(part, -1)
 
     def project_qkv(self, part: StepPart, number: int, pool: KVPool) -> Tensor:
         """Return a layer's queries [T, H, D], and write its keys and values into the pool."""
@@ -200,6 +221,8 @@ class Transformer:
     def _observe(self, part: StepPart, number: int) -> None:
         if self.observer is not None and number in self.observer.layers:
             self.observer.observe(part, number)
+        if part.kept is not None and number in part.kept.layers:
+            part.kept.keep(part, number)
 
     def slot_mapping(self, pool: KVPool, positions: Tensor, slots: Tensor, real: int) -> SlotMapping:
         """Return the SlotMapping of tokens whose keys and values go into `pool`."""

@@ -19,7 +19,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 from fastgen.engine.outputs import error_output
 from fastgen.engine.prompts import Ids, Scores, TopScores, ids_of, pair_scores, params_list, prompt_list, request_source
@@ -254,6 +254,11 @@ class RemoteGenerator:
     def resume(self) -> None:
         """Run steps again."""
         self._engines.post("/resume", {})
+
+    @property
+    def features(self) -> NoReturn:
+        """Raise AttributeError, which says where there are hidden states."""
+        raise AttributeError("hidden states are not sent over HTTP; use a Generator, or an AsyncGenerator's call")
 
     def sleep(self, tags: str | Iterable[str] | None = None, keep_weights: bool = True) -> int:
         """Give device memory back, and return the number of bytes; see `Generator.sleep`."""

@@ -130,6 +130,30 @@ def test_a_stream_is_what_a_generator_says(client: Client, length: int, params: 
     assert [asdict(event) for event in found] == [asdict(event) for event in wanted]
 
 
+def test_a_beam_search_is_that_of_a_generator_and_ends_when_it_is_cancelled(client: Client) -> None:
+    async def main() -> None:
+        engine, reference = client.engine, client.reference
+        chat = {"messages": [{"role": "user", "content": "what is 12 + 30?"}]}
+        for prompt in (ids(20), "The sum of 2 and 3", chat):
+            found = await engine.beam_search(prompt, 3, 8, length_penalty=0.5)
+            (wanted,) = reference.beam_search([prompt], 3, 8, length_penalty=0.5)
+            assert (found.completions, found.prompt) == (wanted.completions, wanted.prompt)
+            assert found.prompt_token_ids == wanted.prompt_token_ids
+        for width, prompt, reason in ((0, "a", "width is 0"), (2, [9999], "outside the vocabulary")):
+            with pytest.raises(ValueError, match=reason):
+                await engine.beam_search(prompt, width, 8)
+        search = asyncio.create_task(engine.beam_search("hello", 4, 1000, ignore_eos=True))
+        done = engine.stats.finished
+        while engine.stats.finished < done + 8:
+            await engine.call("abort", [])
+            await asyncio.sleep(0.01)
+        search.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await search
+
+    client.run(main())
+
+
 async def consume(stream: EventStream, way: str) -> list[Event]:
     """Read a stream to its end, or leave it after the first list."""
     if way == "reads":

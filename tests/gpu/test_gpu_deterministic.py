@@ -266,6 +266,25 @@ def test_a_score_is_what_was_drawn(model: Model) -> None:
                 assert scores == [each.untruncated_logprobs for each in completions]
 
 
+def test_hidden_states_in_a_batch_and_in_chunks_as_alone(model: Model) -> None:
+    """Steps that keep them are launched kernel by kernel, and others by graphs."""
+    sequences = [prompt for prompt, _ in model.requests[:10]]
+    with model.generator(max_seqs=2, prefix_cache=False) as gen:
+        layers = [0, 1, gen.model_config.num_layers // 2, -1]
+        expected = [gen.features([ids], layers)[0] for ids in sequences]
+        assert [tuple(states.shape) for states in expected] == [
+            (4, len(ids), gen.model_config.hidden_size) for ids in sequences
+        ]
+    with model.generator(max_seqs=32, max_prefill_tokens=48) as gen:
+        check(model, answers(gen, model.requests))
+        found = gen.features(sequences, layers)
+        assert all(map(torch.equal, found, expected))
+        last = gen.features(sequences, layers, "last")
+        assert all(torch.equal(mine, states[:, -1:]) for mine, states in zip(last, expected, strict=True))
+        assert gen.features(sequences, -1)[0].dtype == expected[0].dtype == getattr(torch, gen.config.dtype)
+        check(model, answers(gen, model.requests))
+
+
 def test_under_a_random_schedule_as_alone(model: Model) -> None:
     with model.generator(**random_options(1, CONTEXT)) as gen:
         preempting(gen, steps=29)

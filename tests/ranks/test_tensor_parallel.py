@@ -71,6 +71,10 @@ def test_ranks_answer_and_score_as_one_process(split: Generator, whole: Generato
     for _ in range(2):
         for mine, its in zip(split.score(SCORED, start=STARTS, temperature=0.8), expected, strict=True):
             assert mine == pytest.approx(its, abs=CLOSE, nan_ok=True)
+    for states, expected_states in zip(split.features(SCORED), whole.features(SCORED), strict=True):
+        torch.testing.assert_close(states, expected_states, rtol=0, atol=10 * CLOSE)
+    with pytest.raises(ValueError, match="only the states of the last layer can be read; give layers=-1"):
+        split.features(SCORED, 0)
 
 
 def generate_forever(gen: Generator) -> None:

@@ -60,8 +60,9 @@ class BatchJob:
         if row.error is not None:
             raise ApiError(400, row.error, code="invalid_json")
         line = check_request(Line, {name: row.columns.get(name) for name in Line.model_fields})
-        if line.body.get("stream"):
-            raise ApiError(400, "stream is not supported in a batch; leave it out", "stream", "unsupported_parameter")
+        for name in ("stream", "use_beam_search"):
+            if line.body.get(name):
+                raise ApiError(400, f"{name} is not supported in a batch; leave it out", name, "unsupported_parameter")
         try:
             check_json(line.body)
         except ValueError as error:

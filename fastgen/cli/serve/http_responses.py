@@ -15,7 +15,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fastgen.async_engine.client import EventStream
 from fastgen.cli.serve.engine_input import GenerationRequest, ModelFacts, grammar_field, prepare
 from fastgen.cli.serve.metrics import Meter
 from fastgen.cli.serve.openai_input import ChatRequest
@@ -139,9 +138,15 @@ class GenerationResponse(Response):
             prompts = [prompt.ids for prompt in self._reply.prompts]
             meter.prompt_tokens = sum(map(len, prompts))
             streamed, priority = bool(request.stream), request.priority or 0
-            with model.engine.submit(prompts, params, every_step=streamed, priority=priority) as stream:
-                turns = _observed(stream, leave, meter, field)
-                await (self._send_stream if request.stream else self._send_whole)(turns, send)
+            if request.use_beam_search:
+                from fastgen.cli.serve.beams import search_beams  # few servers are asked for one
+
+                turns = _observed(search_beams(model, prompts, params, request, field), leave, meter, field)
+                await self._send_whole(turns, send)
+            else:
+                with model.engine.submit(prompts, params, every_step=streamed, priority=priority) as stream:
+                    turns = _observed(stream, leave, meter, field)
+                    await (self._send_stream if streamed else self._send_whole)(turns, send)
             meter.end()
 
     async def _send_stream(self, turns: AsyncIterator[list[Event]], send: Send) -> None:
@@ -208,7 +213,7 @@ def _sizes(request: GenerationRequest) -> list[int]:
 
 
 async def _observed(
-    stream: EventStream, leave: Callable[[int], None], meter: Meter, field: str | None
+    stream: AsyncIterator[list[Event]], leave: Callable[[int], None], meter: Meter, field: str | None
 ) -> AsyncIterator[list[Event]]:
     """Yield the events of a stream. Raises ApiError. field: as in `engine_error`."""
     try:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, FiniteFloat, WithJsonSchema, model_validator
 from typing_extensions import TypedDict
 
 from fastgen.cli.serve.sampling_fields import INT32, STRUCTURE_ALIASES, SamplingFields, Size, TokenId
-from fastgen.cli.serve.validation import Items, MessagePart, Some, Strict, wrong
+from fastgen.cli.serve.validation import Items, MessagePart, Neutral, Some, Strict, wrong
 from fastgen.request import MAX_LOGPROBS, SamplingParams
 
 TEXT_ONLY = "the model reads text only"
@@ -235,6 +235,11 @@ class GenerationFields(SamplingFields):
     "right", its last ones; -1: as many as leave room for `max_tokens`.
     """
 
+    without_effect = SamplingFields.without_effect - {"length_penalty"}
+    neutral: ClassVar[Neutral] = {
+        name: pair for name, pair in SamplingFields.neutral.items() if name != "use_beam_search"
+    }
+
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)  # must equal n
     modalities: Items[Literal["text"]] | None = None
     model: str | None = None
@@ -251,6 +256,8 @@ class GenerationFields(SamplingFields):
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32)
     truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
+    use_beam_search: bool | None = Field(None, description="the n likeliest answers, the best first")
+    length_penalty: FiniteFloat | None = Field(None, description="of a beam search; above 0 favors long answers")
 
     @model_validator(mode="after")
     def _check_counts(self) -> GenerationFields:
@@ -260,6 +267,8 @@ class GenerationFields(SamplingFields):
             raise wrong("stream_options", "is only allowed when stream is true")
         if self.prompt_logprobs is not None and self.stream:
             raise wrong("prompt_logprobs", "is not available when stream is true; leave one of them out")
+        if self.use_beam_search and self.stream:
+            raise wrong("stream", "is not available with use_beam_search: the best answer is known at the end only")
         if self.structures and self.response_format is not None:
             raise wrong("response_format", f"is given together with {next(iter(self.structures))}; give one of them")
         return self

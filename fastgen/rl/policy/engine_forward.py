@@ -9,9 +9,6 @@ Shape letters: T rows of a pack, N tokens whose logprobs are wanted, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -25,32 +22,8 @@ from fastgen.kernels import scoring
 from fastgen.model.attention.interface import StepLayout
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.sampler import LARGE
-from fastgen.model.transformer import StepPart, Transformer
-from fastgen.model.weights import Tensors
+from fastgen.model.transformer import KeptStreams, StepPart, Transformer
 from fastgen.rl.policy.packs import Pack
-
-
-class KeepStreams:
-    """An Observer that copies the residual stream after each of `layers`: `streams`, [T, hidden] each."""
-
-    def __init__(self, layers: Collection[int]) -> None:
-        self.layers = layers
-        self.streams: list[Tensor] = []
-
-    def observe(self, part: StepPart, number: int) -> None:
-        self.streams.append(part.residual.whole()[: part.mapping.real].clone())
-
-    def observe_rows(self, x: Tensor, rows: Tensor) -> None:
-        raise AssertionError("all rows go through all layers")
-
-    def update(self, named: Tensors) -> None:
-        raise AssertionError("it has no weights")
-
-    def release(self) -> None:
-        """Release nothing: it has no weights."""
-
-    def restore(self) -> None:
-        """Restore nothing."""
 
 
 class EngineForward:
@@ -76,24 +49,15 @@ class EngineForward:
         arrays = pack.ids, pack.positions, pack.slots
         ids, positions, slots = (torch.from_numpy(array).to(self._device) for array in arrays)
         table = torch.from_numpy(pack.page_table).to(self._device)
-        with current(self._device), observed(model, range(0 if all_layers else count - 1, count)) as keep:
+        kept = KeptStreams(range(0 if all_layers else count - 1, count))
+        with current(self._device):
             lanes = np.arange(len(pack.segments))
             plan = self._attention.plan(StepLayout(pack.query_lens, pack.kv_lens, 0, lanes, table))
             padded = F.pad(positions, (0, padding)), F.pad(slots, (0, padding), value=-1)
             mapping = model.slot_mapping(self._pool, *padded, pack.tokens)
-            model.forward([StepPart(F.pad(ids, (0, padding)), mapping, plan)], self._pool, self._attention)
-        return keep.streams
-
-
-@contextmanager
-def observed(model: Transformer, layers: Collection[int]) -> Iterator[KeepStreams]:
-    """Keep the streams after some layers of the steps in this block."""
-    assert model.observer is None
-    model.observer = keep = KeepStreams(layers)
-    try:
-        yield keep
-    finally:
-        model.observer = None
+            part = StepPart(F.pad(ids, (0, padding)), mapping, plan, kept=kept)
+            model.forward([part], self._pool, self._attention)
+        return list(kept.streams.values())
 
 
 @torch.no_grad()

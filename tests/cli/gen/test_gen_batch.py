@@ -89,6 +89,11 @@ WRONG: list[tuple[Any, str, str | None]] = [
     ({"custom_id": "x", "method": "GET", "url": CHAT, "body": {}}, "method should be 'POST'", "method"),
     (asked(CHAT), "messages is required", "messages"),
     (asked(CHAT, messages=HELLO, stream=True), "stream is not supported in a batch", "stream"),
+    (
+        asked(CHAT, messages=HELLO, use_beam_search=True),
+        "use_beam_search is not supported in a batch",
+        "use_beam_search",
+    ),
     (asked(CHAT, messages=HELLO, temprature=1), "temprature is not supported", "temprature"),
     (asked(TEXT, prompt=[5] * 600), "maximum context length", "prompt"),
     (asked(TEXT, prompt=[5], logit_bias={"900": 1}), "outside the vocabulary", "logit_bias"),

@@ -1,0 +1,217 @@
+"""Beam search over the best next tokens that a Generator or an AsyncGenerator computes, each as a request of one token.
+
+The prefix cache has the full pages of a beam, so a request computes only the tokens after them. No torch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Generator as PyGenerator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from numbers import Integral, Real
+
+from fastgen.engine.outputs import error_output
+from fastgen.request import MAX_LOGPROBS, Completion, Prompt, RequestOutput, SamplingParams
+from fastgen.text.detokenizer import Detokenizer
+from fastgen.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class BeamCompletion(Completion):
+    """A beam of `Generator.beam_search`. All its logprobs are raw. score: their sum, divided by the number of its
+    tokens to the power of length_penalty."""
+
+    score: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamOptions:
+    """The arguments of a beam search; see `Generator.beam_search`.
+
+    stop_ids: ids that end a beam. context: maximum number of tokens of prompt and beam together. vocab_size: of the
+    model. logprobs: number of raw alternatives to return with each token; None: none.
+    """
+
+    width: int
+    max_tokens: int
+    length_penalty: float
+    stop_ids: frozenset[int]
+    context: int
+    vocab_size: int
+    logprobs: int | None = None
+
+    def check(self) -> None:
+        """Raise ValueError or TypeError for arguments that cannot be used."""
+        for name, value in (("width", self.width), ("max_tokens", self.max_tokens)):
+            if not isinstance(value, Integral):
+                raise TypeError(f"{name} must be an integer, not {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if not isinstance(self.length_penalty, Real):
+            raise TypeError(f"length_penalty must be a number, not {self.length_penalty!r}")
+        if self.width + len(self.stop_ids) > min(MAX_LOGPROBS, self.vocab_size):
+            most = min(MAX_LOGPROBS, self.vocab_size) - len(self.stop_ids)
+            stops = len(self.stop_ids)
+            raise ValueError(f"{self.width} beams are too many with {stops} stop ids; ask for at most {most}")
+
+    @cached_property
+    def params(self) -> SamplingParams:
+        """The parameters of each request. As many alternatives as there are stop ids may end a beam; the other `width`
+        are enough for the case that this beam has all of the next ones."""
+        count = max(self.width + len(self.stop_ids), self.logprobs or 0)
+        return SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=count)
+
+    def score(self, beam: Beam) -> float:
+        """Return the score of a beam that has ended."""
+        return beam.total / math.pow(len(beam.ids), self.length_penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """The tokens of a beam, their raw logprobs, the alternatives to each, and the sum of the logprobs."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[dict[int, float]] = field(default_factory=list)
+    total: float = 0.0
+
+    def with_token(self, id: int, top: dict[int, float]) -> Beam:
+        logprob = top[id]
+        return Beam([*self.ids, id], [*self.logprobs, logprob], [*self.tops, top], self.total + logprob)
+
+
+_Candidate = tuple[float, Beam, int, dict[int, float]]
+"""The sum of logprobs with another token, the beam before it, the token, and the alternatives to it."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search. first: the output of the prompt's first request, which has an error if it failed. beams:
+    the best first."""
+
+    first: RequestOutput
+    beams: list[Beam]
+
+    def shown_ids(self, options: BeamOptions) -> list[list[int]]:
+        """Return the ids of each beam that its text shows: all but a stop id."""
+        return [beam.ids[:-1] if beam.ids[-1] in options.stop_ids else beam.ids for beam in self.beams]
+
+
+Search = PyGenerator[list[Prompt], list[RequestOutput], Found]
+"""Yields prompts, is sent their outputs with `BeamOptions.params`, and returns what it has found."""
+
+
+def search(prompt: Prompt, options: BeamOptions) -> Search:
+    """Search the best continuations of a prompt.
+
+    As in transformers with early_stopping=False, a beam ends only if it is among the best `width` of a step, and the
+    search ends when `width` beams have ended and the best running one, at its present length, has no better score than
+    the worst of them.
+    """
+    (first,) = yield [prompt]
+    outputs, running, ended = [first], [Beam()], list[Beam]()
+    most = min(options.max_tokens, options.context - len(first.prompt_token_ids))
+    while True:
+        if failed := next((output for output in outputs if output.error is not None), None):
+            return Found(failed, [])
+        tops = [top for output in outputs for top in output.completions[0].top_logprobs or ()]
+        candidates = [
+            (beam.total + top[id], beam, id, top) for beam, top in zip(running, tops, strict=True) for id in top
+        ]
+        at_end = len(running[0].ids) + 1 == most
+        stopping = [each for each in _best(candidates, options.width) if each[2] in options.stop_ids or at_end]
+        ended += [beam.with_token(id, top) for _, beam, id, top in stopping]
+        ended = heapq.nlargest(options.width, ended, key=options.score)
+        open_ones = [each for each in candidates if each[2] not in options.stop_ids]
+        running = [beam.with_token(id, top) for _, beam, id, top in _best(open_ones, options.width)]
+        if at_end or (len(ended) == options.width and options.score(running[0]) <= options.score(ended[-1])):
+            return Found(first, ended)
+        outputs = yield [[*first.prompt_token_ids, *beam.ids] for beam in running]
+
+
+def _best(candidates: list[_Candidate], count: int) -> list[_Candidate]:
+    return heapq.nlargest(count, candidates, key=lambda each: each[0])
+
+
+def search_all(
+    prompts: Iterable[Prompt],
+    options: BeamOptions,
+    generate: Callable[[list[Prompt], SamplingParams], list[RequestOutput]],
+    tokenizer: Tokenizer | None,
+) -> list[RequestOutput]:
+    """Run the searches of many prompts together, and return their outputs. generate: `Generator.generate`."""
+    options.check()
+    searches = [search(prompt, options) for prompt in prompts]
+    asked = {number: next(each) for number, each in enumerate(searches)}
+    found: dict[int, Found] = {}
+    while asked:
+        outputs = iter(generate([prompt for ask in asked.values() for prompt in ask], options.params))
+        answers = {number: list(islice(outputs, len(ask))) for number, ask in asked.items()}
+        asked = {}
+        for number, answer in answers.items():
+            try:
+                asked[number] = searches[number].send(answer)
+            except StopIteration as end:
+                found[number] = end.value
+    return [
+        output_of(number, each, options, texts_after(each.first.prompt_token_ids, each.shown_ids(options), tokenizer))
+        for number, each in sorted(found.items())
+    ]
+
+
+async def search_one(
+    prompt: Prompt, options: BeamOptions, generate: Callable[[Prompt, SamplingParams], Awaitable[RequestOutput]]
+) -> Found:
+    """Run the search of one prompt. generate: `AsyncGenerator.generate`."""
+    options.check()
+    steps = search(prompt, options)
+    asked = next(steps)
+    while True:
+        outputs = await asyncio.gather(*(generate(each, options.params) for each in asked))
+        try:
+            asked = steps.send(outputs)
+        except StopIteration as end:
+            found: Found = end.value
+            return found
+
+
+def texts_after(prompt_ids: Sequence[int], answers: Iterable[list[int]], tokenizer: Tokenizer | None) -> list[str]:
+    """Return the text of each answer to a prompt; without a tokenizer, it is empty."""
+    if tokenizer is None:
+        return ["" for _ in answers]
+    return [Detokenizer(tokenizer, list(prompt_ids)).push(ids, last=True) for ids in answers]
+
+
+def output_of(id: str | int, found: Found, options: BeamOptions, texts: Sequence[str]) -> RequestOutput:
+    """Return the output of a search. texts: of its beams."""
+    first = found.first
+    if first.error is not None:
+        return error_output(id, ValueError(first.error))
+    beams: list[Completion] = [
+        _completion(index, beam, options, text)
+        for index, (beam, text) in enumerate(zip(found.beams, texts, strict=True))
+    ]
+    return RequestOutput(id, first.prompt_token_ids, beams, cached_tokens=first.cached_tokens, prompt=first.prompt)
+
+
+def _completion(index: int, beam: Beam, options: BeamOptions, text: str) -> BeamCompletion:
+    last = beam.ids[-1]
+    stopped = last in options.stop_ids
+    tops = [dict(islice(top.items(), options.logprobs)) for top in beam.tops] if options.logprobs else None
+    return BeamCompletion(
+        index=index,
+        token_ids=beam.ids,
+        logprobs=beam.logprobs,
+        untruncated_logprobs=list(beam.logprobs),
+        raw_logprobs=list(beam.logprobs),
+        top_logprobs=tops,
+        text=text,
+        finish_reason="stop" if stopped else "length",
+        stop_reason=last if stopped else None,
+        score=options.score(beam),
+    )
