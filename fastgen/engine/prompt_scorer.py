@@ -63,7 +63,8 @@ class PromptScorer(StepFeature[ScorePlan]):
         last = len(self._model.layers)
         if kept := {layer - 1 for chunk in payload.chunks for layer in chunk.layers if layer < last}:
             rows = [rows for _, _, rows in _wanted_states(step, payload)]
-            step.kept = KeptStreams(kept, upload(np.concatenate(rows), self._model.parameters.embedding.device))
+            device = self._model.parameters.embedding.device
+            step.kept = KeptStreams(kept, upload(np.concatenate(rows), device), on_host=True)
 
     def after(self, step: Launched, payload: ScorePlan, x: Tensor) -> None:
         pending: list[_Logprobs | _States] = []
@@ -96,7 +97,7 @@ class PromptScorer(StepFeature[ScorePlan]):
         rows: the same rows of the step. x: the residual stream after the last layer."""
         if layer < len(self._model.layers):
             assert step.kept is not None
-            return to_host(step.kept.streams[layer - 1][kept])
+            return step.kept.streams[layer - 1][kept]
         norm = self._model.parameters.norm
         states: Tensor = rms_norm(x[upload(rows, x.device)], norm.weight, norm.eps)
         return to_host(states)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen.device.pinned import to_host
 from fastgen.device.profiling import span
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.embedding import embed
@@ -35,17 +36,20 @@ class KeptStreams:
     """Copies of the residual stream of a step.
 
     layers: numbers of the layers to copy it after; -1 stands for the embedding. rows: int64 [R], the tokens of the
-    step; None: all. streams: the copies so far, [R, hidden], by layer.
+    step; None: all. on_host: each copy goes on to the host at once, so that a GPU holds those of one layer only.
+    streams: the copies so far, [R, hidden], by layer.
     """
 
     layers: Collection[int]
     rows: Tensor | None = None
+    on_host: bool = False
     streams: dict[int, Tensor] = field(default_factory=dict)
 
     def keep(self, part: StepPart, number: int) -> None:
         """Copy the stream after a layer."""
         x = part.residual.whole()
-        self.streams[number] = x[: part.mapping.real].clone() if self.rows is None else x[self.rows]
+        kept = x[: part.mapping.real].clone() if self.rows is None else x[self.rows]
+        self.streams[number] = to_host(kept) if self.on_host else kept
 
 
 @dataclass(eq=False)

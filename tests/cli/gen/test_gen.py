@@ -327,7 +327,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, bad: bool) -> None:
             assert sorted(index for index, _ in output.recover(retry=False)) == list(range(count))
         assert echo.most <= Echo.lanes
         assert (progress.tally.rows, progress.tally.errors) == (count, count * bad)
-    assert peaks[1] < peaks[0] + 60_000, "the larger file has 1 MB"
+    assert peaks[1] < peaks[0] + 250_000, "the larger file has 1 MB"
 
 
 # ------------------------------------------------------------------------------------------------- the command
