@@ -30,23 +30,12 @@ def default_dtype() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-@contextmanager
-def only_deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "autocast to float16": lambda: torch.autocast("cpu", torch.float16),
     "inference mode": torch.inference_mode,
     "default device": lambda: torch.device("meta"),
     "default dtype": default_dtype,
-    "deterministic": only_deterministic,
-    "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
 }
 
 
