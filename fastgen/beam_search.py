@@ -20,6 +20,9 @@ from fastgen.request import MAX_LOGPROBS, Completion, Prompt, RequestOutput, Sam
 from fastgen.text.detokenizer import Detokenizer
 from fastgen.text.tokenizer import Tokenizer
 
+MAX_LENGTH_PENALTY = 40
+"""With it, scores of beams of up to ten million tokens are still numbers."""
+
 
 @dataclass(slots=True)
 class BeamCompletion(Completion):
@@ -54,6 +57,9 @@ class BeamOptions:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if not isinstance(self.length_penalty, Real):
             raise TypeError(f"length_penalty must be a number, not {self.length_penalty!r}")
+        if not abs(self.length_penalty) <= MAX_LENGTH_PENALTY:  # NaN is not
+            most = MAX_LENGTH_PENALTY
+            raise ValueError(f"length_penalty is {self.length_penalty}; it must be from -{most} to {most}")
         if self.width + len(self.stop_ids) > min(MAX_LOGPROBS, self.vocab_size):
             most = min(MAX_LOGPROBS, self.vocab_size) - len(self.stop_ids)
             stops = len(self.stop_ids)
@@ -68,7 +74,11 @@ class BeamOptions:
 
     def score(self, beam: Beam) -> float:
         """Return the score of a beam that has ended."""
-        return beam.total / math.pow(len(beam.ids), self.length_penalty)
+        return beam.total / math.pow(max(len(beam.ids), 1), self.length_penalty)
+
+    def stopped(self, beam: Beam) -> bool:
+        """Return whether a stop id ended the beam."""
+        return bool(beam.ids) and beam.ids[-1] in self.stop_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +102,15 @@ _Candidate = tuple[float, Beam, int, dict[int, float]]
 @dataclass(frozen=True)
 class Found:
     """The result of a search. first: the output of the prompt's first request, which has an error if it failed. beams:
-    the best first."""
+    the best first. reason: the finish_reason of those without a stop id."""
 
     first: RequestOutput
     beams: list[Beam]
+    reason: str = "length"
 
     def shown_ids(self, options: BeamOptions) -> list[list[int]]:
         """Return the ids of each beam that its text shows: all but a stop id."""
-        return [beam.ids[:-1] if beam.ids[-1] in options.stop_ids else beam.ids for beam in self.beams]
+        return [beam.ids[:-1] if options.stopped(beam) else beam.ids for beam in self.beams]
 
 
 Search = PyGenerator[list[Prompt], list[RequestOutput], Found]
@@ -111,7 +122,7 @@ def search(prompt: Prompt, options: BeamOptions) -> Search:
 
     As in transformers with early_stopping=False, a beam ends only if it is among the best `width` of a step, and the
     search ends when `width` beams have ended and the best running one, at its present length, has no better score than
-    the worst of them.
+    the worst of them. After a request that was aborted, the beams so far are the result.
     """
     (first,) = yield [prompt]
     outputs, running, ended = [first], [Beam()], list[Beam]()
@@ -119,6 +130,9 @@ def search(prompt: Prompt, options: BeamOptions) -> Search:
     while True:
         if failed := next((output for output in outputs if output.error is not None), None):
             return Found(failed, [])
+        if any(output.completions[0].finish_reason == "abort" for output in outputs):
+            begun = running if running[0].ids else running * options.width
+            return Found(first, heapq.nlargest(options.width, [*ended, *begun], key=options.score), "abort")
         tops = [top for output in outputs for top in output.completions[0].top_logprobs or ()]
         candidates = [
             (beam.total + top[id], beam, id, top) for beam, top in zip(running, tops, strict=True) for id in top
@@ -193,15 +207,14 @@ def output_of(id: str | int, found: Found, options: BeamOptions, texts: Sequence
     if first.error is not None:
         return error_output(id, ValueError(first.error))
     beams: list[Completion] = [
-        _completion(index, beam, options, text)
+        _completion(index, beam, options, found.reason, text)
         for index, (beam, text) in enumerate(zip(found.beams, texts, strict=True))
     ]
     return RequestOutput(id, first.prompt_token_ids, beams, cached_tokens=first.cached_tokens, prompt=first.prompt)
 
 
-def _completion(index: int, beam: Beam, options: BeamOptions, text: str) -> BeamCompletion:
-    last = beam.ids[-1]
-    stopped = last in options.stop_ids
+def _completion(index: int, beam: Beam, options: BeamOptions, reason: str, text: str) -> BeamCompletion:
+    stopped = options.stopped(beam)
     tops = [dict(islice(top.items(), options.logprobs)) for top in beam.tops] if options.logprobs else None
     return BeamCompletion(
         index=index,
@@ -211,7 +224,7 @@ def _completion(index: int, beam: Beam, options: BeamOptions, text: str) -> Beam
         raw_logprobs=list(beam.logprobs),
         top_logprobs=tops,
         text=text,
-        finish_reason="stop" if stopped else "length",
-        stop_reason=last if stopped else None,
+        finish_reason="stop" if stopped else reason,
+        stop_reason=beam.ids[-1] if stopped else None,
         score=options.score(beam),
     )

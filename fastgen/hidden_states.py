@@ -69,6 +69,8 @@ def with_positions(
     ValueError or TypeError for what is wrong for all sequences, and ValueError if there are too few or too many."""
     if isinstance(positions, str):
         _numbers(positions, 1)
+    elif isinstance(positions, Tensor):
+        positions = positions.tolist()
     elif not isinstance(positions, Iterable):
         raise TypeError(f"positions must be 'all', 'last' or lists of integers, not {positions!r}")
     one = isinstance(positions, SequenceOf | np.ndarray) and all(isinstance(each, Integral) for each in positions)
@@ -154,7 +156,7 @@ def _numbers(positions: Positions, length: int) -> np.ndarray:
         if positions not in ("all", "last"):
             raise ValueError(f"positions is {positions!r}; give 'all', 'last' or a list of integers")
         return np.arange(0 if positions == "all" else length - 1, length)
-    if not all(isinstance(each, Integral) for each in positions):
+    if not isinstance(positions, Iterable) or not all(isinstance(each, Integral) for each in positions):
         raise TypeError(f"positions must be integers, not {positions!r}")
     if wrong := [each for each in positions if not -length <= each < length]:
         raise ValueError(f"there is no position {wrong[0]} in a sequence of {length} tokens")
@@ -168,6 +170,8 @@ class ShardWriter:
     """
 
     def __init__(self, folder: str | Path, layers: tuple[int, ...], shard_bytes: int) -> None:
+        if not isinstance(shard_bytes, int):
+            raise TypeError(f"shard_bytes must be an integer, not {shard_bytes!r}")
         self._folder, self._layers, self._shard_bytes = Path(folder), layers, shard_bytes
         if shard_bytes < 1:
             raise ValueError(f"shard_bytes is {shard_bytes}; it must be at least 1")

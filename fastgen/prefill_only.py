@@ -17,7 +17,7 @@ from fastgen.engine.interrupts import OneCaller
 from fastgen.engine.loop import Loop
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.outputs import OutputQueue
-from fastgen.engine.prompts import Scores, TopScores, pair_scores, prompt_list
+from fastgen.engine.prompts import Scores, TopScores, pair_scores, prompt_list, prompt_source
 from fastgen.engine.team import on_all_ranks
 from fastgen.model.config import ModelConfig
 from fastgen.option import check_items
@@ -151,16 +151,16 @@ class PrefillOnly:
     def write_features(
         self,
         folder: str | Path,
-        sequences: Iterable[Prompt],
+        sequences: Prompt | Iterable[Prompt],
         layers: int | Iterable[int] = -1,
         positions: Positions | Iterable[Positions] = "all",
         shard_bytes: int = 2**30,
     ) -> list[Path]:
         """Write hidden states of any number of sequences to a folder, and return the paths of the new files.
 
-        folder: is made if it is not there. sequences: an iterable, which is read as the engine needs it. layers,
-            positions: see `features`; positions of each sequence may be an iterable, too. shard_bytes: a file ends when
-            it has so many bytes of states.
+        folder: is made if it is not there. sequences: see `generate`; an iterable is read as the engine needs it.
+        layers, positions: see `features`; positions of each sequence may be an iterable, too. shard_bytes: a file ends
+            when it has so many bytes of states.
 
         The files features-00000.safetensors, features-00001.safetensors, ... have "layer.I", [rows, hidden], for each
         index I of a layer (from 0 on); "positions", int64 [rows]; and "offsets", int64 [sequences + 1]: the rows of
@@ -173,7 +173,7 @@ class PrefillOnly:
 
         numbers = layer_numbers(layers, self.model_config.num_layers, self.config.tensor_parallel)
         reader = StateReader(self._loop, self.tokenizer, self.model_config, numbers)
-        pairs = self._interrupt.reading(with_positions(sequences, positions))
+        pairs = self._interrupt.reading(with_positions(prompt_source(sequences), positions))
         return write(reader, pairs, ShardWriter(folder, numbers, shard_bytes))
 
     def _states(

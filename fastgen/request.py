@@ -535,11 +535,16 @@ class RequestOutput:
     def resume(self, params: Params, index: int = 0) -> Request:
         """Return a Request that goes on from completion `index`, which ended by "length" or "abort"; it has this
         output's id. params: as given for this output, perhaps with a larger max_tokens; n becomes 1. Raises ValueError
-        for an output without a prompt."""
+        for an output without a prompt or without this completion."""
         if not self.prompt_token_ids:
             raise ValueError(f"request {self.id!r} has failed or was not sent, so there is no prompt; send it again")
         if params is not None:
+            if not isinstance(params, SamplingParams | Mapping):
+                raise TypeError(f"params must be SamplingParams or a dict, not {type(params).__name__}")
             params = {**params, "n": 1} if isinstance(params, Mapping) else replace(params, n=1)
+        count = len(self.completions)
+        if index not in range(-count, count):
+            raise ValueError(f"request {self.id!r} has no completion {index!r}; give an index from 0 to {count - 1}")
         return Request(self.prompt_token_ids, params, self.id, self.completions[index])
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from conftest import FAMILIES, Checkpoint, check_idle, hf_model, random_ids
@@ -99,6 +101,8 @@ def test_arguments_that_cannot_be_used(gen: Generator) -> None:
         (TypeError, "width must be an integer, not 2.5", 2.5, 5, {}),
         (ValueError, "max_tokens is 0", 2, 0, {}),
         (TypeError, "length_penalty must be a number, not '1'", 2, 5, {"length_penalty": "1"}),
+        (ValueError, "length_penalty is 1000; it must be from -40 to 40", 2, 5, {"length_penalty": 1000}),
+        (ValueError, "length_penalty is nan", 2, 5, {"length_penalty": math.nan}),
         (TypeError, "no argument 'num_beams'", 2, 5, {"num_beams": 2}),
         (ValueError, "logprobs is 129", 2, 5, {"logprobs": 129}),
     ]:

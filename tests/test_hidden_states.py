@@ -140,6 +140,14 @@ def test_many_sequences_are_written_to_a_folder(
         gen.write_features(tmp_path / "new", sequences)
 
 
+def test_one_sequence_and_positions_in_a_tensor(gen: Generator, tmp_path: Path) -> None:
+    for number, one in enumerate(("hello", [5, 6, 7], torch.tensor([5, 6, 7]))):
+        ((positions, states),) = read_shards(gen.write_features(tmp_path / str(number), one, (3, 0)))  # type: ignore[arg-type]
+        assert positions.tolist() == list(range(states.shape[1]))
+        assert torch.equal(states, gen.features(one, (3, 0))[0])  # type: ignore[arg-type]
+    assert torch.equal(gen.features([5, 6, 7], (3, 0), torch.tensor([2, 0]))[0], states[:, [2, 0]])  # type: ignore[arg-type]
+
+
 def test_arguments_that_cannot_be_served(gen: Generator, tmp_path: Path) -> None:
     for error, reason, arguments in [
         (ValueError, r"there is no layer 4; give 0 \(the embedding\) to 3", ([[5]], 4)),
@@ -148,6 +156,7 @@ def test_arguments_that_cannot_be_served(gen: Generator, tmp_path: Path) -> None
         (ValueError, "positions is 'first'; give 'all', 'last' or a list", ([[5]], 0, "first")),
         (TypeError, "positions must be 'all', 'last' or lists", ([[5]], 0, 1)),
         (TypeError, r"positions must be integers, not \[0.5\]", ([[5]], 0, [[0.5]])),
+        (TypeError, "positions must be integers, not 0.5", ([[5]], 0, [0.5])),
         (
             ValueError,
             "there is no position 2 in a sequence of 2 tokens",
@@ -165,6 +174,10 @@ def test_arguments_that_cannot_be_served(gen: Generator, tmp_path: Path) -> None
         gen.write_features(tmp_path, [[5]], positions="first")
     with pytest.raises(ValueError, match="shard_bytes is 0"):
         gen.write_features(tmp_path, [[5]], shard_bytes=0)
+    with pytest.raises(TypeError, match="shard_bytes must be an integer, not '9'"):
+        gen.write_features(tmp_path, [[5]], shard_bytes="9")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="prompts must be a prompt or a list of prompts, not NoneType"):
+        gen.write_features(tmp_path, None)  # type: ignore[arg-type]
     assert gen.features([]) == []
     gen.sleep()
     with pytest.raises(RuntimeError, match="asleep"):

@@ -55,6 +55,9 @@ def test_an_output_ends_where_it_repeats_itself(speculate: str | None) -> None:
             reason = ("length", None) if end is None else ("stop", "repetition")
             assert (after.finish_reason, after.stop_reason) == reason
         assert gen.stats.repeated == sum(end is not None for end in ends)
+        repeated, completion = gen.stats.repeated, ended[1]  # " a b a b a b"
+        (cut,) = gen.generate(prompts[1], {**vars(params), "repetition_detection": limits, "stop": completion.text[1:]})
+        assert (cut.completions[0].stop_reason, gen.stats.repeated) == (completion.text[1:], repeated)
         (late,) = gen.generate(prompts[:1], {**vars(params), "repetition_detection": limits, "min_tokens": 60})
         assert len(late.completions[0].token_ids) >= 60
         (off,) = gen.generate(prompts[:1], {**vars(params), "repetition_detection": {"max_pattern_size": 0}})

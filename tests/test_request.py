@@ -206,3 +206,9 @@ def test_one_error_names_all_requests_that_failed() -> None:
         raise_for_errors(failed)
     with pytest.raises(ValueError, match="request 0 has failed or was not sent"):
         failed[0].resume(None)
+    for index in (1, -2, "0"):
+        with pytest.raises(ValueError, match=f"request 'fine' has no completion {index!r}; give an index from 0 to 0"):
+            fine.resume(None, index)  # type: ignore[arg-type]
+    assert fine.resume(None, -1).resume is fine.completions[0]
+    with pytest.raises(TypeError, match="params must be SamplingParams or a dict, not str"):
+        fine.resume("greedy")  # type: ignore[arg-type]

@@ -18,7 +18,6 @@ from collections.abc import AsyncGenerator as PyAsyncGenerator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, MAX_TIMEOUT
@@ -176,6 +175,7 @@ class AsyncGenerator:
         self._streams: dict[str | int, EventStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._named: dict[str | int, _Running] = {}  # running calls of `generate`, by id
+        self._ended_all = 0  # calls of `cut_off` for all requests
         self._progress = 0.0  # time.monotonic() of the last step or call, or of the request that ended an idle time
         self._peer: _Process | None = None
         self._loaded = self._closing = self._paused = False
@@ -304,7 +304,8 @@ class AsyncGenerator:
         priority: int = 0,
     ) -> RequestOutput:
         """Search the `width` likeliest answers to one prompt; see `Generator.beam_search`. priority: see `Request`.
-        Cancellation ends the search. Raises what `generate` raises."""
+        Cancellation ends the search. After `abort` or `cut_off` of all requests the output has the beams so far.
+        Raises what `generate` raises."""
         from fastgen.beam_search import BeamOptions, output_of, search_one
 
         self._running_peer()
@@ -317,7 +318,15 @@ class AsyncGenerator:
             vocab_size=self.info.vocab_size,
             logprobs=logprobs,
         )
-        found = await search_one(prompt, options, partial(self.generate, priority=priority))
+        ended_all = self._ended_all
+
+        async def generate(prompt: Prompt, params: Params) -> RequestOutput:
+            output = await self.generate(prompt, params, priority=priority)
+            if self._ended_all > ended_all:  # perhaps when no step of this search ran
+                output.completions[0].finish_reason = "abort"
+            return output
+
+        found = await search_one(prompt, options, generate)
         texts = await self.call("texts", found.first.prompt_token_ids, found.shown_ids(options))
         return output_of(found.first.id, found, options, texts)
 
@@ -335,7 +344,9 @@ class AsyncGenerator:
         the finish_reason "abort"; the completions can be resumed. Ids of requests that do not run are skipped. Return
         the number of prompts whose requests end."""
         numbers = None
-        if ids is not None:
+        if ids is None:
+            self._ended_all += 1
+        else:
             running = [self._named[id] for id in ids_of(ids, ()) if id in self._named]
             numbers = [number for each in running for number in each.numbers]
         ended = len(self._streams if numbers is None else numbers)

@@ -30,7 +30,7 @@ def _paths(begun: str) -> list[str]:
     folder, slash, name = begun.rpartition("/")
     try:
         entries = [each for each in Path(folder + slash).expanduser().iterdir() if each.name.startswith(name)]
+        shown = [each for each in entries if name or not each.name.startswith(".")]
+        return [f"{folder}{slash}{each.name}{'/' * each.is_dir()}" for each in shown]
     except (OSError, RuntimeError):  # RuntimeError: of a user without a home
         return []
-    shown = [each for each in entries if name or not each.name.startswith(".")]
-    return [f"{folder}{slash}{each.name}{'/' * each.is_dir()}" for each in shown]

@@ -17,7 +17,7 @@ from fastgen.engine.scheduler import NOT_FINITE, Scheduler
 from fastgen.engine.stats import Stats
 from fastgen.engine.step import Launched
 from fastgen.engine.weight_state import WeightState
-from fastgen.request import Event, Request, RequestOutput, Sequence, Status
+from fastgen.request import REPETITION, Event, Request, RequestOutput, Sequence, Status
 
 log = logging.getLogger("fastgen.generator")  # the name that users of a Generator know
 LOG_SECONDS = 10.0  # time spent in steps between two lines in the log
@@ -130,7 +130,9 @@ class Loop:
         text_needed = sample.text is not None or sequence.status is Status.FINISHED
         if text_needed and (stop := sample.update_text(self._inputs.tokenizer)) is not None:
             self.scheduler.finish(sequence, "stop", stop)
-            # If an id or the length ended it with the same token, the string is still the reason: it cuts the text.
+            # If an id, the length or a repetition ended it with the same token, the string is still the reason: it cuts
+            # the text.
+            self.scheduler.stats.repeated -= sequence.stop_reason == REPETITION
             sequence.finish_reason, sequence.stop_reason = "stop", stop
         if active.queue is None:
             sample.emit(self.events, active)

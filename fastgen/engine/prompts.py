@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 from fastgen.option import Option
 from fastgen.request import MAX_LOGPROBS, Params, Prompt, Request, SamplingParams
@@ -33,6 +33,12 @@ def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if many and isinstance(many[0], Request):
         raise TypeError("a Request goes to `stream`; give prompts here")
     return [many] if _begins_prompt(many) else many
+
+
+def prompt_source(prompts: Prompt | Iterable[Prompt]) -> Iterable[Prompt]:
+    """Return prompts that are read as they are needed; one prompt, or a list of them, as `prompt_list` does."""
+    lazy = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | bytearray | Mapping | list | tuple)
+    return cast(Iterable[Prompt], prompts) if lazy and not hasattr(prompts, "tolist") else prompt_list(prompts)
 
 
 def params_list(params: Params | Iterable[Params], count: int) -> list[Params]:

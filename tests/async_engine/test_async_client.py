@@ -154,6 +154,25 @@ def test_a_beam_search_is_that_of_a_generator_and_ends_when_it_is_cancelled(clie
     client.run(main())
 
 
+def test_a_beam_search_ends_with_all_requests(client: Client) -> None:
+    async def main() -> None:
+        engine = client.engine
+        for steps, end in ((0, engine.cut_off), (8, engine.abort)):
+            done = engine.stats.finished
+            search = asyncio.create_task(engine.beam_search("hello", 3, 2000, ignore_eos=True, length_penalty=0.5))
+            await asyncio.sleep(0)
+            while engine.stats.finished < done + steps:
+                await engine.call("abort", [])
+            await end()
+            output = await search
+            assert [each.finish_reason for each in output.completions] == ["abort"] * 3
+            lengths = {len(each.token_ids) for each in output.completions}
+            assert len(lengths) == 1
+            assert (min(lengths) > 0) == (steps > 0)
+
+    client.run(main())
+
+
 async def consume(stream: EventStream, way: str) -> list[Event]:
     """Read a stream to its end, or leave it after the first list."""
     if way == "reads":

@@ -169,6 +169,16 @@ def test_tab_completes_commands_settings_and_paths(start, tmp_path):
     assert completed("/save /no/such/folder/") == completed("/nothing ") == completed("hello") == []
 
 
+def test_no_path_of_a_folder_that_only_lists_its_files_is_completed(monkeypatch, tmp_path):
+    def refuses(path: Path) -> bool:
+        raise PermissionError(path)
+
+    (tmp_path / "file").touch()
+    assert completed(f"/save {tmp_path}/") == [f"/save {tmp_path}/file"]
+    monkeypatch.setattr(Path, "is_dir", refuses)
+    assert completed(f"/save {tmp_path}/") == []
+
+
 def test_history_survives_and_does_without_its_file(start, tmp_path):
     child = start()
     at_prompt(child, 1)

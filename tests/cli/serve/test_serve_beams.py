@@ -57,6 +57,7 @@ def test_a_chat_has_the_best_answer_first(rollout_server: Server, here: Generato
         ({"frequency_penalty": 1}, "frequency_penalty", "is not available with use_beam_search"),
         ({"n": 128}, None, "128 beams are too many with 1 stop ids; ask for at most 127"),
         ({"length_penalty": "1"}, "length_penalty", "valid number"),
+        ({"length_penalty": 1000}, "length_penalty", "it must be from -40 to 40"),
     ],
 )
 def test_what_a_search_does_not_take(rollout_server: Server, fields: dict[str, Any], param: str, reason: str) -> None:
