@@ -34,8 +34,8 @@ from fastgen.parallel.residual import ReplicatedResidual, Residual
 class KeptStreams:
     """Copies of the residual stream of a step.
 
-    layers: numbers of the layers to copy it after; -1 stands for the embedding. rows: int64 [R], the tokens of the
-    step; None: all. streams: the copies so far, [R, hidden], by layer.
+    layers: numbers of the layers after which it is copied; -1: after the embedding. rows: int64 [R], the rows of the
+    step to copy; None: all. streams: the copies so far, [R, hidden], by layer.
     """
 
     layers: Collection[int]
@@ -53,8 +53,8 @@ class StepPart:
     """The tokens of a step, or of one half of a step that is cut in two, on their way through the layers.
 
     token_ids: int64 [T]. mapping: the positions and slots of the tokens. plan: the result of Attention.plan. arrivals:
-    the events of HostTier.load, by layer, which the layers wait for. kept: gets copies of the residual stream; None
-    under tensor parallelism, where no rank may hold the whole stream. residual: the residual stream.
+    the events of HostTier.load, by layer, which the layers wait for. kept: receives copies of the residual stream; None
+    under tensor parallelism, since no rank may hold the whole stream. residual: the residual stream.
     """
 
     token_ids: Tensor
