@@ -28,7 +28,7 @@ class PromptStates:
 
 @dataclass(slots=True)
 class PromptScore:
-    """The prompt logprobs of a sequence: those wanted, and those found so far.
+    """The prompt logprobs of a sequence: the requested ones, as far as they are computed.
 
     start: the first position to score. temperature: divides the logits. logprobs: one for each token of the prompt, NaN
     if there is none. top_logprobs: their raw alternatives; empty if `SamplingParams.prompt_logprobs` asks for none.

@@ -75,16 +75,16 @@ class PromptScores(PlanFeature):
             return
         first, end = max(chunk.start, score.start - 1), min(chunk.start + len(chunk.tokens), sequence.prompt_len - 1)
         targets = np.array(sequence.token_ids[first + 1 : end + 1], dtype=np.int32)
-        wanted = ChunkTargets(
+        scored = ChunkTargets(
             chunk.lane, first - chunk.start, targets, sequence.params.prompt_logprobs or 0, score.temperature
         )
         if (states := score.states) is not None:
             begin, stop = np.searchsorted(states.positions, (chunk.start, chunk.start + len(chunk.tokens)))
             if stop > begin:
                 rows = states.positions[begin:stop] - chunk.start
-                wanted = replace(wanted, state_rows=rows, layers=states.layers)
-        if len(targets) or wanted.layers:
-            self._chunks.append(wanted)
+                scored = replace(scored, state_rows=rows, layers=states.layers)
+        if len(targets) or scored.layers:
+            self._chunks.append(scored)
 
     def payload(self, batch: Batch) -> ScorePlan | None:
         chunks, self._chunks = tuple(self._chunks), []

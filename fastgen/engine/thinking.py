@@ -58,7 +58,7 @@ class _Watch:
         self.due: int | None = 0
 
     def closing(self, place: int) -> Closing | None:
-        """Return what happens in the step that draws the token at a place, or None, and set `due`."""
+        """Return the Closing for the step that draws the token at a place, if it needs one, and set `due`."""
         sequence, budget = self._sequence, self._budget.tokens
         unread = place > sequence.output_len
         self._read_to(sequence.output_len)
