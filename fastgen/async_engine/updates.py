@@ -183,11 +183,6 @@ class WeightUpdates:
         if not isinstance(options, Speculation) or options.head is None:
             raise ValueError("there is no head that drafts; start the server with one as --speculate")
 
-    def read_drafter(self, folder: str) -> int:
-        """Update the head that drafts from the safetensors files of a folder. Return the version of the weights."""
-        self._gen.update_drafter(folder)
-        return self._gen.weight_version
-
     def read_adapter(self, folder: str, options: dict[str, Any]) -> int:
         """Merge the adapter that PEFT has saved in a folder. Return the version of the weights. options: keyword
         arguments of `Generator.update_adapter`."""

@@ -14,15 +14,21 @@ def completed(line: str) -> list[str]:
     if not space:
         names = [command.name + " " * bool(command.argument) for command in COMMANDS]
     elif name == "/set":
-        setting, space, _ = argument.partition(" ")
-        values = [DEFAULT, *(("on", "off") if space and setting in SETTINGS and SETTINGS[setting].kind is bool else ())]
-        words = [f"{setting} {value}" for value in values] if space else [f"{each} " for each in SETTINGS]
-        names = [f"{name} {word}" for word in words]
+        names = [f"{name} {words}" for words in _settings(argument)]
     elif name == "/save":
         names = [f"{name} {path}" for path in _paths(argument)]
     else:
         names = []
     return sorted(each for each in names if each.startswith(line))
+
+
+def _settings(argument: str) -> list[str]:
+    """Return the names of the settings or, if the argument has one, the words that may follow it."""
+    setting, space, _ = argument.partition(" ")
+    if not space:
+        return [f"{each} " for each in SETTINGS]
+    switch = setting in SETTINGS and SETTINGS[setting].kind is bool
+    return [f"{setting} {value}" for value in (DEFAULT, *(("on", "off") if switch else ()))]
 
 
 def _paths(start: str) -> list[str]:

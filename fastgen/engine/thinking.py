@@ -152,8 +152,10 @@ class ThinkingBudgets(PlanFeature):
                 self._pause = 0
 
     def payload(self, batch: Batch) -> ClosingPlan | None:
-        if not self._watched or self._pause:
-            self._pause -= bool(self._pause)
+        if self._pause:
+            self._pause -= 1
+            return None
+        if not self._watched:
             return None
         closings, drawing, nexts = [], set(batch.sampling), []
         for lane, watch in list(self._watched.items()):

@@ -288,7 +288,8 @@ class VllmControl(TrainerRoutes):
         options = {"version": None, "partial": False, "in_flight": "keep"}
         with self.updating(engine):
             if engine in self._drafting:
-                version = await engine.call("read_drafter", body.weight_dir)
+                await engine.call("update_drafter", body.weight_dir)
+                version = await _version(engine)
             else:
                 version = await engine.call("update_weights", body.weight_dir, **options)
         return {"status": "ok", "weight_version": version}
