@@ -1,4 +1,4 @@
-"""Beam search over the best next tokens that a Generator or an AsyncGenerator computes, each as a request of one token.
+"""Beam search through a Generator or an AsyncGenerator: each step is a request of one token for each beam.
 
 The prefix cache has the full pages of a beam, so a request computes only the tokens after them. No torch here.
 """
@@ -26,8 +26,8 @@ MAX_LENGTH_PENALTY = 40
 
 @dataclass(slots=True)
 class BeamCompletion(Completion):
-    """A beam of `Generator.beam_search`. All its logprobs are raw. score: their sum, divided by the number of its
-    tokens to the power of length_penalty."""
+    """An answer of `Generator.beam_search`. All its logprobs are raw. score: their sum, divided by
+    (number of tokens) ** length_penalty."""
 
     score: float = 0.0
 
@@ -36,8 +36,8 @@ class BeamCompletion(Completion):
 class BeamOptions:
     """The arguments of a beam search; see `Generator.beam_search`.
 
-    stop_ids: ids that end a beam. context: maximum number of tokens of prompt and beam together. vocab_size: of the
-    model. logprobs: number of raw alternatives to return with each token; None: none.
+    stop_ids: ids that end a beam. context: maximum number of tokens of prompt and beam together. vocab_size: the
+    model's. logprobs: number of raw alternatives to return with each token; None: none.
     """
 
     width: int
@@ -67,8 +67,8 @@ class BeamOptions:
 
     @cached_property
     def params(self) -> SamplingParams:
-        """The parameters of each request. As many alternatives as there are stop ids may end a beam; the other `width`
-        are enough for the case that this beam has all of the next ones."""
+        """The parameters of each request. Its alternatives include `width` that are not stop ids, which is enough even
+        if all beams of the next step continue this one."""
         count = max(self.width + len(self.stop_ids), self.logprobs or 0)
         return SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=count)
 
@@ -100,39 +100,39 @@ _Candidate = tuple[float, Beam, int, dict[int, float]]
 
 
 @dataclass(frozen=True)
-class Found:
-    """The result of a search. first: the output of the prompt's first request, which has an error if it failed. beams:
-    the best first. reason: the finish_reason of those without a stop id."""
+class SearchResult:
+    """The result of a search. first: the output of the prompt's first request, or of a request that failed. beams: best
+    first; none if a request failed. reason: the finish_reason of beams without a stop id."""
 
     first: RequestOutput
     beams: list[Beam]
     reason: str = "length"
 
     def shown_ids(self, options: BeamOptions) -> list[list[int]]:
-        """Return the ids of each beam that its text shows: all but a stop id."""
+        """Return the ids of each beam without its stop id, which its text does not show."""
         return [beam.ids[:-1] if options.stopped(beam) else beam.ids for beam in self.beams]
 
 
-Search = PyGenerator[list[Prompt], list[RequestOutput], Found]
-"""Yields prompts, is sent their outputs with `BeamOptions.params`, and returns what it has found."""
+Search = PyGenerator[list[Prompt], list[RequestOutput], SearchResult]
+"""Yields prompts, is sent their outputs with `BeamOptions.params`, and returns its result."""
 
 
 def search(prompt: Prompt, options: BeamOptions) -> Search:
-    """Search the best continuations of a prompt.
+    """Search for the best continuations of a prompt.
 
-    As in transformers with early_stopping=False, a beam ends only if it is among the best `width` of a step, and the
-    search ends when `width` beams have ended and the best running one, at its present length, has no better score than
-    the worst of them. After a request that was aborted, the beams so far are the result.
+    As in transformers with early_stopping=False, a beam ends only if it is among the best `width` of a step. The
+    search ends when `width` beams have ended and the best running one, scored at its present length, is not better than
+    the worst of them. If one of its requests is aborted, the result is the beams so far.
     """
     (first,) = yield [prompt]
     outputs, running, ended = [first], [Beam()], list[Beam]()
     most = min(options.max_tokens, options.context - len(first.prompt_token_ids))
     while True:
         if failed := next((output for output in outputs if output.error is not None), None):
-            return Found(failed, [])
+            return SearchResult(failed, [])
         if any(output.completions[0].finish_reason == "abort" for output in outputs):
             begun = running if running[0].ids else running * options.width
-            return Found(first, heapq.nlargest(options.width, [*ended, *begun], key=options.score), "abort")
+            return SearchResult(first, heapq.nlargest(options.width, [*ended, *begun], key=options.score), "abort")
         tops = [top for output in outputs for top in output.completions[0].top_logprobs or ()]
         candidates = [
             (beam.total + top[id], beam, id, top) for beam, top in zip(running, tops, strict=True) for id in top
@@ -144,7 +144,7 @@ def search(prompt: Prompt, options: BeamOptions) -> Search:
         open_ones = [each for each in candidates if each[2] not in options.stop_ids]
         running = [beam.with_token(id, top) for _, beam, id, top in _best(open_ones, options.width)]
         if at_end or (len(ended) == options.width and options.score(running[0]) <= options.score(ended[-1])):
-            return Found(first, ended)
+            return SearchResult(first, ended)
         outputs = yield [[*first.prompt_token_ids, *beam.ids] for beam in running]
 
 
@@ -162,7 +162,7 @@ def search_all(
     options.check()
     searches = [search(prompt, options) for prompt in prompts]
     asked = {number: next(each) for number, each in enumerate(searches)}
-    found: dict[int, Found] = {}
+    results: dict[int, SearchResult] = {}
     while asked:
         outputs = iter(generate([prompt for ask in asked.values() for prompt in ask], options.params))
         answers = {number: list(islice(outputs, len(ask))) for number, ask in asked.items()}
@@ -171,17 +171,17 @@ def search_all(
             try:
                 asked[number] = searches[number].send(answer)
             except StopIteration as end:
-                found[number] = end.value
+                results[number] = end.value
     return [
         output_of(number, each, options, texts_after(each.first.prompt_token_ids, each.shown_ids(options), tokenizer))
-        for number, each in sorted(found.items())
+        for number, each in sorted(results.items())
     ]
 
 
 async def search_one(
     prompt: Prompt, options: BeamOptions, generate: Callable[[Prompt, SamplingParams], Awaitable[RequestOutput]]
-) -> Found:
-    """Run the search of one prompt. generate: `AsyncGenerator.generate`."""
+) -> SearchResult:
+    """Run the search for one prompt. generate: `AsyncGenerator.generate`."""
     options.check()
     steps = search(prompt, options)
     asked = next(steps)
@@ -190,25 +190,25 @@ async def search_one(
         try:
             asked = steps.send(outputs)
         except StopIteration as end:
-            found: Found = end.value
-            return found
+            result: SearchResult = end.value
+            return result
 
 
 def texts_after(prompt_ids: Sequence[int], answers: Iterable[list[int]], tokenizer: Tokenizer | None) -> list[str]:
-    """Return the text of each answer to a prompt; without a tokenizer, it is empty."""
+    """Return the text of each answer to a prompt; without a tokenizer, texts are empty."""
     if tokenizer is None:
         return ["" for _ in answers]
     return [Detokenizer(tokenizer, list(prompt_ids)).push(ids, last=True) for ids in answers]
 
 
-def output_of(id: str | int, found: Found, options: BeamOptions, texts: Sequence[str]) -> RequestOutput:
-    """Return the output of a search. texts: of its beams."""
-    first = found.first
+def output_of(id: str | int, result: SearchResult, options: BeamOptions, texts: Sequence[str]) -> RequestOutput:
+    """Return the output of a search. texts: those of its beams."""
+    first = result.first
     if first.error is not None:
         return error_output(id, ValueError(first.error))
     beams: list[Completion] = [
-        _completion(index, beam, options, found.reason, text)
-        for index, (beam, text) in enumerate(zip(found.beams, texts, strict=True))
+        _completion(index, beam, options, result.reason, text)
+        for index, (beam, text) in enumerate(zip(result.beams, texts, strict=True))
     ]
     return RequestOutput(id, first.prompt_token_ids, beams, cached_tokens=first.cached_tokens, prompt=first.prompt)
 

@@ -1,4 +1,4 @@
-"""Drawn: what is returned with each sampled token."""
+"""The values that are returned with each sampled token."""
 
 from __future__ import annotations
 

@@ -185,16 +185,16 @@ class Generator(PrefillOnly):
         ignore_eos: bool = False,
         logprobs: int | None = None,
     ) -> list[RequestOutput]:
-        """Search the `width` likeliest answers to each prompt, and return them as completions, the best first.
+        """Return the `width` best-scoring answers to each prompt, found by beam search, as completions, best first.
 
         prompts: see `generate`, also for errors. max_tokens: maximum length of an answer. length_penalty: the `score`
-            of a completion (a BeamCompletion) is the sum of its raw logprobs divided by its number of tokens to this
-            power; above 0 it favors long answers. stop_token_ids: ids that end a beam, besides the model's, which
-            ignore_eos turns off. logprobs: number of raw alternatives to return with each token.
+            of a completion (a BeamCompletion) is the sum of its raw logprobs divided by (number of tokens) **
+            length_penalty, so values above 0 favor long answers. stop_token_ids: ids that end a beam, besides the
+            model's eos ids, which ignore_eos turns off. logprobs: number of raw alternatives to return with each token.
 
         Beams, scores and the end of the search are those of transformers' `generate(num_beams=width)` with its default
-        early_stopping=False. A search draws nothing, and does not depend on other requests. `width` and the number of
-        stop ids may be 128 together.
+        early_stopping=False. A search draws nothing, and does not depend on other requests. `width` plus the number of
+        stop ids may be at most 128.
         """
         from fastgen.beam_search import BeamOptions, search_all
 
@@ -379,7 +379,7 @@ class Generator(PrefillOnly):
         """Replace the weights, in place, and return their version, by default the one before plus 1 (the first is 0).
 
         named: whole tensors by their Hugging Face names, such as `model.state_dict()`, in any float dtype, on the CPU
-            or a GPU; or the path of a folder of safetensors, or of one such file. They are copied one at a time. The
+            or a GPU; or the path of a safetensors file, or of a folder of them. They are copied one at a time. The
             `lm_head.weight` of a tied model may be left out; another one unties it, on the CPU. In a tp_group each rank
             gives the same tensors, from its own iterable.
         version: your own number, other than the current one. partial: tensors that are not given stay as they are.
@@ -478,7 +478,7 @@ class Generator(PrefillOnly):
 
     @property
     def asleep(self) -> frozenset[str]:
-        """The parts of the memory that `sleep` released and `wake` has not taken back: "weights", "kv_cache"."""
+        """The parts of the memory that are released by `sleep`: "weights", "kv_cache"."""
         return self._loop.weight_state.asleep
 
     @on_all_ranks

@@ -33,27 +33,29 @@ from fastgen.text.tokenizer import Tokenizer, encode_prompt
 
 log = logging.getLogger("fastgen.generator")  # the name that users of a Generator know
 
-AHEAD_STEPS = 2  # the engine has sequences of at most so many steps' tokens at a time, or one
-AHEAD_BYTES = 2**30  # and hidden states of at most so many bytes, or of one sequence
+# Sequences are handed to the engine until they fill so many steps, or their hidden states have so many bytes.
+AHEAD_STEPS = 2
+AHEAD_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class States:
-    """The hidden states of a sequence. positions: int64 [N]. values: [layers, N, hidden]. error: why there are none."""
+    """The hidden states of a sequence. positions: int64 [N]. values: [layers, N, hidden]. error: the reason if there
+    are none."""
 
     positions: Tensor
     values: Tensor
     error: Exception | None = None
 
 
-def layer_numbers(layers: int | Iterable[int], count: int, ranks: int) -> tuple[int, ...]:
-    """Return indices of hidden states from 0 to `count`, the number of layers. Raises ValueError or TypeError."""
-    given = list(layers) if isinstance(layers, Iterable) else [layers]
-    if not given or not all(isinstance(layer, Integral) for layer in given):
+def _layer_numbers(layers: int | Iterable[int], count: int, ranks: int) -> tuple[int, ...]:
+    """Return indices of hidden states, from 0 to `count`, the number of layers. Raises ValueError or TypeError."""
+    indices = list(layers) if isinstance(layers, Iterable) else [layers]
+    if not indices or not all(isinstance(layer, Integral) for layer in indices):
         raise TypeError(f"layers must be an integer or a list of integers, not {layers!r}")
-    if wrong := [layer for layer in given if not -count - 1 <= layer <= count]:
+    if wrong := [layer for layer in indices if not -count - 1 <= layer <= count]:
         raise ValueError(f"there is no layer {wrong[0]}; give 0 (the embedding) to {count} (after the last norm)")
-    numbers = tuple(int(layer) % (count + 1) for layer in given)
+    numbers = tuple(int(layer) % (count + 1) for layer in indices)
     if ranks > 1 and min(numbers) < count:
         raise ValueError(
             "with several ranks only the states of the last layer can be read; give layers=-1, or leave "
@@ -66,7 +68,7 @@ def with_positions(
     sequences: Iterable[Prompt], positions: Positions | Iterable[Positions]
 ) -> Iterator[tuple[Prompt, Positions]]:
     """Yield each sequence with its positions. positions: the same for all sequences, or one entry for each. Raises
-    ValueError or TypeError for what is wrong for all sequences, and ValueError if there are too few or too many."""
+    ValueError or TypeError for impossible positions, and ValueError for too few or too many entries."""
     if isinstance(positions, str):
         _numbers(positions, 1)
     elif isinstance(positions, Tensor):
@@ -78,23 +80,28 @@ def with_positions(
         yield from zip(sequences, itertools.repeat(cast(Positions, positions)))
         return
     absent: Any = object()
-    for sequence, own in itertools.zip_longest(sequences, positions, fillvalue=absent):
-        if sequence is absent or own is absent:
-            raise ValueError("give one list of positions for each sequence, or one that holds for all")
-        yield sequence, cast(Positions, own)
+    for sequence, entry in itertools.zip_longest(sequences, positions, fillvalue=absent):
+        if sequence is absent or entry is absent:
+            raise ValueError("give one list of positions for each sequence, or one for all")
+        yield sequence, cast(Positions, entry)
 
 
 class StateReader:
-    """Reads hidden states through the engine of a Generator. layers: their indices, from 0 to the number of layers."""
+    """Reads hidden states through the engine of a Generator.
 
-    def __init__(self, loop: Loop, tokenizer: Tokenizer | None, model: ModelConfig, layers: tuple[int, ...]) -> None:
-        self._loop, self._tokenizer = loop, tokenizer
-        self._layers, self._hidden = layers, model.hidden_size
+    layers: see `Generator.features`; as an attribute, their indices from 0 to the number of layers.
+    """
+
+    def __init__(
+        self, loop: Loop, tokenizer: Tokenizer | None, model: ModelConfig, layers: int | Iterable[int]
+    ) -> None:
+        self.layers = _layer_numbers(layers, model.num_layers, loop.scheduler.config.tensor_parallel)
+        self._loop, self._tokenizer, self._hidden = loop, tokenizer, model.hidden_size
         self._dtype: torch.dtype = getattr(torch, loop.scheduler.config.dtype)
 
     def read(self, pairs: Iterable[tuple[Prompt, Positions]]) -> PyGenerator[States, None, None]:
-        """Yield the states of each sequence, in order, for its positions. A sequence that cannot be served has an
-        error. Few sequences are in memory at a time. Closing the generator aborts them."""
+        """Yield the states of each sequence at its positions, in order. A sequence that cannot be served has an error.
+        Few sequences are in memory at a time. Closing the generator aborts them."""
         queue, reading = OutputQueue(), deque[_Reading]()
         most_tokens = AHEAD_STEPS * self._loop.scheduler.config.max_step_tokens
         source, tokens, size = iter(pairs), 0, 0
@@ -122,26 +129,26 @@ class StateReader:
         """Hand a sequence to the engine."""
         try:
             ids, _ = encode_prompt(prompt, self._tokenizer)
-            wanted, order = np.unique(_numbers(positions, len(ids)), return_inverse=True)
+            unique, order = np.unique(_numbers(positions, len(ids)), return_inverse=True)
             request = Request(ids, SamplingParams(max_tokens=0, prompt_logprobs=0))
             id = self._loop.begin(request, queue, (len(ids), 1.0))
         except (ValueError, TypeError) as error:
             return _Reading(None, self._states(np.zeros(0, dtype=np.int64)), np.zeros(0, dtype=np.int64), 0, error)
         score = self._loop.active[id].samples[0].sequence.score
         assert score is not None
-        score.states = states = self._states(wanted)
+        score.states = states = self._states(unique)
         return _Reading(id, states, order, len(ids))
 
     def _states(self, positions: np.ndarray) -> PromptStates:
-        shape = len(self._layers), len(positions), self._hidden
+        shape = len(self.layers), len(positions), self._hidden
         kind = np.int16 if self._dtype.itemsize == 2 else np.float32
-        return PromptStates(self._layers, positions, np.zeros(shape, dtype=kind))
+        return PromptStates(self.layers, positions, np.zeros(shape, dtype=kind))
 
 
 @dataclass
 class _Reading:
-    """A sequence in the engine. order: int64 [N], the index of each position that was asked for in
-    `states.positions`. tokens: their number. id, error: one of both is None."""
+    """A sequence in the engine. order: int64 [N], the index in `states.positions` of each requested position.
+    tokens: number of tokens of the sequence. id: None if there is an error."""
 
     id: str | int | None
     states: PromptStates
@@ -166,7 +173,7 @@ def _numbers(positions: Positions, length: int) -> np.ndarray:
 class ShardWriter:
     """Writes hidden states of sequences to safetensors files in a folder; `Generator.write_features` describes them.
 
-    layers: their numbers. shard_bytes: a file ends when its hidden states have so many bytes. paths: the files so far.
+    layers: indices from 0. shard_bytes: number of bytes of hidden states at which a file ends. paths: the files so far.
     """
 
     def __init__(self, folder: str | Path, layers: tuple[int, ...], shard_bytes: int) -> None:
@@ -177,7 +184,7 @@ class ShardWriter:
             raise ValueError(f"shard_bytes is {shard_bytes}; it must be at least 1")
         self._folder.mkdir(parents=True, exist_ok=True)
         if any(self._folder.glob("features-*.safetensors")):
-            raise ValueError(f"{folder} has features already; give a new folder, or remove its files")
+            raise ValueError(f"{folder} already has features; give a new folder, or remove its files")
         self.paths: list[Path] = []
         self._first, self._size, self._states = 0, 0, list[States]()
 
@@ -197,7 +204,7 @@ class ShardWriter:
         tensors = {f"layer.{number}": layer for number, layer in zip(self._layers, values, strict=True)}
         tensors |= {"offsets": counts.cumsum(0), "positions": torch.cat([each.positions for each in self._states])}
         path = self._folder / f"features-{len(self.paths):05}.safetensors"
-        beside = path.with_name(f".{path.name}.tmp")  # so that no file is ever incomplete under its name
+        beside = path.with_name(f".{path.name}.tmp")  # renamed when it is complete
         with naming_full_disk(path, "make room, and write the features again"):
             save_file({name: each.contiguous() for name, each in tensors.items()}, beside, {"first": str(self._first)})
             os.replace(beside, path)
@@ -208,12 +215,12 @@ class ShardWriter:
 def write(reader: StateReader, pairs: Iterable[tuple[Prompt, Positions]], writer: ShardWriter) -> list[Path]:
     """Write the states of sequences, and return the files. The log counts sequences that cannot be served."""
     count = failed = 0
-    with closing(reader.read(pairs)) as found:
-        for states in found:
+    with closing(reader.read(pairs)) as sequences:
+        for states in sequences:
             if states.error is not None:
                 failed += 1
                 if failed == 1:
-                    log.warning("sequence %d has no features: %s; others like it are counted", count, states.error)
+                    log.warning("sequence %d has no features: %s; other failures are only counted", count, states.error)
             writer.add(states)
             count += 1
     writer.flush()

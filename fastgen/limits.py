@@ -1,4 +1,4 @@
-"""Limits of an answer that its own tokens reach: a budget of reasoning, and a pattern that repeats. No torch here."""
+"""Limits that depend on the tokens of an answer: reasoning budgets and repetition detection. No torch here."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ReasoningState = Literal["before", "inside", "over"]
 
 
 class ReasoningReader(Protocol):
-    """Protocol of an object that reads the tokens of an answer, and knows whether they are inside the reasoning.
+    """Protocol of an object that reads the tokens of an answer and finds its reasoning.
 
-    closing: the text ends with the beginning of a closing mark.
+    state: where in the answer the next token is. closing: the text ends with the beginning of a closing mark.
     """
 
     state: ReasoningState
@@ -26,10 +26,11 @@ class ReasoningReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """The number of reasoning tokens after which an answer is to go on with the closing mark.
+    """A limit on the reasoning in an answer.
 
-    opens: id of the opening mark; None: a mark is text, whose tokens are not known beforehand. closes: ids to draw for
-    the closing mark. reader: makes the reader of an answer.
+    tokens: number of reasoning tokens after which the closing mark is drawn. opens: id of the opening mark; None if
+    marks are text, whose tokens may vary. closes: ids to draw for the closing mark. reader: makes the reader of an
+    answer.
     """
 
     tokens: int
@@ -39,11 +40,12 @@ class ThinkingBudget:
 
 
 class RepetitionDetector:
-    """Finds out whether the last tokens of an output repeat a pattern, as `SamplingParams.repetition_detection` says.
+    """Detects outputs whose last tokens repeat a pattern; see `SamplingParams.repetition_detection`.
 
-    A pattern of p tokens is repeated `count` times if each of the last p (count - 1) tokens equals the token p places
-    before it. So a token continues or begins only the runs of the periods at which it occurred before, among the last
-    `longest` tokens. These are few in most texts, whatever `longest` is.
+    A pattern of p tokens occurs `count` times if each of the last p * (count - 1) tokens equals the token p places
+    before it. So for each period p there is a run: the number of last tokens with this property. A new token can only
+    continue or begin the runs whose period is its distance to an equal token among the last `longest` ones. In most
+    texts these are few, however large `longest` is.
     """
 
     def __init__(self, limits: Mapping[str, int]) -> None:
@@ -51,11 +53,11 @@ class RepetitionDetector:
         self._shortest = limits.get("min_pattern_size") or 1
         self._read = 0  # number of tokens
         self._places: defaultdict[int, deque[int]] = defaultdict(deque)  # recent places of each token
-        self._runs: dict[int, int] = {}  # period -> number of last tokens that equal the token one period before
+        self._runs: dict[int, int] = {}  # period -> length of its run
         self._repeats = False
 
     def repeats(self, token_ids: Sequence[int], start: int) -> bool:
-        """Return whether the output token_ids[start:] ends with a repetition. Each token is read once."""
+        """Return whether the output, token_ids[start:], ends with a repetition. Each token is read once."""
         for at in range(start + self._read, len(token_ids)):
             self._push(token_ids[at])
         return self._repeats

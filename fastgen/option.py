@@ -140,8 +140,8 @@ def takes_fields_of(
 
 
 def options_of(cls: Any) -> dict[str, Option]:
-    """Return the options of a dataclass whose fields were made by `option`, by name. The choices of a field whose type
-    is a Literal are its values."""
+    """Return the options of a dataclass whose fields were made by `option`, by name. If a field's type is a Literal,
+    its values are the choices."""
     options, hints = {}, get_type_hints(cls)
     for each in fields(cls):
         hint, limits = hints[each.name], dict(each.metadata)
@@ -195,7 +195,7 @@ def check_items(name: str, values: Any, vocab_size: int) -> None:
 
 
 def _check_repetition(values: Any) -> None:
-    """Raise TypeError or ValueError unless these are the values of repetition_detection."""
+    """Raise TypeError or ValueError unless these are valid values of repetition_detection."""
     sizes = dict.fromkeys(("max_pattern_size", "min_pattern_size", "min_count"), 0)
     if not isinstance(values, Mapping) or not values.keys() <= sizes.keys():
         raise TypeError(f"repetition_detection must be a dict of {', '.join(sizes)}, not {values!r}")

@@ -1,5 +1,5 @@
-"""The methods of a Generator that read prompts and generate nothing: scores, probabilities of choices, embeddings,
-hidden states."""
+"""The methods of a Generator that only compute prefills: scores, probabilities of choices, embeddings and hidden
+states."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class PrefillOnly:
 
         sequences: prompts, mostly lists of ids. start: the first position to score, for all sequences or a list with
         one for each. The result has len - start floats for each sequence; position 0 has no logprob, and is NaN, as is
-        a position whose logits are not finite. logprobs: number of alternatives (1 to 128); the result is then a pair,
-        whose second list has a dict for each float: the most likely tokens there, with their raw logprobs (at
-        temperature 1), as `RequestOutput.prompt_top_logprobs`.
+        a position whose logits are not finite. logprobs: number of alternatives (1 to 128). The result is then a
+        pair, whose second list has a dict for each float, as in `RequestOutput.prompt_top_logprobs`: the most likely
+        tokens at that position with their raw logprobs (at temperature 1).
 
         Raises ValueError for a sequence that cannot be scored, and if start leaves nothing to score in any.
         """
@@ -132,17 +132,16 @@ class PrefillOnly:
         """Return hidden states of each sequence: [layers, positions, hidden] on the CPU, in the dtype of the model.
 
         sequences: see `generate`. layers: an index or several, as in transformers' `hidden_states`: 0 is the embedding,
-            as it enters the first layer; i is the residual stream after layer i; the last, the number of layers, comes
-            after the final norm, so that the stream before that norm has no index. Those below 0 count from the end.
-        positions: "all"; "last", the last token of each sequence; positions that hold for all sequences; or a list of
-            such lists, one for each sequence. Those below 0 count from the end. The rows are in the order that is
-            asked for.
+            as it enters the first layer; i is the residual stream after layer i; the last index, the number of layers,
+            is the output of the final norm (the stream before it has no index). Negative ones count from the end.
+        positions: "all"; "last", the last token of each sequence; a list of positions for all sequences; or a list of
+            such lists, one for each sequence. Negative ones count from the end. Rows are in the order of positions.
 
-        As logprobs do, the bits depend neither on other requests nor on chunks and cached prefixes. Positions from the
-        first one on are computed, so "last" can use the prefix cache. `write_features` keeps nothing in memory.
+        Like logprobs, the bits depend neither on other requests nor on chunks and cached prefixes. Tokens before the
+        first position may come from the prefix cache. For more sequences than fit in memory, use `write_features`.
 
-        Raises ValueError or TypeError for a sequence that cannot be served, for layers and positions that are not
-        there, and with several ranks for other layers than the last.
+        Raises ValueError or TypeError for a sequence that cannot be served, for layers or positions that do not exist,
+        and with several ranks for layers other than the last.
         """
         (many,) = self._interrupt.reading(map(prompt_list, [sequences]))
         return self._states(many, layers, positions)
@@ -158,23 +157,22 @@ class PrefillOnly:
     ) -> list[Path]:
         """Write hidden states of any number of sequences to a folder, and return the paths of the new files.
 
-        folder: is made if it is not there. sequences: see `generate`; an iterable is read as the engine needs it.
-        layers, positions: see `features`; positions of each sequence may be an iterable, too. shard_bytes: a file ends
-            when it has so many bytes of states.
+        folder: created if it does not exist. sequences: see `generate`; an iterable is read as the engine needs it.
+        layers, positions: see `features`; the positions for each sequence may also be an iterable. shard_bytes: number
+            of bytes of hidden states at which a file ends.
 
         The files features-00000.safetensors, features-00001.safetensors, ... have "layer.I", [rows, hidden], for each
-        index I of a layer (from 0 on); "positions", int64 [rows]; and "offsets", int64 [sequences + 1]: the rows of
-        sequence s of a file are offsets[s] to offsets[s + 1] - 1. Their metadata have "first", the number of the first
-        sequence. A sequence that cannot be served has no rows, and the log says why.
+        layer index I (not negative); "positions", int64 [rows]; and "offsets", int64 [sequences + 1]: within a file,
+        sequence s has the rows offsets[s] to offsets[s + 1] - 1. In the metadata, "first" is the number of the file's
+        first sequence. A sequence that cannot be served has no rows, and the log says why.
 
-        Raises ValueError for a folder that has such files; see `features` for others.
+        Raises ValueError for a folder that already has such files, and what `features` raises.
         """
-        from fastgen.hidden_states import ShardWriter, StateReader, layer_numbers, with_positions, write
+        from fastgen.hidden_states import ShardWriter, StateReader, with_positions, write
 
-        numbers = layer_numbers(layers, self.model_config.num_layers, self.config.tensor_parallel)
-        reader = StateReader(self._loop, self.tokenizer, self.model_config, numbers)
+        reader = StateReader(self._loop, self.tokenizer, self.model_config, layers)
         pairs = self._interrupt.reading(with_positions(prompt_source(sequences), positions))
-        return write(reader, pairs, ShardWriter(folder, numbers, shard_bytes))
+        return write(reader, pairs, ShardWriter(folder, reader.layers, shard_bytes))
 
     def _states(
         self,
@@ -183,21 +181,20 @@ class PrefillOnly:
         positions: Positions | Iterable[Positions],
     ) -> list[Tensor]:
         """Return the hidden states of prompts; see `features`."""
-        from fastgen.hidden_states import StateReader, layer_numbers, with_positions
+        from fastgen.hidden_states import StateReader, with_positions
 
-        numbers = layer_numbers(layers, self.model_config.num_layers, self.config.tensor_parallel)
-        reader, found = StateReader(self._loop, self.tokenizer, self.model_config, numbers), list[Tensor]()
+        reader, values = StateReader(self._loop, self.tokenizer, self.model_config, layers), list[Tensor]()
         with closing(reader.read(with_positions(prompts, positions))) as sequences:
             for states in sequences:
                 if states.error is not None:
                     raise states.error
-                found.append(states.values)
-        return found
+                values.append(states.values)
+        return values
 
     def _read(
         self, prompts: SequenceOf[Prompt], starts: SequenceOf[int], temperature: float = 1.0, top: int = 0
     ) -> list[PromptScore]:
-        """Run prompts without generating; return their logprobs from `starts` on, with `top` alternatives each."""
+        """Run prompts without generating; return their logprobs beginning at `starts`, with `top` alternatives each."""
         params, queue, scores = SamplingParams(max_tokens=0, prompt_logprobs=top), OutputQueue(), list[PromptScore]()
         try:
             for prompt, first in zip(prompts, starts, strict=True):

@@ -1,4 +1,4 @@
-"""The logprobs and hidden states of a prompt that a sequence asks for. No torch here."""
+"""The logprobs and hidden states of a prompt, which a sequence may ask for. No torch here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # fgserve's HTTP process does not load NumPy
     import numpy as np
 
 Positions: TypeAlias = str | Sequence[int]
-"""Positions of a sequence: "all", "last", or their numbers; those below 0 count from the end."""
+"""Positions of a sequence: "all", "last", or their numbers; negative ones count from the end."""
 
 
 @dataclass(slots=True)
@@ -18,7 +18,7 @@ class PromptStates:
     """The hidden states of a prompt; see `Generator.features`.
 
     layers: their indices, from 0 to the number of layers. positions: int64 [N], ascending. values: [layers, N, hidden],
-    those found so far, in float32, or as int16 the bits of a dtype of two bytes, which NumPy may not have.
+    those computed so far, in float32, or the bits of a 16-bit dtype (which NumPy may not have) as int16.
     """
 
     layers: tuple[int, ...]
@@ -28,11 +28,11 @@ class PromptStates:
 
 @dataclass(slots=True)
 class PromptScore:
-    """The prompt logprobs of a sequence: those wanted, and those found so far.
+    """The prompt logprobs of a sequence: the requested ones, as far as they are computed.
 
     start: the first position to score. temperature: divides the logits. logprobs: one for each token of the prompt, NaN
     if there is none. top_logprobs: their raw alternatives; empty if `SamplingParams.prompt_logprobs` asks for none.
-    states: hidden states that are wanted, too.
+    states: the hidden states of the same prompt; None if they are not wanted.
     """
 
     start: int

@@ -55,7 +55,7 @@ class TokenMask(Protocol):
 @shown()
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(Options):
-    """The parameters that say how a prompt is continued. They are checked when a request is added, and by `replace`.
+    """The parameters that say how a prompt is continued. They are checked by `replace`, and when a request is added.
 
     They are complete: a parameter that is left out has the default below, whatever the model's generation_config.json
     says. `Generator.default_params` are the model's.
@@ -92,10 +92,10 @@ class SamplingParams(Options):
         strings, or a text of this grammar (Lark, as llguidance reads it); max_tokens may cut it off. If the model
         reasons, this holds after the reasoning (`reasoning_parser="off"`: from the first token). They need the package
         llguidance.
-    thinking_token_budget: number of reasoning tokens after which the closing mark is drawn, first only if it is among
-        the 5 most likely tokens, and a quarter of the budget later, at most 64 tokens, in any case; -1: no budget.
-    repetition_detection: {"max_pattern_size": a, "min_count": c, "min_pattern_size": b (1 if left out)} ends the output
-        when its last tokens are c times a pattern of b to a tokens; the stop_reason is "repetition".
+    thinking_token_budget: number of reasoning tokens after which the closing mark is drawn as soon as it is among the 5
+        most likely tokens, or else a quarter of the budget later, but no more than 64 tokens later; -1: no budget.
+    repetition_detection: {"max_pattern_size": a, "min_count": c, "min_pattern_size": b (default 1)} ends the output
+        when its last tokens are c repetitions of a pattern of b to a tokens; the stop_reason is "repetition".
     return_sampling_mask: also return the token ids that truncation kept.
     speculate: False: no tokens are drafted for this request; they change nothing but its speed.
     """
@@ -219,8 +219,8 @@ class Request:
         for n=1 and perhaps a larger max_tokens (counted from the prompt's end), the tokens are those of a completion
         that never ended; its seed is used if params have none. The output holds all of the completion, under its old
         index; events hold the new tokens, and text that was held back.
-    priority: waiting requests of lower numbers go first, and when the KV cache is full, those of the highest number are
-        computed again later. It changes no token.
+    priority: requests with lower numbers leave the queue first. When the KV cache is full, those with the highest
+        number are preempted, and computed again later. It changes no token.
     """
 
     prompt: Prompt
@@ -533,9 +533,9 @@ class RequestOutput:
         return next((c.error for c in self.completions if c.error), None)
 
     def resume(self, params: Params, index: int = 0) -> Request:
-        """Return a Request that goes on from completion `index`, which ended by "length" or "abort"; it has this
-        output's id. params: as given for this output, perhaps with a larger max_tokens; n becomes 1. Raises ValueError
-        for an output without a prompt or without this completion."""
+        """Return a Request that continues completion `index`, whose finish_reason is "length" or "abort", under the
+        same id. params: those of this output, perhaps with a larger max_tokens; n becomes 1. Raises ValueError if the
+        output has no prompt or no such completion."""
         if not self.prompt_token_ids:
             raise ValueError(f"request {self.id!r} has failed or was not sent, so there is no prompt; send it again")
         if params is not None:
@@ -557,7 +557,7 @@ class RequestOutput:
 
 
 def raise_for_errors(outputs: Iterable[RequestOutput]) -> None:
-    """Raise a ValueError with the id and the reason of each request that failed (of at most 20), if any did."""
+    """Raise a ValueError if any request failed, with the ids and reasons of the first 20 of them."""
     many = list(outputs)
     errors = [f"{output.id!r}: {output.error}" for output in many if output.error is not None]
     if errors:

@@ -136,7 +136,7 @@ def test_many_sequences_are_written_to_a_folder(
         assert positions.tolist() == [0, len(sequences[number]) - 1, len(sequences[number]) - 2]
         assert torch.equal(states, next(expected))
     assert len(found) == 200
-    with pytest.raises(ValueError, match="has features already; give a new folder"):
+    with pytest.raises(ValueError, match="already has features; give a new folder"):
         gen.write_features(tmp_path / "new", sequences)
 
 

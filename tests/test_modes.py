@@ -59,7 +59,7 @@ def all_answers(gen: Generator, state: dict[str, Tensor]) -> list[Any]:
 @pytest.mark.parametrize(("family", "mode"), families_in_turn(list(MODES)), indirect=["family"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_mode_of_the_program_changes_no_bit(family: Path, mode: str, dtype: str) -> None:
-    """It is on while an engine that exists works, and while another one is made, which works afterwards as well."""
+    """The mode is on while an existing engine works, and while another one is made, which also works afterwards."""
     options: dict[str, Any] = {"dtype": dtype, "page_size": 16, "num_pages": 64, "max_seqs": 4, "max_step_tokens": 24}
     state = adapter(family)
     with Generator(family, **options) as gen:

@@ -152,7 +152,7 @@ def test_an_aborted_group_goes_on_sample_by_sample(gen: Generator) -> None:
 
 
 def test_an_output_makes_the_request_that_goes_on_from_it(gen: Generator) -> None:
-    """With the seed of the draws so far, if the parameters have none."""
+    """The request continues with the seed of the first draws if the parameters have none."""
     given: dict[str, Any] = {"n": 2, "max_tokens": 7, "ignore_eos": True}
     for params in (given, SamplingParams(**given), SamplingParams(**given, seed=5)):
         (output,) = gen.generate([random_ids(9)], params)

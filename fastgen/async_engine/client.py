@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncGenerator as PyAsyncGenerator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, MAX_TIMEOUT
@@ -129,13 +129,10 @@ class EventStream:
 
 @dataclass
 class _Running:
-    """A running call of `generate`. output: what it returns; cancelled if it raises."""
+    """A running call of `generate`. output: its result; cancelled if the call raises."""
 
     numbers: range
-    output: asyncio.Future[RequestOutput] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.output = asyncio.get_running_loop().create_future()
+    output: asyncio.Future[RequestOutput]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +272,7 @@ class AsyncGenerator:
         added, first_token, events = time.perf_counter(), None, list[Event]()
         with self.submit([prompt], params, every_step=False, resume=resume, priority=priority) as stream:
             id = stream.numbers.start if id is None else id
-            self._named[id] = running = _Running(stream.numbers)
+            self._named[id] = running = _Running(stream.numbers, asyncio.get_running_loop().create_future())
             try:
                 async for new in stream:
                     if first_token is None and any(event.token_ids for event in new):
@@ -287,7 +284,7 @@ class AsyncGenerator:
                 output = _output(id, samples, Timings(first_token, time.perf_counter() - added))
                 running.output.set_result(output)
             finally:
-                running.output.cancel()  # of a request that failed
+                running.output.cancel()  # does nothing if there is an output
                 del self._named[id]
         return output
 
@@ -303,8 +300,8 @@ class AsyncGenerator:
         logprobs: int | None = None,
         priority: int = 0,
     ) -> RequestOutput:
-        """Search the `width` likeliest answers to one prompt; see `Generator.beam_search`. priority: see `Request`.
-        Cancellation ends the search. After `abort` or `cut_off` of all requests the output has the beams so far.
+        """Return the `width` best-scoring answers to one prompt; see `Generator.beam_search`. priority: see `Request`.
+        Cancellation ends the search. After `abort` or `cut_off` of all requests, the output has the beams so far.
         Raises what `generate` raises."""
         from fastgen.beam_search import BeamOptions, output_of, search_one
 
@@ -326,12 +323,12 @@ class AsyncGenerator:
                 output.completions[0].finish_reason = "abort"
             return output
 
-        found = await search_one(prompt, options, generate)
-        texts = await self.call("texts", found.first.prompt_token_ids, found.shown_ids(options))
-        return output_of(found.first.id, found, options, texts)
+        result = await search_one(prompt, options, generate)
+        texts = await self.call("texts", result.first.prompt_token_ids, result.shown_ids(options))
+        return output_of(result.first.id, result, options, texts)
 
     async def abort(self, ids: Ids = None) -> list[RequestOutput]:
-        """End requests as `cut_off` does, and return what the calls of `generate` among them return."""
+        """End requests as `cut_off` does, and return the outputs that their calls of `generate` return."""
         ids = None if ids is None else ids_of(ids, ())
         outputs = [self._named[id].output for id in ids_of(ids, self._named) if id in self._named]
         await self.cut_off(ids)
@@ -342,7 +339,7 @@ class AsyncGenerator:
     async def cut_off(self, ids: Ids = None) -> int:
         """End calls of `generate` that have these ids; None: all requests. They return the tokens that they have, with
         the finish_reason "abort"; the completions can be resumed. Ids of requests that do not run are skipped. Return
-        the number of prompts whose requests end."""
+        the number of prompts that were cut off."""
         numbers = None
         if ids is None:
             self._ended_all += 1

@@ -45,13 +45,13 @@ STATS_SECONDS = 0.25  # minimum interval between two messages with stats
 INTAKE_SECONDS = 0.02  # maximum time between two steps for adding new requests to the Generator
 WEIGHT_METHODS = (
     "weight_state", "init_weight_group", "close_weight_group", "receive_weights", "receive_adapter", "read_adapter",
-    "read_drafter", "check_drafter", "join_trainer", "receive_packed", "transfer_state",
+    "check_drafter", "join_trainer", "receive_packed", "transfer_state",
 )  # fmt: skip
 """The methods of WeightUpdates that a client may call."""
 OWN_METHODS = ("pause", "resume", "cut_off", "drain", "texts")
 """The methods of EngineLoop that a client may call."""
 STEPPING = ("score", "classify", "embed", "features", "write_features", "generate", "chat", "beam_search")
-"""Methods of the Generator that run steps, which none may while the engine is paused."""
+"""Methods of the Generator that run steps; they are refused while the engine is paused."""
 
 
 # ------------------------------------------------------------------------------------------------- messages
@@ -287,7 +287,7 @@ class EngineLoop:
 
     def texts(self, prompt_ids: list[int], answers: list[list[int]]) -> list[str]:
         """Return the text of each answer to a prompt."""
-        from fastgen.beam_search import texts_after  # most engines search no beams
+        from fastgen.beam_search import texts_after  # few engines search beams
 
         return texts_after(prompt_ids, answers, self._gen.tokenizer)
 
@@ -332,7 +332,7 @@ class EngineLoop:
             self._refuse(call.number, error)
 
     def _method(self, name: str) -> Callable[..., Any]:
-        """Return the method that a call names. Raises RuntimeError if it needs steps, and none may run."""
+        """Return the method that a call names. Raises RuntimeError if it runs steps and the engine is paused."""
         if self._paused and name in STEPPING:
             raise RuntimeError(f"the engine is paused; call resume before {name}")
         owner: Any = self if name in OWN_METHODS else self._gen

@@ -142,7 +142,7 @@ class WeightUpdates:
         """Update the weights with what a trainer's group broadcasts; tensors that are not named stay, and running
         requests keep their KV. Return the version of the weights. See TrainerGroup.receive.
 
-        drafter: the tensors are all those of the head that drafts.
+        drafter: True: the tensors are those of the head that drafts, all of them.
         """
         likes, shards = placeholders(header), checkpoint_shards(self._gen.model_config)
         partial = not shards.keys() <= {name for name, _, _ in header}
@@ -171,7 +171,8 @@ class WeightUpdates:
         return torch.device(self._gen.config.device).type == "cuda"
 
     def transfer_state(self) -> dict[str, Any]:
-        """Return what a trainer asks: whether weights can come over NCCL, their version and dtype, and what sleeps."""
+        """Return what a trainer asks for: whether weights can come over NCCL, their version and dtype, and which memory
+        is asleep."""
         gen = self._gen
         state = {"nccl": self.has_nccl, "weight_version": gen.weight_version, "dtype": gen.config.dtype}
         return {**state, "asleep": sorted(gen.asleep)}
@@ -181,11 +182,6 @@ class WeightUpdates:
         options = self._gen.config.speculate
         if not isinstance(options, Speculation) or options.head is None:
             raise ValueError("there is no head that drafts; start the server with one as --speculate")
-
-    def read_drafter(self, folder: str) -> int:
-        """Update the head that drafts from the safetensors files of a folder. Return the version of the weights."""
-        self._gen.update_drafter(folder)
-        return self._gen.weight_version
 
     def read_adapter(self, folder: str, options: dict[str, Any]) -> int:
         """Merge the adapter that PEFT has saved in a folder. Return the version of the weights. options: keyword

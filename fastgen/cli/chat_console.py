@@ -32,7 +32,7 @@ class Console:
     other     any            stderr, only notes       stdout (made visible if it is a terminal)
 
     On a terminal lines are wrapped at words, and the thinking before an answer is shown, dimmed. complete: returns the
-    lines that TAB may make of a line.
+    completions of a line, for TAB.
     """
 
     def __init__(self, complete: Callable[[str], Iterable[str]] = lambda line: ()) -> None:
@@ -134,7 +134,7 @@ def _wrapper(screen: TextIO) -> Wrapper:
 
 
 def _editor(screen: TextIO, complete: Callable[[str], Iterable[str]]) -> PromptSession[str]:
-    """Return a line editor with a history. complete: as of Console."""
+    """Return a line editor with a history. complete: see Console."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import CompleteEvent, Completer, Completion
     from prompt_toolkit.document import Document
@@ -143,7 +143,7 @@ def _editor(screen: TextIO, complete: Callable[[str], Iterable[str]]) -> PromptS
     from prompt_toolkit.shortcuts import CompleteStyle
 
     class Lines(Completer):
-        """Completes the line up to the cursor, and lists the last words if there are several."""
+        """Completes the line up to the cursor. A list of several completions shows only their last words."""
 
         def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
             line = document.text_before_cursor

@@ -42,8 +42,8 @@ class Chip:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Let this device compute within a block: a GPU is the current one, for launches and streams, and the program's
-    autocast, which would change the bits of products, is off."""
+    """Prepare this device for the work in a block: make a GPU the current one, for launches and streams, and turn off
+    the program's autocast, which would change the bits of products."""
     if torch.is_autocast_enabled(device.type):
         return _current_without_autocast(device)
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

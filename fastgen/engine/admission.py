@@ -65,17 +65,17 @@ class PageReservations:
         self.waiting_pages = 0  # the sum of these
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Append a sequence to those of its priority in the queue."""
-        behind = list(takewhile(lambda other: other.priority > sequence.priority, reversed(self.waiting)))
+        """Put a sequence into the queue, after all others of its priority."""
+        later = list(takewhile(lambda other: other.priority > sequence.priority, reversed(self.waiting)))
         self.waiting[sequence] = self.expected(sequence)
         self.waiting_pages += self.waiting[sequence]
-        for other in reversed(behind):
+        for other in reversed(later):
             self.waiting.move_to_end(other)
 
     def move_first(self, sequence: Sequence) -> None:
-        """Move a waiting sequence to the front of those of its priority."""
-        before = list(takewhile(lambda other: other.priority < sequence.priority, self.waiting))
-        for each in (sequence, *reversed(before)):
+        """Move a waiting sequence before all others of its priority."""
+        earlier = list(takewhile(lambda other: other.priority < sequence.priority, self.waiting))
+        for each in (sequence, *reversed(earlier)):
             self.waiting.move_to_end(each, last=False)
 
     def dequeue(self, sequence: Sequence) -> None:
@@ -212,8 +212,8 @@ class LaneTable:
 def next_chunk(prefilling: list[Sequence], budget: int, reserve: int) -> tuple[Sequence, int]:
     """Return the sequence whose known tokens a step computes next, and how many of them.
 
-    Among those of the lowest priority number, the oldest sequence goes first, unless the shortest one lacks less than
-    half as many tokens: overtaking then saves the short one more time than it costs the oldest. `reserve` tokens of
+    Among the sequences with the lowest priority number, the oldest goes first, unless the shortest lacks less than half
+    as many tokens: overtaking then saves the short one more time than it costs the oldest. `reserve` tokens of
     each step are left to the oldest, so that it never starves. prefilling: the sequences in their prefill, in order of
     admission. budget: number of prefill tokens that the step has left.
     """

@@ -87,7 +87,7 @@ class InputProcessor:
             raise ValueError("this model has no tokenizer files, so bad_words cannot be found; use a mask")
         if params.thinking_token_budget is not None and self.tokenizer is None:
             raise ValueError(
-                "this model has no tokenizer files, so the reasoning of thinking_token_budget cannot be found"
+                "this model has no tokenizer files, so its reasoning cannot be found; leave thinking_token_budget out"
             )
         edited = len(params.logit_bias or ()) + (len(self._stop_ids(params)) if params.min_tokens else 0)
         if edited > MAX_BIASES:
@@ -161,7 +161,7 @@ class InputProcessor:
         return ActiveRequest(id, ids, samples, queue, added=time.perf_counter(), prompt=text)
 
     def _thinking(self, params: SamplingParams, ids: list[int]) -> ThinkingBudget | None:
-        """Return the limit of the reasoning after a prompt; None if there is none, or the model does not reason."""
+        """Return the budget of the reasoning after a prompt; None if it has none, or the model does not reason."""
         if params.thinking_token_budget is None or self.tokenizer is None:
             return None
         from fastgen.text.reasoning import thinking_budget

@@ -1,5 +1,5 @@
-"""Prompt scores in a step: hidden states, and the logprobs of given tokens, in pieces, since the logits of all rows
-would be too large."""
+"""Prompt scores in a step: hidden states, and the logprobs of given tokens. Logprobs are computed in pieces, since the
+logits of all rows would be too large."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgen.device.pinned import to_host, upload
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.prompt_scores import SCORE_ROWS, ChunkTargets, FoundStates, Scored, ScorePlan
+from fastgen.engine.prompt_scores import SCORE_ROWS, ChunkStates, ChunkTargets, Scored, ScorePlan
 from fastgen.engine.step import Launched, StepFeature
 from fastgen.kernels import scoring
 from fastgen.kernels.norm import rms_norm
@@ -39,17 +39,16 @@ class _Logprobs(NamedTuple):
 
 
 class _States(NamedTuple):
-    """The hidden states at positions of a lane, the first of which is `first`, in copies to the host."""
+    """The hidden states at positions of a lane, in copies to the host. first: the first of these positions."""
 
     lane: int
     first: int
     of_layers: list[Tensor]  # [n, hidden]
 
-    def read(self) -> FoundStates:
+    def read(self) -> ChunkStates:
         values = torch.stack(self.of_layers)
-        return FoundStates(
-            self.lane, self.first, (values.view(torch.int16) if values.itemsize == 2 else values).numpy()
-        )
+        bits = values.view(torch.int16) if values.itemsize == 2 else values
+        return ChunkStates(self.lane, self.first, bits.numpy())
 
 
 class PromptScorer(StepFeature[ScorePlan]):
@@ -62,7 +61,7 @@ class PromptScorer(StepFeature[ScorePlan]):
         step.all_rows = True
         last = len(self._model.layers)
         if kept := {layer - 1 for chunk in payload.chunks for layer in chunk.layers if layer < last}:
-            rows = [rows for _, _, rows in _wanted_states(step, payload)]
+            rows = [rows for _, _, rows in _chunks_with_states(step, payload)]
             device = self._model.parameters.embedding.device
             step.kept = KeptStreams(kept, upload(np.concatenate(rows), device), on_host=True)
 
@@ -70,13 +69,13 @@ class PromptScorer(StepFeature[ScorePlan]):
         pending: list[_Logprobs | _States] = []
         for chunk, scored, first in _chunks(step, payload):
             pending += self._logprobs(chunk, scored, x[first + scored.row : first + scored.row + len(scored.targets)])
-        taken = 0
-        for chunk, scored, rows in _wanted_states(step, payload):
+        start = 0
+        for chunk, scored, rows in _chunks_with_states(step, payload):
             assert scored.state_rows is not None
-            end = taken + len(rows)
-            states = [self._states(step, layer, slice(taken, end), rows, x) for layer in scored.layers]
+            end = start + len(rows)
+            states = [self._states(step, layer, slice(start, end), rows, x) for layer in scored.layers]
             pending.append(_States(chunk.lane, chunk.start + int(scored.state_rows[0]), states))
-            taken = end
+            start = end
         step.held[ScorePlan] = pending
 
     def _logprobs(self, chunk: Prefill, scored: ChunkTargets, rows: Tensor) -> Iterator[_Logprobs]:
@@ -111,7 +110,7 @@ class PromptScorer(StepFeature[ScorePlan]):
 
 
 def _chunks(step: Launched, payload: ScorePlan) -> Iterator[tuple[Prefill, ChunkTargets, int]]:
-    """Yield the chunks of a step of which something is wanted, with that and the row of the step that they begin at."""
+    """Yield the chunks of a step that are scored, with their targets and the row of the step at which they begin."""
     first, by_lane = len(step.batch.decodes), {each.lane: each for each in payload.chunks}
     for chunk in step.batch.prefills:
         if (scored := by_lane.get(chunk.lane)) is not None:
@@ -119,8 +118,8 @@ def _chunks(step: Launched, payload: ScorePlan) -> Iterator[tuple[Prefill, Chunk
         first += len(chunk.tokens)
 
 
-def _wanted_states(step: Launched, payload: ScorePlan) -> Iterator[tuple[Prefill, ChunkTargets, np.ndarray]]:
-    """Yield the chunks of which hidden states are wanted, with the rows of the step that have them: int64 [n]."""
+def _chunks_with_states(step: Launched, payload: ScorePlan) -> Iterator[tuple[Prefill, ChunkTargets, np.ndarray]]:
+    """Yield the chunks whose hidden states are wanted, with their rows in the step: int64 [n]."""
     for chunk, scored, first in _chunks(step, payload):
         if scored.state_rows is not None:
             yield chunk, scored, first + scored.state_rows

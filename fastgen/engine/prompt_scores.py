@@ -22,8 +22,7 @@ class ChunkTargets:
     """The tokens to score after a prefill chunk: its row `row + i` predicts the token `targets[i]` (int32 [n]).
 
     lane: the lane of the chunk. top: the number of alternatives for each token. temperature: divides the logits.
-    state_rows: int64 [n], the rows of the chunk whose hidden states are wanted, of the layers `layers`; see
-    PromptStates.
+    state_rows: int64 [n], the rows of the chunk whose hidden states are wanted. layers: see PromptStates.
     """
 
     lane: int
@@ -53,9 +52,9 @@ class Scored:
 
 
 @dataclass(slots=True)
-class FoundStates:
-    """The hidden states at the next positions that are wanted of one lane, from position `first` on:
-    [layers, n, hidden], as in PromptStates."""
+class ChunkStates:
+    """The hidden states of a chunk of one lane. first: the first of their positions. values: [layers, n, hidden], as in
+    PromptStates."""
 
     lane: int
     first: int
@@ -70,22 +69,22 @@ class PromptScores(PlanFeature):
         self._chunks: list[ChunkTargets] = []
 
     def chunk(self, chunk: Prefill, num_sequences: int) -> None:
-        """Request the prompt logprobs that the rows of a chunk predict, one position later than the rows."""
+        """Request the hidden states of a chunk, and the prompt logprobs that its rows predict, one position later."""
         sequence = self._lanes[chunk.lane]
         if (score := sequence.score) is None:
             return
         first, end = max(chunk.start, score.start - 1), min(chunk.start + len(chunk.tokens), sequence.prompt_len - 1)
         targets = np.array(sequence.token_ids[first + 1 : end + 1], dtype=np.int32)
-        wanted = ChunkTargets(
+        scored = ChunkTargets(
             chunk.lane, first - chunk.start, targets, sequence.params.prompt_logprobs or 0, score.temperature
         )
         if (states := score.states) is not None:
             begin, stop = np.searchsorted(states.positions, (chunk.start, chunk.start + len(chunk.tokens)))
             if stop > begin:
                 rows = states.positions[begin:stop] - chunk.start
-                wanted = replace(wanted, state_rows=rows, layers=states.layers)
-        if len(targets) or wanted.layers:
-            self._chunks.append(wanted)
+                scored = replace(scored, state_rows=rows, layers=states.layers)
+        if len(targets) or scored.layers:
+            self._chunks.append(scored)
 
     def payload(self, batch: Batch) -> ScorePlan | None:
         chunks, self._chunks = tuple(self._chunks), []
@@ -98,7 +97,7 @@ class PromptScores(PlanFeature):
                 score.logprobs[scored.start : end] = scored.logprobs
                 if scored.top_logprobs is not None:
                     score.top_logprobs[scored.start : end] = scored.top_logprobs
-            elif type(scored) is FoundStates and (score := self._lanes[scored.lane].score) is not None:
+            elif type(scored) is ChunkStates and (score := self._lanes[scored.lane].score) is not None:
                 assert score.states is not None
                 at = int(np.searchsorted(score.states.positions, scored.first))
                 score.states.values[:, at : at + scored.values.shape[1]] = scored.values

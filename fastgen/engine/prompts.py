@@ -17,7 +17,7 @@ Ids = str | int | Iterable[str | int] | None
 Scores = list[list[float]]
 """Logprobs of tokens, for each sequence."""
 TopScores = list[list[dict[int, float]]]
-"""The alternatives to each of these tokens: token id -> logprob."""
+"""The alternatives to each of these tokens, by token id, with their logprobs."""
 
 _ALTERNATIVES = Option("logprobs", int, low=1, high=MAX_LOGPROBS)
 
@@ -92,6 +92,6 @@ def pair_scores(
     return prompts, list(starts)
 
 
-def ids_of(given: Ids, all_ids: Iterable[str | int]) -> list[str | int]:
-    """Return ids as a list. all_ids: what None stands for."""
-    return list(all_ids if given is None else [given] if isinstance(given, str | int) else given)
+def ids_of(ids: Ids, all_ids: Iterable[str | int]) -> list[str | int]:
+    """Return ids as a list. all_ids: the ids that None stands for."""
+    return list(all_ids if ids is None else [ids] if isinstance(ids, str | int) else ids)

@@ -20,8 +20,8 @@ draw from its last row, and compute nothing. A last page that is partly filled i
 **Preemption.** If predictions were too low and pages run out, the youngest running sequence gives up its lane and
 its pages, and later computes again what is not cached. `running` is in order of admission.
 
-**Priorities.** A sequence of a lower number goes first in the queue and in its prefill, and is preempted after all of
-higher numbers. It preempts none to get a lane. Sequences of high numbers may wait forever.
+**Priorities.** Sequences with lower numbers leave the queue and prefill first, and are preempted last. A waiting
+sequence never preempts a running one to get its lane. Sequences with high numbers may wait forever.
 
 **Features** add payloads to batches and read their results; see PlanFeature. One of them may plan how many rows each
 decode has. Those that requests ask for come with the first such request (`add`).
@@ -42,7 +42,7 @@ from fastgen.engine.pages import NOT_INDEXED
 from fastgen.engine.stats import Stats
 from fastgen.request import REPETITION, Batch, Prefill, Sequence, Status, StepResult
 
-MAX_PREFILLS = 8  # maximum number of sequences of a priority in the middle of their prefill
+MAX_PREFILLS = 8  # maximum number of sequences in the middle of their prefill, apart from less urgent ones
 RETRY_STEPS = 8  # from a rejected admission until the next attempt, if no sequence leaves meanwhile
 NOT_FINITE = "the logits are not finite"
 
@@ -105,7 +105,7 @@ class Scheduler:
         return len(self.waiting) <= len(self.lanes.free) and self.reservations.all_fit()
 
     def add(self, sequence: Sequence) -> None:
-        """Append a sequence to those of its priority in the queue."""
+        """Put a sequence into the queue, after all others of its priority."""
         add_requested(self._features, sequence, self.lanes)
         self._mask_maker = next((feature for feature in self._features if feature.makes_masks), None)
         self.reservations.enqueue(sequence)
@@ -214,7 +214,8 @@ class Scheduler:
         return chunks
 
     def _may_prefill(self) -> bool:
-        """Return whether the first waiting sequence may begin its prefill: fewer than MAX_PREFILLS are as urgent."""
+        """Return whether the first waiting sequence may begin its prefill: fewer than MAX_PREFILLS prefilling ones have
+        its priority or a lower number."""
         if len(self.prefilling) < MAX_PREFILLS:
             return True
         first = next(iter(self.waiting), None)

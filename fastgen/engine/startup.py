@@ -44,7 +44,7 @@ BuildArguments = tuple[ModelConfig, GeneratorOptions, Path]
 GRAPH_BYTES = 4e6  # memory of one graph, without its tensors
 
 
-@torch.inference_mode(False)  # steps outside of the program's inference mode could not write to inference tensors
+@torch.inference_mode(False)  # inference tensors cannot be written outside of the program's inference mode
 def build_rank(model_config: ModelConfig, options: GeneratorOptions, folder: Path, device: str, group: Group) -> Runner:
     """Return the Runner of a rank of `group`. device: device of this rank; `options.device` may be another rank's."""
     release_memory(device)

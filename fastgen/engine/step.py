@@ -195,9 +195,9 @@ class Launched:
 
     For features: source: makes the rows of a step of decodes, instead of the Runner's Lanes. graphs: the CUDA graphs of
     such steps, by number of lanes. all_rows: the layers compute the results of all tokens, not only of
-    those that are drawn from. kept: gets copies of the residual stream, for which such a step is launched kernel by
-    kernel. arrivals: the events of HostTier.load, by layer. held: what a feature keeps until `collect`, by the type of
-    its payload.
+    those that are drawn from. kept: receives copies of the residual stream; such a step runs without a CUDA graph.
+    arrivals: the events of HostTier.load, by layer. held: what a feature keeps until `collect`, by the type of its
+    payload.
     """
 
     batch: Batch
@@ -224,7 +224,7 @@ class StepFeature(Generic[Payload]):
 
     The hooks of a step's features run in the order of the payloads. `launch` calls `before`, then `after`, `restrict`
     and `drawn`; in a masked step, `sample` calls the last two. They run on all ranks, except for `restrict`, which runs
-    on rank 0. `collect` is called one step later, also there.
+    on rank 0. `collect` is called one step later, also on rank 0.
 
     On a GPU, warm_up calls the other hooks before the first request, so that all kernels are compiled, the memory of
     the largest step is measured, and steps of decodes that the feature makes are captured.

@@ -1,13 +1,13 @@
 """Thinking budgets: which steps close the reasoning of which sequences. No torch here.
 
 When a budget is used up, the closing mark is drawn as soon as it is among the LIKELY most likely tokens of the
-untouched logits; this is mostly at the end of a sentence. After a quarter of the budget more, at most LATEST tokens, it
-is drawn in any case. A mark of several tokens is drawn when the budget is used up, unless the text may just have begun
-one.
+untouched logits, which is usually at the end of a sentence. At the latest, it is drawn a quarter of the budget later,
+but no more than LATEST tokens later. A mark of several tokens is drawn when the budget is used up, unless the model may
+just have begun one itself.
 
 So a draw depends only on the tokens before it and on its logits. When the host plans a step, it may not have read the
-last of these tokens. Then a `Closing` names the token that this one must be, or must not be, and the device decides
-(`ThinkingCloser`). Nothing waits for the host, and nothing happens before the budget is used up.
+last of these tokens yet. A `Closing` then names the value that this token must have, or must not have, and the device
+decides (`ThinkingCloser`). No step waits for the host, and the device does nothing before the budget is used up.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LATEST = 64
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """A lane that draws `token`: in any case if `always` is set, else if it is among the LIKELY most likely ones.
+    """A lane that draws `token`, if `always` is set or it is among the LIKELY most likely tokens.
 
-    last: the token that the lane's last token must be or, with `unless` set, must not be; -1 for no token.
+    last: what the lane's last token must not be or, if `unless` is False, must be; -1: no token.
     """
 
     lane: int
@@ -45,20 +45,20 @@ class ClosingPlan:
 
 
 class _Watch:
-    """The reasoning of a sequence whose closing mark is one token. A place counts the tokens of the output from 0.
+    """The reasoning of a sequence whose marks are single tokens. A place is the index of a token in the output.
 
-    due: the first place for which `closing` must be called; None: none, the reasoning is over.
+    due: the first place for which `closing` must be called; None if the reasoning is over.
     """
 
     def __init__(self, sequence: Sequence, budget: ThinkingBudget) -> None:
         self._sequence, self._budget, self._reader = sequence, budget, budget.reader()
-        self._read = 0  # number of tokens of the output that have been looked at
+        self._read = 0  # number of output tokens that were checked for marks
         self._begin: int | None = None  # the place of the first token of the reasoning
         self._close = budget.closes[0]
         self.due: int | None = 0
 
     def closing(self, place: int) -> Closing | None:
-        """Return what happens in the step that draws the token at a place, or None, and set `due`."""
+        """Return the Closing for the step that draws the token at a place, if it needs one, and set `due`."""
         sequence, budget = self._sequence, self._budget.tokens
         unread = place > sequence.output_len
         self._read_to(sequence.output_len)
@@ -71,7 +71,7 @@ class _Watch:
         if self.due is None:
             return None
         late = place - self._begin - budget
-        if self._close in sequence.stop_ids:  # before that, it cannot be drawn
+        if self._close in sequence.stop_ids:  # min_tokens forbids it before
             late = min(late, place - sequence.params.min_tokens)
         self.due = place + max(-late, 1)
         if late < 0:
@@ -80,7 +80,7 @@ class _Watch:
         return Closing(sequence.lane, self._close, always, last=self._close if unread else -1)
 
     def _read_to(self, end: int) -> None:
-        """Look at the tokens before a place for marks."""
+        """Look for marks in the tokens before a place."""
         ids, start = self._sequence.token_ids, self._sequence.prompt_len
         while self._begin is None and self._reader.state != "over":
             if self._reader.state == "inside":
@@ -96,13 +96,13 @@ class _Watch:
 
 
 class _WatchText(_Watch):
-    """The reasoning of a sequence whose marks are text. All decisions are made without the last token, as if it were
-    always unread; so no mark can be complete that has not begun in the tokens before it."""
+    """The reasoning of a sequence whose marks are text. Every decision ignores the last token, so that it does not
+    depend on whether that token was read. The model's own mark is seen in time, since it begins in earlier tokens."""
 
     def __init__(self, sequence: Sequence, budget: ThinkingBudget) -> None:
         super().__init__(sequence, budget)
-        self._next = 0  # the first place that is not decided
-        self._mark: int | None = None  # the place of the mark's first token
+        self._next = 0  # the first place without a decision
+        self._mark: int | None = None  # the place of the first token of the mark
 
     def closing(self, place: int) -> Closing | None:
         while self._next <= place and self._mark is None and self.due is not None:
@@ -140,7 +140,7 @@ class ThinkingBudgets(PlanFeature):
     def reset(self, lanes: LaneTable) -> None:
         self._lanes = lanes
         self._watched: dict[int, _Watch] = {}  # by lane
-        self._pause = 0  # number of next steps in which nothing is due: each draws one token of a lane
+        self._pause = 0  # number of steps until something is due: a step draws at most one token of a lane
 
     def chunk(self, chunk: Prefill, num_sequences: int) -> None:
         """Watch the lanes that begin to draw."""
@@ -152,8 +152,10 @@ class ThinkingBudgets(PlanFeature):
                 self._pause = 0
 
     def payload(self, batch: Batch) -> ClosingPlan | None:
-        if not self._watched or self._pause:
-            self._pause -= bool(self._pause)
+        if self._pause:
+            self._pause -= 1
+            return None
+        if not self._watched:
             return None
         closings, drawing, nexts = [], set(batch.sampling), []
         for lane, watch in list(self._watched.items()):

@@ -1,4 +1,4 @@
-"""Thinking budgets in a step: closing marks that are drawn because a budget is used up."""
+"""Thinking budgets in a step: masks that force the closing marks when a budget is used up."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fastgen.engine.step import Launched, StepFeature
 from fastgen.engine.thinking import LIKELY, Closing, ClosingPlan
 from fastgen.model.transformer import Transformer
 
-ROWS = 16  # number of rows whose logits are compared at a time, so that their copies need little memory
+ROWS = 16  # number of rows whose logits are copied and compared at a time, to save memory
 
 
 class ThinkingCloser(StepFeature[ClosingPlan]):
     """Restricts the lanes of a ClosingPlan to their closing marks, unless a mask forbids these."""
 
     def __init__(self, _: Transformer) -> None:
-        """Take the arguments of a feature that a payload asks for."""
+        """Take what every feature in BY_PAYLOAD gets; this one does not need the model."""
 
     def restrict(self, step: Launched, payload: ClosingPlan, bits: Tensor | None, last_tokens: Tensor) -> Tensor:
         assert step.logits is not None
@@ -32,12 +32,12 @@ class ThinkingCloser(StepFeature[ClosingPlan]):
     def _close(
         self, logits: Tensor, lanes: Tensor, closings: tuple[Closing, ...], bits: Tensor, last_tokens: Tensor
     ) -> None:
-        """Change the rows of the mask for at most ROWS lanes."""
+        """Change the mask of at most ROWS lanes."""
         columns = np.array([(c.lane, c.token, c.always, c.last, c.unless) for c in closings], dtype=np.int64).T
         lane, token, always, last, unless = upload(columns.copy(), logits.device)
-        row = (lanes == lane[:, None]).int().argmax(1)  # each of these lanes has one row, whose number may be unknown
-        own = logits[row]
-        likely = (own > own.gather(1, token[:, None])).sum(1) < LIKELY
+        row = (lanes == lane[:, None]).int().argmax(1)  # one row each, which the host may not know
+        logits = logits[row]
+        likely = (logits > logits.gather(1, token[:, None])).sum(1) < LIKELY
         word, bit = token[:, None] // 32, (1 << token % 32).int()
         before = bits[row]
         allowed = (before.gather(1, word).squeeze(1) & bit) != 0

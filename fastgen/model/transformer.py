@@ -35,8 +35,8 @@ from fastgen.parallel.residual import ReplicatedResidual, Residual
 class KeptStreams:
     """Copies of the residual stream of a step.
 
-    layers: numbers of the layers to copy it after; -1 stands for the embedding. rows: int64 [R], the tokens of the
-    step; None: all. on_host: each copy goes on to the host at once, so that a GPU holds those of one layer only.
+    layers: numbers of the layers after which it is copied; -1: after the embedding. rows: int64 [R], the rows of the
+    step to copy; None: all. on_host: each copy goes on to the host at once, so that a GPU holds one layer's at a time.
     streams: the copies so far, [R, hidden], by layer.
     """
 
@@ -57,8 +57,8 @@ class StepPart:
     """The tokens of a step, or of one half of a step that is cut in two, on their way through the layers.
 
     token_ids: int64 [T]. mapping: the positions and slots of the tokens. plan: the result of Attention.plan. arrivals:
-    the events of HostTier.load, by layer, which the layers wait for. kept: gets copies of the residual stream; None
-    under tensor parallelism, where no rank may hold the whole stream. residual: the residual stream.
+    the events of HostTier.load, by layer, which the layers wait for. kept: receives copies of the residual stream; None
+    under tensor parallelism, since no rank may hold the whole stream. residual: the residual stream.
     """
 
     token_ids: Tensor

@@ -155,7 +155,7 @@ class RemoteGenerator:
         return [each.future.result() for each in sent if not each.future.cancelled()]
 
     def cut_off(self, ids: Ids = None) -> None:
-        """Do what `abort` does, and return nothing, as `Generator.cut_off`."""
+        """End requests as `abort` does, but return nothing, like `Generator.cut_off`."""
         self.abort(ids)
 
     def events(self, request: Request | Prompt, params: Params = None) -> PyGenerator[Event, None, None]:
@@ -257,7 +257,7 @@ class RemoteGenerator:
 
     @property
     def features(self) -> NoReturn:
-        """Raise AttributeError, which says where there are hidden states."""
+        """Raise an AttributeError that says where hidden states are available."""
         raise AttributeError("hidden states are not sent over HTTP; use a Generator, or an AsyncGenerator's call")
 
     def sleep(self, tags: str | Iterable[str] | None = None, keep_weights: bool = True) -> int:

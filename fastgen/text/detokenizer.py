@@ -104,7 +104,7 @@ def overlap(text: str, stop: str) -> int:
 
 class OutputText:
     """The growing text of one output, which ends before the first stop string, or after it if stops are `shown`.
-    special: it shows special tokens."""
+    special: True: it shows special tokens."""
 
     def __init__(
         self,

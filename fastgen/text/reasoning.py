@@ -175,9 +175,10 @@ class AnswerParser:
 
 
 class ReasoningCounter:
-    """A count of the reasoning tokens of one answer, without the marks where these are tokens, as vLLM counts.
+    """A count of the reasoning tokens of one answer, without marks that are tokens, as vLLM counts.
 
-    count: number of reasoning tokens so far. state: where the answer is. starts_open: see `starts_open`.
+    count: number of reasoning tokens so far. state: whether the next token is before, inside or after the reasoning.
+    starts_open: see `starts_open`.
     """
 
     def __init__(self, tokenizer: Tokenizer, starts_open: bool) -> None:
@@ -222,7 +223,7 @@ class ReasoningCounter:
 
     @property
     def closing(self) -> bool:
-        """True if the text, where marks are not tokens, ends with the beginning of a closing mark."""
+        """True if the text ends with the beginning of a closing mark; always False if marks are single tokens."""
         return self._syntax is not None and bool(overlap(self._text, self._syntax.closes))
 
 

@@ -43,12 +43,12 @@ def test_wrong_files_are_errors(llama: Path, tmp_path: Path, monkeypatch: pytest
     tensors = load_file(head / "medusa_lm_head.safetensors")
     with Generator(llama, speculate=eager(head)) as gen:
         gen.update_drafter({f"medusa_head.{name}": x for name, x in tensors.items()})
-        updates, step = WeightUpdates(gen, lambda: None), tmp_path / "step"
-        updates.check_drafter()
+        WeightUpdates(gen, lambda: None).check_drafter()
+        step = tmp_path / "step"
         step.mkdir()
         save_file({name: x for name, x in tensors.items() if name != "1.1.weight"}, step / "model.safetensors")
         with pytest.raises(ValueError, match=r"missing 1 .*1\.1\.weight"):
-            updates.read_drafter(str(step))
+            gen.update_drafter(step)
         with pytest.raises(ValueError, match=r"tensor '1.1.weight' has shape"):
             gen.update_drafter({**tensors, "1.1.weight": tensors["1.1.weight"][:-1]})
     (head / "medusa_lm_head.safetensors").unlink()

@@ -141,7 +141,7 @@ def test_a_stop_string_may_have_a_special_token(
 
 
 def test_a_text_may_show_special_tokens(gen: Generator) -> None:
-    """But not the id that ended it, and stop strings are found in them as before."""
+    """It does not show the id that ended it. Stop strings are found in special tokens as before."""
     a, b = (tokenizer_of(gen).encode(f"d{letter}", special=False)[-1] for letter in "ab")
     ids = [a, 1, b, b, EOS]
     plain = SamplingParams(mask=Script(ids), max_tokens=5)

@@ -37,7 +37,7 @@ LIMIT = Option(
     "limit", int, help="work on the first rows only; a later run may have a higher limit", unset="all", low=1
 )
 CONCURRENCY = Option("concurrency", int, default=64, help="requests to --url at a time", low=1)
-PRIORITY = Option("priority", int, help="priority of requests to --url; above 0, other users' go first", unset="0")
+PRIORITY = Option("priority", int, help="priority of requests to --url; above 0, others' requests go first", unset="0")
 
 SWITCHES = {
     "chat": "send text prompts as the message of a user (default: as plain text)",
@@ -91,7 +91,7 @@ def make_parser() -> Parser:
         add_flag(group, each)
     stop_help = "string that ends an answer; may be given several times"
     group.add_argument("--stop", metavar="TEXT", action="append", help=stop_help)
-    repetition_help = "end an answer that repeats itself, as SamplingParams.repetition_detection says (default: off)"
+    repetition_help = "end answers that repeat themselves; see SamplingParams.repetition_detection (default: off)"
     group.add_argument("--repetition-detection", metavar="FILE_OR_JSON", type=_object, help=repetition_help)
     schema_help = "answers are JSON of this schema (default: any text)"
     group.add_argument("--json-schema", metavar="FILE_OR_JSON", type=_object, help=schema_help)
@@ -117,13 +117,13 @@ def make_parser() -> Parser:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Read the JSON object in a text or in the file that it names."""
+    """Return the JSON object in a text, or in the file that the text names."""
     try:
         value = json.loads(text if text.lstrip().startswith("{") else Path(text).expanduser().read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is neither JSON nor a file of JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} has no JSON object")
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is neither a JSON object nor a file with one")
     return value
 
 

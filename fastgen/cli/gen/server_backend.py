@@ -57,7 +57,7 @@ class _Choice(_Part):
 
     @property
     def repeated(self) -> bool:
-        """True if the server ended the answer because it repeated itself; vLLM's has this as the finish_reason."""
+        """True if the server ended the answer because it repeated itself, which vLLM reports as the finish_reason."""
         return REPETITION in (self.finish_reason, self.stop_reason)
 
     @property

@@ -90,9 +90,9 @@ def work(
                 continue
             asked = ask(row)
             # An empty prompt comes back at once, so rows with errors pass one at a time, however many there are.
-            asking = asked.requests or [Request([])]
-            outputs = [None] * len(asking)
-            for place, request in enumerate(asking):
+            row_requests = asked.requests or [Request([])]
+            outputs = [None] * len(row_requests)
+            for place, request in enumerate(row_requests):
                 id = next(ids)
                 owners[id] = (row.index, asked, outputs, place)
                 yield replace(request, id=id)
@@ -103,9 +103,9 @@ def work(
         if all(outputs):
             record, error = asked.finish(outputs)
             prompt_tokens = sum(len(each.prompt_token_ids) for each in outputs)
-            made = [completion for each in outputs for completion in each.completions]
-            tokens = sum(len(completion.token_ids) for completion in made)
-            repeated = sum(completion.stop_reason == REPETITION for completion in made)
+            completions = [completion for each in outputs for completion in each.completions]
+            tokens = sum(len(completion.token_ids) for completion in completions)
+            repeated = sum(completion.stop_reason == REPETITION for completion in completions)
             yield Done(index, record, error, prompt_tokens, tokens, repeated)
 
 

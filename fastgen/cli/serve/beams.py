@@ -1,4 +1,4 @@
-"""Beam searches of /completions and /chat/completions: the field `use_beam_search`, as in vLLM."""
+"""Beam search in /completions and /chat/completions: the field `use_beam_search`, as in vLLM."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fastgen.cli.serve.validation import ApiError
 from fastgen.request import SHARED, Event, RequestOutput, SamplingParams
 
 TAKEN = {"n", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs"}
-OF_DRAWS = {"temperature", "top_p", "top_k", "min_p", "seed"}  # without effect, since a search draws nothing
+IGNORED = {"temperature", "top_p", "top_k", "min_p", "seed"}  # a search draws nothing
 
 
 async def search_beams(
     model: ServedModel, prompts: list[list[int]], params: SamplingParams, request: GenerationFields, field: str | None
 ) -> AsyncIterator[list[Event]]:
-    """Yield one event for each of the n beams of each prompt, all at once. field: the one that the grammar of `params`
-    comes from. Raises ApiError for parameters that a search does not take, and what AsyncGenerator.beam_search
-    raises."""
+    """Yield, at once, one event for each of the n beams of each prompt. field: name of the field that the grammar of
+    `params` comes from. Raises ApiError for parameters that a search does not take, and what
+    AsyncGenerator.beam_search raises."""
     _check(params, model.facts.defaults, field)
     searches = [
         model.engine.beam_search(
@@ -40,7 +40,7 @@ async def search_beams(
 
 def _check(params: SamplingParams, defaults: SamplingParams, field: str | None) -> None:
     neutral = SamplingParams()
-    for name in params.__dataclass_fields__.keys() - TAKEN - OF_DRAWS:
+    for name in params.__dataclass_fields__.keys() - TAKEN - IGNORED:
         if getattr(params, name) not in (getattr(defaults, name), getattr(neutral, name)):
             name = field if name == "grammar" and field is not None else name
             message = f"{name} is not available with use_beam_search; leave one of them out"

@@ -1,8 +1,8 @@
 "use strict";
 
-// The page of all routes and their fields, as openapi.json has them. Each can be tried out.
+// The page of all routes and their fields, made from openapi.json. Each route can be tried out.
 
-const KEY = "fgserve-key"; // of the tab, which the chat page uses as well
+const KEY = "fgserve-key"; // in sessionStorage, shared with the chat page
 
 /** Append an element with a text, which is never read as HTML. */
 function add(parent, tag, text = "") {
@@ -14,7 +14,7 @@ function add(parent, tag, text = "") {
 
 const nameIn = (ref) => ref.slice(ref.lastIndexOf("/") + 1);
 
-/** What a field takes, in words. */
+/** Describe the type of a field in words. */
 function kindOf(schema) {
   if (schema.$ref) return nameIn(schema.$ref);
   if (schema.anyOf ?? schema.oneOf) return [...new Set((schema.anyOf ?? schema.oneOf).map(kindOf))].join(" or ");
@@ -24,7 +24,7 @@ function kindOf(schema) {
   return schema.type ?? "anything";
 }
 
-/** What a field must be, and what it is if it is left out. */
+/** Describe the limits and the default of a field. */
 function noteOn(schema, required) {
   const range = [["minimum", "≥"], ["exclusiveMinimum", ">"], ["maximum", "≤"], ["exclusiveMaximum", "<"]];
   const schemas = [schema, ...(schema.anyOf ?? [])];
@@ -52,7 +52,7 @@ function exampleOf({ properties = {}, required = [] }) {
   return Object.fromEntries(required.map((name) => [name, value(name)]));
 }
 
-/** Append what sends a request and shows the answer as it comes. body: a text area, or null. */
+/** Append a button that sends a request and shows the answer as it arrives. body: a text area, or null. */
 function addTrial(parent, method, path, body) {
   const button = add(parent, "button", "Send"), shown = add(parent, "pre");
   button.addEventListener("click", async () => {
@@ -81,7 +81,7 @@ function addRoute(method, path, { requestBody }, schemas) {
     if (names.length > 1) add(details, "h3", name);
     addFields(details, schemas[name]);
   }
-  if (path.includes("{")) return; // its address has to be filled in
+  if (path.includes("{")) return; // the path has a parameter to fill in
   const body = names.length ? add(details, "textarea") : null;
   if (body) {
     body.rows = 8;

@@ -139,7 +139,7 @@ class GenerationResponse(Response):
             meter.prompt_tokens = sum(map(len, prompts))
             streamed, priority = bool(request.stream), request.priority or 0
             if request.use_beam_search:
-                from fastgen.cli.serve.beams import search_beams  # few servers are asked for one
+                from fastgen.cli.serve.beams import search_beams  # few servers need it
 
                 turns = _observed(search_beams(model, prompts, params, request, field), leave, meter, field)
                 await self._send_whole(turns, send)

@@ -9,7 +9,7 @@ const MAX_CELLS = 10_000; // of a table, and of all tables of an answer; a row h
 const MAX_READ = 2 * MAX_DEPTH; // times that a character is read: each quote reads again what is in it, some repeatedly
 
 const MAX_FORMULA = 2000; // characters
-const FORMULAS = [ // in TeX: how one is written, and whether it stands by itself
+const FORMULAS = [ // in TeX: the pattern, and whether the formula is displayed
   [/^\$\$([^$]+)\$\$/, true],
   [/^\\\[([^]+?)\\\]/, true],
   [/^\\\(([^]+?)\\\)/, false],
@@ -87,7 +87,7 @@ function asText(source) {
   return lines.slice(1);
 }
 
-/** The formula that a text begins with, as a token, or undefined. */
+/** Return the formula at the beginning of a text as a token, or undefined. */
 function formulaAt(source) {
   for (const [pattern, display] of FORMULAS) {
     const [raw, text] = pattern.exec(source.slice(0, MAX_FORMULA)) ?? [];
@@ -95,7 +95,7 @@ function formulaAt(source) {
   }
 }
 
-/** MathML of a formula, or its text if that is no TeX. */
+/** Return a formula as MathML, or as text if it is not valid TeX. */
 function renderFormula({ raw, text, display }) {
   try {
     const options = { displayMode: display, throwOnError: true, maxExpand: 100, maxSize: [20, 20] };

@@ -31,7 +31,7 @@ class StreamOptions(Strict):
 
     @property
     def usage(self) -> bool:
-        """True if the stream has the usage."""
+        """True if a chunk with the usage ends the stream."""
         return bool(self.continuous_usage_stats if self.include_usage is None else self.include_usage)
 
 
@@ -256,8 +256,8 @@ class GenerationFields(SamplingFields):
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32)
     truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
-    use_beam_search: bool | None = Field(None, description="the n likeliest answers, the best first")
-    length_penalty: FiniteFloat | None = Field(None, description="of a beam search; above 0 favors long answers")
+    use_beam_search: bool | None = Field(None, description="return the n best-scoring answers, best first")
+    length_penalty: FiniteFloat | None = Field(None, description="for beam search; values above 0 favor long answers")
 
     @model_validator(mode="after")
     def _check_counts(self) -> GenerationFields:
@@ -268,7 +268,7 @@ class GenerationFields(SamplingFields):
         if self.prompt_logprobs is not None and self.stream:
             raise wrong("prompt_logprobs", "is not available when stream is true; leave one of them out")
         if self.use_beam_search and self.stream:
-            raise wrong("stream", "is not available with use_beam_search: the best answer is known at the end only")
+            raise wrong("stream", "is not available with use_beam_search: the best answer is only known at the end")
         if self.structures and self.response_format is not None:
             raise wrong("response_format", f"is given together with {next(iter(self.structures))}; give one of them")
         return self
@@ -322,7 +322,7 @@ COPIED = _SHARED - {"top_p", *STRUCTURE_ALIASES}
 
 
 class Reasoning(Strict):
-    """The reasoning that is asked for, in OpenRouter's form and that of /responses. max_tokens: its budget."""
+    """The options of reasoning, in the form of OpenRouter and of /responses. max_tokens: its budget."""
 
     effort: str | None = None
     enabled: bool | None = None

@@ -96,7 +96,7 @@ class _BaseReply(Generic[Request]):
         return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _complete(self, choices: SequenceOf[Any]) -> dict[str, Any]:
-        """Return a complete response, with the nulls that typed clients read."""
+        """Return a complete response. Clients with types expect its nulls."""
         return {**self._envelope(choices), "service_tier": None, "system_fingerprint": None, "usage": self.usage}
 
     def _choice(
@@ -107,19 +107,19 @@ class _BaseReply(Generic[Request]):
         end: Event | None = None,
         **content: Any,
     ) -> dict[str, Any]:
-        """Return a choice or a part of one. end: the event that may end it. content: its content, under its name in the
-        API."""
+        """Return a choice or a part of one. end: the event that comes with its end, if any. content: its content, under
+        its name in the API."""
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": end and self._reason(end)}
         stopped = end and end.stop_reason
         asked = isinstance(stopped, str) or stopped in (self.request.stop_token_ids or ())
-        choice["stop_reason"] = stopped if asked else None  # as in vLLM, the model's own end is None
+        choice["stop_reason"] = stopped if asked else None  # as in vLLM, None if the model ended it
         choice["token_ids"] = None
         if self.request.return_token_ids:
             choice["token_ids"], choice["weight_versions"] = list(ids), end and end.weight_versions
         return choice
 
     def _reason(self, event: Event) -> str | None:
-        """Return the reason why the sample of an event has ended; None: it has not."""
+        """Return the reason why the sample of an event ended, or None if it has not."""
         return event.finish_reason
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -134,8 +134,8 @@ class _BaseReply(Generic[Request]):
 
     def _prompt_scores(self, event: Event | None) -> list[dict[str, Any] | None] | None:
         """Return vLLM's `prompt_logprobs` if the request asks for them: for each token of a prompt, the entries of the
-        token and of its alternatives by id. The first token has none. The rank of a token that is not among the
-        alternatives is unknown."""
+        token and of its alternatives by id. The first token has none. The rank of a token outside the alternatives is
+        unknown."""
         if self.request.prompt_logprobs is None:
             return None
         assert event is not None

@@ -32,7 +32,7 @@ class ServerOptions:
     ignore_unknown: bool = option(
         False, "ignore fields of requests that are not supported, and log each name once, instead of a 400"
     )
-    ignore_limits: bool = option(False, "take temperatures above 2, which OpenAI's API refuses")
+    ignore_limits: bool = option(False, "allow temperatures above 2, which OpenAI's API refuses")
     strict_max_tokens: bool = option(
         False, "refuse a request whose prompt and max_tokens exceed the context together; otherwise, its answer ends "
         "at the end of the context. /messages is never refused for this",

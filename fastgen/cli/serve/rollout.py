@@ -167,7 +167,7 @@ EngineCall = Callable[[AsyncGenerator, Any, QueryParams], Awaitable[Any]]
 
 
 DICTS: dict[str, Any] = {"logit_bias": dict[str, float], "repetition_detection": dict[str, int]}
-"""The types of sampling parameters with several items that are not lists."""
+"""The types of sampling parameters that are dicts."""
 
 
 def sampling_fields(names: Iterable[str]) -> dict[str, Any]:
@@ -344,9 +344,10 @@ def call_error(error: Exception) -> ApiError:
 
 async def _score(engine: AsyncGenerator, body: ScoreRequest, _: QueryParams) -> dict[str, Any]:
     scored = await engine.call("score", body.sequences, body.start, body.temperature, logprobs=body.logprobs)
-    return (
-        {"logprobs": scored} if body.logprobs is None else dict(zip(("logprobs", "top_logprobs"), scored, strict=True))
-    )
+    if body.logprobs is None:
+        return {"logprobs": scored}
+    logprobs, alternatives = scored
+    return {"logprobs": logprobs, "top_logprobs": alternatives}
 
 
 async def sleep(engine: AsyncGenerator, body: SleepRequest, _: QueryParams) -> dict[str, int]:

@@ -58,8 +58,8 @@ _Stop = Annotated[str, Field(min_length=1)]  # an empty one would end every answ
 
 
 class SamplingFields(Body):
-    """The fields about sampling, and about the structure of answers. SamplingParams documents most of them, and
-    fastgen.Request the priority."""
+    """The fields for sampling and for the structure of answers. SamplingParams documents most of them, and
+    fastgen.Request documents `priority`."""
 
     temperature: FiniteFloat | None = Field(None, ge=0, description="above 2 only with --ignore-limits")
     top_p: FiniteFloat | None = Field(None, ge=0, le=1, description="0 is off, as 1 is")
@@ -121,7 +121,7 @@ class SamplingFields(Body):
 
     @property
     def budget(self) -> int | None:
-        """The number of reasoning tokens after which an answer goes on; -1: no limit. None if the request has none."""
+        """The thinking_token_budget that the request sets, under any of its names; -1: no limit. None: it sets none."""
         return self.thinking_budget if self.thinking_token_budget is None else self.thinking_token_budget
 
     @property

@@ -45,10 +45,10 @@ def is_neutral(value: Any, neutral: Any) -> bool:
 
 
 class FieldPolicy:
-    """The policy of a server for fields that it does not use, and for values that OpenAI's API refuses.
+    """The policy of a server for fields that it does not use, and for values that only OpenAI's API refuses.
 
     strict: refuse those without effect. ignore_unknown: ignore those that are not supported, instead of an error.
-    say: logs a line; by default, nothing is logged. limited: refuse values that OpenAI's API refuses.
+    say: logs a line; by default, nothing is logged. limited: refuse values beyond the limits of OpenAI's API.
     """
 
     def __init__(

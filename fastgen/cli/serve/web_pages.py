@@ -31,7 +31,7 @@ def _hashes_of(tag: str, text: str) -> str:
 
 
 def _page(text: str, policy: dict[str, str]) -> Callable[[Request], HTMLResponse]:
-    """Return the handler of a page, whose browser applies only its own scripts and style, and connects only to this
+    """Return the handler of a page. The browser runs only the page's own scripts and style, and connects only to this
     server. policy: further directives of its Content-Security-Policy."""
     policy = {
         "default-src": "'none'",
@@ -55,9 +55,9 @@ def _page(text: str, policy: dict[str, str]) -> Callable[[Request], HTMLResponse
 
 
 def chat_page(ignore_limits: bool) -> Callable[[Request], HTMLResponse]:
-    """Return the handler of the chat page. ignore_limits: its field of the temperature has no maximum."""
+    """Return the handler of the chat page. ignore_limits: True: its temperature has no maximum."""
     text = _with_files("page.html")
-    policy = {"trusted-types": "dompurify"}  # only DOMPurify can make HTML of a text
+    policy = {"trusted-types": "dompurify"}  # only DOMPurify can turn text into HTML
     return _page(text.replace(' max="2"', "") if ignore_limits else text, policy)
 
 

@@ -40,7 +40,7 @@ def pad(outputs: Iterable[RequestOutput], pad_id: int = 0, length: int | None = 
     if length is not None and length < longest:
         raise ValueError(f"length is {length}, and the longest sample has {longest} tokens; give at least {longest}")
     shape = len(pairs), longest if length is None else length
-    on_cpu = torch.device("cpu")  # which the program's default device may not be
+    on_cpu = torch.device("cpu")  # the program's default device may be another one
     ids, versions = torch.full(shape, pad_id, device=on_cpu), torch.full(shape, -1, device=on_cpu)
     mask = torch.zeros(shape, dtype=torch.bool, device=on_cpu)
     logprobs, raw_logprobs = torch.zeros((2, *shape), dtype=torch.float32, device=on_cpu)

@@ -51,7 +51,7 @@ def test_a_chat_has_the_best_answer_first(rollout_server: Server, here: Generato
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
-        ({"stream": True}, "stream", "the best answer is known at the end only"),
+        ({"stream": True}, "stream", "the best answer is only known at the end"),
         ({"stop": "a"}, "stop", "stop is not available with use_beam_search; leave one of them out"),
         ({"response_format": {"type": "json_object"}}, "response_format", "is not available with use_beam_search"),
         ({"frequency_penalty": 1}, "frequency_penalty", "is not available with use_beam_search"),

@@ -100,7 +100,7 @@ def test_unknown_fields_are_errors_unless_the_server_ignores_them(kind: Any) -> 
 
 @KINDS
 def test_a_server_has_openais_limit_of_temperatures(kind: Any) -> None:
-    """Anthropic's API has another one, which is not checked."""
+    """The limit of Anthropic's API is another one, and is not checked."""
     assert read(kind, temperature=2.5).temperature == 2.5, "in a file of fggen"
     limited = FieldPolicy(limited=True)
     assert read(kind, limited, temperature=2).temperature == 2

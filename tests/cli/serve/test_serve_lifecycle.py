@@ -78,7 +78,7 @@ def reply(connection: socket.socket) -> bytes:
 
 
 def test_the_engine_gets_the_priority(server: Server) -> None:
-    """The id that the stub says tells it."""
+    """The stub answers with an id of 7 plus the priority."""
     for fields, id in (({}, 7), ({"priority": 5}, 12), ({"priority": -3}, 4)):
         body = {"prompt": [5], "max_tokens": 1, "return_token_ids": True, **fields}
         assert server.post("/completions", body).json()["choices"][0]["token_ids"] == [id]

@@ -92,7 +92,7 @@ def test_values_that_json_lacks_are_replaced(vocabulary: Vocabulary) -> None:
 
 @pytest.mark.parametrize("text", ["b", ""])
 def test_the_last_chunk_of_a_chat_has_the_reason(text: str) -> None:
-    """It is that of the last text. An end without text has a chunk with an empty delta."""
+    """It is the chunk with the last text. If the end comes without text, it is a chunk with an empty delta."""
     reply = ChatReply(ChatRequest(messages=HELLO, stop="x"), "tiny", PromptTokens([1]), None)
     chunks = reply.push([Event(0, 0, [5], "a"), Event(0, 0, [6], text, "stop", "x")])
     choices = [chunk["choices"][0] for chunk in chunks]
@@ -127,7 +127,7 @@ def test_answers_have_the_nulls_that_clients_read(kind: Any) -> None:
 
 
 def test_chosen_alternatives_include_the_token(vocabulary: Vocabulary) -> None:
-    """As in vLLM. Other alternatives may lack it."""
+    """As in vLLM; without logprob_token_ids, the alternatives may lack the token."""
     event = Event(0, 0, [301], "x", "length", logprobs=[0.0], raw_logprobs=[-2.0], top_logprobs=[{300: -0.5}])
     for chosen, logprobs in (([300], [-0.5, -2.0]), (None, [-0.5])):
         request = ChatRequest(messages=HELLO, logprobs=True, logprob_token_ids=chosen)

@@ -115,14 +115,15 @@ class StartRequest(ModelRequest):
 
 
 class FinishRequest(ModelRequest):
-    """A request to /finish_weight_update. weight_version: as VersionRequest's; the response has the number."""
+    """A request to /finish_weight_update. weight_version: see `new_version` of VersionRequest; the response has
+    fastgen's version."""
 
     weight_version: int | str | None = None
 
 
 class VersionRequest(ModelRequest):
-    """A request to /update_weight_version. new_version: the trainer's name of the weights, for /weight_info. The
-    engine's own versions count up."""
+    """A request to /update_weight_version. new_version: the trainer's name for the weights, which /weight_info
+    returns. The engine's own versions count up."""
 
     new_version: int | str
 
@@ -188,8 +189,8 @@ class VllmControl(TrainerRoutes):
         self._mode = service.options.logprobs_mode
         # Engines between the start and the finish of an update, which run no steps and are to run again after it.
         self._holding: set[AsyncGenerator] = set()
-        self._drafting: set[AsyncGenerator] = set()  # engines in an update of their head that drafts
-        self._names: dict[AsyncGenerator, tuple[int, str]] = {}  # version of the weights, and the trainer's name of it
+        self._drafting: set[AsyncGenerator] = set()  # engines in an update of the head that drafts; they run steps
+        self._names: dict[AsyncGenerator, tuple[int, str]] = {}  # version of the weights, the trainer's name for it
 
     def routes(self) -> Routes:
         post = self.post
@@ -252,7 +253,7 @@ class VllmControl(TrainerRoutes):
         return {"message": "Weight update started"}
 
     async def _start_draft(self, engine: AsyncGenerator, *_: Any) -> Any:
-        """Let the next updates be those of the head that drafts. Requests run on, since no output changes."""
+        """Direct the next updates to the head that drafts. Requests continue, since no output changes."""
         await engine.call("check_drafter")
         self._drafting.add(engine)
         return {"message": "Draft weight update started"}
@@ -278,7 +279,7 @@ class VllmControl(TrainerRoutes):
         return {"success": True, "new_version": body.new_version}
 
     async def _info(self, engine: AsyncGenerator, *_: Any) -> Any:
-        """Return the trainer's name of the weights, or their number if it gave none after the last update."""
+        """Return the trainer's name for the weights, or their version if it gave none since the last update."""
         version = await _version(engine)
         named, name = self._names.get(engine, (None, ""))
         return {"weight_version": name if named == version else str(version)}
@@ -287,7 +288,8 @@ class VllmControl(TrainerRoutes):
         options = {"version": None, "partial": False, "in_flight": "keep"}
         with self.updating(engine):
             if engine in self._drafting:
-                version = await engine.call("read_drafter", body.weight_dir)
+                await engine.call("update_drafter", body.weight_dir)
+                version = await _version(engine)
             else:
                 version = await engine.call("update_weights", body.weight_dir, **options)
         return {"status": "ok", "weight_version": version}
@@ -335,7 +337,7 @@ async def _wake_up(engine: AsyncGenerator, _: ModelRequest, query: QueryParams) 
 
 
 async def _release(engine: AsyncGenerator, *_: Any) -> Any:
-    """Release the KV cache alone, after a pause that has ended the running requests."""
+    """Release only the KV cache, after a pause that ended the running requests."""
     return {"status": "kv_cache_released", "freed": await engine.call("sleep", ["kv_cache"])}
 
 
@@ -352,7 +354,7 @@ async def _is_sleeping(engine: AsyncGenerator, *_: Any) -> Any:
 
 
 async def _asleep(engine: AsyncGenerator) -> list[str]:
-    """Return the parts of the memory that sleep."""
+    """Return the parts of the memory that are asleep."""
     asleep: list[str] = (await engine.call("transfer_state"))["asleep"]
     return asleep
 
@@ -374,7 +376,7 @@ async def _world_size(*_: Any) -> Any:
 def _content(completion: Completion, name: str, params: SamplingParams) -> list[dict[str, Any]]:
     """Return the logprobs of a completion as vLLM does without a tokenizer. name: of the list with the values."""
     values, tops = getattr(completion, name), completion.top_logprobs or [{}] * len(completion.token_ids)
-    if params.logprob_token_ids:  # whose alternatives include the token itself
+    if params.logprob_token_ids:  # then vLLM also returns the token itself
         raw = zip(completion.token_ids, completion.raw_logprobs, tops, strict=True)
         tops = [{**top, token: top.get(token, logprob)} for token, logprob, top in raw]
     return [
@@ -389,7 +391,7 @@ def _named(token: int, logprob: float) -> dict[str, Any]:
 
 def _prompt_scores(output: RequestOutput) -> list[dict[str, Any] | None]:
     """Return the logprobs of a prompt: for each token the entries of the token and of its alternatives, by id. The
-    token's entry is the first, which prime-rl reads. Its rank is unknown if it is not among the alternatives."""
+    token's own entry comes first, as prime-rl expects. Its rank is None if it is not among the alternatives."""
     values = output.prompt_logprobs or []
     tops = output.prompt_top_logprobs or [{}] * len(values)
     scores: list[dict[str, Any] | None] = []
