@@ -38,6 +38,16 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "default dtype": default_dtype,
 }
 
+CASES = [
+    ("autocast", "float32"),
+    ("autocast", "bfloat16"),
+    ("autocast to float16", "bfloat16"),
+    ("inference mode", "float32"),
+    ("default device", "float32"),
+    ("default dtype", "bfloat16"),
+]
+"""Modes, and the dtypes of engines."""
+
 
 def answers(gen: Generator) -> list[Any]:
     """Return all that is drawn and scored, and the samples as a trainer gets them."""
@@ -56,10 +66,10 @@ def all_answers(gen: Generator, state: dict[str, Tensor]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("family", "mode"), families_in_turn(list(MODES)), indirect=["family"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_mode_of_the_program_changes_no_bit(family: Path, mode: str, dtype: str) -> None:
+@pytest.mark.parametrize(("family", "case"), families_in_turn(CASES), indirect=["family"])
+def test_a_mode_of_the_program_changes_no_bit(family: Path, case: tuple[str, str]) -> None:
     """The mode is on while an existing engine works, and while another one is made, which also works afterwards."""
+    mode, dtype = case
     options: dict[str, Any] = {"dtype": dtype, "page_size": 16, "num_pages": 64, "max_seqs": 4, "max_step_tokens": 24}
     state = adapter(family)
     with Generator(family, **options) as gen:

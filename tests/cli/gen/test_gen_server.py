@@ -179,9 +179,9 @@ def test_so_many_requests_run_at_a_time(fake: Fake, ordered: bool) -> None:
     def wait(path: str, body: dict[str, Any]) -> Answer:
         index = int(body["prompt"].split()[1])
         if index < 4:
-            together.wait(10)
+            together.wait(50)
         if index == 0:
-            last.wait(10)
+            last.wait(50)
         if index == 11:
             last.set()
         return echoed(path, body)
@@ -191,7 +191,7 @@ def test_so_many_requests_run_at_a_time(fake: Fake, ordered: bool) -> None:
     assert fggen(fake, "--concurrency", 4, *(("--ordered",) if ordered else ())) == 0
     assert fake.most == 4
     rows = [record["row"] for record in read("out.jsonl")]
-    assert rows == list(range(12)) if ordered else rows.index(0) > 8
+    assert rows == list(range(12)) if ordered else rows.index(0) >= 8  # 9 and 10 may run beside 11
     assert [record["completions"] for record in by_row("out.jsonl")] == [[row["prompt"]] for row in numbered(12)]
 
 
