@@ -58,6 +58,8 @@ def test_an_output_ends_where_it_repeats_itself(speculate: str | None) -> None:
         repeated, completion = gen.stats.repeated, ended[1]  # " a b a b a b"
         (cut,) = gen.generate(prompts[1], {**vars(params), "repetition_detection": limits, "stop": completion.text[1:]})
         assert (cut.completions[0].stop_reason, gen.stats.repeated) == (completion.text[1:], repeated)
+        (word,) = gen.generate("hello", {"choice": ["a repetition"], "stop": "repetition"})
+        assert (word.completions[0].stop_reason, gen.stats.repeated) == ("repetition", repeated)
         (late,) = gen.generate(prompts[:1], {**vars(params), "repetition_detection": limits, "min_tokens": 60})
         assert len(late.completions[0].token_ids) >= 60
         (off,) = gen.generate(prompts[:1], {**vars(params), "repetition_detection": {"max_pattern_size": 0}})

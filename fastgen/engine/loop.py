@@ -129,10 +129,10 @@ class Loop:
             active.first_token = time.perf_counter()
         text_needed = sample.text is not None or sequence.status is Status.FINISHED
         if text_needed and (stop := sample.update_text(self._inputs.tokenizer)) is not None:
-            self.scheduler.finish(sequence, "stop", stop)
             # If an id, the length or a repetition ended it with the same token, the string is still the reason: it cuts
             # the text.
             self.scheduler.stats.repeated -= sequence.stop_reason == REPETITION
+            self.scheduler.finish(sequence, "stop", stop)
             sequence.finish_reason, sequence.stop_reason = "stop", stop
         if active.queue is None:
             sample.emit(self.events, active)
