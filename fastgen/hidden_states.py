@@ -200,7 +200,7 @@ class ShardWriter:
         if not self._states:
             return
         values = torch.cat([each.values for each in self._states], dim=1)
-        counts = torch.tensor([0, *(len(each.positions) for each in self._states)])
+        counts = torch.tensor([0, *(len(each.positions) for each in self._states)], device="cpu")
         tensors = {f"layer.{number}": layer for number, layer in zip(self._layers, values, strict=True)}
         tensors |= {"offsets": counts.cumsum(0), "positions": torch.cat([each.positions for each in self._states])}
         path = self._folder / f"features-{len(self.paths):05}.safetensors"
