@@ -226,7 +226,7 @@ class Flood:
 
     async def _beside(self, count: int, tokens: int, slow: bool) -> dict[str, float]:
         # Hot, so that any model writes text in most steps.
-        body = {"prompt": WORDS[0], "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 5}
+        body = {"prompt": WORDS[0], "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 2}
         read = asyncio.Event()
         much = body | {"logprobs": 5, "n": 2, "max_tokens": 4 * tokens}  # more than the connection holds
         others = [asyncio.create_task(self._read_late(read, much)) for _ in range(count)]
