@@ -37,7 +37,7 @@ def test_repetitions_are_those_that_comparing_all_tokens_finds() -> None:
     assert found > 500
 
 
-@pytest.mark.parametrize("speculate", [None, "ngram"])
+@pytest.mark.parametrize("speculate", [pytest.param(None, marks=pytest.mark.long), "ngram"])
 def test_an_output_ends_where_it_repeats_itself(speculate: str | None) -> None:
     limits = {"max_pattern_size": 8, "min_pattern_size": 0, "min_count": 3}
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
