@@ -142,7 +142,7 @@ class WeightUpdates:
         """Update the weights with what a trainer's group broadcasts; tensors that are not named stay, and running
         requests keep their KV. Return the version of the weights. See TrainerGroup.receive.
 
-        drafter: True: the tensors are those of the head that drafts, all of them.
+        drafter: if True, the header names all tensors of the head that drafts, and no others.
         """
         likes, shards = placeholders(header), checkpoint_shards(self._gen.model_config)
         partial = not shards.keys() <= {name for name, _, _ in header}

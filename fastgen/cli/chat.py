@@ -14,12 +14,12 @@ from pathlib import Path
 
 from fastgen.cli.chat_backends import THINKING, Backend, LocalBackend, ServerBackend
 from fastgen.cli.chat_commands import BANNER, obey
-from fastgen.cli.chat_completion import completed
 from fastgen.cli.chat_console import Console
 from fastgen.cli.chat_files import Conversation, load
 from fastgen.cli.chat_session import Chat
 from fastgen.cli.command import loading_model, one_line, run_tool
 from fastgen.cli.options import API_KEY, MODEL, SAMPLING, TEMPLATE, Parser, add_flag, flag, given
+from fastgen.cli.tab_completion import completed
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.request import SamplingParams
 

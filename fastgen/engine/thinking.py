@@ -1,4 +1,4 @@
-"""Thinking budgets: which steps close the reasoning of which sequences. No torch here.
+"""The plan of thinking budgets: it decides in which steps a sequence ends its reasoning. No torch here.
 
 When a budget is used up, the closing mark is drawn as soon as it is among the LIKELY most likely tokens of the
 untouched logits, which is usually at the end of a sentence. At the latest, it is drawn a quarter of the budget later,

@@ -22,10 +22,10 @@ import fastgen
 from fastgen.cli import chat
 from fastgen.cli.chat_backends import LocalBackend, Reply
 from fastgen.cli.chat_commands import COMMANDS, listed
-from fastgen.cli.chat_completion import completed
 from fastgen.cli.chat_console import Console
 from fastgen.cli.chat_files import Conversation
 from fastgen.cli.chat_session import Chat
+from fastgen.cli.tab_completion import completed
 from fastgen.request import SamplingParams
 
 PROGRAM = str(ROOT / "tests" / "chat_program.py")
