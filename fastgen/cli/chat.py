@@ -18,7 +18,7 @@ from fastgen.cli.chat_console import Console
 from fastgen.cli.chat_files import Conversation, load
 from fastgen.cli.chat_session import Chat
 from fastgen.cli.command import loading_model, one_line, run_tool
-from fastgen.cli.options import API_KEY, MODEL, SAMPLING, TEMPLATE, Parser, add_flag, flag, given
+from fastgen.cli.options import API_KEY, MODEL, SAMPLING, TEMPLATE, Parser, add_flag, flag, given, read_text
 from fastgen.cli.tab_completion import completed
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.request import SamplingParams
@@ -78,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         conversation = _conversation(args)
         _check_place(args)
-        template = None if args.chat_template is None else _template(Path(args.chat_template).expanduser())
+        template = (
+            None if args.chat_template is None else read_text(TEMPLATE.name, Path(args.chat_template).expanduser())
+        )
         SamplingParams(**given(args, (*SAMPLED, "seed"))).validate(vocab_size=1)
     except (ValueError, OSError) as error:
         parser.error(one_line(error))
@@ -100,13 +102,6 @@ def _conversation(args: argparse.Namespace) -> Conversation:
     settings = {**saved.settings, **given(args, (*SAMPLED, "thinking", *seed))}
     system = saved.system if args.system is None else args.system
     return Conversation(given(args, MODEL_NAMES), settings, system, saved.rounds)
-
-
-def _template(path: Path) -> str:
-    """Return the text of a chat template. Raises ValueError or OSError."""
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}")
-    return path.read_text(encoding="utf-8")
 
 
 def _chat(args: argparse.Namespace, conversation: Conversation, template: str | None) -> int:

@@ -169,6 +169,16 @@ def error_message(body: Any) -> str:
     return str(message or json.dumps(body)[:EXCERPT])
 
 
+def read_text(option: str, path: Path) -> str:
+    """Return the text of the file that an option names. Raises ValueError."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{option}: {error.strerror}: {str(path)!r}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8; save it in that encoding") from None
+
+
 def read(option: Option, text: str) -> Value:
     """Return the value of an option from its text.
 

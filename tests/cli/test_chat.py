@@ -392,7 +392,7 @@ def test_bad_options_exit_2(options, capsys):
         (["--model", "folder"], 2, "--model needs a server; give its --url; a local model needs no flag;"),
         (["folder", "--url", "http://localhost"], 2, "MODEL needs a local model; leave it or --url out;"),
         (["--resume", "nowhere"], 2, "there is no file nowhere;"),
-        (["--chat-template", "nowhere"], 2, "there is no file nowhere;"),
+        (["--chat-template", "nowhere"], 2, "--chat-template: No such file or directory: 'nowhere';"),
         (
             ["--chat-template", "x", "--url", "http://x"],
             2,

@@ -13,7 +13,7 @@ import yaml
 
 from fastgen.async_engine.grammars import GRAMMAR_TIMEOUT, MAX_TIMEOUT
 from fastgen.cli.command import note, one_line
-from fastgen.cli.options import API_KEY, MODEL, TEMPLATE, Parser, Value, add_flag, read_yaml
+from fastgen.cli.options import API_KEY, MODEL, TEMPLATE, Parser, Value, add_flag, read_text, read_yaml
 from fastgen.model.config import BUNDLED_NAME
 from fastgen.option import Option, option, options_of
 
@@ -201,7 +201,7 @@ def make_options(
         if any(other.name == name for other in served):
             advice = "another name" if path else "another name in a file of --config"
             raise ValueError(f"two models are called {name!r}; give one of them {advice}")
-        template = _read_text(TEMPLATE.name, Path(str(chosen[TEMPLATE.name]))) if TEMPLATE.name in chosen else None
+        template = read_text(TEMPLATE.name, Path(str(chosen[TEMPLATE.name]))) if TEMPLATE.name in chosen else None
         served.append(ModelOptions(name, model, {key: chosen[key] for key in MODEL if key in chosen}, template))
     return ServeOptions(server, tuple(_share_memory(served)))
 
@@ -228,18 +228,8 @@ def make_parser() -> Parser:
     return parser
 
 
-def _read_text(option: str, path: Path) -> str:
-    """Return the text of the file that an option names. Raises ValueError."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"{option}: {error.strerror}: {str(path)!r}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8; save it in that encoding") from None
-
-
 def _read_file(path: Path) -> dict[str, Any]:
-    text = _read_text("config", path)
+    text = read_text("config", path)
     try:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # also of dates and numbers
