@@ -2,7 +2,8 @@
 
 torch distributes an operation over OpenMP's threads, which wait for each other actively. If another process takes the
 core of one thread, the others wait for milliseconds at the end of operations that take microseconds, and a step has
-hundreds of these. Therefore a step uses at most as many threads as there are cores that other processes do not use.
+hundreds of these. Therefore a step uses at most as many threads as there are cores that other processes do not use, and
+at most as many as the quota of a container allows to run all the time.
 
 The limit is set in OpenMP and MKL for the calling thread only. torch's own setting and the other threads of the program
 are not affected. With the products of `model/packed.py`, the bits of a step do not depend on the number of threads.
@@ -10,7 +11,9 @@ are not affected. With the products of `model/packed.py`, the bits of a step do 
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,14 +30,15 @@ SLACK = 0.3
 """Number of cores that other processes can use before a step uses one thread less."""
 
 PAUSE = 0.05
-"""Length in seconds of a pause between two steps after which all cores are free if nothing else runs. The time of
-pauses up to INTERVAL belongs to the interval that is measured; a longer one begins a new interval."""
+"""Length in seconds of a pause between two steps after which a step looks for processes that run. The time of pauses up
+to INTERVAL belongs to the interval that is measured; a longer one begins a new interval."""
 
 LOOKS, WAIT = 10, 0.001
 """Maximum number of times that a step after a pause looks for processes that run, and the seconds between two looks.
 OpenMP's threads of another program still wait actively, for milliseconds, after the program's last operation."""
 
 _STAT, _LOAD = Path("/proc/stat"), Path("/proc/loadavg")
+_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 _HAS_MKL = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 # Without MKL, the sums of F.linear depend on the number of threads, so this number is not changed.
@@ -66,21 +70,21 @@ class FreeCores:
     """A count of the cores that this process may use and other processes do not use, as far as Linux tells."""
 
     def __init__(self) -> None:
-        self.count = len(_cores())  # all cores, until the first interval has passed
+        self._quota = _quota()
+        self.count = self._usable()
         self._measured = self._times()
-        self._ended = self._measured[0]  # when the last step ended
+        self._ended = -math.inf  # when the last step ended
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run a step in this block, with as many threads as there are free cores."""
-        pause, cores = time.monotonic() - self._ended, len(_cores())
-        # Whether processes that ran before this step have ended, or wait. It matters if they count: in the number of
-        # free cores, or in an interval that a short pause belongs to.
-        only = pause > PAUSE and _is_only_one(LOOKS if self.count < cores or pause <= INTERVAL else 1)
-        if only:
-            self.count = cores
-        if only or pause > INTERVAL:
-            self._measured = self._times()
+        pause = time.monotonic() - self._ended
+        if pause > PAUSE:
+            others = _running_others()
+            if not others or len(_cores()) == os.cpu_count():  # else the others may run on other cores
+                self.count = max(self._usable() - others, 1)
+            if not others or pause > INTERVAL:
+                self._measured = self._times()
         with at_most(self.update()):
             yield
         self._ended = time.monotonic()
@@ -90,9 +94,13 @@ class FreeCores:
         if time.monotonic() - self._measured[0] >= INTERVAL:
             (start, busy_before, own_before), (now, busy, own) = self._measured, self._times()
             others = (busy - busy_before - (own - own_before)) / (now - start)
-            self.count = max(int(len(_cores()) - others + SLACK), 1)
+            self.count = max(min(int(len(_cores()) - others + SLACK), self._usable()), 1)
             self._measured = now, busy, own
         return self.count
+
+    def _usable(self) -> int:
+        """Return how many cores this process may use all the time, at least 1."""
+        return max(int(min(len(_cores()), self._quota + SLACK)), 1)
 
     def _times(self) -> tuple[float, float, float]:
         """Return the time, for how many seconds these cores have been busy, and for how many this process has run."""
@@ -104,17 +112,48 @@ class FreeCores:
         return time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
-def _is_only_one(looks: int) -> bool:
-    """Return whether this thread is the only one of the machine that runs or waits for a core, at one of so many looks,
-    as far as Linux tells."""
-    for look in range(looks if _LOAD.exists() else 0):
+def _running_others() -> int:
+    """Return how many other threads of the machine run or wait for a core, as far as Linux tells: the minimum of LOOKS
+    looks, or 0 at the first that sees none."""
+    fewest = sys.maxsize if _LOAD.exists() else 0
+    for look in range(LOOKS):
+        if fewest == 0:
+            break
         if look:
             time.sleep(WAIT)
-        if _LOAD.read_text().split()[3].startswith("1/"):
-            return True
-    return False
+        running, _, _ = _LOAD.read_text().split()[3].partition("/")
+        fewest = min(fewest, int(running) - 1)
+    return fewest
 
 
 def _cores() -> set[int]:
     """Return the numbers of the cores that this process may use."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _quota() -> float:
+    """Return how many cores the quotas of this process's control groups allow, infinity without any. A group's quota
+    also holds for the groups below it; a container sees its own group as the first one.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files and, for version 1,
+    https://docs.kernel.org/scheduler/sched-bwc.html
+    """
+    quotas = [math.inf]
+    for line in _OWN_CGROUPS.read_text().splitlines() if _OWN_CGROUPS.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = _CGROUPS / ("cpu" if controllers else "")
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root):
+                quotas.append(_quota_of(folder))
+    return min(quotas)
+
+
+def _quota_of(group: Path) -> float:
+    """Return how many cores the quota of one control group allows, infinity without one."""
+    limits = group / "cpu.max", group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us"
+    words = [word for file in limits if file.exists() for word in file.read_text().split()]
+    quota, period = words if len(words) == 2 else ("max", "0")
+    return math.inf if quota in ("max", "-1") else int(quota) / int(period)

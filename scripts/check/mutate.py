@@ -166,11 +166,15 @@ def main() -> None:
             copies.put(Path(folder) / str(number))
             prefix = f"--prefix={folder}/{number}/"
             subprocess.run(["git", "checkout-index", "-a", prefix], cwd=ROOT, check=True)
+        if wrong := faults(wanted, Path(folder) / "0"):
+            sys.exit("\n".join([*wrong, "git add the changed files: the bugs are applied to what is staged"]))
 
         def run_in_a_copy(mutant: Mutant) -> dict[str, object]:
             copy = copies.get()
-            result = run(copy, mutant)
-            copies.put(copy)
+            try:
+                result = run(copy, mutant)
+            finally:
+                copies.put(copy)  # others wait for it
             print("found" if result["found"] else "LIVES", json.dumps(result), flush=True)
             return result
 

@@ -106,22 +106,25 @@ def test_processes_that_run_between_two_steps_do_not_count(monkeypatch: pytest.M
     assert found == [2] * 8 + [1, 1, 2]
 
 
+@pytest.mark.parametrize("machine", [2, 4])
 def test_a_core_is_not_free_if_another_process_runs_during_short_bursts_of_steps(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    machine: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Bursts of 0.1 s with pauses of 0.1 s, in which another process uses one core all the time."""
+    """Bursts of 0.1 s with pauses of 0.1 s, in which another process uses one core all the time. That is measured over
+    the pauses too, if this process may use two of four cores; otherwise the first step knows it."""
     now, load = [0.0], tmp_path / "loadavg"
     load.write_text("0.98 3.96 5.27 2/119 29369\n")
     monkeypatch.setattr(threads, "_LOAD", load)
     monkeypatch.setattr(threads.FreeCores, "_times", lambda self: (now[0], now[0], 0.0))
     monkeypatch.setattr(threads, "_cores", lambda: {0, 1})
     monkeypatch.setattr(threads.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(threads.os, "cpu_count", lambda: machine)
     free, found = threads.FreeCores(), []
     for at in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5):
         now[0] = at
         with free.step():
             found.append(torch.get_num_threads())
-    assert found == [2, 2, 2, 1, 1, 1]
+    assert found == ([2, 2, 2, 1, 1, 1] if machine == 4 else [1] * 6)
 
 
 def test_a_step_after_a_pause_looks_again_for_processes_that_are_about_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +141,7 @@ def test_a_step_after_a_pause_looks_again_for_processes_that_are_about_to_end(mo
     monkeypatch.setattr(threads, "_cores", lambda: {0, 1})
     monkeypatch.setattr(threads.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(threads.time, "sleep", sleep)
+    monkeypatch.setattr(threads.os, "cpu_count", lambda: 2)
     free = threads.FreeCores()
 
     def step(at: float, end: float) -> tuple[int, float]:
@@ -147,12 +151,44 @@ def test_a_step_after_a_pause_looks_again_for_processes_that_are_about_to_end(mo
             return torch.get_num_threads(), round(waited[0], 4)
 
     during = [step(at / 100, 9.0) for at in range(0, 32, 4)]
-    assert (during[0], during[-1]) == ((2, 0.0), (1, 0.0))
+    assert (during[0], during[-1]) == ((1, 0.009), (1, 0.0))
     assert step(1.0, 9.0) == (1, 0.009)
     assert step(2.0, 2.0035) == (2, 0.004)
-    assert step(3.0, 9.0) == (2, 0.0)  # all cores counted as free, so there was nothing to look for
+    assert step(3.0, 9.0) == (1, 0.009)  # although all cores counted as free
     assert step(3.2, 3.2035) == (2, 0.004)  # the pause would belong to the interval that is measured
     assert step(3.3, 3.2) == (2, 0.0)
+
+
+def test_a_step_uses_no_more_threads_than_a_quota_allows_to_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In version 2 of control groups, in version 1, and with both; a group is limited by the groups above it."""
+    own, groups = tmp_path / "cgroup", tmp_path / "groups"
+    monkeypatch.setattr(threads, "_OWN_CGROUPS", own)
+    monkeypatch.setattr(threads, "_CGROUPS", groups)
+    monkeypatch.setattr(threads, "_LOAD", tmp_path / "absent")
+    monkeypatch.setattr(threads, "_STAT", tmp_path / "absent")
+    monkeypatch.setattr(threads, "_cores", lambda: set(range(8)))
+
+    def cores(text: str, limits: dict[str, str]) -> int:
+        own.write_text(f"{text}\n")
+        for name, limit in limits.items():
+            (groups / name).parent.mkdir(parents=True, exist_ok=True)
+            (groups / name).write_text(f"{limit}\n")
+        return threads.FreeCores().count
+
+    assert cores("0::/", {}) == 8
+    assert cores("0::/a/b", {"cpu.max": "max 100000"}) == 8
+    assert cores("0::/a/b", {"a/b/cpu.max": "370000 100000"}) == 4
+    assert cores("0::/a/b", {"a/cpu.max": "150000 100000"}) == 1
+    assert cores("0::/c", {}) == 8
+    assert cores("0::/c", {"cpu.max": "20000 100000"}) == 1
+    assert cores("9:cpuset:/\n1:cpu,cpuacct:/d", {}) == 8
+    assert cores("1:cpu,cpuacct:/d", {"cpu/d/cpu.cfs_quota_us": "-1", "cpu/d/cpu.cfs_period_us": "100000"}) == 8
+    assert cores("1:cpu,cpuacct:/d", {"cpu/d/cpu.cfs_quota_us": "200000"}) == 2
+    assert cores("1:cpu:/docker/id", {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}) == 3
+    with (free := threads.FreeCores()).step():
+        assert free.update() == 3
 
 
 def test_mkl_is_limited_even_if_the_program_has_set_a_number() -> None:
