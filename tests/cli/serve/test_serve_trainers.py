@@ -364,6 +364,22 @@ def test_a_teacher_scores_as_slime_asks(server: Server, here: Generator) -> None
     assert "input_token_logprobs" not in sampled(server, logprob_start_len=-1)["meta_info"]
 
 
+def test_no_answer_has_numbers_that_json_does_not_have(server: Server) -> None:
+    """The first token of a prompt has no logprob, which is NaN in Python and null in JSON."""
+    ours = {"prompt": PROMPT, "params": {"max_tokens": 1, "prompt_logprobs": 0}}
+    for path, body in (
+        ("/score", {"sequences": [PROMPT], "logprobs": 1}),
+        ("/generate", ours),
+        ("/generate", {**ours, "stream": True}),
+        ("/v1/completions", {"prompt": PROMPT, "echo": True, "logprobs": 1, "prompt_logprobs": 1}),
+    ):
+        answer = server.post(path, body)
+        assert answer.status_code == 200
+        for line in answer.text.splitlines():
+            json.loads(line, parse_constant=pytest.fail)
+        assert "null" in answer.text
+
+
 def test_a_stream_as_slime_reads_it(server: Server) -> None:
     """Each event has all tokens so far, and the last one is the answer without a stream."""
     whole = sampled(server, rid="a", logprob_start_len=0)
