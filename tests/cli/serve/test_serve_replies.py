@@ -13,7 +13,7 @@ from grammars import add
 from fastgen import Generator
 from fastgen.cli.serve.openai_input import ChatRequest, CompletionRequest
 from fastgen.cli.serve.openai_output import ChatReply, CompletionReply, PromptTokens, Vocabulary
-from fastgen.cli.serve.validation import ApiError
+from fastgen.cli.serve.validation import ApiError, check_request
 from fastgen.request import Event
 from fastgen.text.reasoning import AnswerParser
 from fastgen.text.tools.formats import HERMES
@@ -130,11 +130,16 @@ def test_chosen_alternatives_include_the_token(vocabulary: Vocabulary) -> None:
     """As in vLLM; without logprob_token_ids, the alternatives may lack the token."""
     event = Event(0, 0, [301], "x", "length", logprobs=[0.0], raw_logprobs=[-2.0], top_logprobs=[{300: -0.5}])
     for chosen, logprobs in (([300], [-0.5, -2.0]), (None, [-0.5])):
-        request = ChatRequest(messages=HELLO, logprobs=True, logprob_token_ids=chosen)
+        request = ChatRequest(messages=HELLO, logprobs=None if chosen else True, logprob_token_ids=chosen)
         (choice,) = ChatReply(request, "tiny", PromptTokens([1]), vocabulary).whole([event])["choices"]
         (entry,) = choice["logprobs"]["content"]
         assert entry["logprob"] == -2.0
         assert [other["logprob"] for other in entry["top_logprobs"]] == logprobs
+    completion = CompletionRequest(prompt="a", logprob_token_ids=[300])
+    (choice,) = CompletionReply(completion, "tiny", [PromptTokens([1])], vocabulary).whole([event])["choices"]
+    assert list(choice["logprobs"]["top_logprobs"][0].values()) == [-0.5, -2.0]
+    with pytest.raises(ApiError, match="logprob_token_ids needs logprobs, which is false"):
+        check_request(ChatRequest, {"messages": HELLO, "logprobs": False, "logprob_token_ids": [300]})
 
 
 def test_logprobs_need_names() -> None:
