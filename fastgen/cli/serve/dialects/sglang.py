@@ -16,12 +16,13 @@ from itertools import accumulate, chain
 from typing import Any, Literal
 
 from pydantic import Field, create_model, model_validator
-from pydantic_core import to_json
 from starlette.datastructures import QueryParams
 
 from fastgen.async_engine.client import AsyncGenerator, EventStream, joined
+from fastgen.cli.serve.http_responses import json_bytes
 from fastgen.cli.serve.rollout import EventResponse, ModelRequest, TrainerRoutes, sampling_fields, weight_version
 from fastgen.cli.serve.routes import Routes
+from fastgen.cli.serve.sampling_fields import INT32
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, Items, Strict, wrong
 from fastgen.request import SHARED, Completion, Event, Prompt, RequestOutput
@@ -73,7 +74,8 @@ class SglangRequest(ModelRequest):
 
     rid: its name for /abort_request, unless it is streamed. stream: the response is a stream of events, each of which
     has all tokens so far. logprob_start_len: index of the first token of the prompt whose logprob is returned; -1 for
-    none. A teacher scores a sequence with max_new_tokens=0. The fields without effect are added by SGLang's router.
+    none. A teacher scores a sequence with max_new_tokens=0. priority: as in SGLang, larger numbers go first. The fields
+    without effect are added by SGLang's router.
     """
 
     input_ids: Items[int] | None = None
@@ -83,6 +85,7 @@ class SglangRequest(ModelRequest):
     logprob_start_len: int = Field(-1, ge=-1)
     rid: str | None = None
     stream: bool = False
+    priority: int = Field(0, ge=-INT32, le=INT32)
 
     @property
     def scored(self) -> bool:
@@ -164,9 +167,11 @@ class SglangEngine(TrainerRoutes):
             params["prompt_logprobs"] = 0
         self.check_samples(params.get("n"))
         greedy = params.get("temperature", engine.info.default_params.temperature) == 0
+        priority = -body.priority  # of fastgen.Request, where lower numbers go first
         if body.stream:
-            return SglangStream(self.service, partial(engine.submit, [body.prompt], params), body, greedy)
-        output = await engine.generate(body.prompt, params, body.rid)
+            submit = partial(engine.submit, [body.prompt], params, priority=priority)
+            return SglangStream(self.service, submit, body, greedy)
+        output = await engine.generate(body.prompt, params, body.rid, priority=priority)
         answers = [_answer(body, output, completion, greedy) for completion in output.completions]
         return answers[0] if params.get("n", 1) == 1 else answers
 
@@ -201,10 +206,10 @@ class SglangStream(EventResponse):
         ids = event.prompt_token_ids or self._body.input_ids or []
         output = RequestOutput("", ids, [], prompt_logprobs=event.prompt_logprobs, cached_tokens=event.cached_tokens)
         answer = _answer(self._body, output, completion, self._greedy)
-        return b"data: " + to_json(answer, inf_nan_mode="constants") + b"\n\n"
+        return b"data: " + json_bytes(answer) + b"\n\n"
 
     def error_line(self, failure: ApiError) -> bytes:
-        return b"data: " + to_json(failure.body) + b"\n\n" + self.end
+        return b"data: " + json_bytes(failure.body) + b"\n\n" + self.end
 
 
 def _answer(body: SglangRequest, output: RequestOutput, completion: Completion, greedy: bool) -> dict[str, Any]:
