@@ -557,8 +557,11 @@ class RequestOutput:
 
 
 def raise_for_errors(outputs: Iterable[RequestOutput]) -> None:
-    """Raise a ValueError if any request failed, with the ids and reasons of the first 20 of them."""
-    many = list(outputs)
+    """Raise a ValueError if any request failed, with the ids and reasons of the first 20 of them. Raises TypeError for
+    other values than outputs."""
+    many = list(outputs) if isinstance(outputs, Iterable) else [outputs]
+    if wrong := [type(each).__name__ for each in many if not isinstance(each, RequestOutput)]:
+        raise TypeError(f"raise_for_errors takes a list of RequestOutput, as generate returns it, not {wrong[0]}")
     errors = [f"{output.id!r}: {output.error}" for output in many if output.error is not None]
     if errors:
         more = [f"and {len(errors) - MAX_FAULTS} more"] if len(errors) > MAX_FAULTS else []
