@@ -36,17 +36,24 @@ class BeamCompletion(Completion):
 class BeamOptions:
     """The arguments of a beam search; see `Generator.beam_search`.
 
-    stop_ids: ids that end a beam. context: maximum number of tokens of prompt and beam together. vocab_size: the
-    model's. logprobs: number of raw alternatives to return with each token; None: none.
+    eos_ids, context, vocab_size: the model's ids that end a beam unless ignore_eos, its maximum number of tokens of
+    prompt and beam together, and the size of its vocabulary.
     """
 
     width: int
     max_tokens: int
     length_penalty: float
-    stop_ids: frozenset[int]
+    stop_token_ids: Iterable[int]
+    ignore_eos: bool
+    logprobs: int | None
+    eos_ids: Iterable[int]
     context: int
     vocab_size: int
-    logprobs: int | None = None
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end a beam."""
+        return frozenset([*self.stop_token_ids, *(() if self.ignore_eos else self.eos_ids)])
 
     def check(self) -> None:
         """Raise ValueError or TypeError for arguments that cannot be used."""

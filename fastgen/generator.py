@@ -202,10 +202,12 @@ class Generator(PrefillOnly):
             width=width,
             max_tokens=max_tokens,
             length_penalty=length_penalty,
-            stop_ids=frozenset([*stop_token_ids, *(() if ignore_eos else self.model_config.eos_ids)]),
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            eos_ids=self.model_config.eos_ids,
             context=self.max_model_len,
             vocab_size=self.model_config.vocab_size,
-            logprobs=logprobs,
         )
         return search_all(prompt_list(prompts), options, self.generate, self.tokenizer)
 

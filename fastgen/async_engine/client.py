@@ -310,10 +310,12 @@ class AsyncGenerator:
             width=width,
             max_tokens=max_tokens,
             length_penalty=length_penalty,
-            stop_ids=frozenset([*stop_token_ids, *(() if ignore_eos else self.info.eos_ids)]),
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            eos_ids=self.info.eos_ids,
             context=self.info.max_model_len,
             vocab_size=self.info.vocab_size,
-            logprobs=logprobs,
         )
         ended_all = self._ended_all
 
