@@ -520,6 +520,7 @@ def _output(id: str | int, samples: list[Event], timings: Timings) -> RequestOut
         prompt=first.prompt,
         prompt_logprobs=first.prompt_logprobs,
         prompt_top_logprobs=first.prompt_top_logprobs,
+        prompt_ranks=first.prompt_ranks,
         cached_tokens=first.cached_tokens,
         timings=timings,
     )

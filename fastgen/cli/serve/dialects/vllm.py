@@ -10,7 +10,6 @@ The trainer is rank 0 of a group in which each server is one rank, whatever numb
 
 from __future__ import annotations
 
-import math
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +20,14 @@ from starlette.datastructures import QueryParams
 
 from fastgen.async_engine.client import AsyncGenerator
 from fastgen.cli.serve.openai_input import drawn_name
-from fastgen.cli.serve.openai_output import LOWEST, token_name
+from fastgen.cli.serve.openai_output import LOWEST, prompt_scores, token_name
 from fastgen.cli.serve.rollout import ModelRequest, SleepRequest, TrainerRoutes, sampling_fields, sleep
 from fastgen.cli.serve.routes import Post, Routes
 from fastgen.cli.serve.sampling_fields import INT32, StructuredOutputs
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, FieldPolicy, Items, Strict, wrong
 from fastgen.engine.weight_state import TAGS
-from fastgen.request import SAMPLING_OPTIONS, STRUCTURES, Completion, RequestOutput, SamplingParams
+from fastgen.request import SAMPLING_OPTIONS, STRUCTURES, Completion, SamplingParams
 
 STRUCTURED = "structured_outputs"
 PAUSES = ("abort", "wait", "keep")
@@ -310,7 +309,9 @@ class VllmControl(TrainerRoutes):
             }
             for completion in output.completions
         ]
-        scores = None if params.prompt_logprobs is None else _prompt_scores(output)
+        scores = None
+        if params.prompt_logprobs is not None:
+            scores = prompt_scores(output, output.prompt_token_ids, params.prompt_logprobs, lambda _: None)
         id = body.request_id or f"generate-{uuid.uuid4().hex}"
         return {"request_id": id, "choices": choices, "prompt_logprobs": scores, "kv_transfer_params": None}
 
@@ -387,21 +388,6 @@ def _content(completion: Completion, name: str, params: SamplingParams) -> list[
 
 def _named(token: int, logprob: float) -> dict[str, Any]:
     return {"token": token_name(token), "logprob": max(LOWEST, logprob), "bytes": None}
-
-
-def _prompt_scores(output: RequestOutput) -> list[dict[str, Any] | None]:
-    """Return the logprobs of a prompt: for each token the entries of the token and of its alternatives, by id. The
-    token's own entry comes first, as prime-rl expects. Its rank is None if it is not among the alternatives."""
-    values = output.prompt_logprobs or []
-    tops = output.prompt_top_logprobs or [{}] * len(values)
-    scores: list[dict[str, Any] | None] = []
-    for token, value, top in zip(output.prompt_token_ids, values, tops, strict=True):
-        ranks = {id: rank for rank, id in enumerate(top, 1)}
-        scores.append(None if math.isnan(value) else {
-            str(id): {"logprob": max(LOWEST, logprob), "rank": ranks.get(id), "decoded_token": None}
-            for id, logprob in {token: value, **top}.items()
-        })  # fmt: skip
-    return scores
 
 
 # ------------------------------------------------------------------------------------------------- adapters
