@@ -440,6 +440,13 @@ class Generator(PrefillOnly):
         with self._interrupt:
             self._changes.update_drafter(tensors)
 
+    @on_all_ranks
+    def weight_checksums(self) -> list[dict[str, str]]:
+        """Return the SHA-256 of each weight by its Hugging Face name, in a dict for each rank: of the bytes of the
+        tensor in the model's dtype, or of the part of it that the rank holds. If it is quantized, its scales and zeros
+        follow. With them a trainer checks that an update has arrived. Raises RuntimeError while the weights sleep."""
+        return self._changes.checksums()
+
     def _update_on_all(self, name: str, update: WeightUpdate, version: int | None, in_flight: InFlight) -> int:
         change = functools.partial(self._changes.update, update, version, in_flight)
         with self._interrupt:

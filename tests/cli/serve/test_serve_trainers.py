@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import time
@@ -209,6 +210,38 @@ def test_weights_have_the_name_that_the_trainer_gave_last(server: Server, talker
     assert info() == str(number + 1), "of weights without a name"
     post(server, "/finish_weight_update", {"weight_version": "b"})
     assert info() == "b"
+
+
+def test_checksums_tell_whether_an_update_has_arrived(server: Server, talker: Path, step: Path) -> None:
+    """With vLLM's route, and with SGLang's as slime calls it for --check-weight-update-equal."""
+    weights = load_file(talker / "model.safetensors")
+    names = [f"dp0:pp0:pcp0:tp0:{name}" for name in weights]
+
+    def differing() -> Any:
+        return post(server, "/weight_checker", {"action": "compare", "baseline": baseline})
+
+    post(server, "/update_weights", {"weight_dir": str(talker)})
+    baseline = post(server, "/weight_checker", {"action": "checksum"})["checksums"]
+    assert baseline == {
+        name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+        for name, tensor in zip(names, weights.values(), strict=True)
+    }
+    snapshot = post(server, "/weights_checker", {"action": "snapshot"})
+    assert differing() == {"match": True, "mismatches": []}
+    for change in ({"action": "reset"}, {"weight_dir": str(step)}):
+        post(server, "/weight_checker" if "action" in change else "/update_weights", change)
+        assert differing() == {"match": False, "mismatches": sorted(names)}
+        message = refused(server, "/weights_checker", {"action": "compare"})
+        assert message.startswith(f"{len(names)} weights differ from the snapshot: ")
+    post(server, "/weights_checker", {"action": "reset_tensors"})
+    assert post(server, "/weights_checker")["per_engine_checksum"] != snapshot["per_engine_checksum"]
+    post(server, "/update_weights_from_disk", {"model_path": str(talker)})
+    compared = post(server, "/weights_checker", {"action": "compare", "allow_quant_error": False})
+    assert compared == snapshot
+    (rank,) = compared["ranks"]
+    assert list(rank["checksums"].values()) == list(baseline.values())
+    assert "baseline belongs to" in refused(server, "/weight_checker", {"action": "compare"})
+    assert "baseline belongs to" in refused(server, "/weight_checker", {"action": "reset", "baseline": {}})
 
 
 def test_a_draft_update_needs_a_head_that_drafts(server: Server) -> None:

@@ -12,6 +12,7 @@ import math
 import uuid
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from itertools import accumulate, chain
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from fastgen.cli.serve.routes import Routes
 from fastgen.cli.serve.sampling_fields import INT32
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, Items, Strict, wrong
+from fastgen.names import MAX_FAULTS
 from fastgen.request import SHARED, Completion, Event, Prompt, RequestOutput
 
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
@@ -130,6 +132,13 @@ class MemoryRequest(ModelRequest):
         return [tag for tag in self.tags or ("weights", "kv_cache") if tag != "cuda_graph"]
 
 
+class CheckRequest(ModelRequest):
+    """A request to /weights_checker. checksum: return the SHA-256 of each weight. snapshot: keep these. reset_tensors:
+    set all weights to 0. compare: tell whether the weights are those of the snapshot."""
+
+    action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
+
+
 class AbortRidRequest(ModelRequest):
     """A request to /abort_request."""
 
@@ -139,6 +148,10 @@ class AbortRidRequest(ModelRequest):
 
 class SglangEngine(TrainerRoutes):
     """The routes of an SGLang server."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._snapshots: dict[AsyncGenerator, list[dict[str, str]]] = {}
 
     def routes(self) -> Routes:
         post = self.post
@@ -151,6 +164,7 @@ class SglangEngine(TrainerRoutes):
             "/release_memory_occupation": post(MemoryRequest, _release, bodiless=True),
             "/resume_memory_occupation": post(MemoryRequest, _take, bodiless=True),
             "/abort_request": post(AbortRidRequest, _abort),
+            "/weights_checker": post(CheckRequest, self._check, bodiless=True),
         }
         version = self.get(weight_version)
         gets = {
@@ -182,6 +196,28 @@ class SglangEngine(TrainerRoutes):
         with self.updating(engine):
             version = await engine.call("update_weights", body.model_path, **options)
         return {"success": True, "message": f"the weights have version {version}", "weight_version": str(version)}
+
+    async def _check(self, engine: AsyncGenerator, body: CheckRequest, _: QueryParams) -> Any:
+        if body.action == "reset_tensors":
+            with self.updating(engine):
+                await engine.call("reset_weights")
+            return {"success": True, "message": "all weights are 0"}
+        ranks: list[dict[str, str]] = await engine.call("weight_checksums")
+        if body.action == "snapshot":
+            self._snapshots[engine] = ranks
+        if body.action == "compare":
+            if engine not in self._snapshots:
+                raise ValueError("action is 'compare', and there is no snapshot; send the action 'snapshot' first")
+            pairs = zip(ranks, self._snapshots[engine], strict=True)
+            if names := sorted({name for now, then in pairs for name, _ in now.items() ^ then.items()}):
+                raise ValueError(f"{len(names)} weights differ from the snapshot: {', '.join(names[:MAX_FAULTS])}")
+        totals = [sha256("".join(map("".join, sorted(sums.items()))).encode()).hexdigest() for sums in ranks]
+        listed = [
+            {"checksums": sums, "per_gpu_checksum": total, "parallelism_info": {"tp_rank": rank, "tp_size": len(ranks)}}
+            for rank, (sums, total) in enumerate(zip(ranks, totals, strict=True))
+        ]
+        whole = sha256("".join(totals).encode()).hexdigest()
+        return {"success": True, "message": "Success.", "ranks": listed, "per_engine_checksum": whole}
 
 
 class SglangStream(EventResponse):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, create_model, model_validator
 from starlette.datastructures import QueryParams
@@ -143,6 +143,21 @@ class ResetRequest(ModelRequest):
     """A request to /reset_prefix_cache. The cache never gives KV of old weights, so nothing has to be done."""
 
 
+class CheckerRequest(ModelRequest):
+    """A request to /weight_checker. checksum: return the SHA-256 of each weight, whose name begins with the rank.
+    reset: set all weights to 0. compare: return the names of weights that differ from the `baseline`, which is the
+    answer to an earlier checksum."""
+
+    action: Literal["checksum", "reset", "compare"]
+    baseline: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _check_baseline(self) -> CheckerRequest:
+        if (self.baseline is None) == (self.action == "compare"):
+            raise wrong("baseline", "belongs to the action 'compare', which requires it")
+        return self
+
+
 OURS = (*STRUCTURES, "speculate")  # sampling parameters that are not vLLM's; return_sampling_mask is its server's
 _Sampling = create_model(
     "_Sampling", __base__=Strict, **sampling_fields(name for name in SAMPLING_OPTIONS if name not in OURS)
@@ -207,6 +222,7 @@ class VllmControl(TrainerRoutes):
             "/start_draft_weight_update": post(StartRequest, self._start_draft, bodiless=True),
             "/finish_weight_update": post(FinishRequest, self._finish, bodiless=True),
             "/update_weight_version": post(VersionRequest, self._name_version),
+            "/weight_checker": post(CheckerRequest, self._check_weights),
             "/inference/v1/generate": post(TokensRequest, self._generate, timed=True),
         }
         gets = {
@@ -282,6 +298,17 @@ class VllmControl(TrainerRoutes):
         version = await _version(engine)
         named, name = self._names.get(engine, (None, ""))
         return {"weight_version": name if named == version else str(version)}
+
+    async def _check_weights(self, engine: AsyncGenerator, body: CheckerRequest, _: QueryParams) -> Any:
+        if body.action == "reset":
+            with self.updating(engine):
+                return {"status": "reset", "weight_version": await engine.call("reset_weights")}
+        ranks = enumerate(await engine.call("weight_checksums"))
+        sums = {f"dp0:pp0:pcp0:tp{rank}:{name}": value for rank, each in ranks for name, value in each.items()}
+        if body.baseline is None:
+            return {"checksums": sums}
+        mismatches = sorted({name for name, _ in sums.items() ^ body.baseline.items()})
+        return {"match": not mismatches, "mismatches": mismatches}
 
     async def _read(self, engine: AsyncGenerator, body: FolderRequest, _: QueryParams) -> Any:
         options = {"version": None, "partial": False, "in_flight": "keep"}
