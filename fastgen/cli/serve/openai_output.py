@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from fastgen.async_engine.client import joined
 from fastgen.cli.serve.openai_input import ChatRequest, CompletionRequest
 from fastgen.cli.serve.validation import ApiError
-from fastgen.request import REPETITION, Event, RequestOutput, SamplingParams
+from fastgen.request import Event, RequestOutput, SamplingParams
 from fastgen.text.reasoning import AnswerParser, ReasoningCounter
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tool_calls import joined_message
@@ -230,7 +230,7 @@ class ChatReply(_BaseReply[ChatRequest]):
             logprobs, ids = None, []  # they are sent with the first delta
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
-        cut = event.finish_reason == "length" or event.stop_reason == REPETITION
+        cut = event.finish_reason == "length" or isinstance(event.stop_reason, str)  # "repetition" is one too
         deltas = self._parsers[event.index].push(event.text, last=event.finish_reason is not None, cut=cut)
         if any("tool_calls" in delta for delta in deltas):
             self._called.add(event.index)

@@ -112,6 +112,16 @@ def test_of_several_chunks_for_an_event_the_last_one_has_the_reason() -> None:
     assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
 
 
+@pytest.mark.parametrize(("stop", "arguments"), [("2", '{"a":'), (None, '{"a": null}')])
+def test_a_call_is_completed_unless_a_stop_string_cut_it_off(stop: str | None, arguments: str) -> None:
+    parser = partial(HERMES.parser, [Function("get")])
+    prompt, text = PromptTokens([1]), '<tool_call>{"name": "get", "arguments": {"a": '
+    reply = ChatReply(ChatRequest(messages=HELLO), "tiny", prompt, None, lambda: AnswerParser(None, tools=parser()))
+    (choice,) = reply.whole([Event(0, 0, [5], text, "stop", stop)])["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["arguments"] == arguments
+
+
 @pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
 def test_answers_have_the_nulls_that_clients_read(kind: Any) -> None:
     event = Event(0, 0, [5], "a", "stop", 2)
