@@ -45,9 +45,14 @@ class RefusalPart(TypedDict):
     refusal: str
 
 
-def _check_part(part: Any) -> Any:
-    """Refuse a part that is not text with a reason, instead of the list of types."""
+def _read_part(part: Any) -> Any:
+    """Return a part, of the type text if it is a string or has another name of this type, as vLLM takes them. Refuse a
+    part that is not text with a reason, instead of the list of types."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
     if isinstance(part, dict) and (kind := part.get("type")) not in ("text", "refusal"):
+        if kind in ("input_text", "output_text"):
+            return {**part, "type": "text"}
         if kind is None:
             raise wrong("type", "is required", "missing_required_parameter")
         raise wrong("type", f"is {kind!r:.40}, and {TEXT_ONLY}; give parts of the type text")
@@ -70,7 +75,7 @@ class ToolCall(MessagePart):
     function: CalledFunction
 
 
-Content = str | Items[Annotated[_Part, BeforeValidator(_check_part)]]
+Content = str | Items[Annotated[_Part, BeforeValidator(_read_part)]]
 
 
 def reasoning_texts(parts: Any) -> list[str]:
@@ -210,6 +215,16 @@ class JsonSchema(Strict):
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, data: Any) -> Any:
+        """Refuse another type before its fields."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if kind not in (None, "text", "json_object", "json_schema"):
+            message = f"is {kind!r:.40}; give text, json_object or json_schema, or the field structured_outputs"
+            raise wrong("type", message)
+        return data
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import cache
@@ -222,7 +223,7 @@ def parse(body: bytes | bytearray) -> Any:
             message = f"the body has more than {MAX_CONTAINERS} lists and objects; send less"
             raise ApiError(400, message, code="invalid_value")
     try:
-        return from_json(body, allow_inf_nan=False)
+        return from_json(body[len(BOM_UTF8) :] if body.startswith(BOM_UTF8) else body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
 
