@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from collections.abc import Generator as PyGenerator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,10 +43,10 @@ class BeamOptions:
     width: int
     max_tokens: int
     length_penalty: float
-    stop_token_ids: Iterable[int]
+    stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int | None
-    eos_ids: Iterable[int]
+    eos_ids: Collection[int]
     context: int
     vocab_size: int
 
@@ -62,6 +62,7 @@ class BeamOptions:
                 raise TypeError(f"{name} must be an integer, not {value!r}")
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        SamplingParams(stop_token_ids=self.stop_token_ids).validate(self.vocab_size)
         if not isinstance(self.length_penalty, Real):
             raise TypeError(f"length_penalty must be a number, not {self.length_penalty!r}")
         if not abs(self.length_penalty) <= MAX_LENGTH_PENALTY:  # NaN is not

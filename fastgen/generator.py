@@ -181,7 +181,7 @@ class Generator(PrefillOnly):
         max_tokens: int,
         *,
         length_penalty: float = 1.0,
-        stop_token_ids: Iterable[int] = (),
+        stop_token_ids: SequenceOf[int] = (),
         ignore_eos: bool = False,
         logprobs: int | None = None,
     ) -> list[RequestOutput]:

@@ -15,7 +15,7 @@ import pickle
 import subprocess
 import time
 from collections.abc import AsyncGenerator as PyAsyncGenerator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -295,7 +295,7 @@ class AsyncGenerator:
         max_tokens: int,
         *,
         length_penalty: float = 1.0,
-        stop_token_ids: Iterable[int] = (),
+        stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         logprobs: int | None = None,
         priority: int = 0,
