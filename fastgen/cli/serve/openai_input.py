@@ -71,7 +71,7 @@ class CalledFunction(MessagePart):
 
 class ToolCall(MessagePart):
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
 
 

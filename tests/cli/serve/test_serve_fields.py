@@ -215,6 +215,23 @@ def test_parts_have_any_name_of_text_that_vllm_takes() -> None:
     assert message.texts == [{"type": "text", "text": text} for text in "abc"]
 
 
+def test_parts_of_other_clients_that_change_nothing() -> None:
+    """Tools of transformers' get_json_schema, and structures as vLLM's class writes all its fields."""
+    function = {"name": "get", "description": "a", "parameters": {"type": "object", "properties": {}}}
+    plain, documented = (
+        read(ChatRequest, tools=[{"type": "function", "function": {**function, **more}}])
+        for more in ({}, {"return": {"type": "string"}})
+    )
+    assert plain == documented
+    whole = {"json": None, "regex": "a", "disable_any_whitespace": False, "disable_additional_properties": False}
+    assert read(ChatRequest, structured_outputs=whole) == read(ChatRequest, structured_outputs={"regex": "a"})
+    message = error_of(ChatRequest, structured_outputs={"json": {}, "disable_additional_properties": True}).message
+    assert message.endswith("only supported as false: put additionalProperties: false into the schema")
+    call = {"id": "1", "function": {"name": "get", "arguments": "{}"}}
+    (said,) = read(ChatRequest, messages=[{"role": "assistant", "tool_calls": [call]}]).messages
+    assert said.tool_calls[0].type == "function"
+
+
 def test_a_response_format_of_another_server_is_told_what_to_use() -> None:
     form = {"type": "regex", "value": "a"}
     error = error_of(ChatRequest, response_format=form)
