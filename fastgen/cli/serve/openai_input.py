@@ -216,16 +216,6 @@ class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, data: Any) -> Any:
-        """Refuse another type before its fields."""
-        kind = data.get("type") if isinstance(data, dict) else None
-        if kind not in (None, "text", "json_object", "json_schema"):
-            message = f"is {kind!r:.40}; give text, json_object or json_schema, or the field structured_outputs"
-            raise wrong("type", message)
-        return data
-
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
         if (self.json_schema is None) == (self.type == "json_schema"):

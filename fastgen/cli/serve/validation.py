@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
-from typing import Annotated, Any, ClassVar, LiteralString, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, LiteralString, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
@@ -130,11 +130,20 @@ class Strict(BaseModel):
             if unused and name in NOTED and not policy.strict:
                 policy.note(name, NOTED[name])
             if policy.strict if unused else not cls._knows(name):
+                cls._refuse_other_type(data)
                 cls._refuse(name, policy)
             elif not unused or name in cls.model_fields:
                 whole = isinstance(value, float) and value.is_integer() and name in _integers(cls)
                 fields[name] = int(value) if whole else value
         return fields
+
+    @classmethod
+    def _refuse_other_type(cls, data: dict[str, Any]) -> None:
+        """Raise an error about the `type` of a part that has another one, rather than about a field of that type."""
+        field = cls.model_fields.get("type")
+        types = get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
+        if types and (given := data.get("type")) not in (None, *types):
+            raise wrong("type", f"is {given!r:.40}, which is not supported; give {' or '.join(types)}")
 
     @classmethod
     def _knows(cls, name: str) -> bool:

@@ -232,11 +232,14 @@ def test_parts_of_other_clients_that_change_nothing() -> None:
     assert said.tool_calls[0].type == "function"
 
 
-def test_a_response_format_of_another_server_is_told_what_to_use() -> None:
-    form = {"type": "regex", "value": "a"}
-    error = error_of(ChatRequest, response_format=form)
+def test_a_part_of_another_type_is_told_which_there_are() -> None:
+    """It is not told that a field of its type is unknown."""
+    error = error_of(ChatRequest, response_format={"type": "regex", "value": "a"})
     assert error.param == "response_format.type"
-    assert error.message.endswith("is 'regex'; give text, json_object or json_schema, or the field structured_outputs")
+    assert error.message.endswith("type is 'regex', which is not supported; give text or json_object or json_schema")
+    error = error_of(ChatRequest, tools=[{"type": "custom", "custom": {"name": "a"}}])
+    assert error.message == "tools[0].type is 'custom', which is not supported; give function"
+    assert error_of(ChatRequest, response_format={"type": "text", "value": "a"}).param == "response_format.value"
 
 
 def test_what_open_webui_sends() -> None:
