@@ -245,6 +245,11 @@ class RemoteGenerator:
         """Version of the server's weights, as `update_weights` returns it."""
         return self._engines.weight_version()
 
+    def weight_checksums(self) -> list[dict[str, str]]:
+        """Return the SHA-256 of each weight; see `Generator.weight_checksums`. Several engines have equal ones, of each
+        engine's ranks after another's."""
+        return [rank["checksums"] for answer in self._engines.post("/weights_checker", {}) for rank in answer["ranks"]]
+
     # ------------------------------------------------------------------------------------ states
 
     def pause(self) -> None:
