@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from collections.abc import Generator as PyGenerator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,17 +36,24 @@ class BeamCompletion(Completion):
 class BeamOptions:
     """The arguments of a beam search; see `Generator.beam_search`.
 
-    stop_ids: ids that end a beam. context: maximum number of tokens of prompt and beam together. vocab_size: the
-    model's. logprobs: number of raw alternatives to return with each token; None: none.
+    eos_ids, context, vocab_size: the model's ids that end a beam unless ignore_eos, its maximum number of tokens of
+    prompt and beam together, and the size of its vocabulary.
     """
 
     width: int
     max_tokens: int
     length_penalty: float
-    stop_ids: frozenset[int]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int | None
+    eos_ids: Collection[int]
     context: int
     vocab_size: int
-    logprobs: int | None = None
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end a beam."""
+        return frozenset([*self.stop_token_ids, *(() if self.ignore_eos else self.eos_ids)])
 
     def check(self) -> None:
         """Raise ValueError or TypeError for arguments that cannot be used."""
@@ -55,6 +62,7 @@ class BeamOptions:
                 raise TypeError(f"{name} must be an integer, not {value!r}")
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        SamplingParams(stop_token_ids=self.stop_token_ids).validate(self.vocab_size)
         if not isinstance(self.length_penalty, Real):
             raise TypeError(f"length_penalty must be a number, not {self.length_penalty!r}")
         if not abs(self.length_penalty) <= MAX_LENGTH_PENALTY:  # NaN is not

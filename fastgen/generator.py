@@ -181,7 +181,7 @@ class Generator(PrefillOnly):
         max_tokens: int,
         *,
         length_penalty: float = 1.0,
-        stop_token_ids: Iterable[int] = (),
+        stop_token_ids: SequenceOf[int] = (),
         ignore_eos: bool = False,
         logprobs: int | None = None,
     ) -> list[RequestOutput]:
@@ -202,10 +202,12 @@ class Generator(PrefillOnly):
             width=width,
             max_tokens=max_tokens,
             length_penalty=length_penalty,
-            stop_ids=frozenset([*stop_token_ids, *(() if ignore_eos else self.model_config.eos_ids)]),
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            eos_ids=self.model_config.eos_ids,
             context=self.max_model_len,
             vocab_size=self.model_config.vocab_size,
-            logprobs=logprobs,
         )
         return search_all(prompt_list(prompts), options, self.generate, self.tokenizer)
 
@@ -437,6 +439,13 @@ class Generator(PrefillOnly):
         tensors = read_tensors(Path(named)) if isinstance(named, str | Path) else named
         with self._interrupt:
             self._changes.update_drafter(tensors)
+
+    @on_all_ranks
+    def weight_checksums(self) -> list[dict[str, str]]:
+        """Return the SHA-256 of each weight by its Hugging Face name, in a dict for each rank: of the bytes of the
+        tensor in the model's dtype, or of the part of it that the rank holds. If it is quantized, its scales and zeros
+        follow. With them a trainer checks that an update has arrived. Raises RuntimeError while the weights sleep."""
+        return self._changes.checksums()
 
     def _update_on_all(self, name: str, update: WeightUpdate, version: int | None, in_flight: InFlight) -> int:
         change = functools.partial(self._changes.update, update, version, in_flight)

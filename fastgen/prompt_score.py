@@ -32,6 +32,7 @@ class PromptScore:
 
     start: the first position to score. temperature: divides the logits. logprobs: one for each token of the prompt, NaN
     if there is none. top_logprobs: their raw alternatives; empty if `SamplingParams.prompt_logprobs` asks for none.
+    ranks: with alternatives, the ranks of the prompt's tokens, 0 if there is none.
     states: the hidden states of the same prompt; None if they are not wanted.
     """
 
@@ -39,6 +40,7 @@ class PromptScore:
     temperature: float
     logprobs: list[float]
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
     states: PromptStates | None = None
 
     @property

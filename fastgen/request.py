@@ -451,6 +451,7 @@ class Event(Drawn):
     error: str | None = None
     prompt_logprobs: list[float] | None = None  # with the last event of the first sample
     prompt_top_logprobs: list[dict[int, float]] | None = None
+    prompt_ranks: list[int] | None = None
     cached_tokens: int = 0  # see RequestOutput
     started: float | None = None  # with the sample's first event: time.monotonic() when it began to run
     weight_versions: list[tuple[int, int, int]] | None = None  # with the sample's last event: of all its tokens
@@ -513,7 +514,8 @@ class RequestOutput:
     prompt: the text of the prompt, for chat messages with the chat template; None for a prompt of ids.
     completions: the samples, by index.
     prompt_logprobs: if asked for, float32 values as long as the prompt; NaN at position 0 and before the start of a
-        score. prompt_top_logprobs: their alternatives.
+        score. prompt_top_logprobs: their alternatives. prompt_ranks: with alternatives, the rank of each token of the
+        prompt in the vocabulary, from 1 for the most likely one; 0 if it has no logprob.
     cached_tokens: number of prompt tokens (and resumed ones) that its first sample did not compute: they were in the
         prefix cache, or another request computed them in the same step.
     """
@@ -523,6 +525,7 @@ class RequestOutput:
     completions: list[Completion]
     prompt_logprobs: list[float] | None = None
     prompt_top_logprobs: list[dict[int, float]] | None = None
+    prompt_ranks: list[int] | None = None
     cached_tokens: int = 0
     timings: Timings | None = None
     prompt: str | None = None
@@ -557,8 +560,11 @@ class RequestOutput:
 
 
 def raise_for_errors(outputs: Iterable[RequestOutput]) -> None:
-    """Raise a ValueError if any request failed, with the ids and reasons of the first 20 of them."""
-    many = list(outputs)
+    """Raise a ValueError if any request failed, with the ids and reasons of the first 20 of them. Raises TypeError for
+    other values than outputs."""
+    many = list(outputs) if isinstance(outputs, Iterable) else [outputs]
+    if wrong := [type(each).__name__ for each in many if not isinstance(each, RequestOutput)]:
+        raise TypeError(f"raise_for_errors takes a list of RequestOutput, as generate returns it, not {wrong[0]}")
     errors = [f"{output.id!r}: {output.error}" for output in many if output.error is not None]
     if errors:
         more = [f"and {len(errors) - MAX_FAULTS} more"] if len(errors) > MAX_FAULTS else []

@@ -105,6 +105,8 @@ def test_arguments_that_cannot_be_used(gen: Generator) -> None:
         (ValueError, "length_penalty is nan", 2, 5, {"length_penalty": math.nan}),
         (TypeError, "no argument 'num_beams'", 2, 5, {"num_beams": 2}),
         (ValueError, "logprobs is 129", 2, 5, {"logprobs": 129}),
+        (TypeError, "stop_token_ids must be a list of token ids", 2, 5, {"stop_token_ids": 5}),
+        (TypeError, "stop_token_ids must hold token ids", 2, 5, {"stop_token_ids": ["a"]}),
     ]:
         with pytest.raises(error, match=reason):
             gen.beam_search([[5]], width, max_tokens, **more)  # type: ignore[arg-type]

@@ -204,6 +204,9 @@ def test_one_error_names_all_requests_that_failed() -> None:
         raise_for_errors([failed[0], fine, failed[1]])
     with pytest.raises(ValueError, match=r"\n  19: no 19\n  and 5 more$"):
         raise_for_errors(failed)
+    for wrong, kind in ((5, "int"), ([fine, 5], "int"), ("fine", "str"), (failed[0].completions, "Completion")):
+        with pytest.raises(TypeError, match=f"takes a list of RequestOutput, as generate returns it, not {kind}$"):
+            raise_for_errors(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="request 0 has failed or was not sent"):
         failed[0].resume(None)
     for index in (1, -2, "0"):

@@ -34,12 +34,12 @@ REQUESTS = [
     (random_ids(40), replace(SHORT, mask=Turns(), temperature=0, n=2)),
 ]
 
-Answer = tuple[list[Completion], list[float], list[dict[int, float]] | None]
+Answer = tuple[list[Completion], list[float], list[dict[int, float]] | None, list[int] | None]
 
 
 def answer(output: RequestOutput) -> Answer:
     """Return the parts of an output that must not change."""
-    return output.completions, (output.prompt_logprobs or [])[1:], output.prompt_top_logprobs
+    return output.completions, (output.prompt_logprobs or [])[1:], output.prompt_top_logprobs, output.prompt_ranks
 
 
 def answers(gen: Generator, requests: list[tuple[list[int], SamplingParams]] = REQUESTS) -> list[Answer]:
@@ -59,7 +59,7 @@ def alone(family: Path) -> list[Answer]:
 def each_alone(family: Path) -> list[Answer]:
     with Generator(family) as gen:
         found = [answers(gen, [request])[0] for request in REQUESTS]
-    said = [completion.token_ids for completions, _, _ in found for completion in completions]
+    said = [completion.token_ids for completions, *_ in found for completion in completions]
     assert len({tuple(ids) for ids in said}) > len(REQUESTS)
     return found
 

@@ -15,7 +15,7 @@ import pickle
 import subprocess
 import time
 from collections.abc import AsyncGenerator as PyAsyncGenerator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -295,7 +295,7 @@ class AsyncGenerator:
         max_tokens: int,
         *,
         length_penalty: float = 1.0,
-        stop_token_ids: Iterable[int] = (),
+        stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         logprobs: int | None = None,
         priority: int = 0,
@@ -310,10 +310,12 @@ class AsyncGenerator:
             width=width,
             max_tokens=max_tokens,
             length_penalty=length_penalty,
-            stop_ids=frozenset([*stop_token_ids, *(() if ignore_eos else self.info.eos_ids)]),
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            eos_ids=self.info.eos_ids,
             context=self.info.max_model_len,
             vocab_size=self.info.vocab_size,
-            logprobs=logprobs,
         )
         ended_all = self._ended_all
 
@@ -518,6 +520,7 @@ def _output(id: str | int, samples: list[Event], timings: Timings) -> RequestOut
         prompt=first.prompt,
         prompt_logprobs=first.prompt_logprobs,
         prompt_top_logprobs=first.prompt_top_logprobs,
+        prompt_ranks=first.prompt_ranks,
         cached_tokens=first.cached_tokens,
         timings=timings,
     )

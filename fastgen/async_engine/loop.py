@@ -45,7 +45,7 @@ STATS_SECONDS = 0.25  # minimum interval between two messages with stats
 INTAKE_SECONDS = 0.02  # maximum time between two steps for adding new requests to the Generator
 WEIGHT_METHODS = (
     "weight_state", "init_weight_group", "close_weight_group", "receive_weights", "receive_adapter", "read_adapter",
-    "check_drafter", "join_trainer", "receive_packed", "transfer_state",
+    "check_drafter", "join_trainer", "receive_packed", "reset_weights", "transfer_state",
 )  # fmt: skip
 """The methods of WeightUpdates that a client may call."""
 OWN_METHODS = ("pause", "resume", "cut_off", "drain", "texts")

@@ -37,6 +37,12 @@ class WeightUpdates:
     def weight_state(self) -> dict[str, Any]:
         return {"weight_version": self._gen.weight_version, "torn": self._gen.needs_weights}
 
+    def reset_weights(self) -> int:
+        """Set all weights to 0, so that a check after an update finds what it has left out. Return their version."""
+        shards = checkpoint_shards(self._gen.model_config)
+        zeros = [(name, torch.zeros(()).expand(shard.shape)) for name, shard in shards.items()]
+        return self._gen.update_weights(zeros, in_flight="keep")
+
     def init_weight_group(
         self, host: str, backend: str | None, gpu: str | None, seconds: float, bucket_bytes: int, replace: bool
     ) -> dict[str, Any]:

@@ -150,8 +150,9 @@ class InputProcessor:
             for index in (range(params.n) if resume is None else (resume.index,))
         ]
         if score is not None:
-            alternatives: list[dict[int, float]] = [{} for _ in ids] if params.prompt_logprobs else []
-            sequences[0].score = PromptScore(*score, [math.nan] * len(ids), alternatives)
+            sequences[0].score = PromptScore(*score, [math.nan] * len(ids))
+            if params.prompt_logprobs:
+                sequences[0].score.top_logprobs, sequences[0].score.ranks = [{} for _ in ids], [0] * len(ids)
         samples = [ActiveSample(sequence, params.min_tokens) for sequence in sequences]
         if self.tokenizer is not None and (queue is None or params.stop_strings):
             for sample in samples:

@@ -90,6 +90,7 @@ class ActiveSample:
             error=sequence.error,
             prompt_logprobs=None if score is None else score.logprobs,
             prompt_top_logprobs=None if score is None else score.top_logprobs or None,
+            prompt_ranks=None if score is None else score.ranks or None,
             cached_tokens=active.cached_tokens,
             started=None if any(self.emitted) else sequence.started,
             weight_versions=sequence.weight_versions if last else None,
@@ -164,6 +165,7 @@ class ActiveRequest:
             completions=[sample.completion() for sample in self.samples],
             prompt_logprobs=None if score is None else score.logprobs,
             prompt_top_logprobs=None if score is None else score.top_logprobs or None,
+            prompt_ranks=None if score is None else score.ranks or None,
             cached_tokens=self.cached_tokens,
             timings=Timings(
                 first_token=None if self.first_token is None else self.first_token - self.added,

@@ -29,13 +29,15 @@ class _Logprobs(NamedTuple):
     logprobs: Tensor  # float32 [n]
     top_ids: Tensor | None  # int64 [n, top]
     top_logprobs: Tensor | None  # float32 [n, top]
+    ranks: Tensor | None  # int64 [n]
 
     def read(self) -> Scored:
-        top = None
-        if self.top_ids is not None and self.top_logprobs is not None:
+        scored = Scored(self.lane, self.start, self.logprobs.tolist())
+        if self.top_ids is not None and self.top_logprobs is not None and self.ranks is not None:
             pairs = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
-            top = [dict(zip(ids, logprobs, strict=True)) for ids, logprobs in pairs]
-        return Scored(self.lane, self.start, self.logprobs.tolist(), top)
+            scored.top_logprobs = [dict(zip(ids, logprobs, strict=True)) for ids, logprobs in pairs]
+            scored.ranks = self.ranks.tolist()
+        return scored
 
 
 class _States(NamedTuple):
@@ -88,7 +90,9 @@ class PromptScorer(StepFeature[ScorePlan]):
             if logits is None:
                 continue
             logprobs, _ = scoring.score(logits, targets[part], temperature)
-            top = scoring.alternatives(logits, scored.top) if scored.top else (None, None)
+            top: tuple[Tensor | None, ...] = (None, None, None)
+            if scored.top:
+                top = *scoring.alternatives(logits, scored.top), scoring.ranks(logits, targets[part])
             yield _Logprobs(chunk.lane, chunk.start + scored.row + 1 + at, *map(to_host, (logprobs, *top)))
 
     def _states(self, step: Launched, layer: int, kept: slice, rows: np.ndarray, x: Tensor) -> Tensor:

@@ -43,12 +43,14 @@ class ScorePlan:
 
 @dataclass(slots=True)
 class Scored:
-    """The logprobs of the prompt tokens at positions start, start + 1, ... of one lane."""
+    """The logprobs of the prompt tokens at positions start, start + 1, ... of one lane. ranks: of the tokens, if there
+    are alternatives."""
 
     lane: int
     start: int
     logprobs: list[float]
     top_logprobs: list[dict[int, float]] | None = None
+    ranks: list[int] | None = None
 
 
 @dataclass(slots=True)
@@ -95,8 +97,9 @@ class PromptScores(PlanFeature):
             if type(scored) is Scored and (score := self._lanes[scored.lane].score) is not None:
                 end = scored.start + len(scored.logprobs)
                 score.logprobs[scored.start : end] = scored.logprobs
-                if scored.top_logprobs is not None:
+                if scored.top_logprobs is not None and scored.ranks is not None:
                     score.top_logprobs[scored.start : end] = scored.top_logprobs
+                    score.ranks[scored.start : end] = scored.ranks
             elif type(scored) is ChunkStates and (score := self._lanes[scored.lane].score) is not None:
                 assert score.states is not None
                 at = int(np.searchsorted(score.states.positions, scored.first))

@@ -62,6 +62,13 @@ class WeightChanges:
         loop.runner.weights.update_drafter(named)
         loop.scheduler.drop_prefixes()
 
+    def checksums(self) -> list[dict[str, str]]:
+        """Return the checksums of the weights of each rank; see `Generator.weight_checksums`."""
+        self._loop.check_open()
+        self._loop.weight_state.check_awake()
+        self._loop.drain()
+        return self._loop.runner.weights.checksums()
+
     def sleep(self, tags: str | Iterable[str], keep_weights: bool) -> int:
         """Give memory back, and return the number of bytes; see `Generator.sleep`."""
         loop, weights = self._loop, self._loop.weight_state

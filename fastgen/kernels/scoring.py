@@ -1,4 +1,4 @@
-"""Logprobs of given tokens, and of the most likely tokens.
+"""Logprobs and ranks of given tokens, and logprobs of the most likely tokens.
 
 The arithmetic is the same as in the draw (fastgen.kernels.triton.sampling, fastgen.model.sampler). Therefore the score
 of a token has the bits of its untruncated logprob, or at temperature 1, of its raw logprob.
@@ -49,6 +49,12 @@ def rank_keys_of(logits: Tensor) -> Tensor:
 def ids_of_keys(keys: Tensor, vocab: int) -> Tensor:
     """Return the token ids of rank keys."""
     return vocab - 1 - (keys & 0xFFFFFFFF)
+
+
+def ranks(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the ranks, int64 [R], of targets, int64 [R], for logits [R, V]: the number of tokens whose logit is not
+    below the target's."""
+    return (logits >= logits.gather(1, targets[:, None])).sum(1)
 
 
 score = Kernel(_score_twin, "fastgen.kernels.triton.scoring:score")

@@ -181,6 +181,10 @@ class RoundedShard(Shard):
         assert 0 <= self.start <= self.start + self.held[self.dim] <= self.shape[self.dim]
 
     @property
+    def memory(self) -> tuple[Tensor | None, ...]:
+        return *super().memory, self.zeros
+
+    @property
     def held(self) -> tuple[int, int]:
         """The numbers of rows and columns of the slice."""
         rows, columns = self.view.shape

@@ -98,6 +98,11 @@ class LiveWeights:
         with self._unpacked() as shards:
             return [name for name, shard in shards.items() if not shard.is_finite()]
 
+    def checksums(self) -> list[dict[str, str]]:
+        """Return the SHA-256 of each of this rank's weights, by Hugging Face name, as the only item of a list."""
+        with self._unpacked() as shards:
+            return [{name: shard.checksum() for name, shard in shards.items()}]
+
     def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
         """Release the memory of "weights", "kv_cache" or both; return the bytes that this freed, 0 on the CPU.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -113,6 +114,19 @@ class Shard:
     def is_finite(self) -> bool:
         """Return whether all numbers are finite. In fp8, the scale of a number that is not finite is not finite."""
         return bool((self.view if self.scales is None else self.scales).isfinite().all())
+
+    @property
+    def memory(self) -> tuple[Tensor | None, ...]:
+        """The tensors that hold the numbers: the view, and what a quantized weight has besides."""
+        return self.view, self.scales
+
+    def checksum(self) -> str:
+        """Return the SHA-256 of the bytes of `memory`, in hexadecimal."""
+        digest = sha256()
+        for tensor in self.memory:
+            if tensor is not None:
+                digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     def takes(self, dtype: torch.dtype | str) -> bool:
         """Return whether a tensor of this dtype can be written."""

@@ -416,6 +416,10 @@ class WeightsOfRanks:
     def find_not_finite(self) -> list[str]:
         return list(dict.fromkeys(itertools.chain.from_iterable(self.leader.invoke("weights.find_not_finite"))))
 
+    def checksums(self) -> list[dict[str, str]]:
+        """Return the checksums of each rank's weights."""
+        return list(itertools.chain.from_iterable(self.leader.invoke("weights.checksums")))
+
     def sleep(self, tags: Collection[str], keep_weights: bool) -> int:
         """Return the number of bytes freed on all ranks together."""
         return sum(self.leader.invoke("weights.sleep", tuple(tags), keep_weights))

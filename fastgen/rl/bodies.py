@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +49,7 @@ def event_of(fields: Json, id: str | int) -> Event:
     """Return the event described by JSON, with another id."""
     event = Event(**{**fields, "id": id})
     _restore(event)
+    event.prompt_logprobs = scores_of(event.prompt_logprobs)
     event.prompt_top_logprobs = with_ids(event.prompt_top_logprobs)
     return event
 
@@ -56,6 +58,7 @@ def output_of(fields: Json, id: str | int) -> RequestOutput:
     """Return the output described by JSON, with another id."""
     output = RequestOutput(**{**fields, "id": id})
     output.completions = [completion_of(each) for each in fields["completions"]]
+    output.prompt_logprobs = scores_of(output.prompt_logprobs)
     output.prompt_top_logprobs = with_ids(output.prompt_top_logprobs)
     output.timings = Timings(**fields["timings"])
     return output
@@ -76,6 +79,11 @@ def _restore(drawn: Completion | Event) -> None:
     if drawn.recomputed is not None:
         drawn.recomputed = [(version, end) for version, end in drawn.recomputed]
     drawn.top_logprobs = with_ids(drawn.top_logprobs)
+
+
+def scores_of(logprobs: Sequence[float | None] | None) -> list[float] | None:
+    """Return the logprobs of a prompt, with NaN for tokens that have none, which are null in JSON."""
+    return None if logprobs is None else [math.nan if logprob is None else logprob for logprob in logprobs]
 
 
 def with_ids(tops: list[dict[Any, float]] | None) -> list[dict[int, float]] | None:

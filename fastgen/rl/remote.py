@@ -28,7 +28,7 @@ from fastgen.engine.weight_state import InFlight, check_tags
 from fastgen.names import explains_names
 from fastgen.option import takes_fields_of
 from fastgen.request import Event, Params, Prompt, Request, RequestOutput
-from fastgen.rl.bodies import body_of, event_of, fields_of, output_of, samples_of, unsent_output, with_ids
+from fastgen.rl.bodies import body_of, event_of, fields_of, output_of, samples_of, scores_of, unsent_output, with_ids
 from fastgen.rl.engine import Engines, RemoteEngine
 from fastgen.rl.fleet import Fleet
 from fastgen.rl.http import END_SECONDS, Connections, Json, shut_down
@@ -195,7 +195,7 @@ class RemoteGenerator:
         options = {"temperature": float(temperature), "logprobs": logprobs}
         bodies = [{"sequences": prompts[part], "start": starts[part], **options} for part in parts]
         answers = self._engines.score(bodies)
-        values = [row for answer in answers for row in answer["logprobs"]]
+        values = [scores_of(row) or [] for answer in answers for row in answer["logprobs"]]
         if logprobs is None:
             return values
         return values, [with_ids(row) or [] for answer in answers for row in answer["top_logprobs"]]
@@ -244,6 +244,11 @@ class RemoteGenerator:
     def weight_version(self) -> int:
         """Version of the server's weights, as `update_weights` returns it."""
         return self._engines.weight_version()
+
+    def weight_checksums(self) -> list[dict[str, str]]:
+        """Return the SHA-256 of each weight; see `Generator.weight_checksums`. Several engines have equal ones, of each
+        engine's ranks after another's."""
+        return [rank["checksums"] for answer in self._engines.post("/weights_checker", {}) for rank in answer["ranks"]]
 
     # ------------------------------------------------------------------------------------ states
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from fastgen.request import REPETITION, Completion
+from fastgen.request import Completion
 from fastgen.text.reasoning import AnswerParser, find_reasoning, starts_open
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tools.parser import Function
@@ -19,7 +19,7 @@ def parse_message(
     """Return the message of an answer in the form for chat templates; see `Generator.parse_message`."""
     tools, cut = list(tools), True
     if isinstance(text, Completion):
-        cut, text = text.finish_reason != "stop" or text.stop_reason == REPETITION, text.text
+        cut, text = text.finish_reason != "stop" or isinstance(text.stop_reason, str), text.text
     syntax = None if tokenizer is None else tokenizer.tool_syntax
     reasoning = None if tokenizer is None else find_reasoning(tokenizer)
     if syntax is None and (tools or reasoning is None):

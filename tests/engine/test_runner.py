@@ -125,6 +125,11 @@ def test_raw_logprobs_and_alternatives_are_those_of_transformers(family: Path) -
             best = row.topk(len(top))
             assert close(list(top.values()), best.values.tolist())
             assert close(row[list(top)].tolist(), best.values.tolist())
+        assert output.prompt_ranks is not None
+        assert output.prompt_ranks[0] == 0
+        for token, rank, top, row in zip(prompt[1:], output.prompt_ranks[1:], tops[1:], logprobs, strict=False):
+            assert int((row > row[token] + 1e-4).sum()) < rank <= int((row > row[token] - 1e-4).sum())
+            assert rank == list(top).index(token) + 1 if token in top else rank > len(top)
 
 
 @pytest.mark.parametrize("family", FEW, indirect=True)
@@ -178,7 +183,7 @@ def test_a_request_may_only_score_its_prompt_and_lists_not_asked_for_are_none(ge
     plain, output = gen.generate(
         prompts, [SamplingParams(max_tokens=2), SamplingParams(max_tokens=0, prompt_logprobs=1)]
     )
-    assert plain.prompt_logprobs is plain.prompt_top_logprobs is None
+    assert plain.prompt_logprobs is plain.prompt_top_logprobs is plain.prompt_ranks is None
     assert plain.completions[0].top_logprobs is plain.completions[0].sampling_mask is None
     completion = output.completions[0]
     assert (completion.token_ids, completion.text, completion.finish_reason) == ([], "", "length")

@@ -266,12 +266,13 @@ def test_an_update_of_some_tensors_that_fails_midway(checkpoint: Checkpoint, tmp
     weights = load_file(source / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
     with Generator(folder, **CPU) as gen:
-        before = gen.score([random_ids(20)])[0][1:]
+        before, sums = gen.score([random_ids(20)])[0][1:], gen.weight_checksums()
         with pytest.raises(RuntimeError, match="the trainer died"):
             gen.update_weights(dying(weights), requantize=True)
         assert gen.needs_weights
         gen.update_weights(weights, requantize=True)
         assert gen.score([random_ids(20)])[0][1:] == before, "rounding to the nearest is what the test's form does"
+        assert gen.weight_checksums() == sums
         gen.update_weights({name: torch.full((256, 384), torch.nan)}, partial=True, requantize=True)
         assert f"nor are the weights {name};" in str(gen.generate([[5, 6]])[0].error)
 

@@ -158,9 +158,13 @@ def cut_short(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Ten
 def test_ranks_take_new_weights_and_sleep(split: Generator, whole: Generator, folder: Path) -> None:
     """Weights come from a mapping or from an iterator; the prefix cache and the host tier hold KV of the old ones."""
     old, new = load_file(folder / "model.safetensors"), new_weights(folder)
-    before = answers(split, SOME)
+    before, (first, second) = answers(split, SOME), split.weight_checksums()
+    assert first.keys() == second.keys() == old.keys()
+    equal = {name for name, value in first.items() if value == second[name]}
+    assert equal == {name for name in old if "norm" in name or "k_proj" in name or "v_proj" in name}, "one KV head"
 
     def check_restored() -> None:
+        assert split.weight_checksums() == [first, second]
         assert list(map(contents, answers(split, SOME))) == list(map(contents, before))
         check_idle(split)
 
@@ -170,6 +174,7 @@ def test_ranks_take_new_weights_and_sleep(split: Generator, whole: Generator, fo
         split.update_weights(cut_short(new))
     for gen in (split, whole):
         assert gen.update_weights(new.items()) == 1
+    assert not any(first.items() & each.items() for each in split.weight_checksums())
     check_close(answers(split, SOME), answers(whole, SOME))
     for gen in (split, whole):
         gen.update_weights(iter(old.items()), version=0)
@@ -177,6 +182,8 @@ def test_ranks_take_new_weights_and_sleep(split: Generator, whole: Generator, fo
     split.sleep()
     with pytest.raises(RuntimeError, match="call wake first"):
         split.generate([5, 6, 7], SHORT)
+    with pytest.raises(RuntimeError, match="the weights are asleep; call wake first"):
+        split.weight_checksums()
     split.wake()
     check_restored()
     split.sleep(keep_weights=False)

@@ -197,6 +197,7 @@ def test_abort_events_and_scores_are_those_of_a_generator(
     assert [id for event in events if event.index == 1 for id in event.token_ids] == whole.completions[1].token_ids
     given = [[5, 6, 7], *ROWS[:3]] * 30
     assert [row[1:] for row in gen.score(given)] == [row[1:] for row in here.score(given)]
+    assert gen.weight_checksums() == here.weight_checksums() * len(servers.servers)
 
 
 def test_closing_a_stream_ends_its_requests_and_loses_no_engine(gen: RemoteGenerator, servers: Servers) -> None:

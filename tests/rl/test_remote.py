@@ -80,6 +80,7 @@ def test_outputs_are_those_of_a_generator(gen: RemoteGenerator, here: Generator)
     assert found[0].timings is not None
     assert drawn(found) == drawn(expected)
     assert drawn(gen.generate("hello", {"max_tokens": 3, "seed": 1}))
+    assert gen.weight_checksums() == here.weight_checksums()
 
 
 def test_a_request_fails_alone_and_wrong_params_before_all(gen: RemoteGenerator) -> None:

@@ -214,6 +214,9 @@ def test_it_waits_for_a_model_that_is_being_loaded(tmp_path: Path, caplog: pytes
         assert "priority" in refusal(lambda: next(gen.events(replace(request, priority="3"))), ValueError)  # type: ignore[arg-type]
         body = {"token_ids": [5], "sampling_params": {"max_tokens": 1}, "priority": 3}
         assert server.post("/inference/v1/generate", body).json()["choices"][0]["token_ids"] == [10]
+        larger_first = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "priority": -3}
+        assert server.post("/generate", larger_first).json()["output_ids"] == [10]
+        assert '"output_ids":[10]' in server.post("/generate", {**larger_first, "stream": True}).text
 
 
 def test_it_does_not_wait_for_what_cannot_come(tmp_path: Path) -> None:

@@ -630,6 +630,11 @@ def test_a_whole_answer_is_a_message(talker: Path) -> None:
     assert parse_message("Hi", hermes, []) == {"role": "assistant", "content": "Hi"}
     (call,) = parse_message(text[:-16], hermes, [])["tool_calls"]
     assert call["function"] == {"name": "get", "arguments": '{"a": ['}, "perhaps cut off, so text"
-    for reason, arguments in (("length", '{"a": ['), ("stop", {"a": [1]})):
-        (call,) = parse_message(Completion(0, [], text[:-16], reason), hermes, [])["tool_calls"]
+    for reason, stop, arguments in (
+        ("length", None, '{"a": ['),
+        ("stop", "1", '{"a": ['),
+        ("stop", 5, {"a": [1]}),
+        ("stop", None, {"a": [1]}),
+    ):
+        (call,) = parse_message(Completion(0, [], text[:-16], reason, stop), hermes, [])["tool_calls"]
         assert call["function"] == {"name": "get", "arguments": arguments}

@@ -93,6 +93,7 @@ def _events(prompt: int, output: RequestOutput) -> list[Event]:
         for completion in output.completions
     ]
     events[0].prompt_logprobs, events[0].prompt_top_logprobs = output.prompt_logprobs, output.prompt_top_logprobs
+    events[0].prompt_ranks = output.prompt_ranks
     return events
 
 

@@ -16,7 +16,7 @@ import openai
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fastgen.cli.gen.rows import Row, read_json
-from fastgen.cli.gen.work import Done, Record, RowJob, Work, batch_record, check_json, given_by
+from fastgen.cli.gen.work import Done, Record, RowJob, Work, batch_record, check_json, given_by, priority_of
 from fastgen.cli.options import EXCERPT, error_message
 from fastgen.engine.seeds import seed_of
 from fastgen.request import REPETITION
@@ -163,6 +163,8 @@ class RowCalls:
         prompt, own = self.job.prompt(row.columns), given_by(row)
         self.job.params_with(own).validate()
         fields = {"model": self.model, **_seed(self.seed, row), **self.fields, **own}
+        if (priority := priority_of(row)) is not None:
+            fields["priority"] = priority
         chat = bool(prompt) and isinstance(prompt[0], dict)
         if isinstance(prompt, list) and not chat and any(type(id) is not int for id in prompt):
             raise ValueError(f"a prompt of ids must hold integers, not {prompt!r:.40}")

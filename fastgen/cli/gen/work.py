@@ -184,6 +184,12 @@ def given_by(row: Row) -> dict[str, Any]:
     return {name: value if name == "stop" else parsed(value) for name, value in given.items()}
 
 
+def priority_of(row: Row) -> int | None:
+    """Return the priority of a row's request, which its column `priority` sets if it has an integer."""
+    value = parsed(row.columns.get("priority"))
+    return value if type(value) is int else None
+
+
 def check_json(body: Mapping[str, Any]) -> None:
     """Raise ValueError for a field of a request that cannot be sent as JSON."""
     for name, value in body.items():
@@ -235,7 +241,7 @@ class RowJob:
         try:
             if row.error is not None:
                 raise ValueError(row.error)
-            requests = [Request(self.prompt(row.columns), self._params(row))]
+            requests = [Request(self.prompt(row.columns), self._params(row), priority=priority_of(row) or 0)]
             return RowRequests(requests, lambda outputs: self._finish(row, outputs[0]))
         except (ValueError, TypeError) as error:
             reason = str(error)

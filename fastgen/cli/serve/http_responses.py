@@ -33,8 +33,13 @@ MANY_PROMPTS = 64  # number of prompts above which tokenizing them is large work
 CHARS = 4  # estimated number of characters per token, before tokenization
 
 
+def json_bytes(content: Any) -> bytes:
+    """Return content as JSON, in which null replaces NaN and the infinities, which JSON does not have."""
+    return to_json(content, inf_nan_mode="null")
+
+
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(to_json(content), status, headers, "application/json")
+    return Response(json_bytes(content), status, headers, "application/json")
 
 
 def is_anthropic(scope: Scope) -> bool:
@@ -161,7 +166,7 @@ class GenerationResponse(Response):
 
     async def _send_whole(self, turns: AsyncIterator[list[Event]], send: Send) -> None:
         events = [event async for new in turns for event in new]
-        body = await self._service.work.run(_many(events), lambda: to_json(self._reply.whole(events)))
+        body = await self._service.work.run(_many(events), lambda: json_bytes(self._reply.whole(events)))
         await self._begin(send, "application/json", (b"content-length", b"%d" % len(body)))
         await _send_body(send, body)
 
@@ -235,5 +240,5 @@ def _sse(chunks: Iterable[dict[str, Any]]) -> bytes:
     events = []
     for chunk in chunks:
         name = b"event: %s\n" % chunk["type"].encode() if "type" in chunk else b""
-        events.append(name + b"data: " + to_json(chunk) + b"\n\n")
+        events.append(name + b"data: " + json_bytes(chunk) + b"\n\n")
     return b"".join(events)

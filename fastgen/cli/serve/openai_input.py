@@ -45,9 +45,14 @@ class RefusalPart(TypedDict):
     refusal: str
 
 
-def _check_part(part: Any) -> Any:
-    """Refuse a part that is not text with a reason, instead of the list of types."""
+def _read_part(part: Any) -> Any:
+    """Return a part, of the type text if it is a string or has another name of this type, as vLLM takes them. Refuse a
+    part that is not text with a reason, instead of the list of types."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
     if isinstance(part, dict) and (kind := part.get("type")) not in ("text", "refusal"):
+        if kind in ("input_text", "output_text"):
+            return {**part, "type": "text"}
         if kind is None:
             raise wrong("type", "is required", "missing_required_parameter")
         raise wrong("type", f"is {kind!r:.40}, and {TEXT_ONLY}; give parts of the type text")
@@ -66,11 +71,11 @@ class CalledFunction(MessagePart):
 
 class ToolCall(MessagePart):
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
 
 
-Content = str | Items[Annotated[_Part, BeforeValidator(_check_part)]]
+Content = str | Items[Annotated[_Part, BeforeValidator(_read_part)]]
 
 
 def reasoning_texts(parts: Any) -> list[str]:
@@ -239,6 +244,7 @@ class GenerationFields(SamplingFields):
     neutral: ClassVar[Neutral] = {
         name: pair for name, pair in SamplingFields.neutral.items() if name != "use_beam_search"
     }
+    implied_logprobs: ClassVar[bool | int]  # the value of `logprobs` that asks for no alternatives
 
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)  # must equal n
     modalities: Items[Literal["text"]] | None = None
@@ -258,6 +264,14 @@ class GenerationFields(SamplingFields):
     user: str | None = None
     use_beam_search: bool | None = Field(None, description="return the n best-scoring answers, best first")
     length_penalty: FiniteFloat | None = Field(None, description="for beam search; values above 0 favor long answers")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _imply_logprobs(cls, data: Any) -> Any:
+        """Let logprob_token_ids ask for logprobs, as in vLLM."""
+        if isinstance(data, dict) and data.get("logprob_token_ids") and data.get("logprobs") is None:
+            return {**data, "logprobs": cls.implied_logprobs}
+        return data
 
     @model_validator(mode="after")
     def _check_counts(self) -> GenerationFields:
@@ -345,6 +359,7 @@ class ChatRequest(GenerationFields):
     """
 
     spoken = ("messages", "tools")
+    implied_logprobs = True
 
     messages: Some[ChatMessage] = Field(examples=[[{"role": "user", "content": "a"}]])
     max_tokens: int | None = Field(None, ge=1)
@@ -372,6 +387,8 @@ class ChatRequest(GenerationFields):
     def _check_together(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "is only allowed when logprobs is true")
+        if self.logprob_token_ids and not self.logprobs:
+            raise wrong("logprob_token_ids", "needs logprobs, which is false; leave logprobs out, or set it to true")
         if self._has_raw and self.drawn != "raw_logprobs":
             raise wrong("top_logprobs", "are raw; leave them out, or logprobs_mode")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -453,6 +470,7 @@ class CompletionRequest(GenerationFields):
     """A request to /completions. logprobs: number of alternatives per token. echo: answers begin with the prompt."""
 
     batch = "prompt"
+    implied_logprobs = 0
 
     prompt: _Prompts
     max_tokens: int | None = Field(None, ge=0)

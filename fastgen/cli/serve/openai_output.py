@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from fastgen.async_engine.client import joined
 from fastgen.cli.serve.openai_input import ChatRequest, CompletionRequest
 from fastgen.cli.serve.validation import ApiError
-from fastgen.request import REPETITION, Event, SamplingParams
+from fastgen.request import Event, RequestOutput, SamplingParams
 from fastgen.text.reasoning import AnswerParser, ReasoningCounter
 from fastgen.text.tokenizer import Tokenizer
 from fastgen.text.tool_calls import joined_message
@@ -133,25 +133,12 @@ class _BaseReply(Generic[Request]):
         return self.prompts[prompt].ids if self.request.return_token_ids else None
 
     def _prompt_scores(self, event: Event | None) -> list[dict[str, Any] | None] | None:
-        """Return vLLM's `prompt_logprobs` if the request asks for them: for each token of a prompt, the entries of the
-        token and of its alternatives by id. The first token has none. The rank of a token outside the alternatives is
-        unknown."""
+        """Return vLLM's `prompt_logprobs` if the request asks for them."""
         if self.request.prompt_logprobs is None:
             return None
         assert event is not None
-        assert event.prompt_logprobs is not None
-        scores: list[dict[str, Any] | None] = []
-        tops = event.prompt_top_logprobs or [{}] * len(event.prompt_logprobs)
-        for token, logprob, top in zip(self.prompts[int(event.id)].ids, event.prompt_logprobs, tops, strict=True):
-            best = list(islice(top.items(), self.request.prompt_logprobs))
-            entries: dict[int, tuple[float, int | None]] = {token: (logprob, None)}
-            entries |= {id: (value, rank) for rank, (id, value) in enumerate(best, 1)}
-            scores.append({str(id): self._score(id, *entry) for id, entry in entries.items()} if scores else None)
-        return scores
-
-    def _score(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
-        text = None if self._vocabulary is None else self._vocabulary.text(token)
-        return {"logprob": max(LOWEST, logprob), "rank": rank, "decoded_token": text}
+        name = (lambda _: None) if self._vocabulary is None else self._vocabulary.text
+        return prompt_scores(event, self.prompts[int(event.id)].ids, self.request.prompt_logprobs, name)
 
     def _count(self, event: Event) -> None:
         """Count an event. Raises ApiError if its sample has failed, which fails the whole request."""
@@ -162,6 +149,28 @@ class _BaseReply(Generic[Request]):
             raise ApiError(500, error, code="engine_error")
         self._generated += len(event.token_ids)
         self._cached[int(event.id)] = event.cached_tokens
+
+
+def prompt_scores(
+    scored: Event | RequestOutput, prompt: SequenceOf[int], most: int, name: Callable[[int], str | None]
+) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: for each token of a prompt, the entries of the token, first, and of its
+    alternatives, at most `most`, by id. The first token has none. name: returns the text of a token.
+
+    The rank of a token is unknown if the engine was asked for no alternatives."""
+    values = scored.prompt_logprobs
+    assert values is not None
+    tops = scored.prompt_top_logprobs or [{}] * len(values)
+    ranks = scored.prompt_ranks or [0] * len(values)
+    scores: list[dict[str, Any] | None] = []
+    for token, value, top, own_rank in zip(prompt, values, tops, ranks, strict=True):
+        best = enumerate(islice(top.items(), most), 1)
+        entries = {token: (value, own_rank or None)} | {id: (logprob, rank) for rank, (id, logprob) in best}
+        scores.append(None if math.isnan(value) else {
+            str(id): {"logprob": max(LOWEST, logprob), "rank": rank, "decoded_token": name(id)}
+            for id, (logprob, rank) in entries.items()
+        })  # fmt: skip
+    return scores
 
 
 # ------------------------------------------------------------------------------------------------- chat
@@ -221,7 +230,7 @@ class ChatReply(_BaseReply[ChatRequest]):
             logprobs, ids = None, []  # they are sent with the first delta
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:
-        cut = event.finish_reason == "length" or event.stop_reason == REPETITION
+        cut = event.finish_reason == "length" or isinstance(event.stop_reason, str)  # "repetition" is one too
         deltas = self._parsers[event.index].push(event.text, last=event.finish_reason is not None, cut=cut)
         if any("tool_calls" in delta for delta in deltas):
             self._called.add(event.index)

@@ -8,14 +8,13 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat, model_validator
-from pydantic_core import to_json
 from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastgen.async_engine.client import AsyncGenerator, EngineError, EventStream
-from fastgen.cli.serve.http_responses import limited
+from fastgen.cli.serve.http_responses import json_bytes, json_response, limited
 from fastgen.cli.serve.routes import Handler, Post, Routes
 from fastgen.cli.serve.sampling_fields import INT32
 from fastgen.cli.serve.service import Service
@@ -218,8 +217,7 @@ class TrainerRoutes:
             raise call_error(error) from None
         if isinstance(result, Response):
             return result
-        data = to_json({} if result is None else result, inf_nan_mode="constants")  # as Python's json module reads them
-        return Response(data, media_type="application/json")
+        return json_response({} if result is None else result)
 
     @contextmanager
     def updating(self, engine: AsyncGenerator) -> Iterator[None]:
@@ -302,10 +300,10 @@ class EventResponse(Response):
 
     def lines(self, events: list[Event]) -> bytes:
         """Return what is sent for new events."""
-        return b"".join(to_json(event, inf_nan_mode="constants") + b"\n" for event in events)
+        return b"".join(json_bytes(event) + b"\n" for event in events)
 
     def error_line(self, failure: ApiError) -> bytes:
-        return to_json({"status": failure.status, **failure.body}) + b"\n"
+        return json_bytes({"status": failure.status, **failure.body}) + b"\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False

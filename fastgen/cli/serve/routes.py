@@ -110,7 +110,7 @@ TRAINER_MODULES = (
             "/pause", "/resume", "/abort_requests", "/sleep", "/wake_up", "/release_kv_cache_memory",
             "/reset_prefix_cache", "/init_weight_transfer_engine", "/start_weight_update",
             "/start_draft_weight_update", "/finish_weight_update", "/update_weight_version", "/inference/v1/generate",
-            "/load_lora_adapter", "/skyrl/v1/load_lora_adapter", "/unload_lora_adapter",
+            "/load_lora_adapter", "/skyrl/v1/load_lora_adapter", "/unload_lora_adapter", "/weight_checker",
         ),
         gets=("/get_world_size", "/is_paused", "/is_sleeping", "/weight_info"),
         dialects=("/update_weights",),
@@ -119,7 +119,7 @@ TRAINER_MODULES = (
         "dialects.sglang",
         (
             "/update_weights_from_disk", "/pause_generation", "/continue_generation", "/flush_cache",
-            "/release_memory_occupation", "/resume_memory_occupation", "/abort_request",
+            "/release_memory_occupation", "/resume_memory_occupation", "/abort_request", "/weights_checker",
         ),
         gets=("/flush_cache", "/get_weight_version", "/loads", "/health_generate"),
         dialects=("/generate",),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
-from typing import Annotated, Any, ClassVar, LiteralString, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, LiteralString, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
@@ -129,11 +130,20 @@ class Strict(BaseModel):
             if unused and name in NOTED and not policy.strict:
                 policy.note(name, NOTED[name])
             if policy.strict if unused else not cls._knows(name):
+                cls._refuse_other_type(data)
                 cls._refuse(name, policy)
             elif not unused or name in cls.model_fields:
                 whole = isinstance(value, float) and value.is_integer() and name in _integers(cls)
                 fields[name] = int(value) if whole else value
         return fields
+
+    @classmethod
+    def _refuse_other_type(cls, data: dict[str, Any]) -> None:
+        """Raise an error about the `type` of a part that has another one, rather than about a field of that type."""
+        field = cls.model_fields.get("type")
+        types = get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
+        if types and (given := data.get("type")) not in (None, *types):
+            raise wrong("type", f"is {given!r:.40}, which is not supported; give {' or '.join(types)}")
 
     @classmethod
     def _knows(cls, name: str) -> bool:
@@ -222,7 +232,7 @@ def parse(body: bytes | bytearray) -> Any:
             message = f"the body has more than {MAX_CONTAINERS} lists and objects; send less"
             raise ApiError(400, message, code="invalid_value")
     try:
-        return from_json(body, allow_inf_nan=False)
+        return from_json(body[len(BOM_UTF8) :] if body.startswith(BOM_UTF8) else body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
 

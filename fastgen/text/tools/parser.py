@@ -97,7 +97,7 @@ class ToolParser(ABC):
         self._said = False  # some content was reported
         self._after_call = False  # no content since the last call
         self._due = 0  # length of the text from which it is matched again
-        self._cut = False  # the answer ends where its length is used up
+        self._cut = False  # the model has not ended the answer
         self._passed = 0  # index before which no call begins, after `_match_call` has found none
         self._starts = regex.compile("|".join(map(regex.escape, sorted(starts))))
         self._state: Callable[[bool], bool] = self._read_content

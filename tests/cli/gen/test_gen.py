@@ -19,7 +19,7 @@ from fastgen import Generator, SamplingParams
 from fastgen.cli.gen import main
 from fastgen.cli.gen.outputs import Lines
 from fastgen.cli.gen.progress import Progress
-from fastgen.cli.gen.rows import read_rows
+from fastgen.cli.gen.rows import Row, read_rows
 from fastgen.cli.gen.work import Done, RowJob, state_by, work
 from fastgen.engine.seeds import seed_of
 from fastgen.model.loader import find_tokenizer, resolve
@@ -306,6 +306,13 @@ class Echo:
         completion = Completion(0, [], "", "error" if error else "stop", error=error)
         self.done += 1
         yield RequestOutput(request.id, [1], [completion])
+
+
+def test_an_integer_in_the_column_priority_is_that_of_the_request() -> None:
+    ask = RowJob(SamplingParams(), seed=0).ask
+    given: list[Any] = [None, 3, "-4", "high", 2.5, True]
+    rows = (Row(0, {"prompt": "x", "priority": priority}) for priority in given)
+    assert [request.priority for row in rows for request in ask(row).requests] == [0, 3, -4, 0, 0, 0]
 
 
 @pytest.mark.parametrize("bad", [False, True])

@@ -112,7 +112,10 @@ def test_what_is_sent_and_written(fake: Fake) -> None:
     user = {"role": "user", "content": "hello"}
     own = {"messages": [{**system, "content": "own"}, user]}
     biased = {"messages": [user], "n": 2, "logit_bias": {"5": 1.0}}
-    rows = [{"prompt": "hello", "id": 1}, biased, {"prompt": "x", "seed": 5, "temperature": 1}, own]
+    rows = [
+        {"prompt": "hello", "id": 1, "priority": "high"}, {**biased, "priority": -2},
+        {"prompt": "x", "seed": 5, "temperature": 1, "priority": "3"}, own,
+    ]  # fmt: skip
     write("in.jsonl", *rows, {"prompt_token_ids": [5]}, {"prompt": 3})
     options = ("--system", "be short", "--temperature", 0.5, "--seed", 3, "--json-schema", '{"type": "object"}')
     assert fggen(fake, *options, "--concurrency", 1, "--api-key", "secret") == 0
@@ -123,8 +126,8 @@ def test_what_is_sent_and_written(fake: Fake) -> None:
     seeds = [seed_of(3, index) >> 1 for index in range(6)]
     assert fake.sent() == [
         {**same, "messages": [system, user], "seed": seeds[0]},
-        {**same, "messages": [system, user], "seed": seeds[1], "n": 2, "logit_bias": {"5": 1.0}},
-        {**same, "messages": [system, {"role": "user", "content": "x"}], "seed": 5, "temperature": 1},
+        {**same, "messages": [system, user], "seed": seeds[1], "n": 2, "logit_bias": {"5": 1.0}, "priority": -2},
+        {**same, "messages": [system, {"role": "user", "content": "x"}], "seed": 5, "temperature": 1, "priority": 3},
         {**same, **own, "seed": seeds[3]},
     ]
     found = by_row("out.jsonl")

@@ -229,6 +229,7 @@ def test_tokens_and_models(server: Server, client: OpenAI) -> None:
     ("method", "path", "body", "status", "code"),
     [
         ("GET", "/nothing", None, 404, "not_found"),
+        ("POST", "/v1/audio/speech", b'{"input": "a"}', 404, "not_found"),
         ("GET", "/v1/chat/completions", None, 405, "method_not_allowed"),
         ("POST", "/completions", b"{", 400, "invalid_json"),
         ("POST", "/completions", b"{}", 400, "missing_required_parameter"),

@@ -13,7 +13,17 @@ from fastgen.cli.serve.dialects.anthropic import MessageRequest
 from fastgen.cli.serve.dialects.openai_responses import ResponseRequest
 from fastgen.cli.serve.openai_input import ChatRequest, CompletionRequest
 from fastgen.cli.serve.sampling_fields import STRUCTURE_ALIASES
-from fastgen.cli.serve.validation import MAX_NAMED, NEUTRAL, NOTED, UNUSED, ApiError, FieldPolicy, Strict, check_request
+from fastgen.cli.serve.validation import (
+    MAX_NAMED,
+    NEUTRAL,
+    NOTED,
+    UNUSED,
+    ApiError,
+    FieldPolicy,
+    Strict,
+    check_request,
+    parse,
+)
 from fastgen.request import SamplingParams
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -197,3 +207,66 @@ def test_a_part_that_is_not_text_is_an_error_that_says_why(part: str) -> None:
 )
 def test_slashes(path: str, plain: str) -> None:
     assert plain_path(path) == plain
+
+
+def test_parts_have_any_name_of_text_that_vllm_takes() -> None:
+    parts = ["a", {"type": "input_text", "text": "b"}, {"type": "output_text", "text": "c"}]
+    (message,) = read(ChatRequest, messages=[{"role": "user", "content": parts}]).messages
+    assert message.texts == [{"type": "text", "text": text} for text in "abc"]
+
+
+def test_parts_of_other_clients_that_change_nothing() -> None:
+    """Tools of transformers' get_json_schema, and structures as vLLM's class writes all its fields."""
+    function = {"name": "get", "description": "a", "parameters": {"type": "object", "properties": {}}}
+    plain, documented = (
+        read(ChatRequest, tools=[{"type": "function", "function": {**function, **more}}])
+        for more in ({}, {"return": {"type": "string"}})
+    )
+    assert plain == documented
+    whole = {"json": None, "regex": "a", "disable_any_whitespace": False, "disable_additional_properties": False}
+    assert read(ChatRequest, structured_outputs=whole) == read(ChatRequest, structured_outputs={"regex": "a"})
+    message = error_of(ChatRequest, structured_outputs={"json": {}, "disable_additional_properties": True}).message
+    assert message.endswith("only supported as false: put additionalProperties: false into the schema")
+    call = {"id": "1", "function": {"name": "get", "arguments": "{}"}}
+    (said,) = read(ChatRequest, messages=[{"role": "assistant", "tool_calls": [call]}]).messages
+    assert said.tool_calls[0].type == "function"
+
+
+def test_a_part_of_another_type_is_told_which_there_are() -> None:
+    """It is not told that a field of its type is unknown."""
+    error = error_of(ChatRequest, response_format={"type": "regex", "value": "a"})
+    assert error.param == "response_format.type"
+    assert error.message.endswith("type is 'regex', which is not supported; give text or json_object or json_schema")
+    error = error_of(ChatRequest, tools=[{"type": "custom", "custom": {"name": "a"}}])
+    assert error.message == "tools[0].type is 'custom', which is not supported; give function"
+    assert error_of(ChatRequest, response_format={"type": "text", "value": "a"}).param == "response_format.value"
+
+
+def test_what_open_webui_sends() -> None:
+    """A chat with the parameters of its settings and a call of a tool, and the task that makes a title."""
+    call = {"id": "call_1", "index": 0, "type": "function", "function": {"name": "get", "arguments": "{}"}}
+    history = [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": [{"type": "text", "text": "look"}]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}]},
+    ]
+    tool = {"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {}}}}
+    settings = {
+        "temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.0, "max_tokens": 128, "frequency_penalty": 0.0,
+        "presence_penalty": 0.0, "repeat_penalty": 1.1, "repeat_last_n": -1, "mirostat": 0, "mirostat_eta": 0.1,
+        "mirostat_tau": 5.0, "tfs_z": 1, "seed": 0, "stop": [], "logit_bias": {}, "reasoning_effort": "medium",
+        "num_ctx": 2048, "num_batch": 512, "num_keep": 24, "num_thread": 2, "num_gpu": 0, "use_mmap": True,
+        "use_mlock": True, "keep_alive": "5m", "response_format": None,
+    }  # fmt: skip
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    chat = read(ChatRequest, model="any", messages=history, tools=[tool], **settings, **streamed)
+    assert [message.text for message in chat.messages] == ["", "look", "", "5"]
+    assert chat.sampling_params(SamplingParams()).repetition_penalty == 1.1
+    title = read(ChatRequest, model="any", stream=False, max_completion_tokens=1000)
+    assert title.limit == 1000
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_a_body_may_begin_with_a_byte_order_mark(mark: bytes) -> None:
+    assert parse(mark + b'{"a": 1}') == parse(bytearray(mark + b'{"a": 1}')) == {"a": 1}

@@ -222,6 +222,33 @@ def test_a_request_of_claude_code() -> None:
     assert (chat.limit, chat.max_tokens) == (None, 32000)
 
 
+def test_what_else_claude_code_and_older_packages_send() -> None:
+    """References to tools that it has searched, text documents, and the earlier place of the schema."""
+    use = {"type": "tool_use", "id": "1", "name": "ToolSearch", "input": {}, "caller": {"type": "direct"}}
+    found = [{"type": "tool_reference", "tool_name": "Bash"}, {"type": "tool_reference", "tool_name": "Read"}]
+    source = {"type": "text", "media_type": "text/plain", "data": "a page"}
+    body = {
+        "messages": [
+            {"role": "user", "content": [{"type": "document", "source": source}, {"type": "text", "text": "look"}]},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": found}]},
+        ],
+        "tools": [{"name": "Bash", "input_schema": SCHEMA, "defer_loading": True, "allowed_callers": ["direct"]}],
+        "max_tokens": 5,
+        "mcp_servers": [],
+        "output_format": {"type": "json_schema", "schema": SCHEMA},
+    }
+    chat = read_request(MessageRequest, json.dumps(body).encode()).chat()
+    assert [message.text for message in chat.messages] == ["a page\n\nlook", None, "Bash\nRead"]
+    assert chat.response_format is not None
+    assert chat.response_format.json_schema is not None
+    assert chat.response_format.json_schema.schema_ == SCHEMA
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "a"}}
+    refused = {**body, "messages": [{"role": "user", "content": [pdf]}]}
+    with pytest.raises(ApiError, match="the model reads text only"):
+        read_request(MessageRequest, json.dumps(refused).encode()).chat()
+
+
 def test_errors_have_types() -> None:
     kinds = [error_body(ApiError(status, "a"))["error"]["type"] for status in (400, 405, 404, 500, 503)]
     assert kinds == [*["invalid_request_error"] * 2, "not_found_error", "api_error", "overloaded_error"]

@@ -282,7 +282,8 @@ def test_prompt_logprobs_are_those_of_a_generator(asker: Asker, gen: Generator, 
             assert [entries[str(id)]["logprob"] for id in top] == list(top.values())
             assert [entries[str(id)]["rank"] for id in top] == [1, 2, 3]
             assert entries.keys() == {str(token), *map(str, top)}
-            assert token in top or entries[str(token)]["rank"] is None, "unknown"
+            assert output.prompt_ranks is not None
+            assert entries[str(token)]["rank"] == output.prompt_ranks[place]
             assert all(entry["decoded_token"] == vocabulary.text(int(id)) for id, entry in entries.items())
     if endpoint == "text":
         assert {len(top) for top in reply["choices"][0]["logprobs"]["top_logprobs"][1:]} <= {1, 2}

@@ -13,7 +13,7 @@ from grammars import add
 from fastgen import Generator
 from fastgen.cli.serve.openai_input import ChatRequest, CompletionRequest
 from fastgen.cli.serve.openai_output import ChatReply, CompletionReply, PromptTokens, Vocabulary
-from fastgen.cli.serve.validation import ApiError
+from fastgen.cli.serve.validation import ApiError, check_request
 from fastgen.request import Event
 from fastgen.text.reasoning import AnswerParser
 from fastgen.text.tools.formats import HERMES
@@ -112,6 +112,16 @@ def test_of_several_chunks_for_an_event_the_last_one_has_the_reason() -> None:
     assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
 
 
+@pytest.mark.parametrize(("stop", "arguments"), [("2", '{"a":'), (None, '{"a": null}')])
+def test_a_call_is_completed_unless_a_stop_string_cut_it_off(stop: str | None, arguments: str) -> None:
+    parser = partial(HERMES.parser, [Function("get")])
+    prompt, text = PromptTokens([1]), '<tool_call>{"name": "get", "arguments": {"a": '
+    reply = ChatReply(ChatRequest(messages=HELLO), "tiny", prompt, None, lambda: AnswerParser(None, tools=parser()))
+    (choice,) = reply.whole([Event(0, 0, [5], text, "stop", stop)])["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["arguments"] == arguments
+
+
 @pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
 def test_answers_have_the_nulls_that_clients_read(kind: Any) -> None:
     event = Event(0, 0, [5], "a", "stop", 2)
@@ -130,11 +140,16 @@ def test_chosen_alternatives_include_the_token(vocabulary: Vocabulary) -> None:
     """As in vLLM; without logprob_token_ids, the alternatives may lack the token."""
     event = Event(0, 0, [301], "x", "length", logprobs=[0.0], raw_logprobs=[-2.0], top_logprobs=[{300: -0.5}])
     for chosen, logprobs in (([300], [-0.5, -2.0]), (None, [-0.5])):
-        request = ChatRequest(messages=HELLO, logprobs=True, logprob_token_ids=chosen)
+        request = ChatRequest(messages=HELLO, logprobs=None if chosen else True, logprob_token_ids=chosen)
         (choice,) = ChatReply(request, "tiny", PromptTokens([1]), vocabulary).whole([event])["choices"]
         (entry,) = choice["logprobs"]["content"]
         assert entry["logprob"] == -2.0
         assert [other["logprob"] for other in entry["top_logprobs"]] == logprobs
+    completion = CompletionRequest(prompt="a", logprob_token_ids=[300])
+    (choice,) = CompletionReply(completion, "tiny", [PromptTokens([1])], vocabulary).whole([event])["choices"]
+    assert list(choice["logprobs"]["top_logprobs"][0].values()) == [-0.5, -2.0]
+    with pytest.raises(ApiError, match="logprob_token_ids needs logprobs, which is false"):
+        check_request(ChatRequest, {"messages": HELLO, "logprobs": False, "logprob_token_ids": [300]})
 
 
 def test_logprobs_need_names() -> None:

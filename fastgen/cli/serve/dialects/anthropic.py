@@ -80,6 +80,8 @@ def _messages_of_block(role: str, block: Any) -> list[dict[str, Any]]:
             return thought(text)
         case {"type": "redacted_thinking"}:
             return []
+        case {"type": "document", "source": {"type": "text", "data": str(text)}}:
+            return [{"role": role, "content": text}]
     kind = block.get("type") if isinstance(block, dict) else block
     raise ValueError(
         f"is a block of the type {kind!r:.40}; give blocks of the types text (with text), tool_use (id, name, input), "
@@ -142,6 +144,7 @@ class CountRequest(Body):
     tools: Items[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="an older name of output_config.format")
     thinking: Thinking | None = None
 
     @model_validator(mode="before")
@@ -165,7 +168,7 @@ class CountRequest(Body):
             data["tool_choice"] = self.tool_choice.for_chat()
             data["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         data["thinking"] = None if self.thinking is None else self.thinking.model_dump()
-        if self.output_config is not None and (form := self.output_config.format) is not None:
+        if (form := (self.output_config or OutputConfig()).format or self.output_format) is not None:
             schema = {"name": "answer", "schema": form.schema_, "strict": True}
             data["response_format"] = {"type": "json_schema", "json_schema": schema}
         return check_request(_Chat, data)

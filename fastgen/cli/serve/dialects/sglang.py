@@ -12,18 +12,21 @@ import math
 import uuid
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from itertools import accumulate, chain
 from typing import Any, Literal
 
 from pydantic import Field, create_model, model_validator
-from pydantic_core import to_json
 from starlette.datastructures import QueryParams
 
 from fastgen.async_engine.client import AsyncGenerator, EventStream, joined
+from fastgen.cli.serve.http_responses import json_bytes
 from fastgen.cli.serve.rollout import EventResponse, ModelRequest, TrainerRoutes, sampling_fields, weight_version
 from fastgen.cli.serve.routes import Routes
+from fastgen.cli.serve.sampling_fields import INT32
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, Items, Strict, wrong
+from fastgen.names import MAX_FAULTS
 from fastgen.request import SHARED, Completion, Event, Prompt, RequestOutput
 
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
@@ -73,7 +76,8 @@ class SglangRequest(ModelRequest):
 
     rid: its name for /abort_request, unless it is streamed. stream: the response is a stream of events, each of which
     has all tokens so far. logprob_start_len: index of the first token of the prompt whose logprob is returned; -1 for
-    none. A teacher scores a sequence with max_new_tokens=0. The fields without effect are added by SGLang's router.
+    none. A teacher scores a sequence with max_new_tokens=0. priority: as in SGLang, larger numbers go first. The fields
+    without effect are added by SGLang's router.
     """
 
     input_ids: Items[int] | None = None
@@ -83,6 +87,7 @@ class SglangRequest(ModelRequest):
     logprob_start_len: int = Field(-1, ge=-1)
     rid: str | None = None
     stream: bool = False
+    priority: int = Field(0, ge=-INT32, le=INT32)
 
     @property
     def scored(self) -> bool:
@@ -127,6 +132,13 @@ class MemoryRequest(ModelRequest):
         return [tag for tag in self.tags or ("weights", "kv_cache") if tag != "cuda_graph"]
 
 
+class CheckRequest(ModelRequest):
+    """A request to /weights_checker. checksum: return the SHA-256 of each weight. snapshot: keep these. reset_tensors:
+    set all weights to 0. compare: tell whether the weights are those of the snapshot."""
+
+    action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
+
+
 class AbortRidRequest(ModelRequest):
     """A request to /abort_request."""
 
@@ -136,6 +148,10 @@ class AbortRidRequest(ModelRequest):
 
 class SglangEngine(TrainerRoutes):
     """The routes of an SGLang server."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._snapshots: dict[AsyncGenerator, list[dict[str, str]]] = {}
 
     def routes(self) -> Routes:
         post = self.post
@@ -148,6 +164,7 @@ class SglangEngine(TrainerRoutes):
             "/release_memory_occupation": post(MemoryRequest, _release, bodiless=True),
             "/resume_memory_occupation": post(MemoryRequest, _take, bodiless=True),
             "/abort_request": post(AbortRidRequest, _abort),
+            "/weights_checker": post(CheckRequest, self._check, bodiless=True),
         }
         version = self.get(weight_version)
         gets = {
@@ -164,9 +181,11 @@ class SglangEngine(TrainerRoutes):
             params["prompt_logprobs"] = 0
         self.check_samples(params.get("n"))
         greedy = params.get("temperature", engine.info.default_params.temperature) == 0
+        priority = -body.priority  # of fastgen.Request, where lower numbers go first
         if body.stream:
-            return SglangStream(self.service, partial(engine.submit, [body.prompt], params), body, greedy)
-        output = await engine.generate(body.prompt, params, body.rid)
+            submit = partial(engine.submit, [body.prompt], params, priority=priority)
+            return SglangStream(self.service, submit, body, greedy)
+        output = await engine.generate(body.prompt, params, body.rid, priority=priority)
         answers = [_answer(body, output, completion, greedy) for completion in output.completions]
         return answers[0] if params.get("n", 1) == 1 else answers
 
@@ -177,6 +196,28 @@ class SglangEngine(TrainerRoutes):
         with self.updating(engine):
             version = await engine.call("update_weights", body.model_path, **options)
         return {"success": True, "message": f"the weights have version {version}", "weight_version": str(version)}
+
+    async def _check(self, engine: AsyncGenerator, body: CheckRequest, _: QueryParams) -> Any:
+        if body.action == "reset_tensors":
+            with self.updating(engine):
+                await engine.call("reset_weights")
+            return {"success": True, "message": "all weights are 0"}
+        ranks: list[dict[str, str]] = await engine.call("weight_checksums")
+        if body.action == "snapshot":
+            self._snapshots[engine] = ranks
+        if body.action == "compare":
+            if engine not in self._snapshots:
+                raise ValueError("action is 'compare', and there is no snapshot; send the action 'snapshot' first")
+            pairs = zip(ranks, self._snapshots[engine], strict=True)
+            if names := sorted({name for now, then in pairs for name, _ in now.items() ^ then.items()}):
+                raise ValueError(f"{len(names)} weights differ from the snapshot: {', '.join(names[:MAX_FAULTS])}")
+        totals = [sha256("".join(map("".join, sorted(sums.items()))).encode()).hexdigest() for sums in ranks]
+        listed = [
+            {"checksums": sums, "per_gpu_checksum": total, "parallelism_info": {"tp_rank": rank, "tp_size": len(ranks)}}
+            for rank, (sums, total) in enumerate(zip(ranks, totals, strict=True))
+        ]
+        whole = sha256("".join(totals).encode()).hexdigest()
+        return {"success": True, "message": "Success.", "ranks": listed, "per_engine_checksum": whole}
 
 
 class SglangStream(EventResponse):
@@ -201,10 +242,10 @@ class SglangStream(EventResponse):
         ids = event.prompt_token_ids or self._body.input_ids or []
         output = RequestOutput("", ids, [], prompt_logprobs=event.prompt_logprobs, cached_tokens=event.cached_tokens)
         answer = _answer(self._body, output, completion, self._greedy)
-        return b"data: " + to_json(answer, inf_nan_mode="constants") + b"\n\n"
+        return b"data: " + json_bytes(answer) + b"\n\n"
 
     def error_line(self, failure: ApiError) -> bytes:
-        return b"data: " + to_json(failure.body) + b"\n\n" + self.end
+        return b"data: " + json_bytes(failure.body) + b"\n\n" + self.end
 
 
 def _answer(body: SglangRequest, output: RequestOutput, completion: Completion, greedy: bool) -> dict[str, Any]:

@@ -87,6 +87,8 @@ def text_of_part(part: Any) -> list[str]:
             return [text]
         case {"type": "refusal", "refusal": str(text)}:
             return [text]
+        case {"type": "tool_reference", "tool_name": str(name)}:  # the prompt shows all tools
+            return [name]
     kind = part.get("type") if isinstance(part, dict) else part
     raise ValueError(f"has content of the type {kind!r:.40}; give text, or parts of the type text: {TEXT_ONLY}")
 

@@ -10,25 +10,24 @@ The trainer is rank 0 of a group in which each server is one rank, whatever numb
 
 from __future__ import annotations
 
-import math
 import uuid
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, create_model, model_validator
 from starlette.datastructures import QueryParams
 
 from fastgen.async_engine.client import AsyncGenerator
 from fastgen.cli.serve.openai_input import drawn_name
-from fastgen.cli.serve.openai_output import LOWEST, token_name
+from fastgen.cli.serve.openai_output import LOWEST, prompt_scores, token_name
 from fastgen.cli.serve.rollout import ModelRequest, SleepRequest, TrainerRoutes, sampling_fields, sleep
 from fastgen.cli.serve.routes import Post, Routes
 from fastgen.cli.serve.sampling_fields import INT32, StructuredOutputs
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, FieldPolicy, Items, Strict, wrong
 from fastgen.engine.weight_state import TAGS
-from fastgen.request import SAMPLING_OPTIONS, STRUCTURES, Completion, RequestOutput, SamplingParams
+from fastgen.request import SAMPLING_OPTIONS, STRUCTURES, Completion, SamplingParams
 
 STRUCTURED = "structured_outputs"
 PAUSES = ("abort", "wait", "keep")
@@ -144,6 +143,21 @@ class ResetRequest(ModelRequest):
     """A request to /reset_prefix_cache. The cache never gives KV of old weights, so nothing has to be done."""
 
 
+class CheckerRequest(ModelRequest):
+    """A request to /weight_checker. checksum: return the SHA-256 of each weight, whose name begins with the rank.
+    reset: set all weights to 0. compare: return the names of weights that differ from the `baseline`, which is the
+    answer to an earlier checksum."""
+
+    action: Literal["checksum", "reset", "compare"]
+    baseline: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _check_baseline(self) -> CheckerRequest:
+        if (self.baseline is None) == (self.action == "compare"):
+            raise wrong("baseline", "belongs to the action 'compare', which requires it")
+        return self
+
+
 OURS = (*STRUCTURES, "speculate")  # sampling parameters that are not vLLM's; return_sampling_mask is its server's
 _Sampling = create_model(
     "_Sampling", __base__=Strict, **sampling_fields(name for name in SAMPLING_OPTIONS if name not in OURS)
@@ -208,6 +222,7 @@ class VllmControl(TrainerRoutes):
             "/start_draft_weight_update": post(StartRequest, self._start_draft, bodiless=True),
             "/finish_weight_update": post(FinishRequest, self._finish, bodiless=True),
             "/update_weight_version": post(VersionRequest, self._name_version),
+            "/weight_checker": post(CheckerRequest, self._check_weights),
             "/inference/v1/generate": post(TokensRequest, self._generate, timed=True),
         }
         gets = {
@@ -284,6 +299,17 @@ class VllmControl(TrainerRoutes):
         named, name = self._names.get(engine, (None, ""))
         return {"weight_version": name if named == version else str(version)}
 
+    async def _check_weights(self, engine: AsyncGenerator, body: CheckerRequest, _: QueryParams) -> Any:
+        if body.action == "reset":
+            with self.updating(engine):
+                return {"status": "reset", "weight_version": await engine.call("reset_weights")}
+        ranks = enumerate(await engine.call("weight_checksums"))
+        sums = {f"dp0:pp0:pcp0:tp{rank}:{name}": value for rank, each in ranks for name, value in each.items()}
+        if body.baseline is None:
+            return {"checksums": sums}
+        mismatches = sorted({name for name, _ in sums.items() ^ body.baseline.items()})
+        return {"match": not mismatches, "mismatches": mismatches}
+
     async def _read(self, engine: AsyncGenerator, body: FolderRequest, _: QueryParams) -> Any:
         options = {"version": None, "partial": False, "in_flight": "keep"}
         with self.updating(engine):
@@ -310,7 +336,9 @@ class VllmControl(TrainerRoutes):
             }
             for completion in output.completions
         ]
-        scores = None if params.prompt_logprobs is None else _prompt_scores(output)
+        scores = None
+        if params.prompt_logprobs is not None:
+            scores = prompt_scores(output, output.prompt_token_ids, params.prompt_logprobs, lambda _: None)
         id = body.request_id or f"generate-{uuid.uuid4().hex}"
         return {"request_id": id, "choices": choices, "prompt_logprobs": scores, "kv_transfer_params": None}
 
@@ -387,21 +415,6 @@ def _content(completion: Completion, name: str, params: SamplingParams) -> list[
 
 def _named(token: int, logprob: float) -> dict[str, Any]:
     return {"token": token_name(token), "logprob": max(LOWEST, logprob), "bytes": None}
-
-
-def _prompt_scores(output: RequestOutput) -> list[dict[str, Any] | None]:
-    """Return the logprobs of a prompt: for each token the entries of the token and of its alternatives, by id. The
-    token's own entry comes first, as prime-rl expects. Its rank is None if it is not among the alternatives."""
-    values = output.prompt_logprobs or []
-    tops = output.prompt_top_logprobs or [{}] * len(values)
-    scores: list[dict[str, Any] | None] = []
-    for token, value, top in zip(output.prompt_token_ids, values, tops, strict=True):
-        ranks = {id: rank for rank, id in enumerate(top, 1)}
-        scores.append(None if math.isnan(value) else {
-            str(id): {"logprob": max(LOWEST, logprob), "rank": ranks.get(id), "decoded_token": None}
-            for id, logprob in {token: value, **top}.items()
-        })  # fmt: skip
-    return scores
 
 
 # ------------------------------------------------------------------------------------------------- adapters
