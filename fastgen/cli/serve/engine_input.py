@@ -104,7 +104,8 @@ def _prepare_chat(
     shown = None if request.separate_reasoning is False else syntax
     counter = None if syntax is None else partial(ReasoningCounter, tokenizer, inside)
     parsing = (lambda: AnswerParser(shown, inside, calling.parser())), counter
-    return make_reply(request, model.name, PromptTokens(ids), model.vocabulary, *parsing), grammar
+    prompt = PromptTokens(ids, tokenizer.decode(ids, special=True) if request.return_prompt_text else "")
+    return make_reply(request, model.name, prompt, model.vocabulary, *parsing), grammar
 
 
 def answer_rule(form: ResponseFormat | None) -> str | None:

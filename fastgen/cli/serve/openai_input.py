@@ -17,6 +17,7 @@ from fastgen.cli.serve.validation import Items, MessagePart, Neutral, Some, Stri
 from fastgen.request import MAX_LOGPROBS, SamplingParams
 
 TEXT_ONLY = "the model reads text only"
+FUNCTION_NAME = "^[A-Za-z0-9_.-]{1,128}$"  # MCP servers have points in names, and all formats of calls can read them
 
 
 class StreamOptions(Strict):
@@ -80,11 +81,21 @@ def reasoning_texts(parts: Any) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-def _thought(message: dict[str, Any]) -> str | None:
-    """Return the reasoning of an earlier answer, from the field that its server has put it into."""
+def _is_thought(part: Any) -> bool:
+    """Return whether a part of an answer's content is reasoning."""
+    return isinstance(part, dict) and part.get("type") == "thinking" and isinstance(part.get("thinking"), str)
+
+
+def _with_thought(message: dict[str, Any]) -> dict[str, Any]:
+    """Return an earlier answer with its reasoning in one field, wherever its server has put it."""
+    content, thoughts = message.get("content"), list[str]()
+    if isinstance(content, list):
+        thoughts = [part["thinking"] for part in content if _is_thought(part)]
+        content = [part for part in content if not _is_thought(part)]
     joined = "".join(reasoning_texts(message.get("reasoning_details")))  # OpenRouter's
-    candidates = (message.get("reasoning_content"), message.get("reasoning"), joined)
-    return next((text for text in candidates if isinstance(text, str) and text), None)
+    candidates = (message.get("reasoning_content"), message.get("reasoning"), joined, "".join(thoughts))
+    thought = next((text for text in candidates if isinstance(text, str) and text), None)
+    return {**message, "content": content, "reasoning_content": thought}
 
 
 class ChatMessage(MessagePart):
@@ -116,18 +127,14 @@ class ChatMessage(MessagePart):
     def _find_reasoning(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {**data, "reasoning_content": _thought(data) if data.get("role") == "assistant" else None}
+        return _with_thought(data) if data.get("role") == "assistant" else {**data, "reasoning_content": None}
 
     @model_validator(mode="after")
     def _check_role(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
             raise wrong("content", "is required, except in a message of the assistant", "missing_required_parameter")
-        if self.content == [] and self.role != "assistant":
-            raise wrong("content", "is empty; give at least 1 item")
-        if self.role == "tool" and self.tool_call_id is None:
-            raise wrong("tool_call_id", "is required in a message of a tool", "missing_required_parameter")
         for field, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
-            if getattr(self, field) is not None and self.role != role:
+            if getattr(self, field) and self.role != role:
                 raise wrong(field, f"is only allowed in a message of the role {role}", "unsupported_parameter")
         return self
 
@@ -135,7 +142,7 @@ class ChatMessage(MessagePart):
 class ToolFunction(Strict):
     """A function that the model may call. parameters: JSON schema of its arguments."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -148,7 +155,7 @@ class ToolFunction(Strict):
 
 
 class Tool(Strict):
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: ToolFunction
 
     def for_template(self) -> dict[str, Any]:
@@ -168,7 +175,7 @@ class NamedFunction(Strict):
 class NamedTool(Strict):
     """The name of a function. As a tool_choice it means exactly one call of this function."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: NamedFunction
     required: ClassVar[bool] = True
 
@@ -201,7 +208,7 @@ class ChosenTools(Strict):
 
 
 class JsonSchema(Strict):
-    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    name: str
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
@@ -263,7 +270,7 @@ class GenerationFields(SamplingFields):
     def _check_counts(self) -> GenerationFields:
         if self.best_of not in (None, self.choices):
             raise wrong("best_of", "must equal n: answers are not ranked", "unsupported_parameter")
-        if self.stream_options is not None and not self.stream:
+        if self.streamed.model_fields_set and not self.stream:
             raise wrong("stream_options", "is only allowed when stream is true")
         if self.prompt_logprobs is not None and self.stream:
             raise wrong("prompt_logprobs", "is not available when stream is true; leave one of them out")
@@ -359,6 +366,7 @@ class ChatRequest(GenerationFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    return_prompt_text: bool | None = Field(None, description="return the text that the chat template makes")
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     reasoning: Reasoning | None = None

@@ -39,7 +39,7 @@ Request = TypeVar("Request", ChatRequest, CompletionRequest)
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """The ids of a prompt. text: its text, for `echo`."""
+    """The ids of a prompt. text: its text, for `echo` and `return_prompt_text`."""
 
     ids: list[int]
     text: str = ""
@@ -209,7 +209,7 @@ class ChatReply(_BaseReply[ChatRequest]):
         if index not in self._begun:
             self._begun.add(index)
             begin = self._chunk(self._choice(index, delta={"role": "assistant", "content": self.request.echoed}))
-            yield {**begin, "prompt_token_ids": self._prompt_ids(0)}
+            yield {**begin, **self._prompt()}
         self._count(event)
         deltas, logprobs = self._deltas(event), self._logprobs(event)
         detailed = ids and (logprobs is not None or self.request.return_token_ids)
@@ -235,7 +235,12 @@ class ChatReply(_BaseReply[ChatRequest]):
         """Return the complete response for all events of the request."""
         merged = joined(list(events))
         reply = {**self._complete([self._choice_of(event) for event in merged]), "object": "chat.completion"}
-        return {**reply, "prompt_logprobs": self._prompt_scores(merged[0]), "prompt_token_ids": self._prompt_ids(0)}
+        return {**reply, "prompt_logprobs": self._prompt_scores(merged[0]), **self._prompt()}
+
+    def _prompt(self) -> dict[str, Any]:
+        """Return the ids and the text of the prompt, if the request asks for them."""
+        text = {"prompt_text": self.prompts[0].text} if self.request.return_prompt_text else {}
+        return {"prompt_token_ids": self._prompt_ids(0), **text}
 
     def _choice_of(self, event: Event) -> dict[str, Any]:
         self._count(event)

@@ -114,6 +114,7 @@ class ResponseRequest(SamplingFields):
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
     reasoning: Reasoning | None = None
     metadata: dict[str, Any] | None = None
 
@@ -141,8 +142,8 @@ class ResponseRequest(SamplingFields):
         messages += translated(items, "input", _messages_of)
         if not messages:
             raise ApiError(400, "input is empty; give at least one message", "input", "invalid_value")
-        names = (*SamplingFields.model_fields, "model", "stream", "parallel_tool_calls", "chat_template_kwargs")
-        data: dict[str, Any] = {name: getattr(self, name) for name in names}
+        same = ("model", "stream", "parallel_tool_calls", "chat_template_kwargs", "include_reasoning")
+        data: dict[str, Any] = {name: getattr(self, name) for name in (*SamplingFields.model_fields, *same)}
         data |= {"messages": merged(messages), "max_tokens": self.max_output_tokens}
         data["truncate_prompt_tokens"] = -1 if self.truncation == "auto" else None
         data["reasoning"] = None if self.reasoning is None else self.reasoning.model_dump()
