@@ -315,6 +315,8 @@ class GenerationFields(SamplingFields):
             given["stop"] = None
         if self.budget is not None:
             given["thinking_token_budget"] = self.budget
+        if self.logprob_token_ids and others["logprobs"]:
+            others["logprobs"] = 0  # as in vLLM, these ids replace the best ones
         return replace(defaults, **given | others)
 
 

@@ -259,7 +259,7 @@ class ChatReply(_BaseReply[ChatRequest]):
         for position, (token, logprob) in enumerate(zip(event.token_ids, drawn, strict=True)):
             top = event.top_logprobs[position] if event.top_logprobs else {}
             if self.request.logprob_token_ids:
-                top = {**top, token: top.get(token, logprob)}
+                top = {token: top.get(token, logprob), **top}
             tops = [self._alternative(*pair) for pair in top.items()]
             own = self._alternative(token, top.get(token, logprob))  # the same value as among the alternatives
             content.append({**own, "top_logprobs": tops})
@@ -346,7 +346,8 @@ class CompletionReply(_BaseReply[CompletionRequest]):
         logprobs: list[float],
         tops: list[dict[int, float]] | None,
     ) -> None:
-        """Append the entries of tokens. A token is always among its own alternatives, so there may be one more."""
+        """Append the entries of tokens. As in vLLM, a token is the first of its own alternatives, so there may be one
+        more; the others follow, best first."""
         chosen = self.request.logprob_token_ids or ()
         name = token_name if self.request.return_tokens_as_token_ids else self._vocabulary.name
         for position, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
@@ -357,9 +358,10 @@ class CompletionReply(_BaseReply[CompletionRequest]):
                 continue
             top = dict(islice(tops[position].items(), self.request.logprobs)) if tops else {}
             top |= {id: tops[position][id] for id in chosen if tops and id in tops[position]}
-            lists["token_logprobs"].append(max(LOWEST, top.setdefault(token, logprob)))
+            own = top.get(token, logprob)
+            lists["token_logprobs"].append(max(LOWEST, own))
             named: dict[str, float] = {}
-            for other, value in top.items():  # best first, so that of tokens with equal names the best is kept
+            for other, value in {token: own, **top}.items():  # of tokens with equal names, the first one is kept
                 named.setdefault(name(other), max(LOWEST, value))
             lists["top_logprobs"].append(named)
 

@@ -175,7 +175,7 @@ def test_what_an_assistant_may_have_said() -> None:
     assert error.param == "messages[0].content[0].type"
 
 
-def test_what_vllm_accepts_though_openai_does_not() -> None:
+def test_what_vllm_takes_and_openai_does_not() -> None:
     call = {"id": "a", "type": "function", "function": {"name": "mcp.add", "arguments": "{}"}}
     answers = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
     messages = [{"role": "user", "content": [], "tool_calls": []}, *answers]
@@ -186,6 +186,9 @@ def test_what_vllm_accepts_though_openai_does_not() -> None:
     assert chat == read(ChatRequest, tools=[{"type": "function", **chosen}], tool_choice={"type": "function", **chosen})
     form = {"type": "json_schema", "json_schema": {"name": "a person", "schema": {}}}
     assert read(ChatRequest, response_format=form, stream_options={}).response_format.json_schema.name == "a person"
+    for kind, logprobs in ((ChatRequest, {"logprobs": True, "top_logprobs": 3}), (CompletionRequest, {"logprobs": 3})):
+        params = read(kind, **logprobs, logprob_token_ids=[7]).sampling_params(SamplingParams())
+        assert (params.logprobs, params.logprob_token_ids) == (0, [7]), "chosen ids replace the best ones"
     kwargs = {"enable_thinking": False}
     assert read(MessageRequest, chat_template_kwargs=kwargs).chat().chat_template_kwargs == kwargs
     assert not read(ResponseRequest, include_reasoning=False).chat().shows_reasoning
