@@ -252,6 +252,20 @@ def test_a_cut_answer_is_incomplete(caller: Server) -> None:
     assert (reply["output"][0]["status"], reply["usage"]["output_tokens"]) == ("incomplete", 2)
 
 
+def test_ids_of_the_prompt_and_of_the_answer(caller: Server) -> None:
+    key = {"authorization": "Bearer secret"}
+    asked = {"temperature": 0, "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    more = {"return_token_ids": True, "return_prompt_text": True}
+    chat = caller.post("/v1/chat/completions", {**asked, **more}, headers=key).json()
+    fields: dict[str, Any] = {"temperature": 0, "max_output_tokens": 5, "input": "hi"}
+    answer = post(caller, **fields, enable_response_messages=True).json()
+    (choice,), (given,), (written,) = chat["choices"], answer["input_messages"], answer["output_messages"]
+    kind = {"type": "raw_message_tokens"}
+    assert given == {**kind, "message": chat["prompt_text"], "tokens": chat["prompt_token_ids"]}
+    assert written == {**kind, "message": choice["message"]["content"], "tokens": choice["token_ids"]}
+    assert "input_messages" not in post(caller, **fields).json()
+
+
 def test_logprobs(caller: Server) -> None:
     fields = {"input": ASKED, "temperature": 0, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
     data = post(caller, **fields).json()
