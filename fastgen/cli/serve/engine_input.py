@@ -109,9 +109,10 @@ def _prepare_chat(
 
 
 def answer_rule(form: ResponseFormat | None) -> str | None:
-    """Return the grammar rule of a response_format; None for plain text. Raises ValueError."""
+    """Return the grammar rule of a response_format; None for plain text. Objects have only the listed properties, as
+    in vLLM, also in a schema that is not strict. Raises ValueError."""
     if form is not None and form.json_schema is not None:
-        return json_rule(form.json_schema.schema_, strict=bool(form.json_schema.strict))
+        return json_rule(form.json_schema.schema_, strict=bool(form.json_schema.strict), closed=True)
     return None if form is None or form.type == "text" else json_rule({"type": "object"}, strict=True)
 
 
