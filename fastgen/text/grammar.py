@@ -33,12 +33,12 @@ _ADDING = frozenset({"patternProperties", "anyOf", "oneOf", "$ref"})  # keywords
 _NAMING = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
 
-def json_rule(schema: Mapping[str, Any], *, strict: bool, closed: bool | None = None) -> str:
+def json_rule(schema: Mapping[str, Any], *, strict: bool, closed: bool = False) -> str:
     """Return the rule of a JSON value that fits a schema, with properties in the order of the schema.
 
     strict: schema keywords that cannot be enforced are an error, except uniqueItems. Otherwise they are ignored.
-    closed: objects have only the listed properties, unless the schema contains additionalProperties or allOf; by
-    default, if `strict` is true. If it is false, a schema that requires a property that it does not list stays open.
+    closed: objects have only the listed properties, unless the schema contains additionalProperties or allOf. A strict
+    schema is always closed; another one stays open if it requires a property that it does not list.
     Raises ValueError.
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict}

@@ -214,7 +214,7 @@ def test_objects_have_only_the_properties_of_a_strict_or_closed_schema(
 ) -> None:
     tokenizer, size, ends = vocabulary
     schema = {"properties": {"properties": {"type": "object", "properties": {}}, "a": {"type": "null"}}, **more}
-    for strict, closed in ((True, None), (False, True), (False, None)):
+    for strict, closed in ((True, False), (False, True), (False, False)):
         rule = json_rule(schema, strict=strict, closed=closed)
         for text, fits in (('{"properties": {}, "a": null}', True), ('{"a": null, "b": 5}', there)):
             ids = [*encoded(tokenizer, text), ends[0]]

@@ -17,7 +17,7 @@ from fastgen.cli.serve.validation import Items, MessagePart, Neutral, Some, Stri
 from fastgen.request import MAX_LOGPROBS, SamplingParams
 
 TEXT_ONLY = "the model reads text only"
-FUNCTION_NAME = "^[A-Za-z0-9_.-]{1,128}$"  # MCP servers have points in names, and all formats of calls can read them
+FUNCTION_NAME = "^[A-Za-z0-9_.-]{1,128}$"  # names from MCP servers have dots; all formats of calls allow these
 
 
 class StreamOptions(Strict):
