@@ -230,6 +230,7 @@ class ResponseFormat(Strict):
 
 COMPLETION_TOKENS = 16  # default max_tokens of /completions, as in OpenAI's API
 MAX_CHOICES = 128
+MAX_REQUEST_ID = 256  # characters
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "untruncated_logprobs"]
 
@@ -242,7 +243,7 @@ class GenerationFields(SamplingFields):
     "right", its last ones; -1: as many as leave room for `max_tokens`.
     """
 
-    without_effect = SamplingFields.without_effect - {"length_penalty"}
+    without_effect = SamplingFields.without_effect - {"length_penalty", "request_id"}
     neutral: ClassVar[Neutral] = {
         name: pair for name, pair in SamplingFields.neutral.items() if name != "use_beam_search"
     }
@@ -263,6 +264,7 @@ class GenerationFields(SamplingFields):
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32)
     truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
+    request_id: str | None = Field(None, max_length=MAX_REQUEST_ID, description="the end of the answer's id")
     use_beam_search: bool | None = Field(None, description="return the n best-scoring answers, best first")
     length_penalty: FiniteFloat | None = Field(None, description="for beam search; values above 0 favor long answers")
 

@@ -64,7 +64,7 @@ class _BaseReply(Generic[Request]):
     ) -> None:
         self.request: Request = request
         self.model, self.prompts = model, prompts
-        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.id, self.created = f"{self.prefix}-{request.request_id or uuid.uuid4().hex}", int(time.time())
         self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         self._generated = 0
         self._cached = [0] * len(prompts)
