@@ -84,6 +84,7 @@ GROUPS = {
     "cli/serve/test_serve_trainers": "rollout",
     "cli/serve/test_serve_beams": "rollout",
     "cli/serve/test_serve_app": "bundled",
+    "cli/serve/test_serve_vllm_serving": "bundled",
     "tests/test_examples": "bundled",
 }
 

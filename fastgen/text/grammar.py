@@ -33,20 +33,25 @@ _ADDING = frozenset({"patternProperties", "anyOf", "oneOf", "$ref"})  # keywords
 _NAMING = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
 
-def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
+def json_rule(schema: Mapping[str, Any], *, strict: bool, closed: bool = False) -> str:
     """Return the rule of a JSON value that fits a schema, with properties in the order of the schema.
 
-    strict: schema keywords that cannot be enforced are an error, except uniqueItems, and objects have only the listed
-    properties, unless the schema contains additionalProperties or allOf. Otherwise such keywords are ignored.
+    strict: schema keywords that cannot be enforced are an error, except uniqueItems. Otherwise they are ignored.
+    closed: objects have only the listed properties, unless the schema contains additionalProperties or allOf. A strict
+    schema is always closed; another one stays open if it requires a property that it does not list.
     Raises ValueError.
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict}
     try:
         text = json.dumps({**schema, "x-guidance": options}, allow_nan=False)
-        kept = _enforceable(schema, closed='"allOf"' not in text) if strict else schema
+        kept = _enforceable(schema, closed='"allOf"' not in text) if strict or closed else schema
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the JSON schema is not JSON: {error}") from error
-    _check_required(kept)
+    if closed and not strict and _unlisted(kept) is not None:
+        kept = schema
+    if (name := _unlisted(kept)) is not None:
+        message = "which is not in properties; list it there, or set additionalProperties to true"
+        raise ValueError(f"required has {name!r}, {message}")
     return f"%json {json.dumps({**kept, 'x-guidance': options})}"
 
 
@@ -68,8 +73,8 @@ def _enforceable(schema: Any, closed: bool, named: bool = False) -> Any:
     return kept
 
 
-def _check_required(schema: Any) -> None:
-    """Raise ValueError for an object of a schema that needs a property it cannot have."""
+def _unlisted(schema: Any) -> str | None:
+    """Return the name of a property that an object of a schema needs and cannot have; None if there is none."""
     left = [schema]
     while left:
         part = left.pop()
@@ -82,12 +87,10 @@ def _check_required(schema: Any) -> None:
         if part.get("additionalProperties") is not False or not _ADDING.isdisjoint(part) or "allOf" in part:
             continue
         if isinstance(properties, Mapping) and isinstance(required, list):
-            unlisted = [name for name in required if isinstance(name, str) and name not in properties]
-            if unlisted:
-                raise ValueError(
-                    f"required has {unlisted[0]!r}, which is not in properties; list it there, or set "
-                    "additionalProperties to true"
-                )
+            unlisted = (name for name in required if isinstance(name, str) and name not in properties)
+            if (name := next(unlisted, None)) is not None:
+                return name
+    return None
 
 
 def regex_rule(pattern: str) -> str:

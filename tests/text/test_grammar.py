@@ -209,14 +209,23 @@ def test_names_and_values_in_a_strict_schema_are_not_keywords() -> None:
     ("more", "there"),
     [({}, False), ({"additionalProperties": True}, True), ({"allOf": [{"required": ["a"]}]}, True)],
 )
-def test_objects_have_only_the_properties_of_a_strict_schema(
+def test_objects_have_only_the_properties_of_a_strict_or_closed_schema(
     vocabulary: Vocabulary, compiler: Compiler, more: dict[str, Any], there: bool
 ) -> None:
     tokenizer, size, ends = vocabulary
     schema = {"properties": {"properties": {"type": "object", "properties": {}}, "a": {"type": "null"}}, **more}
-    for text, fits in (('{"properties": {}, "a": null}', True), ('{"a": null, "b": 5}', there)):
-        mask = compiler.compile(f"start: {json_rule(schema, strict=True)}")
-        assert accepts(mask, [*encoded(tokenizer, text), ends[0]], size) == fits
+    for strict, closed in ((True, False), (False, True), (False, False)):
+        rule = json_rule(schema, strict=strict, closed=closed)
+        for text, fits in (('{"properties": {}, "a": null}', True), ('{"a": null, "b": 5}', there)):
+            ids = [*encoded(tokenizer, text), ends[0]]
+            assert accepts(compiler.compile(f"start: {rule}"), ids, size) == (fits or not (strict or closed))
+
+
+def test_a_closed_schema_that_is_not_strict_may_require_what_it_does_not_list() -> None:
+    schema = {"properties": {"a": {}}, "required": ["b"]}
+    assert json_rule(schema, strict=False, closed=True) == json_rule(schema, strict=False)
+    with pytest.raises(ValueError, match="required has 'b'"):
+        json_rule({**schema, "additionalProperties": False}, strict=False, closed=True)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ TEXT = {
     "properties": {"a": {"type": "string"}, "b": {}, "c": {"anyOf": [{"type": "null"}, {"type": "array"}]}},
 }
 BOTH = [("get", "{}"), ("add", "{}")]
-FUNCTIONS = [Function(name, TEXT) for name in ("get_weather", "get", "add")]
+FUNCTIONS = [Function(name, TEXT) for name in ("mcp.get-weather", "get", "add")]
 
 
 def parse(syntax: Syntax, pieces: list[str], cut: bool = False) -> tuple[str, list[tuple[str, str]]]:

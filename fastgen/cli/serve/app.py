@@ -303,6 +303,10 @@ class _Routes:
         return await handle(request)
 
     async def _generate(self, body: GenerationRequest, request: Request) -> Response:
+        """Answer a chat or a completion. As in vLLM, the header X-Request-Id goes before `request_id`."""
+        name = request.headers.get("x-request-id", "")
+        if REQUEST_ID.fullmatch(name):
+            body = body.model_copy(update={"request_id": name})
         return GenerationResponse(self._service, body.with_mode(self._service.options.logprobs_mode))
 
     async def tokenizer_info(self, request: Request) -> Response:

@@ -104,13 +104,15 @@ def _prepare_chat(
     shown = None if request.separate_reasoning is False else syntax
     counter = None if syntax is None else partial(ReasoningCounter, tokenizer, inside)
     parsing = (lambda: AnswerParser(shown, inside, calling.parser())), counter
-    return make_reply(request, model.name, PromptTokens(ids), model.vocabulary, *parsing), grammar
+    prompt = PromptTokens(ids, tokenizer.decode(ids, special=True) if request.return_prompt_text else "")
+    return make_reply(request, model.name, prompt, model.vocabulary, *parsing), grammar
 
 
 def answer_rule(form: ResponseFormat | None) -> str | None:
-    """Return the grammar rule of a response_format; None for plain text. Raises ValueError."""
+    """Return the grammar rule of a response_format; None for plain text. Objects have only the listed properties, as
+    in vLLM, also in a schema that is not strict. Raises ValueError."""
     if form is not None and form.json_schema is not None:
-        return json_rule(form.json_schema.schema_, strict=bool(form.json_schema.strict))
+        return json_rule(form.json_schema.schema_, strict=bool(form.json_schema.strict), closed=True)
     return None if form is None or form.type == "text" else json_rule({"type": "object"}, strict=True)
 
 
@@ -148,9 +150,10 @@ def most_ids(request: GenerationRequest, model: ModelFacts) -> int:
     return model.max_model_len if request.truncate_prompt_tokens is None else model.max_counted
 
 
-def truncated(ids: list[int], request: GenerationRequest, model: ModelFacts) -> list[int]:
+def truncated(ids: list[int], request: GenerationRequest, model: ModelFacts, special: int = 0) -> list[int]:
     """Return the ids that `truncate_prompt_tokens` leaves of a prompt: all, if max_tokens fills the context already, or
-    if the tokenizer may not have read the prompt to its end."""
+    if the tokenizer may not have read the prompt to its end. special: number of special tokens at its beginning, which
+    stay unless the request says at which side to truncate, as in vLLM."""
     count, room = request.truncate_prompt_tokens, model.max_model_len
     if count == -1:
         limit = request.sampling_params(model.defaults).max_tokens
@@ -159,14 +162,20 @@ def truncated(ids: list[int], request: GenerationRequest, model: ModelFacts) -> 
         return ids
     if request.truncation_side == "right":
         return ids[:count]
-    return ids if len(ids) > model.max_counted else ids[len(ids) - count :]
+    if len(ids) > model.max_counted:
+        return ids
+    begins = 0 if request.truncation_side == "left" else min(special, count)
+    return ids[:begins] + ids[len(ids) - (count - begins) :]
 
 
 def _encode_prompt(prompt: str | list[int], request: CompletionRequest, model: ModelFacts) -> PromptTokens:
     """Tokenize a prompt of /completions, and truncate it. Raises ApiError."""
     echo, special = bool(request.echo), request.add_special_tokens is not False
     tokens = encode_text(prompt, model, echo, special, most_ids(request, model))
-    kept = truncated(tokens.ids, request, model)
+    if request.truncate_prompt_tokens is None:
+        return tokens
+    begins = _special_ids(needed(model.tokenizer))[0] if special and isinstance(prompt, str) else []
+    kept = truncated(tokens.ids, request, model, len(begins))
     return tokens if len(kept) == len(tokens.ids) else encode_text(kept, model, echo)
 
 
@@ -214,9 +223,15 @@ def encode_chat(
 
 def _with_special(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """Return ids with the special tokens that the tokenizer puts before and after a text."""
+    before, after = _special_ids(tokenizer)
+    return [*before, *ids, *after]
+
+
+def _special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the special tokens that the tokenizer puts before and after a text."""
     bare, whole = tokenizer.encode("a", special=False), tokenizer.encode("a")
     before = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
-    return [*whole[:before], *ids, *whole[before + len(bare) :]]
+    return whole[:before], whole[before + len(bare) :]
 
 
 def needed(tokenizer: Tokenizer | None) -> Tokenizer:

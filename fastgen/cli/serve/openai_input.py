@@ -17,6 +17,7 @@ from fastgen.cli.serve.validation import Items, MessagePart, Neutral, Some, Stri
 from fastgen.request import MAX_LOGPROBS, SamplingParams
 
 TEXT_ONLY = "the model reads text only"
+FUNCTION_NAME = "^[A-Za-z0-9_.-]{1,128}$"  # names from MCP servers have dots; all formats of calls allow these
 
 
 class StreamOptions(Strict):
@@ -85,11 +86,21 @@ def reasoning_texts(parts: Any) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-def _thought(message: dict[str, Any]) -> str | None:
-    """Return the reasoning of an earlier answer, from the field that its server has put it into."""
+def _is_thought(part: Any) -> bool:
+    """Return whether a part of an answer's content is reasoning."""
+    return isinstance(part, dict) and part.get("type") == "thinking" and isinstance(part.get("thinking"), str)
+
+
+def _with_thought(message: dict[str, Any]) -> dict[str, Any]:
+    """Return an earlier answer with its reasoning in one field, wherever its server has put it."""
+    content, thoughts = message.get("content"), list[str]()
+    if isinstance(content, list):
+        thoughts = [part["thinking"] for part in content if _is_thought(part)]
+        content = [part for part in content if not _is_thought(part)]
     joined = "".join(reasoning_texts(message.get("reasoning_details")))  # OpenRouter's
-    candidates = (message.get("reasoning_content"), message.get("reasoning"), joined)
-    return next((text for text in candidates if isinstance(text, str) and text), None)
+    candidates = (message.get("reasoning_content"), message.get("reasoning"), joined, "".join(thoughts))
+    thought = next((text for text in candidates if isinstance(text, str) and text), None)
+    return {**message, "content": content, "reasoning_content": thought}
 
 
 class ChatMessage(MessagePart):
@@ -121,18 +132,14 @@ class ChatMessage(MessagePart):
     def _find_reasoning(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {**data, "reasoning_content": _thought(data) if data.get("role") == "assistant" else None}
+        return _with_thought(data) if data.get("role") == "assistant" else {**data, "reasoning_content": None}
 
     @model_validator(mode="after")
     def _check_role(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
             raise wrong("content", "is required, except in a message of the assistant", "missing_required_parameter")
-        if self.content == [] and self.role != "assistant":
-            raise wrong("content", "is empty; give at least 1 item")
-        if self.role == "tool" and self.tool_call_id is None:
-            raise wrong("tool_call_id", "is required in a message of a tool", "missing_required_parameter")
         for field, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
-            if getattr(self, field) is not None and self.role != role:
+            if getattr(self, field) and self.role != role:
                 raise wrong(field, f"is only allowed in a message of the role {role}", "unsupported_parameter")
         return self
 
@@ -140,7 +147,7 @@ class ChatMessage(MessagePart):
 class ToolFunction(Strict):
     """A function that the model may call. parameters: JSON schema of its arguments."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -153,7 +160,7 @@ class ToolFunction(Strict):
 
 
 class Tool(Strict):
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: ToolFunction
 
     def for_template(self) -> dict[str, Any]:
@@ -173,7 +180,7 @@ class NamedFunction(Strict):
 class NamedTool(Strict):
     """The name of a function. As a tool_choice it means exactly one call of this function."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: NamedFunction
     required: ClassVar[bool] = True
 
@@ -206,7 +213,7 @@ class ChosenTools(Strict):
 
 
 class JsonSchema(Strict):
-    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    name: str
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
@@ -228,6 +235,7 @@ class ResponseFormat(Strict):
 
 COMPLETION_TOKENS = 16  # default max_tokens of /completions, as in OpenAI's API
 MAX_CHOICES = 128
+MAX_REQUEST_ID = 256  # characters
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "untruncated_logprobs"]
 
@@ -240,7 +248,7 @@ class GenerationFields(SamplingFields):
     "right", its last ones; -1: as many as leave room for `max_tokens`.
     """
 
-    without_effect = SamplingFields.without_effect - {"length_penalty"}
+    without_effect = SamplingFields.without_effect - {"length_penalty", "request_id"}
     neutral: ClassVar[Neutral] = {
         name: pair for name, pair in SamplingFields.neutral.items() if name != "use_beam_search"
     }
@@ -262,6 +270,7 @@ class GenerationFields(SamplingFields):
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32)
     truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
+    request_id: str | None = Field(None, max_length=MAX_REQUEST_ID, description="the end of the answer's id")
     use_beam_search: bool | None = Field(None, description="return the n best-scoring answers, best first")
     length_penalty: FiniteFloat | None = Field(None, description="for beam search; values above 0 favor long answers")
 
@@ -277,7 +286,7 @@ class GenerationFields(SamplingFields):
     def _check_counts(self) -> GenerationFields:
         if self.best_of not in (None, self.choices):
             raise wrong("best_of", "must equal n: answers are not ranked", "unsupported_parameter")
-        if self.stream_options is not None and not self.stream:
+        if self.streamed.model_fields_set and not self.stream:
             raise wrong("stream_options", "is only allowed when stream is true")
         if self.prompt_logprobs is not None and self.stream:
             raise wrong("prompt_logprobs", "is not available when stream is true; leave one of them out")
@@ -322,6 +331,8 @@ class GenerationFields(SamplingFields):
             given["stop"] = None
         if self.budget is not None:
             given["thinking_token_budget"] = self.budget
+        if self.logprob_token_ids and others["logprobs"]:
+            others["logprobs"] = 0  # as in vLLM, these ids replace the best ones
         return replace(defaults, **given | others)
 
 
@@ -374,6 +385,7 @@ class ChatRequest(GenerationFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    return_prompt_text: bool | None = Field(None, description="return the text that the chat template makes")
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     reasoning: Reasoning | None = None

@@ -39,7 +39,7 @@ Request = TypeVar("Request", ChatRequest, CompletionRequest)
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """The ids of a prompt. text: its text, for `echo`."""
+    """The ids of a prompt. text: its text, for `echo` and `return_prompt_text`."""
 
     ids: list[int]
     text: str = ""
@@ -64,7 +64,7 @@ class _BaseReply(Generic[Request]):
     ) -> None:
         self.request: Request = request
         self.model, self.prompts = model, prompts
-        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.id, self.created = f"{self.prefix}-{request.request_id or uuid.uuid4().hex}", int(time.time())
         self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         self._generated = 0
         self._cached = [0] * len(prompts)
@@ -218,7 +218,7 @@ class ChatReply(_BaseReply[ChatRequest]):
         if index not in self._begun:
             self._begun.add(index)
             begin = self._chunk(self._choice(index, delta={"role": "assistant", "content": self.request.echoed}))
-            yield {**begin, "prompt_token_ids": self._prompt_ids(0)}
+            yield {**begin, **self._prompt()}
         self._count(event)
         deltas, logprobs = self._deltas(event), self._logprobs(event)
         detailed = ids and (logprobs is not None or self.request.return_token_ids)
@@ -244,7 +244,12 @@ class ChatReply(_BaseReply[ChatRequest]):
         """Return the complete response for all events of the request."""
         merged = joined(list(events))
         reply = {**self._complete([self._choice_of(event) for event in merged]), "object": "chat.completion"}
-        return {**reply, "prompt_logprobs": self._prompt_scores(merged[0]), "prompt_token_ids": self._prompt_ids(0)}
+        return {**reply, "prompt_logprobs": self._prompt_scores(merged[0]), **self._prompt()}
+
+    def _prompt(self) -> dict[str, Any]:
+        """Return the ids and the text of the prompt, if the request asks for them."""
+        text = {"prompt_text": self.prompts[0].text} if self.request.return_prompt_text else {}
+        return {"prompt_token_ids": self._prompt_ids(0), **text}
 
     def _choice_of(self, event: Event) -> dict[str, Any]:
         self._count(event)
@@ -263,7 +268,7 @@ class ChatReply(_BaseReply[ChatRequest]):
         for position, (token, logprob) in enumerate(zip(event.token_ids, drawn, strict=True)):
             top = event.top_logprobs[position] if event.top_logprobs else {}
             if self.request.logprob_token_ids:
-                top = {**top, token: top.get(token, logprob)}
+                top = {token: top.get(token, logprob), **top}
             tops = [self._alternative(*pair) for pair in top.items()]
             own = self._alternative(token, top.get(token, logprob))  # the same value as among the alternatives
             content.append({**own, "top_logprobs": tops})
@@ -350,7 +355,8 @@ class CompletionReply(_BaseReply[CompletionRequest]):
         logprobs: list[float],
         tops: list[dict[int, float]] | None,
     ) -> None:
-        """Append the entries of tokens. A token is always among its own alternatives, so there may be one more."""
+        """Append the entries of tokens. As in vLLM, a token is the first of its own alternatives, so there may be one
+        more; the others follow, best first."""
         chosen = self.request.logprob_token_ids or ()
         name = token_name if self.request.return_tokens_as_token_ids else self._vocabulary.name
         for position, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
@@ -361,9 +367,10 @@ class CompletionReply(_BaseReply[CompletionRequest]):
                 continue
             top = dict(islice(tops[position].items(), self.request.logprobs)) if tops else {}
             top |= {id: tops[position][id] for id in chosen if tops and id in tops[position]}
-            lists["token_logprobs"].append(max(LOWEST, top.setdefault(token, logprob)))
+            own = top.get(token, logprob)
+            lists["token_logprobs"].append(max(LOWEST, own))
             named: dict[str, float] = {}
-            for other, value in top.items():  # best first, so that of tokens with equal names the best is kept
+            for other, value in {token: own, **top}.items():  # of tokens with equal names, the first one is kept
                 named.setdefault(name(other), max(LOWEST, value))
             lists["top_logprobs"].append(named)
 

@@ -93,6 +93,7 @@ MODULES = (
     RouteModule("dialects.sagemaker", ("/invocations",)),
     RESPONSES,
     ANTHROPIC,
+    RouteModule("dialects.vllm_serving", ("/chat/completions/batch", "/generative_scoring")),
 )
 
 TRAINER_MODULES = (

@@ -177,8 +177,31 @@ def test_what_an_assistant_may_have_said() -> None:
     said = [{"role": "assistant", "content": content} for content in (None, [], "", refusal)]
     assert [message.text or "" for message in read(ChatRequest, messages=said).messages] == ["", "", "", "no\nnever"]
     assert read(ResponseRequest, input=[{"role": "assistant", "content": refusal}]).chat().messages[0].text
-    for content in (None, []):
-        assert error_of(ChatRequest, messages=[{"role": "user", "content": content}]).param == "messages[0].content"
+    assert error_of(ChatRequest, messages=[{"role": "user", "content": None}]).param == "messages[0].content"
+    thinking = [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "never"}]
+    thought = read(ChatRequest, messages=[{"role": "assistant", "content": thinking}]).messages[0]
+    assert (thought.text, thought.reasoning_content) == ("never", "Hm.")
+    error = error_of(ChatRequest, messages=[{"role": "user", "content": thinking}])
+    assert error.param == "messages[0].content[0].type"
+
+
+def test_what_vllm_takes_and_openai_does_not() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "mcp.add", "arguments": "{}"}}
+    answers = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    messages = [{"role": "user", "content": [], "tool_calls": []}, *answers]
+    assert [message.text for message in read(ChatRequest, messages=messages).messages] == ["", None, "5"]
+    described = {"name": "mcp.add", "return": {"type": "integer"}}  # as transformers' get_json_schema writes it
+    chosen = {"function": {"name": "mcp.add"}}
+    chat = read(ChatRequest, tools=[{"function": described, "cache_control": {}}], tool_choice=chosen)
+    assert chat == read(ChatRequest, tools=[{"type": "function", **chosen}], tool_choice={"type": "function", **chosen})
+    form = {"type": "json_schema", "json_schema": {"name": "a person", "schema": {}}}
+    assert read(ChatRequest, response_format=form, stream_options={}).response_format.json_schema.name == "a person"
+    for kind, logprobs in ((ChatRequest, {"logprobs": True, "top_logprobs": 3}), (CompletionRequest, {"logprobs": 3})):
+        params = read(kind, **logprobs, logprob_token_ids=[7]).sampling_params(SamplingParams())
+        assert (params.logprobs, params.logprob_token_ids) == (0, [7]), "chosen ids replace the best ones"
+    kwargs = {"enable_thinking": False}
+    assert read(MessageRequest, chat_template_kwargs=kwargs).chat().chat_template_kwargs == kwargs
+    assert not read(ResponseRequest, include_reasoning=False).chat().shows_reasoning
 
 
 @pytest.mark.parametrize("part", ["image_url", "input_audio", "file"])

@@ -149,11 +149,14 @@ def test_each_request_has_an_id_and_a_line_in_the_log(server: Server) -> None:
 
     before = count(200), count(401)
     for stream in (False, True):
-        told = server.post("/v1/completions?a=b", {**ASKED, "stream": stream}, headers=headers(x_request_id="abc:1"))
+        asked = {**ASKED, "stream": stream, "request_id": "mine"}
+        told = server.post("/v1/completions?a=b", asked, headers=headers(x_request_id="abc:1"))
         assert told.headers["x-request-id"] == "abc:1"
+        assert '"id":"cmpl-abc:1"' in told.text
+    assert '"id":"cmpl-mine"' in server.post("/v1/completions", asked, headers=headers()).text
     wrong = server.post("/v1/completions", ASKED, headers={"x-request-id": "a b"})
     assert re.fullmatch("[0-9a-f]{32}", wrong.headers["x-request-id"])
-    assert (count(200) - before[0], count(401) - before[1]) == (4, 1), "two were for the metrics"
+    assert (count(200) - before[0], count(401) - before[1]) == (5, 1), "two were for the metrics"
     line = (
         r"fgserve: [-0-9T:+]+ POST /v1/completions 200 0\.\d{3}s client=127\.0\.0\.1 id=abc:1 "
         r"model=fastgen-tiny prompt_tokens=2 completion_tokens=3 queue=0\.\d{3}s first_token=0\.\d{3}s"

@@ -435,10 +435,12 @@ def test_a_call_and_its_result_go_on(callers: Asker, gen: Generator, syntax: str
     assert isinstance(call.function.parsed_arguments, Paint)
     assert re.fullmatch("[A-Za-z0-9]{9}", call.id)
     result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
-    asked |= {"max_tokens": 3, "extra_body": {"return_token_ids": True}}
-    answer = completions.create(messages=[*CHAT, message, result], **asked)
+    asked |= {"max_tokens": 3, "extra_body": {"return_token_ids": True, "return_prompt_text": True}}
+    asked["messages"] = [*CHAT, message, result]
+    answer, first = completions.create(**asked), next(iter(completions.create(stream=True, **asked)))
     assert gen.tokenizer is not None
     prompt = gen.tokenizer.decode(answer.prompt_token_ids, special=True)
+    assert answer.prompt_text == first.prompt_text == prompt
     written = prompt[prompt.rindex("<|assistant|>", 0, -1) : prompt.rindex("<|user|>")]
     assert '"name": "Paint"' in written
     assert json.dumps(call.function.parsed_arguments.model_dump()) in written

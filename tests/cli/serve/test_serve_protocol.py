@@ -166,17 +166,16 @@ def said(role: str, **more: Any) -> list[Any]:
 
 
 CALLED = {"name": "f", "arguments": "{}"}
+CALL = {"id": "a", "type": "function", "function": CALLED}
 NO_TOOLS = {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}}
 WRONG: dict[Any, list[tuple[str, Any, str]]] = {
     ChatRequest: [
         ("messages", [*HELLO, *said("king", content="x")], "messages[1].role"),
         ("messages", said("user", content=[{"type": "image_url"}]), "messages[0].content[0].type"),
-        ("messages", said("user", content=[]), "messages[0].content"),
         ("messages", said("assistant", content="x", audio={"id": "a"}), "messages[0].audio"),
         ("messages", said("assistant", content="", function_call=CALLED), "messages[0].function_call"),
         ("messages", said("user"), "messages[0].content"),
-        ("messages", said("tool", content="x"), "messages[0].tool_call_id"),
-        ("messages", said("user", content="x", tool_calls=[]), "messages[0].tool_calls"),
+        ("messages", said("user", content="x", tool_calls=[CALL]), "messages[0].tool_calls"),
         ("messages", [{"content": "x"}], "messages[0].role"),
         ("messages", [], "messages"),
         ("max_tokens", 0, "max_tokens"),

@@ -139,15 +139,15 @@ def test_answers_have_the_nulls_that_clients_read(kind: Any) -> None:
 def test_chosen_alternatives_include_the_token(vocabulary: Vocabulary) -> None:
     """As in vLLM; without logprob_token_ids, the alternatives may lack the token."""
     event = Event(0, 0, [301], "x", "length", logprobs=[0.0], raw_logprobs=[-2.0], top_logprobs=[{300: -0.5}])
-    for chosen, logprobs in (([300], [-0.5, -2.0]), (None, [-0.5])):
+    for chosen, logprobs in (([300], [-2.0, -0.5]), (None, [-0.5])):
         request = ChatRequest(messages=HELLO, logprobs=None if chosen else True, logprob_token_ids=chosen)
         (choice,) = ChatReply(request, "tiny", PromptTokens([1]), vocabulary).whole([event])["choices"]
         (entry,) = choice["logprobs"]["content"]
         assert entry["logprob"] == -2.0
         assert [other["logprob"] for other in entry["top_logprobs"]] == logprobs
-    completion = CompletionRequest(prompt="a", logprob_token_ids=[300])
-    (choice,) = CompletionReply(completion, "tiny", [PromptTokens([1])], vocabulary).whole([event])["choices"]
-    assert list(choice["logprobs"]["top_logprobs"][0].values()) == [-0.5, -2.0]
+    for completion in (CompletionRequest(prompt=[1], logprob_token_ids=[300]), CompletionRequest(prompt=[1], logprobs=1)):
+        (choice,) = CompletionReply(completion, "tiny", [PromptTokens([1])], vocabulary).whole([event])["choices"]
+        assert list(choice["logprobs"]["top_logprobs"][0].values()) == [-2.0, -0.5]
     with pytest.raises(ApiError, match="logprob_token_ids needs logprobs, which is false"):
         check_request(ChatRequest, {"messages": HELLO, "logprobs": False, "logprob_token_ids": [300]})
 

@@ -37,8 +37,11 @@ def client(caller: Server) -> OpenAI:
     return caller.client("secret")
 
 
+KEY = {"authorization": "Bearer secret"}
+
+
 def post(caller: Server, **fields: Any) -> Any:
-    return caller.post("/v1/responses", fields, headers={"authorization": "Bearer secret"})
+    return caller.post("/v1/responses", fields, headers=KEY)
 
 
 def events_of(caller: Server, **fields: Any) -> list[dict[str, Any]]:
@@ -93,7 +96,7 @@ SCHEMA_TEXT: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema"
 
 def test_sampling_fields_of_responses_are_those_of_chats(caller: Server) -> None:
     def said(path: str, **fields: Any) -> str:
-        reply = caller.post(path, fields, headers={"authorization": "Bearer secret"}).json()
+        reply = caller.post(path, fields, headers=KEY).json()
         if path == "/responses":
             return "".join(part["text"] for part in reply["output"][0]["content"])
         return str(reply["choices"][0]["message"]["content"])
@@ -120,6 +123,11 @@ def test_a_prompt_that_is_too_long_can_be_cut(caller: Server, client: OpenAI) ->
     for side, kept in ((None, ids[-9:]), ("left", ids[-9:]), ("right", ids[:9])):
         more: Any = {"truncate_prompt_tokens": 9, "truncation_side": side, "return_token_ids": True}
         reply = client.completions.create(model="any", prompt=ids, max_tokens=2, extra_body=more)
+        assert reply.choices[0].prompt_token_ids == kept  # type: ignore[attr-defined]
+    bare = caller.post("/tokenize", {"prompt": "a b c d e", "add_special_tokens": False}, headers=KEY).json()["tokens"]
+    for side, kept in ((None, [1, *bare[-2:]]), ("left", bare[-3:]), ("right", [1, *bare[:2]])):
+        more = {"truncate_prompt_tokens": 3, "truncation_side": side, "return_token_ids": True}
+        reply = client.completions.create(model="any", prompt="a b c d e", max_tokens=2, extra_body=more)
         assert reply.choices[0].prompt_token_ids == kept  # type: ignore[attr-defined]
     more = {"truncate_prompt_tokens": -1}
     cut = client.completions.create(model="any", prompt=ids, max_tokens=100, extra_body=more)
@@ -250,6 +258,19 @@ def test_a_cut_answer_is_incomplete(caller: Server) -> None:
     reply = events[-1]["response"]
     assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert (reply["output"][0]["status"], reply["usage"]["output_tokens"]) == ("incomplete", 2)
+
+
+def test_ids_of_the_prompt_and_of_the_answer(caller: Server) -> None:
+    asked = {"temperature": 0, "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    more = {"return_token_ids": True, "return_prompt_text": True}
+    chat = caller.post("/v1/chat/completions", {**asked, **more}, headers=KEY).json()
+    fields: dict[str, Any] = {"temperature": 0, "max_output_tokens": 5, "input": "hi"}
+    answer = post(caller, **fields, enable_response_messages=True).json()
+    (choice,), (given,), (written,) = chat["choices"], answer["input_messages"], answer["output_messages"]
+    kind = {"type": "raw_message_tokens"}
+    assert given == {**kind, "message": chat["prompt_text"], "tokens": chat["prompt_token_ids"]}
+    assert written == {**kind, "message": choice["message"]["content"], "tokens": choice["token_ids"]}
+    assert "input_messages" not in post(caller, **fields).json()
 
 
 def test_logprobs(caller: Server) -> None:

@@ -29,7 +29,7 @@ from fastgen.cli.serve.dialects.translation import (
 )
 from fastgen.cli.serve.engine_input import ModelFacts
 from fastgen.cli.serve.http_responses import answer_as_chat, compute
-from fastgen.cli.serve.openai_input import TEXT_ONLY, ChatRequest, Thinking
+from fastgen.cli.serve.openai_input import FUNCTION_NAME, TEXT_ONLY, ChatRequest, Thinking
 from fastgen.cli.serve.routes import Post, Routes
 from fastgen.cli.serve.sampling_fields import INT32
 from fastgen.cli.serve.service import Service
@@ -93,7 +93,7 @@ class ToolDefinition(Strict):
     """A tool of the client. Tools that Anthropic's servers run have other types."""
 
     type: Literal["custom"] | None = None
-    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
@@ -146,6 +146,7 @@ class CountRequest(Body):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="an older name of output_config.format")
     thinking: Thinking | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -175,7 +176,7 @@ class CountRequest(Body):
 
     def _fields(self) -> dict[str, Any]:
         """Return the fields of the chat that are not part of its prompt."""
-        return {"model": self.model}
+        return {"model": self.model, "chat_template_kwargs": self.chat_template_kwargs}
 
 
 class MessageRequest(CountRequest):
@@ -190,8 +191,9 @@ class MessageRequest(CountRequest):
     priority: int | None = Field(None, ge=-INT32, le=INT32)
 
     def _fields(self) -> dict[str, Any]:
-        names = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "priority")
-        return {**{name: getattr(self, name) for name in names}, "stop": self.stop_sequences or None}
+        names = ("max_tokens", "temperature", "top_p", "top_k", "stream", "priority")
+        given = {name: getattr(self, name) for name in names}
+        return {**super()._fields(), **given, "stop": self.stop_sequences or None}
 
 
 class _Chat(ChatRequest):

@@ -22,7 +22,7 @@ from fastgen.cli.serve.routes import Post, Routes
 from fastgen.cli.serve.sampling_fields import SamplingFields
 from fastgen.cli.serve.service import Service
 from fastgen.cli.serve.validation import ApiError, Items, Strict, check_request, wrong
-from fastgen.request import MAX_LOGPROBS
+from fastgen.request import MAX_LOGPROBS, Event
 
 # {field of a chat that an error may name: its name in /responses}
 NAMES = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
@@ -114,6 +114,8 @@ class ResponseRequest(SamplingFields):
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    enable_response_messages: bool | None = Field(None, description="return the ids of the prompt and of the answer")
     reasoning: Reasoning | None = None
     metadata: dict[str, Any] | None = None
 
@@ -141,9 +143,10 @@ class ResponseRequest(SamplingFields):
         messages += translated(items, "input", _messages_of)
         if not messages:
             raise ApiError(400, "input is empty; give at least one message", "input", "invalid_value")
-        names = (*SamplingFields.model_fields, "model", "stream", "parallel_tool_calls", "chat_template_kwargs")
-        data: dict[str, Any] = {name: getattr(self, name) for name in names}
+        same = ("model", "stream", "parallel_tool_calls", "chat_template_kwargs", "include_reasoning")
+        data: dict[str, Any] = {name: getattr(self, name) for name in (*SamplingFields.model_fields, *same)}
         data |= {"messages": merged(messages), "max_tokens": self.max_output_tokens}
+        data["return_prompt_text"] = self.enable_response_messages
         data["truncate_prompt_tokens"] = -1 if self.truncation == "auto" else None
         data["reasoning"] = None if self.reasoning is None else self.reasoning.model_dump()
         data |= {"logprobs": True, "top_logprobs": self.top_logprobs} if self.logprobs else {}
@@ -175,6 +178,12 @@ class ResponseReply(BlockReply):
         self._functions = {flat(space, name): (space, name) for space, name in functions}
         self._hex = self.id.rpartition("-")[2]
         self._number = -1
+        self._ids, self._texts = list[int](), list[str]()  # of the answer as the model has written it
+
+    def _count(self, event: Event) -> None:
+        super()._count(event)
+        self._ids += event.token_ids
+        self._texts.append(event.text)
 
     def begin(self) -> Iterable[dict[str, Any]]:
         yield self._event("created", response=self._response("in_progress"))
@@ -270,7 +279,15 @@ class ResponseReply(BlockReply):
             "tools": given.get("tools", []),
             "truncation": given.get("truncation", "disabled"),
             "usage": _usage(self.usage) if ended else None,
+            **(self._raw_messages() if ended and self._asked.enable_response_messages else {}),
         }
+
+    def _raw_messages(self) -> dict[str, Any]:
+        """Return the text and the ids of the prompt and of the answer, as vLLM does."""
+        (prompt,) = self.prompts
+        pairs = {"input_messages": (prompt.text, prompt.ids), "output_messages": ("".join(self._texts), self._ids)}
+        kind = "raw_message_tokens"
+        return {name: [{"type": kind, "message": text, "tokens": ids}] for name, (text, ids) in pairs.items()}
 
 
 def _part(block: Block) -> dict[str, Any]:
