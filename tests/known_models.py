@@ -110,6 +110,15 @@ PIXTRAL = {
     "vision_config": {"hidden_size": 1024, "model_type": "pixtral", "num_hidden_layers": 24, "patch_size": 14},
     "vision_feature_layer": -1,
 }  # fmt: skip
+QWEN3_VL = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "dtype": "bfloat16",
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 12288, "max_position_embeddings": 262144, "model_type": "qwen3_vl_text",
+    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+    "rope_theta": 5000000, "use_cache": True, "vocab_size": 151936,
+}  # fmt: skip
+QWEN_VISION = {"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_size": 1152, "model_type": "qwen3_vl"}
 MISTRAL_FP8 = {
     "activation_scheme": "static", "dequantize": False, "quant_method": "fp8", "weight_block_size": None,
     "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
@@ -210,6 +219,16 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
         {"num_heads": 32, "head_size": 128, "hidden_size": 5120, "rope": RopeConfig(theta=1e9), "tied": False,
          "windows": (0,) * 40, "quantization": None},
         23_572_403_200,
+    ),
+    "Qwen/Qwen3-VL-8B-Instruct": (  # the text, which has the sizes of Qwen3 8B
+        {"architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655, "model_type": "qwen3_vl",
+         "text_config": QWEN3_VL, "tie_word_embeddings": False, "transformers_version": "4.57.0.dev0",
+         "vision_config": QWEN_VISION},
+        {"bos_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643], "temperature": 0.7, "top_k": 20,
+         "top_p": 0.8},
+        {"has_vision": True, "qk_norm": True, "qkv_bias": False, "windows": (0,) * 36, "head_size": 128,
+         "rope": RopeConfig(theta=5000000), "eos_ids": (151645, 151643), "tied": False},
+        8_190_735_360,
     ),
     "HuggingFaceTB/SmolLM3-3B": (
         {"architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,

@@ -19,27 +19,36 @@ from fastgen.model.config import read_config
 OPTIONS: dict[str, Any] = {"page_size": 16, "max_seqs": 4, "max_step_tokens": 64}
 FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]}  # fmt: skip
-VISION = {
+PIXTRAL = {
     "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
     "num_attention_heads": 2, "head_dim": 16, "image_size": 28, "patch_size": 14,
 }  # fmt: skip
-TEXTS = {"ministral3": False, "mistral": True}  # model_type of the text -> whether the head is tied
+QWEN = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
+        "patch_size": 14}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+# Name: (class of transformers, fields of the text, those of vision, whether the head is tied).
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
+    "ministral3": ("Mistral3", FAMILIES["ministral3"][1] | {"model_type": "ministral3"}, PIXTRAL, False),
+    "mistral": ("Mistral3", FAMILIES["mistral"][1] | {"model_type": "mistral"}, PIXTRAL, True),
+    "qwen3_vl": ("Qwen3VL", {"head_dim": 16, "rope_parameters": MROPE},
+                 {**QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 4}, True),
+}  # fmt: skip
 PROMPTS = [random_ids(length) for length in (3, 70)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=TEXTS)
+@pytest.fixture(scope="module", params=MODELS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The folder of a random model with vision, as transformers writes it, and the model."""
     import transformers
 
-    kind, tied = request.param, TEXTS[request.param]
-    text = {**SIZES, **FAMILIES[kind][1], "model_type": kind, "tie_word_embeddings": tied}
-    settings = transformers.Mistral3Config(text_config=text, vision_config=VISION, tie_word_embeddings=tied)
+    name, text, vision, tied = MODELS[request.param]
+    text = {**SIZES, **text, "tie_word_embeddings": tied}
+    settings = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, tie_word_embeddings=tied)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = transformers.Mistral3ForConditionalGeneration(settings).float().eval()
-    folder = tmp_path_factory.mktemp(kind)
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(settings).float().eval()
+    folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
     return folder, model
 
@@ -64,10 +73,13 @@ def changed(model: Any) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-def test_text_is_generated_and_the_weights_are_replaced_by_a_trainers_names(made: tuple[Path, Any]) -> None:
+def test_text_is_generated_and_the_weights_are_replaced_by_a_trainers_names(
+    made: tuple[Path, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     folder, model = made
-    assert any(name.startswith("vision_tower.") for name in load_file(folder / "model.safetensors"))
+    assert any("vis" in name for name in load_file(folder / "model.safetensors"))
     with Generator(folder, **OPTIONS) as gen:
+        assert [text for text in caplog.messages if "reads no images" in text] == caplog.messages[-1:]
         check_answers(gen, model)
         old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         assert "model.language_model.layers.0.mlp.up_proj.weight" in old
@@ -105,7 +117,7 @@ def test_the_form_of_mistral_in_fp8(made: tuple[Path, Any], tmp_path: Path) -> N
     tensors = load_file(folder / "model.safetensors")
     meant = dict(tensors)
     for name, weight in meant.items():
-        if name.startswith("language_model.") and name.endswith("_proj.weight"):
+        if ".layers." in name and name.endswith("_proj.weight"):
             layer, scale = name.removesuffix(".weight"), weight.abs().max() / 448
             tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
             tensors |= {f"{layer}.weight_scale_inv": scale, f"{layer}.activation_scale": torch.tensor(0.5)}

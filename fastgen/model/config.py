@@ -11,8 +11,9 @@ import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from fastgen.model.families import FAMILIES, TEXT_TYPES, WRAPPERS, Family
 from fastgen.model.quantization import Int4, Quantization, method_of
 from fastgen.names import advice
 from fastgen.option import Option
@@ -22,98 +23,6 @@ log = logging.getLogger(__name__)
 
 BUNDLED_NAME = "fastgen-tiny"
 
-
-@dataclass(frozen=True)
-class _Family:
-    """The rules by which the fields of a model family's config.json become the flags of ModelConfig.
-
-    absent: the values that transformers assumes for absent fields; a field that is null stays null. qkv_bias: q, k and
-    v always have biases. attention_bias: the field attention_bias adds biases to q, k, v and o; for o there may be
-    another field, out_bias. mlp_bias: the field mlp_bias adds biases to gate, up and down. qk_norm: see ModelConfig.
-    window: name of the field that switches sliding windows on, which may be the size itself ("sliding_window"); "" for
-    families without windows. layer_types: that field says which layers have a window; otherwise all have one. no_rope:
-    the field no_rope_layers names layers without rope, by default every no_rope_layer_interval-th. multipliers: the
-    fields of Granite scale embeddings, attention, branches and logits. tensors: values of ModelConfig's qkv_tensor,
-    gate_up_tensor and down_tensor. inner: the field of the size of the MLP. only: the supported values of fields, or of
-    their items. post_norm, wide_norm: see ModelConfig. pattern: without layer_types, every pattern-th layer has no
-    window; a number, or the field that has it. full_rope: the rope of layers without a window: "" (the same as the
-    others'), "none" (no rope, unless sliding_window is null), or "stretched" (the config's stretching, which the others
-    lack). rope: rope_parameters of a config that has none. gated: see ModelConfig.
-    """
-
-    model_type: str
-    absent: dict[str, Any]
-    qkv_bias: bool = False
-    attention_bias: bool = False
-    out_bias: str = "attention_bias"
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    window: str = ""
-    layer_types: bool = True
-    no_rope: bool = False
-    multipliers: bool = False
-    tensors: dict[str, str] | None = None
-    inner: str = "intermediate_size"
-    only: dict[str, tuple[str, ...]] | None = None
-    post_norm: bool = False
-    wide_norm: bool = False
-    pattern: int | str = ""
-    full_rope: Literal["", "none", "stretched"] = ""
-    rope: dict[str, Any] | None = None
-    gated: bool = True
-
-
-_WRAPPERS = ("Mistral3ForConditionalGeneration", "mistral3")
-"""Models with vision whose text model runs: values of architectures and of model_type."""
-
-_OLMO = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
-_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
-_MINISTRAL3_ROPE = {
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0,
-    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
-_FAMILIES = {
-    "LlamaForCausalLM": _Family("llama", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True),
-    "MistralForCausalLM": _Family(
-        "mistral", {"eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096}, window="sliding_window"),
-    "Ministral3ForCausalLM": _Family(
-        "ministral3", {"eos_token_id": 2, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
-        window="sliding_window", layer_types=False, rope=_MINISTRAL3_ROPE),
-    "Qwen2ForCausalLM": _Family("qwen2", _QWEN, qkv_bias=True, window="use_sliding_window"),
-    "Qwen3ForCausalLM": _Family(
-        "qwen3", {**_QWEN, "head_dim": 128}, attention_bias=True, qk_norm=True, window="use_sliding_window"),
-    "SmolLM3ForCausalLM": _Family(
-        "smollm3",
-        {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0, "eos_token_id": 128001},
-        attention_bias=True, mlp_bias=True, window="use_sliding_window", no_rope=True),
-    "GraniteForCausalLM": _Family("granite", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True, multipliers=True),
-    "Phi3ForCausalLM": _Family(
-        "phi3", {"eos_token_id": 32000, "rms_norm_eps": 1e-5}, window="sliding_window", layer_types=False,
-        tensors={"qkv_tensor": "self_attn.qkv_proj", "gate_up_tensor": "mlp.gate_up_proj"}),
-    "GraniteMoeHybridForCausalLM": _Family(  # those without experts and without Mamba
-        "granitemoehybrid", {"num_local_experts": 8, "eos_token_id": 2}, attention_bias=True, multipliers=True,
-        inner="shared_intermediate_size", tensors={
-            "gate_up_tensor": "shared_mlp.input_linear", "down_tensor": "shared_mlp.output_linear"},
-        only={"position_embedding_type": ("rope",), "layer_types": ("attention", "full_attention")}),
-    "SeedOssForCausalLM": _Family(
-        "seed_oss", {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "eos_token_id": 2},
-        attention_bias=True, out_bias="attention_out_bias", mlp_bias=True),
-    "Olmo2ForCausalLM": _Family("olmo2", _OLMO, attention_bias=True, post_norm=True, wide_norm=True),
-    "Olmo3ForCausalLM": _Family(
-        "olmo3", {**_OLMO, "sliding_window": 4096, "rope_theta": 500000.0}, attention_bias=True, post_norm=True,
-        wide_norm=True, window="sliding_window", pattern=4, full_rope="stretched"),
-    "Exaone4ForCausalLM": _Family(
-        "exaone4",
-        {"sliding_window": 4096, "sliding_window_pattern": 4, "num_key_value_heads": 32, "rms_norm_eps": 1e-5,
-         "eos_token_id": 2},
-        qk_norm=True, post_norm=True, window="sliding_window", pattern="sliding_window_pattern", full_rope="none"),
-    "InternLM3ForCausalLM": _Family(
-        "internlm3", {"eos_token_id": 2, "head_dim": 128, "rms_norm_eps": 1e-5}, attention_bias=True, mlp_bias=True),
-    "MiMoForCausalLM": _Family("mimo", _QWEN, qkv_bias=True, window="use_sliding_window"),
-    "ArceeForCausalLM": _Family(
-        "arcee", {"eos_token_id": 128001, "rms_norm_eps": 1e-5, "hidden_act": "relu2"}, attention_bias=True,
-        mlp_bias=True, gated=False),
-}  # fmt: skip
 # Fields that make a model something other than a dense text model, and older names of biases, unless they are null,
 # false, 0 or empty.
 _FOREIGN = (
@@ -124,6 +33,7 @@ _FOREIGN = (
 _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "dynamic": ((), ()),  # it stretches only beyond max_position_embeddings, where no sequence gets
+    "mrope": ((), ()),  # a token of text has one position, so the sections for images turn like the others
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
     "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")),
@@ -207,6 +117,7 @@ class ModelConfig:
     post_norm: bool = False  # attention and MLP have an RMSNorm of their output instead of their input
     wide_norm: bool = False  # an RMSNorm over all heads of q together, and one of k, before rope
     gated: bool = True  # the MLP is down(silu(gate(x)) * up(x)); False: down(relu(up(x)) ** 2), without a gate
+    has_vision: bool = False  # it is the text model inside a model with vision, whose other parts are not loaded
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -315,7 +226,7 @@ def _quantized(config: ModelConfig, method: str | None, option: str | None) -> M
     return replace(config, quantization=config.quantization or Quantization()) if option == "fp8" else config
 
 
-def _quantization(config: dict[str, Any], family: _Family) -> Quantization | None:
+def _quantization(config: dict[str, Any], family: Family) -> Quantization | None:
     """Return the quantized form of a checkpoint. The parsers of its fields load only for a quantized one."""
     from fastgen.model.quantization_config import parse_quantization
 
@@ -328,9 +239,9 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     generation: the content of `generation_config.json`, whose eos ids take precedence. `pretraining_tp` is ignored,
     since it changes no result.
     """
-    config = _text_config(config)
-    family = _family(config)
-    config = {**family.absent, **config}
+    text = _text_config(config)
+    family, has_vision = _family(text), text is not config
+    config = {**family.absent, **text}
     _refuse_foreign(config, family)
     num_layers = _integer(config, "num_hidden_layers", high=_MOST_LAYERS)
     num_heads = _integer(config, "num_attention_heads")
@@ -370,6 +281,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         post_norm=family.post_norm,
         wide_norm=family.wide_norm,
         gated=family.gated,
+        has_vision=has_vision,
         **flags,
     )
 
@@ -400,28 +312,36 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config of the text model inside a model with vision, or else the config itself."""
-    if not {config.get("model_type"), *(config.get("architectures") or [])}.intersection(_WRAPPERS):
+    names = {config.get("model_type"), *(config.get("architectures") or [])}
+    wrapper = next((kind for kind, name in WRAPPERS.items() if names & {kind, name}), None)
+    if wrapper is None:
         return config
-    inner = config.get("text_config")
-    if not inner:
-        raise unsupported("text_config", inner, "the fields of the text model are needed")
     parts = "architectures", "model_type", "text_config", "vision_config"
     outer = {field: value for field, value in config.items() if field not in parts}
+    inner = config.get("text_config")
+    if not inner and wrapper == "qwen2_5_vl":  # as published, the fields of the text are beside vision_config
+        inner = {**outer, "model_type": "qwen2_5_vl_text"}
+    if not inner:
+        raise unsupported("text_config", inner, "the fields of the text model are needed")
+    if inner.get("architectures") == [WRAPPERS[wrapper]]:
+        inner = {**inner, "architectures": None}
     # transformers 5 writes true for the whole, also if the head has weights of its own.
     tied = inner.get("tie_word_embeddings") and outer.get("tie_word_embeddings", True)
     return {**outer, **inner, "tie_word_embeddings": tied}
 
 
-def _family(config: dict[str, Any]) -> _Family:
-    of_types = {family.model_type: name for name, family in _FAMILIES.items()}
-    names = config.get("architectures") or [of_types.get(config.get("model_type", ""))]
-    if len(names) != 1 or names[0] not in _FAMILIES:
-        fields = f"architectures={config.get('architectures')!r} (model_type={config.get('model_type')!r})"
-        raise ValueError(f"{fields} is not supported; fastgen runs {', '.join(_FAMILIES)}, {_WRAPPERS[0]}")
-    return _FAMILIES[names[0]]
+def _family(config: dict[str, Any]) -> Family:
+    of_types = {family.model_type: name for name, family in FAMILIES.items()}
+    kind = config.get("model_type", "")
+    names = config.get("architectures") or [of_types.get(TEXT_TYPES.get(kind, kind))]
+    if len(names) != 1 or names[0] not in FAMILIES:
+        fields = f"architectures={config.get('architectures')!r} (model_type={kind!r})"
+        runs = ", ".join(dict.fromkeys([*FAMILIES, *WRAPPERS.values()]))
+        raise ValueError(f"{fields} is not supported; fastgen runs {runs}")
+    return FAMILIES[names[0]]
 
 
-def _refuse_foreign(config: dict[str, Any], family: _Family) -> None:
+def _refuse_foreign(config: dict[str, Any], family: Family) -> None:
     for field, values in (family.only or {}).items():
         value = config.get(field)
         if not set(value if isinstance(value, list) else [value]) <= set(values):
@@ -444,7 +364,7 @@ def _head_size(config: dict[str, Any], hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def _windows(config: dict[str, Any], family: _Family, num_layers: int) -> tuple[int, ...]:
+def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
     """Return the sliding window of each layer, as transformers 5 applies it.
 
     Qwen2 and Qwen3 have windows from layer `max_window_layers` on, Mistral in every layer. `layer_types` overrides
@@ -470,7 +390,7 @@ def _multipliers(config: dict[str, Any]) -> dict[str, float]:
     return {flag: _number(config, field, 1.0, low=1e-6, high=1e6) for flag, field in fields.items()}
 
 
-def _layer_types(config: dict[str, Any], family: _Family, num_layers: int) -> list[str] | None:
+def _layer_types(config: dict[str, Any], family: Family, num_layers: int) -> list[str] | None:
     """Return the kind of attention of each layer; None if other fields than layer_types give them."""
     if config.get("layer_types") is not None:
         types: list[str] = config["layer_types"]
@@ -486,7 +406,7 @@ def _layer_types(config: dict[str, Any], family: _Family, num_layers: int) -> li
 
 
 def _ropes(
-    config: dict[str, Any], family: _Family, windows: tuple[int, ...]
+    config: dict[str, Any], family: Family, windows: tuple[int, ...]
 ) -> tuple[RopeConfig, RopeConfig, tuple[int, ...]]:
     """Return the rope, and the other rope of some layers, with these layers."""
     if family.full_rope == "stretched":
@@ -536,7 +456,7 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     growth = _number(given, "llama_4_scaling_beta", 0.0, low=0, high=1e6)
     truncate = bool(given.get("truncate", True))  # transformers takes null as false
     rope = RopeConfig(
-        "default" if kind == "dynamic" else kind, theta, **numbers, query_growth=growth, truncate=truncate
+        "default" if kind in ("dynamic", "mrope") else kind, theta, **numbers, query_growth=growth, truncate=truncate
     )
     if kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         low, high = rope.low_freq_factor, rope.high_freq_factor

@@ -33,7 +33,7 @@ def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config of transformers 4 in the form of transformers 5."""
     config = dict(config)
     if "text_config" in config:
-        dtype = config.pop("torch_dtype", None) or config["dtype"]
+        dtype = config.pop("torch_dtype", None) or config.get("dtype") or config["text_config"]["dtype"]
         inner = {"torch_dtype": dtype, **config["text_config"]}
         return {**config, "text_config": as_transformers_5(inner) if "rope_theta" in inner else inner, "dtype": dtype}
     plain = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
