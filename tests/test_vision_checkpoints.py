@@ -32,6 +32,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
     "mistral": ("Mistral3", FAMILIES["mistral"][1] | {"model_type": "mistral"}, PIXTRAL, True),
     "qwen3_vl": ("Qwen3VL", {"head_dim": 16, "rope_parameters": MROPE},
                  {**QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 4}, True),
+    "qwen2_5_vl": ("Qwen2_5_VL", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1,
+                                  "rope_parameters": {**MROPE, "rope_type": "mrope"}}, QWEN, False),
 }  # fmt: skip
 PROMPTS = [random_ids(length) for length in (3, 70)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -135,7 +137,8 @@ def test_what_is_wrong_is_named(made: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = made
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "text_config": None}))
-    with pytest.raises(ValueError, match=r"text_config=None is not supported; the fields of the text model"):
+    message = r"text_config=None is not supported; the fields of the text model|num_hidden_layers=None is missing"
+    with pytest.raises(ValueError, match=message):
         read_config(tmp_path)
     inner = {**config["text_config"], "model_type": "mamba"}
     (tmp_path / "config.json").write_text(json.dumps({**config, "text_config": inner}))

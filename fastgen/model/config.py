@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ _FOREIGN = (
     "num_experts", "num_local_experts", "n_routed_experts", "vision_config", "audio_config", "text_config",
     "per_layer_config", "is_encoder_decoder", "bias", "qkv_bias",
 )  # fmt: skip
+_YARN = (("factor",), ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"))
 # Kinds of rope: (required numbers, optional numbers).
 _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -36,7 +38,8 @@ _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mrope": ((), ()),  # a token of text has one position, so the sections for images turn like the others
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
-    "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")),
+    "yarn": _YARN,
+    "telechat3-yarn": _YARN,
 }
 _DTYPES = ("bfloat16", "float16", "float32")
 _LARGEST = 3e38  # float32 holds no larger number
@@ -346,7 +349,7 @@ def _refuse_foreign(config: dict[str, Any], family: Family) -> None:
         value = config.get(field)
         if not set(value if isinstance(value, list) else [value]) <= set(values):
             raise unsupported(field, value, f"only {' or '.join(values)} is")
-    for field in _FOREIGN:
+    for field in (*_FOREIGN, *family.foreign):
         if config.get(field):
             raise unsupported(field, config[field])
     activation = "silu" if family.gated else "relu2"
@@ -455,9 +458,10 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     numbers: dict[str, Any] = {name: _number(given, name, low=1e-6, high=1e6) for name in names}
     growth = _number(given, "llama_4_scaling_beta", 0.0, low=0, high=1e6)
     truncate = bool(given.get("truncate", True))  # transformers takes null as false
-    rope = RopeConfig(
-        "default" if kind in ("dynamic", "mrope") else kind, theta, **numbers, query_growth=growth, truncate=truncate
-    )
+    if kind == "telechat3-yarn":  # cos and sin grow less with the factor
+        numbers.setdefault("attention_factor", 0.07 * math.log(max(numbers["factor"], 1.0)) + 1)
+    kind = {"dynamic": "default", "mrope": "default", "telechat3-yarn": "yarn"}.get(kind, kind)
+    rope = RopeConfig(kind, theta, **numbers, query_growth=growth, truncate=truncate)
     if kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         low, high = rope.low_freq_factor, rope.high_freq_factor
         raise ValueError(f"low_freq_factor={low} has to lie between 0 and high_freq_factor={high}")

@@ -21,7 +21,8 @@ class Family:
     their items. post_norm, wide_norm: see ModelConfig. pattern: without layer_types, every pattern-th layer has no
     window; a number, or the field that has it. full_rope: the rope of layers without a window: "" (the same as the
     others'), "none" (no rope, unless sliding_window is null), or "stretched" (the config's stretching, which the others
-    lack). rope: rope_parameters of a config that has none. gated: see ModelConfig.
+    lack). rope: rope_parameters of a config that has none. gated: see ModelConfig. foreign: fields that are supported
+    only if they are null, false, 0 or empty.
     """
 
     model_type: str
@@ -44,11 +45,13 @@ class Family:
     full_rope: Literal["", "none", "stretched"] = ""
     rope: dict[str, Any] | None = None
     gated: bool = True
+    foreign: tuple[str, ...] = ()
 
 
 WRAPPERS = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
 }
 """{model_type: architecture} of models with vision whose text model runs."""
 TEXT_TYPES: dict[str, str] = {}
@@ -60,6 +63,7 @@ _MINISTRAL3_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0,
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+_TELECHAT3 = Family("telechat3", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True)
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True),
     "MistralForCausalLM": Family(
@@ -70,6 +74,11 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family("qwen2", _QWEN, qkv_bias=True, window="use_sliding_window"),
     "Qwen3ForCausalLM": Family(
         "qwen3", {**_QWEN, "head_dim": 128}, attention_bias=True, qk_norm=True, window="use_sliding_window"),
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        "qwen2_5_vl_text",
+        {**_QWEN, "num_key_value_heads": 8, "max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
+         "eos_token_id": 151645},
+        qkv_bias=True, window="use_sliding_window"),
     "Qwen3VLForConditionalGeneration": Family(
         "qwen3_vl_text", {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0}, attention_bias=True,
         qk_norm=True),
@@ -101,6 +110,11 @@ FAMILIES = {
     "InternLM3ForCausalLM": Family(
         "internlm3", {"eos_token_id": 2, "head_dim": 128, "rms_norm_eps": 1e-5}, attention_bias=True, mlp_bias=True),
     "MiMoForCausalLM": Family("mimo", _QWEN, qkv_bias=True, window="use_sliding_window"),
+    "IQuestCoderForCausalLM": Family(
+        "iquestcoder", {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "eos_token_id": 2},
+        attention_bias=True, mlp_bias=True, foreign=("clip_qkv", "use_sliding_window")),
+    "Telechat3ForCausalLM": _TELECHAT3,
+    "TeleChat3ForCausalLM": _TELECHAT3,  # as vLLM spells it
     "ArceeForCausalLM": Family(
         "arcee", {"eos_token_id": 128001, "rms_norm_eps": 1e-5, "hidden_act": "relu2"}, attention_bias=True,
         mlp_bias=True, gated=False),
