@@ -29,6 +29,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "exaone4": ("Exaone4", {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 24}),
     "seed_oss": ("SeedOss", {"head_dim": 24, "attention_bias": True}),
+    "cwm": ("Cwm", {"head_dim": 24, "sliding_window": 20, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64}}),
     "phi3": ("Phi3", {"sliding_window": 20, "pad_token_id": 0}),
     "granite4": ("GraniteMoeHybrid", {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3, "logits_scaling": 0.7,

@@ -400,7 +400,7 @@ def _layer_types(config: dict[str, Any], family: Family, num_layers: int) -> lis
         return types
     if family.pattern and config.get("sliding_window") is not None:
         period = family.pattern if isinstance(family.pattern, int) else _integer(config, family.pattern)
-        full = [layer for layer in range(num_layers) if (layer + 1) % period == 0]
+        full = [*range(0 if family.full_first else period - 1, num_layers, period)]
     elif family.no_rope and config.get("use_sliding_window"):
         full = [layer for layer in range(num_layers) if layer not in _layers_without_rope(config, num_layers)]
     else:

@@ -19,7 +19,8 @@ class Family:
     fields of Granite scale embeddings, attention, branches and logits. tensors: values of ModelConfig's qkv_tensor,
     gate_up_tensor and down_tensor. inner: the field of the size of the MLP. only: the supported values of fields, or of
     their items. post_norm, wide_norm: see ModelConfig. pattern: without layer_types, every pattern-th layer has no
-    window; a number, or the field that has it. full_rope: the rope of layers without a window: "" (the same as the
+    window; a number, or the field that has it. full_first: the first of each `pattern` layers is the one without a
+    window, instead of the last. full_rope: the rope of layers without a window: "" (the same as the
     others'), "none" (no rope, unless sliding_window is null), or "stretched" (the config's stretching, which the others
     lack). rope: rope_parameters of a config that has none. gated: see ModelConfig. foreign: fields that are supported
     only if they are null, false, 0 or empty.
@@ -42,6 +43,7 @@ class Family:
     post_norm: bool = False
     wide_norm: bool = False
     pattern: int | str = ""
+    full_first: bool = False
     full_rope: Literal["", "none", "stretched"] = ""
     rope: dict[str, Any] | None = None
     gated: bool = True
@@ -62,6 +64,10 @@ _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers":
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0,
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+_CWM_ROPE = {
+    "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }  # fmt: skip
 _TELECHAT3 = Family("telechat3", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True)
 FAMILIES = {
@@ -115,6 +121,11 @@ FAMILIES = {
         attention_bias=True, mlp_bias=True, foreign=("clip_qkv", "use_sliding_window")),
     "Telechat3ForCausalLM": _TELECHAT3,
     "TeleChat3ForCausalLM": _TELECHAT3,  # as vLLM spells it
+    "CwmForCausalLM": Family(
+        "cwm",
+        {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 8192,
+         "rope_theta": 1000000.0, "eos_token_id": [128001, 128008, 128009]},
+        mlp_bias=True, window="sliding_window", pattern=4, full_first=True, rope=_CWM_ROPE),
     "ArceeForCausalLM": Family(
         "arcee", {"eos_token_id": 128001, "rms_norm_eps": 1e-5, "hidden_act": "relu2"}, attention_bias=True,
         mlp_bias=True, gated=False),

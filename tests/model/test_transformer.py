@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,10 @@ FILES: dict[str, tuple[str, set[str], dict[str, Any]]] = {
     "Ministral 3 with null": ("Ministral3", set(), {"rope_parameters": None, "rope_theta": 500.0}),
     "fields of Qwen": ("Mistral", set(), {"sliding_window": 24, "max_window_layers": 1}),
     "a window in all layers": ("Phi3", set(), {"sliding_window": 24, "layer_types": ["full_attention"] * 3}),
+    "CWM without layer_types and rope": ("Cwm", {"layer_types", "rope_parameters"}, {
+        "sliding_window": 24, "max_position_embeddings": 16384}),
+    "IQuest-Coder": ("Llama", {"rms_norm_eps"}, {"architectures": ["IQuestCoderForCausalLM"],
+                                                 "model_type": "iquestcoder"}),
     "yarn with null": ("Qwen3", set(), {"rope_parameters": {"rope_type": "yarn", "truncate": None, **STRETCHED}}),
 }  # fmt: skip
 
@@ -109,6 +114,23 @@ def test_fields_of_a_file_mean_what_transformers_means(case: str, checkpoint: Ch
     (tmp_path / "config.json").write_text(json.dumps({**config, **present}))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     check_logits(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["Telechat3ForCausalLM", "TeleChat3ForCausalLM"])
+def test_telechat3_is_llama_with_another_factor_of_yarn(
+    architecture: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """transformers does not have it: its own code grows cos and sin by 0.07 log(factor) instead of 0.1 log(factor)."""
+    rope = {"factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    folder = checkpoint("Llama", rope_parameters={
+        **rope, "rope_type": "yarn", "attention_factor": 1 + 0.07 * math.log(4)})  # fmt: skip
+    config = json.loads((folder / "config.json").read_text())
+    own = {"architectures": [architecture], "model_type": "telechat3",
+           "rope_parameters": {**rope, "rope_type": "telechat3-yarn"}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({**config, **own}))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    for prompt, logits in zip(PROMPTS, prefill_logits(tmp_path, PROMPTS), strict=True):
+        torch.testing.assert_close(logits, hf_logits(folder, prompt), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
