@@ -241,6 +241,23 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
          "max_position": 128000, "rope": RopeConfig(theta=1000000.0), "eos_ids": (151645, 151643), "norm_eps": 1e-6},
         7_615_616_512,
     ),
+    "LGAI-EXAONE/EXAONE-4.5-33B": (  # the text
+        {"architectures": ["Exaone4_5_ForConditionalGeneration"], "image_token_id": 67, "model_type": "exaone4_5",
+         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 153600,
+         "text_config": {
+             "architectures": ["Exaone4ForCausalLM"], "eos_token_id": 53, "hidden_act": "silu", "hidden_size": 5120,
+             "intermediate_size": 27392, "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16,
+             "max_position_embeddings": 262144, "model_type": "exaone4_5_text", "num_attention_heads": 40,
+             "num_hidden_layers": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+             "rope_scaling": {**LLAMA3_ROPE, "factor": 16.0, "rope_theta": 1000000.0}, "sliding_window": 4096,
+             "sliding_window_pattern": "LLLG", "vocab_size": 153600},
+         "vision_config": {"depth": 28, "model_type": "exaone4_5_vision"}},
+        None,
+        {"has_vision": True, "post_norm": True, "qk_norm": True, "windows": (4096, 4096, 4096, 0) * 16,
+         "rope": RopeConfig("llama3", 1e6, 16.0, 1.0, 4.0, 8192), "other_rope": RopeConfig("none"),
+         "other_layers": tuple(range(3, 64, 4)), "eos_ids": (53,), "head_size": 128, "max_position": 262144},
+        32_527_504_384,
+    ),
     "HuggingFaceTB/SmolLM3-3B": (
         {"architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
          "bos_token_id": 128000, "eos_token_id": 128012, "hidden_act": "silu", "hidden_size": 2048,

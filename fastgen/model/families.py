@@ -54,9 +54,10 @@ WRAPPERS = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "exaone4_5": "Exaone4_5_ForConditionalGeneration",
 }
 """{model_type: architecture} of models with vision whose text model runs."""
-TEXT_TYPES: dict[str, str] = {}
+TEXT_TYPES = {"exaone4_5_text": "exaone4"}
 """{model_type of a text model inside a model with vision: that of its family}, if they differ."""
 
 _OLMO = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
