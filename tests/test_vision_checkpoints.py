@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from adapters import CONFIG
-from conftest import FAMILIES, SIZES, VOCAB, random_ids
+from conftest import VOCAB, random_ids
+from families import VISION, save_random_with_vision
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,42 +20,15 @@ from fastgen.model.config import read_config
 OPTIONS: dict[str, Any] = {"page_size": 16, "max_seqs": 4, "max_step_tokens": 64}
 FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]}  # fmt: skip
-PIXTRAL = {
-    "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "head_dim": 16, "image_size": 28, "patch_size": 14,
-}  # fmt: skip
-QWEN = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
-        "patch_size": 14}  # fmt: skip
-MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-# Name: (class of transformers, fields of the text, those of vision, whether the head is tied).
-MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
-    "ministral3": ("Mistral3", FAMILIES["ministral3"][1] | {"model_type": "ministral3"}, PIXTRAL, False),
-    "mistral": ("Mistral3", FAMILIES["mistral"][1] | {"model_type": "mistral"}, PIXTRAL, True),
-    "qwen3_vl": ("Qwen3VL", {"head_dim": 16, "rope_parameters": MROPE},
-                 {**QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 4}, True),
-    "qwen2_5_vl": ("Qwen2_5_VL", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1,
-                                  "rope_parameters": {**MROPE, "rope_type": "mrope"}}, QWEN, False),
-    "exaone4_5": ("Exaone4_5_", FAMILIES["exaone4"][1] | {"model_type": "exaone4_5_text", "head_dim": 16},
-                  {**QWEN, "num_key_value_heads": 2}, False),
-}  # fmt: skip
 PROMPTS = [random_ids(length) for length in (3, 70)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=VISION)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The folder of a random model with vision, as transformers writes it, and the model."""
-    import transformers
-
-    name, text, vision, tied = MODELS[request.param]
-    text = {**SIZES, **text, "tie_word_embeddings": tied}
-    settings = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, tie_word_embeddings=tied)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = getattr(transformers, f"{name}ForConditionalGeneration")(settings).float().eval()
     folder = tmp_path_factory.mktemp(request.param)
-    model.save_pretrained(folder)
-    return folder, model
+    return folder, save_random_with_vision(request.param, folder)
 
 
 def check_answers(gen: Generator, model: Any) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Checkpoint, hf_logits, random_ids
+from conftest import FAMILIES, SIZES, Checkpoint, hf_logits, random_ids
+from families import VISION, save_random, save_random_with_vision
 from handmade import make_runner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -84,6 +85,55 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_flags_mean_what_transformers_means(flag: str, checkpoint: Checkpoint) -> None:
     name, config = FLAGS[flag]
     check_logits(checkpoint(name, num_hidden_layers=2, **config))
+
+
+# Families of which tests of the engine run few, or none.
+IN_SHAPES = ("cwm", *VISION)
+SHAPES: dict[str, dict[str, Any]] = {
+    "a KV head per head": {"num_key_value_heads": 4},
+    "one KV head": {"num_key_value_heads": 1},
+    "one layer": {"num_hidden_layers": 1},
+    "five layers": {"num_hidden_layers": 5},
+    "eight heads": {"num_attention_heads": 8, "hidden_size": 128, "head_dim": 16},
+    "heads of 24": {"hidden_size": 96, "head_dim": 24},
+    "odd sizes": {"intermediate_size": 56, "vocab_size": 331, "rms_norm_eps": 1e-3},
+    "another head": {"tie_word_embeddings": None},  # the other value
+}
+
+
+def in_shape(config: dict[str, Any], shape: str) -> dict[str, Any]:
+    """Return a config in one of SHAPES. What depends on the size of a head follows it."""
+    config = {**SIZES, "tie_word_embeddings": False, **config}
+    changed = {**config, **SHAPES[shape]}
+    if changed["tie_word_embeddings"] is None:
+        changed["tie_word_embeddings"] = not config["tie_word_embeddings"]
+    pairs = (changed.get("head_dim") or changed["hidden_size"] // changed["num_attention_heads"]) // 2
+    if "mrope_section" in changed.get("rope_parameters", {}):
+        section = {"mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
+        changed["rope_parameters"] = {**changed["rope_parameters"], **section}
+    return changed
+
+
+def check_shape(name: str, shape: str, folder: Path) -> None:
+    if name in VISION:
+        model = save_random_with_vision(name, folder, in_shape(VISION[name][1], shape))
+    else:
+        model = save_random(FAMILIES[name][0], in_shape(FAMILIES[name][1], shape), folder)
+    for prompt, logits in zip(PROMPTS, prefill_logits(folder, PROMPTS), strict=True):
+        with torch.inference_mode():
+            torch.testing.assert_close(logits, model(torch.tensor([prompt])).logits[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", IN_SHAPES)
+def test_a_shape_of_a_family(name: str, tmp_path: Path) -> None:
+    check_shape(name, [*SHAPES][IN_SHAPES.index(name) % len(SHAPES)], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", IN_SHAPES)
+def test_all_shapes_of_a_family(name: str, shape: str, tmp_path: Path) -> None:
+    check_shape(name, shape, tmp_path)
 
 
 # Of these, save_pretrained writes other files: (class, fields that are taken out of the file, fields that are put in).
