@@ -33,6 +33,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cwm": ("Cwm", {"head_dim": 24, "sliding_window": 20, "rope_parameters": {
         "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64}}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": True,
+                                   "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0,
+                                                       "rope_theta": 10000.0}}),
     "phi3": ("Phi3", {"sliding_window": 20, "pad_token_id": 0}),
     "granite4": ("GraniteMoeHybrid", {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3, "logits_scaling": 0.7,

@@ -1,4 +1,5 @@
-"""Rotary embedding of queries and keys (after Qwen3's norm of each head), and the write of keys and values to pages.
+"""Rotary embedding of queries and keys, with a norm of each head before or after it, and the write of keys and values
+to pages.
 
 Shape letters: T tokens, H query heads, K KV heads, D head size, P page size.
 """
@@ -18,11 +19,13 @@ from fastgen.kernels.launch import Kernel
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """The parameters of the RMSNorm of each query head and key head. q, k: weights [D]."""
+    """The parameters of the RMSNorm of each query head and key head. q, k: weights [D]. after_rope: the heads are
+    rotated before the norm, as in HunYuan, and not after it, as in Qwen3."""
 
     q: Tensor
     k: Tensor
     eps: float
+    after_rope: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,11 @@ def _twin(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, norm:
     heads = qkv.view(len(qkv), -1, head_size)
     num_q = heads.shape[1] - 2 * num_kv
     qk = heads[:, :-num_kv]
-    if norm is not None:
-        normed_q = normed(qk[:, :num_q], norm.q, norm.eps)
-        qk = torch.cat([normed_q, normed(qk[:, num_q:], norm.k, norm.eps)], dim=1)
+    if norm is not None and not norm.after_rope:
+        qk = _normed_heads(qk, num_q, norm)
     turned = rotate(qk, *mapping.turns)
+    if norm is not None and norm.after_rope:
+        turned = _normed_heads(turned, num_q, norm)
     fp8_pages.put(keys, mapping.rows, turned[: mapping.real, num_q:])
     fp8_pages.put(values, mapping.rows, heads[: mapping.real, -num_kv:])
     return turned[:, :num_q]
@@ -104,6 +108,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x [T, heads, D] rotated by cos and sin, float32 [T, 1, D], in the form of `SlotMapping.turns`."""
     a, b = x.chunk(2, dim=-1)
     return (x * cos).addcmul_(torch.cat((b, a), dim=-1), sin).to(x.dtype)
+
+
+def _normed_heads(qk: Tensor, num_q: int, norm: HeadNorm) -> Tensor:
+    """Return the norms of H = num_q query heads and K key heads: [T, H + K, D]."""
+    return torch.cat([normed(qk[:, :num_q], norm.q, norm.eps), normed(qk[:, num_q:], norm.k, norm.eps)], dim=1)
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

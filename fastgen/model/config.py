@@ -34,7 +34,8 @@ _YARN = (("factor",), ("beta_fast", "beta_slow", "attention_factor", "mscale", "
 # Kinds of rope: (required numbers, optional numbers).
 _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
-    "dynamic": ((), ()),  # it stretches only beyond max_position_embeddings, where no sequence gets
+    # It stretches only beyond max_position_embeddings, where no sequence gets, but for an alpha (HunYuan).
+    "dynamic": ((), ("alpha",)),
     "mrope": ((), ()),  # a token of text has one position, so the sections for images turn like the others
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
@@ -80,6 +81,7 @@ class RopeConfig:
     attention_factor: float | None = None  # yarn: factor of cos and sin; None: from `factor`
     mscale: float = 0.0  # yarn: with `mscale_all_dim`, how the factor of cos and sin grows with `factor`; 0: not given
     mscale_all_dim: float = 0.0  # yarn
+    alpha: float = 1.0  # factor of the context by which theta grows (NTK-aware scaling, HunYuan)
     truncate: bool = True  # yarn: the ends of the ramp are whole numbers of pairs
     query_growth: float = 0.0  # the growth of queries beyond the original context (Ministral 3: llama_4_scaling_beta)
 
@@ -101,7 +103,7 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool  # an RMSNorm over each head of q and k before rope (Qwen3)
+    qk_norm: bool  # an RMSNorm over each head of q and k, before rope (Qwen3) unless `norm_after_rope`
     tied: bool  # the head's weight is the embedding unless the checkpoint has another one (`own_head`)
     windows: tuple[int, ...]  # one per layer: a query at p sees the keys in (p - window, p]; 0: all keys up to p
     eos_ids: tuple[int, ...]
@@ -119,6 +121,7 @@ class ModelConfig:
     down_tensor: str = "mlp.down_proj"
     post_norm: bool = False  # attention and MLP have an RMSNorm of their output instead of their input
     wide_norm: bool = False  # an RMSNorm over all heads of q together, and one of k, before rope
+    norm_after_rope: bool = False  # q and k are rotated before `qk_norm` (HunYuan)
     gated: bool = True  # the MLP is down(silu(gate(x)) * up(x)); False: down(relu(up(x)) ** 2), without a gate
     has_vision: bool = False  # it is the text model inside a model with vision, whose other parts are not loaded
 
@@ -283,6 +286,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         other_layers=other_layers,
         post_norm=family.post_norm,
         wide_norm=family.wide_norm,
+        norm_after_rope=family.norm_after_rope,
         gated=family.gated,
         has_vision=has_vision,
         **flags,

@@ -12,7 +12,8 @@ class Family:
 
     absent: the values that transformers assumes for absent fields; a field that is null stays null. qkv_bias: q, k and
     v always have biases. attention_bias: the field attention_bias adds biases to q, k, v and o; for o there may be
-    another field, out_bias. mlp_bias: the field mlp_bias adds biases to gate, up and down. qk_norm: see ModelConfig.
+    another field, out_bias. mlp_bias: the field mlp_bias adds biases to gate, up and down. qk_norm,
+    norm_after_rope: see ModelConfig.
     window: name of the field that switches sliding windows on, which may be the size itself ("sliding_window"); "" for
     families without windows. layer_types: that field says which layers have a window; otherwise all have one. no_rope:
     the field no_rope_layers names layers without rope, by default every no_rope_layer_interval-th. multipliers: the
@@ -33,6 +34,7 @@ class Family:
     out_bias: str = "attention_bias"
     mlp_bias: bool = False
     qk_norm: bool = False
+    norm_after_rope: bool = False
     window: str = ""
     layer_types: bool = True
     no_rope: bool = False
@@ -127,6 +129,9 @@ FAMILIES = {
         {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 8192,
          "rope_theta": 1000000.0, "eos_token_id": [128001, 128008, 128009]},
         mlp_bias=True, window="sliding_window", pattern=4, full_first=True, rope=_CWM_ROPE),
+    "HunYuanDenseV1ForCausalLM": Family(
+        "hunyuan_v1_dense", {"rms_norm_eps": 1e-5, "eos_token_id": 2}, attention_bias=True, qk_norm=True,
+        norm_after_rope=True),
     "ArceeForCausalLM": Family(
         "arcee", {"eos_token_id": 128001, "rms_norm_eps": 1e-5, "hidden_act": "relu2"}, attention_bias=True,
         mlp_bias=True, gated=False),

@@ -30,7 +30,8 @@ def rope_tables(config: ModelConfig, context: int, other: bool = False) -> tuple
 def rope_frequencies(rope: RopeConfig, head_size: int, max_position: int) -> tuple[Tensor, float]:
     """Return the radians per token of each rotated pair, float32 [D / 2] on the CPU, and the factor of cos and sin."""
     pairs = torch.arange(0, head_size, 2, dtype=torch.float32, device=CPU)
-    periods = rope.theta ** (pairs / head_size)  # tokens per radian
+    theta = rope.theta if rope.alpha == 1 else rope.theta * rope.alpha ** (head_size / max(head_size - 2, 1))
+    periods = theta ** (pairs / head_size)  # tokens per radian
     context = rope.original_max_position or max_position
     if rope.kind == "none":  # turned by 0, which changes no bit, so that these layers run the same kernels
         return torch.zeros_like(periods), 1.0

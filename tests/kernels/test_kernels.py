@@ -94,9 +94,9 @@ def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("heads", "num_kv", "head_size"), [(4, 2, 64), (5, 1, 24), (8, 8, 96)])
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", ["", "before rope", "after rope"])
 def test_rope_and_the_write_to_the_pool(
-    heads: int, num_kv: int, head_size: int, dtype: torch.dtype, normed: bool
+    heads: int, num_kv: int, head_size: int, dtype: torch.dtype, normed: str
 ) -> None:
     tokens, page_size, pages = 7, 4, 5
     qkv = randn(tokens, (heads + 2 * num_kv) * head_size, dtype=dtype)
@@ -105,7 +105,7 @@ def test_rope_and_the_write_to_the_pool(
     positions = torch.tensor([39, 0, 7, 8, 20, 1, 0], device=DEVICE)
     mapping = SlotMapping(positions, slots, angles.cos(), angles.sin(), 5, num_kv, page_size)
     weights = randn(head_size, seed=2, dtype=dtype), randn(head_size, seed=3, dtype=dtype)
-    norm = HeadNorm(*weights, 1e-5) if normed else None
+    norm = HeadNorm(*weights, 1e-5, after_rope=normed == "after rope") if normed else None
     before = randn(2, pages, num_kv, page_size, head_size, seed=4, dtype=dtype)
     pool, twin_pool = before.clone(), before.clone()
     close(rope_write.launch(qkv, mapping, *pool, norm), rope_write.twin(qkv, mapping, *twin_pool, norm))

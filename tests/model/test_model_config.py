@@ -37,7 +37,8 @@ def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
         inner = {"torch_dtype": dtype, **config["text_config"]}
         return {**config, "text_config": as_transformers_5(inner) if "rope_theta" in inner else inner, "dtype": dtype}
     plain = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
-    rope = {**plain, **(config.pop("rope_scaling", None) or {})}
+    scaling = config.pop("rope_scaling", None) or {}
+    rope = {**plain, "rope_type": scaling.get("type", "default"), **scaling}
     if config["model_type"] == "olmo3":
         rope = {"full_attention": rope, "sliding_attention": plain}
     return {**config, "rope_parameters": rope, "dtype": config.pop("torch_dtype")}
@@ -89,6 +90,14 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Exaone4ForCausalLM", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     ("CwmForCausalLM", {"sliding_window": 16, "num_hidden_layers": 6, "mlp_bias": True}),
     ("CwmForCausalLM", {"layer_types": ["full_attention"] * 3, "tie_word_embeddings": True}),
+    ("HunYuanDenseV1ForCausalLM", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    (
+        "HunYuanDenseV1ForCausalLM",
+        {
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0, "rope_theta": 10000.0},
+        },
+    ),
     ("Phi3ForCausalLM", {}),
     ("Phi3ForCausalLM", {"sliding_window": 16}),
     ("GraniteForCausalLM", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 8, "attention_multiplier": 1}),

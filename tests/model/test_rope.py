@@ -66,6 +66,16 @@ def test_frequencies_equal_transformers(rope: dict[str, Any], theta: float, head
     assert factor == theirs.attention_scaling
 
 
+@pytest.mark.parametrize(("theta", "head_size"), SHAPES)
+def test_the_alpha_of_hunyuan_stretches_theta(theta: float, head_size: int) -> None:
+    hunyuan = pytest.importorskip("transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense")
+    parameters = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": theta}
+    settings = {**SMALL, "head_dim": head_size, "rope_parameters": parameters}
+    theirs = hunyuan.HunYuanDenseV1RotaryEmbedding(hunyuan.HunYuanDenseV1Config(**settings))
+    ours = parse_config({**settings, "model_type": "hunyuan_v1_dense"})
+    assert torch.equal(rope_frequencies(ours.rope, head_size, CONTEXT)[0], theirs.inv_freq)
+
+
 @pytest.mark.parametrize("rope", ROPES)
 def test_tables_equal_transformers_at_far_positions(rope: dict[str, Any]) -> None:
     theirs, ours = transformers_rope(rope, 500000.0, 128), parsed(rope, 500000.0, 128)

@@ -88,7 +88,7 @@ def test_flags_mean_what_transformers_means(flag: str, checkpoint: Checkpoint) -
 
 
 # Families of which tests of the engine run few, or none.
-IN_SHAPES = ("cwm", *VISION)
+IN_SHAPES = ("cwm", "hunyuan", *VISION)
 SHAPES: dict[str, dict[str, Any]] = {
     "a KV head per head": {"num_key_value_heads": 4},
     "one KV head": {"num_key_value_heads": 1},

@@ -38,9 +38,25 @@ def turn(
     b have to be the halves of whole heads.
     """
     cos, sin, slot = found
+    first, second = rotate(a, b, cos, sin, head < H + K)
+    write_heads(first, second, slot, token, head, at, here, q_ptr, keys_ptr, values_ptr, H, K, HALF, P)
+
+
+@jit()
+def rotate(a, b, cos, sin, turned):
+    """Return pairs (a, b) rotated where `turned`."""
+    return tl.where(turned, a * cos - b * sin, a), tl.where(turned, b * cos + a * sin, b)
+
+
+@jit()
+def write_heads(
+    first, second, slot, token, head, at, here, q_ptr, keys_ptr, values_ptr,
+    H, K: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Store pairs of heads; see `turn`."""
+    first = first.to(q_ptr.dtype.element_ty)
+    second = second.to(q_ptr.dtype.element_ty)
     turned = head < H + K
-    first = tl.where(turned, a * cos - b * sin, a).to(q_ptr.dtype.element_ty)
-    second = tl.where(turned, b * cos + a * sin, b).to(q_ptr.dtype.element_ty)
     to_q = q_ptr + (token * H + head) * 2 * HALF + at
     tl.store(to_q, first, mask=here & (head < H))
     tl.store(to_q + HALF, second, mask=here & (head < H))
@@ -66,10 +82,10 @@ def turn(
 def _rope_kernel(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_ptr, keys_ptr, values_ptr, q_norm_ptr, k_norm_ptr, eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, AFTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rotate HEADS heads of a token per program; queries come first, then keys, then values. HALF: D / 2 rounded up to
-    a power of two."""
+    a power of two. NORM: norm the heads. AFTER: norm them after the rotation."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -83,19 +99,30 @@ def _rope_kernel(
     b = tl.load(at + D // 2, mask=here, other=0.0).to(tl.float32)
     is_q = head < H
     turned = head < H + K
-    if NORM:
-        scale = 1 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
-        q_a = tl.load(q_norm_ptr + place, mask=half, other=0.0).to(tl.float32)
-        q_b = tl.load(q_norm_ptr + D // 2 + place, mask=half, other=0.0).to(tl.float32)
-        k_a = tl.load(k_norm_ptr + place, mask=half, other=0.0).to(tl.float32)
-        k_b = tl.load(k_norm_ptr + D // 2 + place, mask=half, other=0.0).to(tl.float32)
-        # Rounded twice, as in transformers.
-        normed_a = (a * scale).to(q_ptr.dtype.element_ty).to(tl.float32) * tl.where(is_q, q_a, k_a)
-        normed_b = (b * scale).to(q_ptr.dtype.element_ty).to(tl.float32) * tl.where(is_q, q_b, k_b)
-        a = tl.where(turned, normed_a.to(q_ptr.dtype.element_ty).to(tl.float32), a)
-        b = tl.where(turned, normed_b.to(q_ptr.dtype.element_ty).to(tl.float32), b)
-    found = look_up(token, place, True, half, positions_ptr, slots_ptr, cos_ptr, sin_ptr, D // 2)
-    turn(a, b, found, token, head, place, here, q_ptr, keys_ptr, values_ptr, H, K, D // 2, P)
+    if NORM and not AFTER:
+        a, b = norm_heads(a, b, place, half, is_q, turned, q_ptr, q_norm_ptr, k_norm_ptr, eps, D)
+    cos, sin, slot = look_up(token, place, True, half, positions_ptr, slots_ptr, cos_ptr, sin_ptr, D // 2)
+    a, b = rotate(a, b, cos, sin, turned)
+    if AFTER:
+        a = a.to(q_ptr.dtype.element_ty).to(tl.float32)
+        b = b.to(q_ptr.dtype.element_ty).to(tl.float32)
+        a, b = norm_heads(a, b, place, half, is_q, turned, q_ptr, q_norm_ptr, k_norm_ptr, eps, D)
+    write_heads(a, b, slot, token, head, place, here, q_ptr, keys_ptr, values_ptr, H, K, D // 2, P)
+
+
+@jit()
+def norm_heads(a, b, place, half, is_q, turned, q_ptr, q_norm_ptr, k_norm_ptr, eps, D: tl.constexpr):
+    """Return the RMSNorm of heads [HEADS, HALF] in two halves where `turned`, rounded twice, as in transformers."""
+    scale = 1 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+    q_a = tl.load(q_norm_ptr + place, mask=half, other=0.0).to(tl.float32)
+    q_b = tl.load(q_norm_ptr + D // 2 + place, mask=half, other=0.0).to(tl.float32)
+    k_a = tl.load(k_norm_ptr + place, mask=half, other=0.0).to(tl.float32)
+    k_b = tl.load(k_norm_ptr + D // 2 + place, mask=half, other=0.0).to(tl.float32)
+    normed_a = (a * scale).to(q_ptr.dtype.element_ty).to(tl.float32) * tl.where(is_q, q_a, k_a)
+    normed_b = (b * scale).to(q_ptr.dtype.element_ty).to(tl.float32) * tl.where(is_q, q_b, k_b)
+    a = tl.where(turned, normed_a.to(q_ptr.dtype.element_ty).to(tl.float32), a)
+    b = tl.where(turned, normed_b.to(q_ptr.dtype.element_ty).to(tl.float32), b)
+    return a, b
 
 
 def rope_write(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, norm: HeadNorm | None = None) -> Tensor:
@@ -110,7 +137,8 @@ def rope_write(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, 
     _rope_kernel[(tokens, -(-(num_q + 2 * num_kv) // HEADS))](
         qkv, mapping.cos, mapping.sin, mapping.positions, mapping.slots, q, keys, values,
         norm.q if norm else qkv, norm.k if norm else qkv, norm.eps if norm else 0.0,
-        num_q, num_kv, head_size, page_size, HEADS, power_of_two(head_size // 2), norm is not None, pdl,
+        num_q, num_kv, head_size, page_size, HEADS, power_of_two(head_size // 2), norm is not None,
+        norm is not None and norm.after_rope, pdl,
         num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
     return q
