@@ -36,6 +36,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": True,
                                    "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0,
                                                        "rope_theta": 10000.0}}),
+    "hyperclovax": ("HyperCLOVAX", {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "logits_scaling": 0.7,
+                                    "residual_multiplier": 0.3}),
     "phi3": ("Phi3", {"sliding_window": 20, "pad_token_id": 0}),
     "granite4": ("GraniteMoeHybrid", {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3, "logits_scaling": 0.7,

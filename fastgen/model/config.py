@@ -120,6 +120,7 @@ class ModelConfig:
     gate_up_tensor: str = ""  # of the tensor that holds gate and up
     down_tensor: str = "mlp.down_proj"
     post_norm: bool = False  # attention and MLP have an RMSNorm of their output instead of their input
+    peri_norm: bool = False  # they have an RMSNorm of their input and one of their output
     wide_norm: bool = False  # an RMSNorm over all heads of q together, and one of k, before rope
     norm_after_rope: bool = False  # q and k are rotated before `qk_norm` (HunYuan)
     gated: bool = True  # the MLP is down(silu(gate(x)) * up(x)); False: down(relu(up(x)) ** 2), without a gate
@@ -158,7 +159,7 @@ class ModelConfig:
     @property
     def adds_products(self) -> bool:
         """Return whether the outputs of o and down are added to the residual stream without further operations."""
-        return self.branch_scale == 1 and not self.post_norm
+        return self.branch_scale == 1 and not self.post_norm and not self.peri_norm
 
     @property
     def gate_up_size(self) -> int:
@@ -254,7 +255,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     config["layer_types"] = _layer_types(config, family, num_layers)
     windows = _windows(config, family, num_layers)
     rope, other_rope, other_layers = _ropes(config, family, windows)
-    flags: dict[str, Any] = {**(family.tensors or {}), **(_multipliers(config) if family.multipliers else {})}
+    flags: dict[str, Any] = {**(family.tensors or {}), **(_multipliers(config, family) if family.multipliers else {})}
     hidden_size = _integer(config, "hidden_size")
     attention_bias = family.attention_bias and bool(config.get("attention_bias"))
     quantization = _quantization(config, family) if method_of(config) else None
@@ -285,6 +286,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         other_rope=other_rope,
         other_layers=other_layers,
         post_norm=family.post_norm,
+        peri_norm=family.mup and bool(config["use_post_norm"]),
         wide_norm=family.wide_norm,
         norm_after_rope=family.norm_after_rope,
         gated=family.gated,
@@ -391,10 +393,17 @@ def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[i
     return tuple(size if kind == "sliding_attention" else 0 for kind in types)
 
 
-def _multipliers(config: dict[str, Any]) -> dict[str, float]:
+def _multipliers(config: dict[str, Any], family: Family) -> dict[str, float | None]:
     fields = {"embedding_scale": "embedding_multiplier", "attention_scale": "attention_multiplier",
               "branch_scale": "residual_multiplier", "logits_divisor": "logits_scaling"}  # fmt: skip
-    return {flag: _number(config, field, 1.0, low=1e-6, high=1e6) for flag, field in fields.items()}
+    flags: dict[str, float | None] = {
+        flag: _number(config, field, 1.0, low=1e-6, high=1e6) for flag, field in fields.items()
+    }
+    if family.mup:
+        flags["logits_divisor"] = 1 / _number(config, "logits_scaling", 1.0)
+        if config.get("attention_multiplier") is None:
+            flags["attention_scale"] = None  # that of the head size
+    return flags
 
 
 def _layer_types(config: dict[str, Any], family: Family, num_layers: int) -> list[str] | None:

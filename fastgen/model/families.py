@@ -17,7 +17,9 @@ class Family:
     window: name of the field that switches sliding windows on, which may be the size itself ("sliding_window"); "" for
     families without windows. layer_types: that field says which layers have a window; otherwise all have one. no_rope:
     the field no_rope_layers names layers without rope, by default every no_rope_layer_interval-th. multipliers: the
-    fields of Granite scale embeddings, attention, branches and logits. tensors: values of ModelConfig's qkv_tensor,
+    fields of Granite scale embeddings, attention, branches and logits. mup: they do so as in HyperCLOVA X: logits are
+    multiplied, not divided, the scale of attention may be left open, and the field use_post_norm sets ModelConfig's
+    peri_norm. tensors: values of ModelConfig's qkv_tensor,
     gate_up_tensor and down_tensor. inner: the field of the size of the MLP. only: the supported values of fields, or of
     their items. post_norm, wide_norm: see ModelConfig. pattern: without layer_types, every pattern-th layer has no
     window; a number, or the field that has it. full_first: the first of each `pattern` layers is the one without a
@@ -39,6 +41,7 @@ class Family:
     layer_types: bool = True
     no_rope: bool = False
     multipliers: bool = False
+    mup: bool = False
     tensors: dict[str, str] | None = None
     inner: str = "intermediate_size"
     only: dict[str, tuple[str, ...]] | None = None
@@ -132,6 +135,9 @@ FAMILIES = {
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense", {"rms_norm_eps": 1e-5, "eos_token_id": 2}, attention_bias=True, qk_norm=True,
         norm_after_rope=True),
+    "HyperCLOVAXForCausalLM": Family(
+        "hyperclovax", {"eos_token_id": 2, "use_post_norm": True}, attention_bias=True, mlp_bias=True,
+        multipliers=True, mup=True),
     "ArceeForCausalLM": Family(
         "arcee", {"eos_token_id": 128001, "rms_norm_eps": 1e-5, "hidden_act": "relu2"}, attention_bias=True,
         mlp_bias=True, gated=False),

@@ -98,6 +98,8 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
     places = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"}
     if c.post_norm:
         places = {"post_attention_layernorm": "o_end.norm", "post_feedforward_layernorm": "down_end.norm"}
+    if c.peri_norm:
+        places |= {"post_norm1": "o_end.norm", "post_norm2": "down_end.norm"}
     norms = [Module(layer + name, f"{place}.weight", (hidden,)) for name, place in places.items()]
     if c.qk_norm or c.wide_norm:
         place, sizes = ("head_norm", (head, head)) if c.qk_norm else ("wide_norm", (heads, kv_heads * head))

@@ -26,7 +26,7 @@ def count_parameters(c: ModelConfig) -> int:
     inner = (1 + c.gated) * c.intermediate_size  # outputs of gate and up
     mlp = c.hidden_size * (inner + c.intermediate_size) + c.mlp_bias * (inner + c.hidden_size)
     embeddings = c.vocab_size * c.hidden_size * (1 if c.tied else 2)
-    return embeddings + c.num_layers * (attention + mlp + 2 * c.hidden_size) + c.hidden_size
+    return embeddings + c.num_layers * (attention + mlp + (4 if c.peri_norm else 2) * c.hidden_size) + c.hidden_size
 
 
 def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
@@ -98,6 +98,8 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
             "rope_parameters": {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0, "rope_theta": 10000.0},
         },
     ),
+    ("HyperCLOVAXForCausalLM", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 0.125}),
+    ("HyperCLOVAXForCausalLM", {"use_post_norm": False, "attention_multiplier": 0.1, "tie_word_embeddings": True}),
     ("Phi3ForCausalLM", {}),
     ("Phi3ForCausalLM", {"sliding_window": 16}),
     ("GraniteForCausalLM", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 8, "attention_multiplier": 1}),

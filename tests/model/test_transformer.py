@@ -77,6 +77,7 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "OLMo 2": ("Olmo2", {"num_key_value_heads": 4}),
     "EXAONE 4 without windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "EXAONE 4 whose layers have no window": ("Exaone4", {"sliding_window": 16, "layer_types": ["full_attention"] * 2}),
+    "HyperCLOVA X with norms of inputs only": ("HyperCLOVAX", {"use_post_norm": False, "logits_scaling": 0.5}),
     "one KV head": ("Qwen2", {"num_key_value_heads": 1}),
 }  # fmt: skip
 
@@ -88,7 +89,7 @@ def test_flags_mean_what_transformers_means(flag: str, checkpoint: Checkpoint) -
 
 
 # Families of which tests of the engine run few, or none.
-IN_SHAPES = ("cwm", "hunyuan", *VISION)
+IN_SHAPES = ("cwm", "hunyuan", "hyperclovax", *VISION)
 SHAPES: dict[str, dict[str, Any]] = {
     "a KV head per head": {"num_key_value_heads": 4},
     "one KV head": {"num_key_value_heads": 1},
