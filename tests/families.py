@@ -38,6 +38,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                                        "rope_theta": 10000.0}}),
     "hyperclovax": ("HyperCLOVAX", {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "logits_scaling": 0.7,
                                     "residual_multiplier": 0.3}),
+    "phi4_mini": ("Phi3", {"pad_token_id": 0, "tie_word_embeddings": True, "original_max_position_embeddings": 512,
+                           "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "attention_factor": 1.2,
+        "short_factor": [1.0, 1.1, 1.3, 1.4, 2.0, 3.0], "long_factor": [1.0, 1.2, 2.0, 4.0, 9.0, 16.0]}}),
     "phi3": ("Phi3", {"sliding_window": 20, "pad_token_id": 0}),
     "granite4": ("GraniteMoeHybrid", {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3, "logits_scaling": 0.7,

@@ -124,6 +124,14 @@ MISTRAL_FP8 = {
     "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
 }  # fmt: skip
 
+PHI4_LONG = [
+    1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
+    2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424,
+    6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252, 16.37415215,
+    18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64,
+    32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+]  # fmt: skip
+
 # Name -> (config.json, generation_config.json or None, expected fields, number of parameters).
 KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], int]] = {
     "meta-llama/Llama-3.1-8B-Instruct": (
@@ -313,6 +321,24 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
         {"qkv_tensor": "self_attn.qkv_proj", "head_size": 128, "num_kv_heads": 10, "windows": (0,) * 40,
          "eos_ids": (100257, 100265), "max_position": 16384},
         14_659_507_200,
+    ),
+    "microsoft/Phi-4-mini-instruct": (
+        {"architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+         "bos_token_id": 199999, "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu",
+         "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192, "interpolate_factor": 1,
+         "lm_head_bias": False, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3",
+         "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+         "original_max_position_embeddings": 4096, "pad_token_id": 199999, "partial_rotary_factor": 0.75,
+         "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+         "rope_scaling": {"long_factor": PHI4_LONG, "short_factor": [1.0] * 48, "type": "longrope"},
+         "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+         "use_cache": True, "vocab_size": 200064},
+        {"bos_token_id": 199999, "eos_token_id": [200020, 199999], "pad_token_id": 199999},
+        {"qkv_tensor": "self_attn.qkv_proj", "head_size": 128, "rotary_size": 96, "tied": True, "num_heads": 24,
+         "windows": (262144,) * 32, "eos_ids": (200020, 199999),
+         "rope": RopeConfig("longrope", 10000.0, 32.0, original_max_position=4096, short_factors=(1.0,) * 48,
+                            long_factors=tuple(PHI4_LONG), rotary=0.75)},
+        3_836_021_760,
     ),
     "allenai/OLMo-2-1124-7B-Instruct": (
         {"architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,

@@ -39,6 +39,7 @@ _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mrope": ((), ()),  # a token of text has one position, so the sections for images turn like the others
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "longrope": ((), ("factor", "attention_factor")),
     "yarn": _YARN,
     "telechat3-yarn": _YARN,
 }
@@ -67,21 +68,25 @@ _NOT_USED: dict[str, tuple[Any, ...]] = {
 class RopeConfig:
     """The rotary position embedding of a model (see `fastgen.model.rope`). Comments name the kinds that read a field.
 
-    Sources: RoFormer (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), llama3 from Llama 3.1.
+    Sources: RoFormer (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), LongRoPE (2402.13753),
+    llama3 from Llama 3.1.
     """
 
-    kind: str = "default"  # default | linear | llama3 | yarn | none: no rotation
+    kind: str = "default"  # default | linear | llama3 | yarn | longrope | none: no rotation
     theta: float = 10000.0
     factor: float = 1.0  # ratio of the stretched context to the original one
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_max_position: int = 0  # llama3, yarn: context before stretching; 0: max_position
+    original_max_position: int = 0  # llama3, yarn, longrope: context before stretching; 0: max_position
     beta_fast: float = 32.0  # yarn: pairs that turn more often than this in the original context stay
     beta_slow: float = 1.0  # yarn: pairs that turn less often are interpolated
-    attention_factor: float | None = None  # yarn: factor of cos and sin; None: from `factor`
+    attention_factor: float | None = None  # yarn, longrope: factor of cos and sin; None: from `factor`
     mscale: float = 0.0  # yarn: with `mscale_all_dim`, how the factor of cos and sin grows with `factor`; 0: not given
     mscale_all_dim: float = 0.0  # yarn
     alpha: float = 1.0  # factor of the context by which theta grows (NTK-aware scaling, HunYuan)
+    short_factors: tuple[float, ...] = ()  # longrope: factors of the periods of the pairs, in the original context
+    long_factors: tuple[float, ...] = ()  # longrope: those in a longer context
+    rotary: float = 1.0  # rotated part of the dimensions of a head
     truncate: bool = True  # yarn: the ends of the ramp are whole numbers of pairs
     query_growth: float = 0.0  # the growth of queries beyond the original context (Ministral 3: llama_4_scaling_beta)
 
@@ -133,6 +138,11 @@ class ModelConfig:
             )
         if self.head_size % 2:
             raise ValueError(f"head_dim={self.head_size} is odd; rope rotates pairs")
+        if self.rotary_size % 2 or not self.rotary_size:
+            raise ValueError(
+                f"partial_rotary_factor={self.rope.rotary} of head_dim={self.head_size} is {self.rotary_size} "
+                "dimensions; rope rotates pairs"
+            )
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not supported; it has to be one of {', '.join(_DTYPES)}")
 
@@ -165,6 +175,11 @@ class ModelConfig:
     def gate_up_size(self) -> int:
         """Number of outputs of the linear layer that stacks gate and up, or holds only up."""
         return self.intermediate_size * (2 if self.gated else 1)
+
+    @property
+    def rotary_size(self) -> int:
+        """Number of dimensions of a head that rope rotates."""
+        return int(self.head_size * self.rope.rotary)
 
     @property
     def input_sizes(self) -> tuple[int, int, int]:
@@ -443,7 +458,7 @@ def _ropes(
         without = _layers_without_rope(config, len(windows))
     elif family.full_rope == "none" and config.get("sliding_window") is not None:
         without = tuple(layer for layer, window in enumerate(windows) if not window)
-    return _rope(config), RopeConfig("none" if without else "default"), without
+    return _rope(config, family.partial_rope), RopeConfig("none" if without else "default"), without
 
 
 def _layers_without_rope(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -456,15 +471,17 @@ def _layers_without_rope(config: dict[str, Any], num_layers: int) -> tuple[int, 
     return tuple(layer for layer in range(num_layers) if not turned[layer])
 
 
-def _rope(config: dict[str, Any]) -> RopeConfig:
+def _rope(config: dict[str, Any], partial: bool = False) -> RopeConfig:
+    """Return the rope that a config describes. partial: it may rotate a part of each head."""
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given: dict[str, Any] = config.get(field) or {}
     kind = given.get("rope_type", given.get("type", "default"))
     if any(isinstance(value, dict) for value in given.values()) or kind not in _ROPE_KINDS:
         raise unsupported(field, given, f"a rope_type of {', '.join(_ROPE_KINDS)}, the same for all layers, is")
     part = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if part not in (None, 1):
+    if part not in (None, 1) and not partial:
         raise unsupported("partial_rotary_factor", part)
+    rotary = _number({"partial_rotary_factor": part}, "partial_rotary_factor", 1.0, low=0, high=1)
     theta = _number(given, "rope_theta", _number(config, "rope_theta", 10000.0, low=2), low=2)
     needed, optional = _ROPE_KINDS[kind]
     names = *needed, *(name for name in optional if given.get(name))
@@ -473,14 +490,35 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     truncate = bool(given.get("truncate", True))  # transformers takes null as false
     if kind == "telechat3-yarn":  # cos and sin grow less with the factor
         numbers.setdefault("attention_factor", 0.07 * math.log(max(numbers["factor"], 1.0)) + 1)
+    # Some configs also have this field at the top level, which transformers prefers.
+    field = "original_max_position_embeddings"
+    original = _integer(config, field, _integer(given, field, 0, low=0), low=0)
+    if kind == "longrope":
+        numbers |= _long_rope(config, given, rotary)
+        longest = _integer(config, "max_position_embeddings")
+        numbers.setdefault("factor", longest / (original or longest))
+        if original == 1:
+            raise unsupported(field, original, "2 or more is")
     kind = {"dynamic": "default", "mrope": "default", "telechat3-yarn": "yarn"}.get(kind, kind)
-    rope = RopeConfig(kind, theta, **numbers, query_growth=growth, truncate=truncate)
+    rope = RopeConfig(
+        kind, theta, **numbers, original_max_position=original, rotary=rotary, query_growth=growth, truncate=truncate
+    )
     if kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         low, high = rope.low_freq_factor, rope.high_freq_factor
         raise ValueError(f"low_freq_factor={low} has to lie between 0 and high_freq_factor={high}")
-    # Some configs also have this field at the top level, which transformers prefers.
-    field = "original_max_position_embeddings"
-    return replace(rope, original_max_position=_integer(config, field, _integer(given, field, 0, low=0), low=0))
+    return rope
+
+
+def _long_rope(config: dict[str, Any], given: dict[str, Any], rotary: float) -> dict[str, tuple[float, ...]]:
+    """Return the factors of longrope. given: rope_parameters. rotary: rotated part of the dimensions of a head."""
+    size = _head_size(config, _integer(config, "hidden_size"), _integer(config, "num_attention_heads"))
+    fields = {}
+    for name in ("short_factor", "long_factor"):
+        values = given.get(name)
+        if not isinstance(values, list) or len(values) != int(size * rotary) // 2:
+            raise unsupported(name, values, f"{int(size * rotary) // 2} numbers, one for each rotated pair, are")
+        fields[f"{name}s"] = tuple(_number({name: value}, name, low=1e-6, high=1e6) for value in values)
+    return fields
 
 
 def _eos_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

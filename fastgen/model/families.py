@@ -25,7 +25,8 @@ class Family:
     window; a number, or the field that has it. full_first: the first of each `pattern` layers is the one without a
     window, instead of the last. full_rope: the rope of layers without a window: "" (the same as the
     others'), "none" (no rope, unless sliding_window is null), or "stretched" (the config's stretching, which the others
-    lack). rope: rope_parameters of a config that has none. gated: see ModelConfig. foreign: fields that are supported
+    lack). rope: rope_parameters of a config that has none. partial_rope: the field
+    partial_rotary_factor may be below 1. gated: see ModelConfig. foreign: fields that are supported
     only if they are null, false, 0 or empty.
     """
 
@@ -51,6 +52,7 @@ class Family:
     full_first: bool = False
     full_rope: Literal["", "none", "stretched"] = ""
     rope: dict[str, Any] | None = None
+    partial_rope: bool = False
     gated: bool = True
     foreign: tuple[str, ...] = ()
 
@@ -100,7 +102,8 @@ FAMILIES = {
         attention_bias=True, mlp_bias=True, window="use_sliding_window", no_rope=True),
     "GraniteForCausalLM": Family("granite", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True, multipliers=True),
     "Phi3ForCausalLM": Family(
-        "phi3", {"eos_token_id": 32000, "rms_norm_eps": 1e-5}, window="sliding_window", layer_types=False,
+        "phi3", {"eos_token_id": 32000, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        window="sliding_window", layer_types=False, partial_rope=True,
         tensors={"qkv_tensor": "self_attn.qkv_proj", "gate_up_tensor": "mlp.gate_up_proj"}),
     "GraniteMoeHybridForCausalLM": Family(  # those without experts and without Mamba
         "granitemoehybrid", {"num_local_experts": 8, "eos_token_id": 2}, attention_bias=True, multipliers=True,

@@ -94,13 +94,15 @@ def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("heads", "num_kv", "head_size"), [(4, 2, 64), (5, 1, 24), (8, 8, 96)])
-@pytest.mark.parametrize("normed", ["", "before rope", "after rope"])
+@pytest.mark.parametrize(
+    ("normed", "rotated"), [("", 1.0), ("before rope", 1.0), ("after rope", 1.0), ("", 0.75), ("before rope", 0.5)]
+)
 def test_rope_and_the_write_to_the_pool(
-    heads: int, num_kv: int, head_size: int, dtype: torch.dtype, normed: str
+    heads: int, num_kv: int, head_size: int, dtype: torch.dtype, normed: str, rotated: float
 ) -> None:
     tokens, page_size, pages = 7, 4, 5
     qkv = randn(tokens, (heads + 2 * num_kv) * head_size, dtype=dtype)
-    angles = randn(40, head_size // 2, seed=1) * 3
+    angles = randn(40, int(head_size * rotated) // 2, seed=1) * 3
     slots = torch.tensor([3, 4, 19, 0, 11, -1, -1], device=DEVICE)
     positions = torch.tensor([39, 0, 7, 8, 20, 1, 0], device=DEVICE)
     mapping = SlotMapping(positions, slots, angles.cos(), angles.sin(), 5, num_kv, page_size)

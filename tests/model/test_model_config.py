@@ -100,6 +100,20 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("HyperCLOVAXForCausalLM", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 0.125}),
     ("HyperCLOVAXForCausalLM", {"use_post_norm": False, "attention_multiplier": 0.1, "tie_word_embeddings": True}),
+    (
+        "Phi3ForCausalLM",
+        {
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 2.0],
+                "long_factor": [1, 4],
+            },
+        },
+    ),
     ("Phi3ForCausalLM", {}),
     ("Phi3ForCausalLM", {"sliding_window": 16}),
     ("GraniteForCausalLM", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 8, "attention_multiplier": 1}),
@@ -164,7 +178,7 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": "0.7"}}, "mscale='0.7'"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling=.*longrope"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "short_factor=None is not supported; 64 numbers"),
         ({"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True}, "qkv_bias=True"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor=None"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0"),
@@ -184,8 +198,16 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"eos_token_id": "</s>"}, "eos_token_id=.*</s>"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window=0"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types="),
-        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75"),
-        ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}}, "rope_scaling=.*longrope"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.01}, "0.01 of head_dim=128 is 1 dim"),
+        (
+            {
+                "architectures": ["Phi3ForCausalLM"],
+                "partial_rotary_factor": 0.75,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 64},
+            },
+            "long_factor=.* is not supported; 48 numbers, one for each rotated pair, are",
+        ),
         ({"architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LLLG"}, "sliding_window_pattern='LLLG'"),
         ({"architectures": ["GraniteMoeHybridForCausalLM"], "position_embedding_type": "nope"}, "='nope'.* only rope"),
         (

@@ -89,7 +89,7 @@ def test_flags_mean_what_transformers_means(flag: str, checkpoint: Checkpoint) -
 
 
 # Families of which tests of the engine run few, or none.
-IN_SHAPES = ("cwm", "hunyuan", "hyperclovax", *VISION)
+IN_SHAPES = ("cwm", "hunyuan", "hyperclovax", "phi4_mini", *VISION)
 SHAPES: dict[str, dict[str, Any]] = {
     "a KV head per head": {"num_key_value_heads": 4},
     "one KV head": {"num_key_value_heads": 1},
@@ -109,10 +109,12 @@ def in_shape(config: dict[str, Any], shape: str) -> dict[str, Any]:
     if changed["tie_word_embeddings"] is None:
         changed["tie_word_embeddings"] = not config["tie_word_embeddings"]
     pairs = (changed.get("head_dim") or changed["hidden_size"] // changed["num_attention_heads"]) // 2
-    if "mrope_section" in changed.get("rope_parameters", {}):
-        section = {"mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
-        changed["rope_parameters"] = {**changed["rope_parameters"], **section}
-    return changed
+    rope = dict(changed.get("rope_parameters", {}))
+    if "mrope_section" in rope:
+        rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    if "short_factor" in rope:
+        rope |= {name: (rope[name] * 2)[: pairs * 3 // 4] for name in ("short_factor", "long_factor")}
+    return {**changed, **({"rope_parameters": rope} if rope else {})}
 
 
 def check_shape(name: str, shape: str, folder: Path) -> None:
@@ -165,6 +167,22 @@ def test_fields_of_a_file_mean_what_transformers_means(case: str, checkpoint: Ch
     (tmp_path / "config.json").write_text(json.dumps({**config, **present}))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     check_logits(tmp_path)
+
+
+def test_longrope_is_stretched_in_a_context_above_the_original(
+    checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers decides by the length of a sequence; fastgen, which keeps keys of many, by its context."""
+    name, config = FAMILIES["phi4_mini"]
+    folder = checkpoint(name, **config | {"original_max_position_embeddings": 64})
+    for context, lengths, warnings in ((64, (5, 60), 0), (512, (65, 130), 1)):
+        prompts = [random_ids(length) for length in lengths]
+        caplog.clear()
+        with Generator(folder, max_model_len=context) as gen:
+            assert sum("rope is stretched" in text for text in caplog.messages) == warnings
+            for prompt, found in zip(prompts, gen.score(prompts), strict=True):
+                exact = hf_logits(folder, prompt).log_softmax(1)[:-1].gather(1, torch.tensor(prompt)[1:, None])
+                assert found[1:] == pytest.approx(exact.flatten().tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["Telechat3ForCausalLM", "TeleChat3ForCausalLM"])

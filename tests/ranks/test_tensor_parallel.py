@@ -39,6 +39,7 @@ OTHERS = (
     "arcee",
     "hunyuan",
     "hyperclovax",
+    "phi4_mini",
 )  # families whose layers differ from Llama's
 
 
