@@ -78,6 +78,18 @@ VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """Models with vision: (class of transformers, fields of the text, fields of vision)."""
 
 
+def with_fitting_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config whose rope_parameters fit its size of heads."""
+    pairs = (config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]) // 2
+    rope = dict(config.get("rope_parameters", {}))
+    if "mrope_section" in rope:
+        rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    for name in ("short_factor", "long_factor"):
+        if name in rope:
+            rope[name] = (rope[name] * pairs)[: int(pairs * rope["partial_rotary_factor"])]
+    return {**config, "rope_parameters": rope} if rope else config
+
+
 def save_random(name: str, config: dict[str, Any], folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Save a random model of transformers' `name`ForCausalLM, and return it. dtype: that of its weights."""
     import transformers

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FAMILIES, SIZES, Checkpoint, hf_logits, random_ids
-from families import VISION, save_random, save_random_with_vision
+from families import VISION, save_random, save_random_with_vision, with_fitting_rope
 from handmade import make_runner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -103,18 +103,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def in_shape(config: dict[str, Any], shape: str) -> dict[str, Any]:
-    """Return a config in one of SHAPES. What depends on the size of a head follows it."""
+    """Return a config in one of SHAPES."""
     config = {**SIZES, "tie_word_embeddings": False, **config}
     changed = {**config, **SHAPES[shape]}
     if changed["tie_word_embeddings"] is None:
         changed["tie_word_embeddings"] = not config["tie_word_embeddings"]
-    pairs = (changed.get("head_dim") or changed["hidden_size"] // changed["num_attention_heads"]) // 2
-    rope = dict(changed.get("rope_parameters", {}))
-    if "mrope_section" in rope:
-        rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
-    if "short_factor" in rope:
-        rope |= {name: (rope[name] * 2)[: pairs * 3 // 4] for name in ("short_factor", "long_factor")}
-    return {**changed, **({"rope_parameters": rope} if rope else {})}
+    return with_fitting_rope(changed)
 
 
 def check_shape(name: str, shape: str, folder: Path) -> None:
