@@ -123,15 +123,15 @@ def test_rope_and_the_write_to_the_pool(
         assert (found != before).any(-1).any(2).any(0).flatten().nonzero().flatten().tolist() == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_rope_into_a_pool_in_fp8(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "rotary"), [(torch.float32, 48), (HALF, 48), (HALF, 24)])
+def test_rope_into_a_pool_in_fp8(dtype: torch.dtype, rotary: int) -> None:
     """The kernel writes the same bytes as its twin. All numbers are exact in E4M3; Triton's interpreter rounds others
     differently."""
     heads, num_kv, head_size, page_size = 5, 2, 48, 4
     qkv = torch.randint(-15, 16, (6, (heads + 2 * num_kv) * head_size), generator=torch.Generator().manual_seed(0))
     qkv = qkv.to(DEVICE, dtype) * 2.0 ** torch.tensor([0, -10, 9, -24, 3, 1], device=DEVICE)[:, None]
     qkv[4, head_size * (heads + 1) :] = 0
-    angles = torch.zeros(40, head_size // 2, device=DEVICE)
+    angles = torch.zeros(40, rotary // 2, device=DEVICE)
     slots = torch.tensor([3, 4, 19, 0, 11, -1], device=DEVICE)
     mapping = SlotMapping(slots.clamp(min=0), slots, angles.cos(), angles.sin(), 5, num_kv, page_size)
     found = []
