@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "exaone4": ("Exaone4", {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 24}),
     "seed_oss": ("SeedOss", {"head_dim": 24, "attention_bias": True}),
+    "cwm": ("Cwm", {"head_dim": 24, "sliding_window": 20, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64}}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": True,
+                                   "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0,
+                                                       "rope_theta": 10000.0}}),
+    "hyperclovax": ("HyperCLOVAX", {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "logits_scaling": 0.7,
+                                    "residual_multiplier": 0.3}),
+    "phi4_mini": ("Phi3", {"pad_token_id": 0, "tie_word_embeddings": True, "original_max_position_embeddings": 512,
+                           "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "attention_factor": 1.2,
+        "short_factor": [1.0, 1.1, 1.3, 1.4, 2.0, 3.0], "long_factor": [1.0, 1.2, 2.0, 4.0, 9.0, 16.0]}}),
     "phi3": ("Phi3", {"sliding_window": 20, "pad_token_id": 0}),
     "granite4": ("GraniteMoeHybrid", {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3, "logits_scaling": 0.7,
@@ -45,16 +58,64 @@ SIZES = {
     "initializer_range": 0.2,
 }  # fmt: skip
 
+_PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "head_dim": 16, "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+_QWEN = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
+        "patch_size": 14}  # fmt: skip
+_MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "ministral3": ("Mistral3", FAMILIES["ministral3"][1] | {"model_type": "ministral3"}, _PIXTRAL),
+    "mistral": ("Mistral3", FAMILIES["mistral"][1] | {"model_type": "mistral", "tie_word_embeddings": True}, _PIXTRAL),
+    "qwen3_vl": ("Qwen3VL", {"head_dim": 16, "rope_parameters": _MROPE, "tie_word_embeddings": True},
+                 {**_QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 4}),
+    "qwen2_5_vl": ("Qwen2_5_VL", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1,
+                                  "rope_parameters": {**_MROPE, "rope_type": "mrope"}}, _QWEN),
+    "exaone4_5": ("Exaone4_5_", FAMILIES["exaone4"][1] | {"model_type": "exaone4_5_text", "head_dim": 16},
+                  {**_QWEN, "num_key_value_heads": 2}),
+}  # fmt: skip
+"""Models with vision: (class of transformers, fields of the text, fields of vision)."""
 
-def save_random(name: str, config: dict[str, Any], folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Save a random model of transformers' `name`ForCausalLM. dtype: that of its weights."""
+
+def with_fitting_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config whose rope_parameters fit its size of heads."""
+    pairs = (config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]) // 2
+    rope = dict(config.get("rope_parameters", {}))
+    if "mrope_section" in rope:
+        rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    for name in ("short_factor", "long_factor"):
+        if name in rope:
+            rope[name] = (rope[name] * pairs)[: int(pairs * rope["partial_rotary_factor"])]
+    return {**config, "rope_parameters": rope} if rope else config
+
+
+def save_random(name: str, config: dict[str, Any], folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Save a random model of transformers' `name`ForCausalLM, and return it. dtype: that of its weights."""
     import transformers
 
-    settings = getattr(transformers, f"{name}Config")(**config)
+    return _save(f"{name}ForCausalLM", getattr(transformers, f"{name}Config")(**config), folder, dtype)
+
+
+def save_random_with_vision(name: str, folder: Path, text: dict[str, Any] | None = None) -> Any:
+    """Save a random model of VISION, and return it. text: the config of its text model, if it is not the usual one."""
+    import transformers
+
+    kind, usual, vision = deepcopy(VISION[name])  # transformers changes them
+    text = {**SIZES, **usual} if text is None else text
+    tied = text.get("tie_word_embeddings", False)
+    settings = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    return _save(f"{kind}ForConditionalGeneration", settings, folder, torch.float32)
+
+
+def _save(name: str, settings: Any, folder: Path, dtype: torch.dtype) -> Any:
+    import transformers
+
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = getattr(transformers, f"{name}ForCausalLM")(settings).float()
+        model = getattr(transformers, name)(settings).float().eval()
         for parameter in model.parameters():  # transformers begins with biases of 0 and norms of 1
             if parameter.dim() == 1:
                 parameter.data += torch.randn_like(parameter) * 0.2
     model.to(dtype).save_pretrained(folder)
+    return model

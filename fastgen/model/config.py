@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from fastgen.model.families import FAMILIES, TEXT_TYPES, WRAPPERS, Family
 from fastgen.model.quantization import Int4, Quantization, method_of
 from fastgen.names import advice
 from fastgen.option import Option
@@ -22,111 +24,24 @@ log = logging.getLogger(__name__)
 
 BUNDLED_NAME = "fastgen-tiny"
 
-
-@dataclass(frozen=True)
-class _Family:
-    """The rules by which the fields of a model family's config.json become the flags of ModelConfig.
-
-    absent: the values that transformers assumes for absent fields; a field that is null stays null. qkv_bias: q, k and
-    v always have biases. attention_bias: the field attention_bias adds biases to q, k, v and o; for o there may be
-    another field, out_bias. mlp_bias: the field mlp_bias adds biases to gate, up and down. qk_norm: see ModelConfig.
-    window: name of the field that switches sliding windows on, which may be the size itself ("sliding_window"); "" for
-    families without windows. layer_types: that field says which layers have a window; otherwise all have one. no_rope:
-    the field no_rope_layers names layers without rope, by default every no_rope_layer_interval-th. multipliers: the
-    fields of Granite scale embeddings, attention, branches and logits. tensors: values of ModelConfig's qkv_tensor,
-    gate_up_tensor and down_tensor. inner: the field of the size of the MLP. only: the supported values of fields, or of
-    their items. post_norm, wide_norm: see ModelConfig. pattern: without layer_types, every pattern-th layer has no
-    window; a number, or the field that has it. full_rope: the rope of layers without a window: "" (the same as the
-    others'), "none" (no rope, unless sliding_window is null), or "stretched" (the config's stretching, which the others
-    lack). rope: rope_parameters of a config that has none. gated: see ModelConfig.
-    """
-
-    model_type: str
-    absent: dict[str, Any]
-    qkv_bias: bool = False
-    attention_bias: bool = False
-    out_bias: str = "attention_bias"
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    window: str = ""
-    layer_types: bool = True
-    no_rope: bool = False
-    multipliers: bool = False
-    tensors: dict[str, str] | None = None
-    inner: str = "intermediate_size"
-    only: dict[str, tuple[str, ...]] | None = None
-    post_norm: bool = False
-    wide_norm: bool = False
-    pattern: int | str = ""
-    full_rope: Literal["", "none", "stretched"] = ""
-    rope: dict[str, Any] | None = None
-    gated: bool = True
-
-
-_WRAPPERS = ("Mistral3ForConditionalGeneration", "mistral3")
-"""Models with vision whose text model runs: values of architectures and of model_type."""
-
-_OLMO = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
-_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
-_MINISTRAL3_ROPE = {
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0,
-    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
-_FAMILIES = {
-    "LlamaForCausalLM": _Family("llama", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True),
-    "MistralForCausalLM": _Family(
-        "mistral", {"eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096}, window="sliding_window"),
-    "Ministral3ForCausalLM": _Family(
-        "ministral3", {"eos_token_id": 2, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
-        window="sliding_window", layer_types=False, rope=_MINISTRAL3_ROPE),
-    "Qwen2ForCausalLM": _Family("qwen2", _QWEN, qkv_bias=True, window="use_sliding_window"),
-    "Qwen3ForCausalLM": _Family(
-        "qwen3", {**_QWEN, "head_dim": 128}, attention_bias=True, qk_norm=True, window="use_sliding_window"),
-    "SmolLM3ForCausalLM": _Family(
-        "smollm3",
-        {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0, "eos_token_id": 128001},
-        attention_bias=True, mlp_bias=True, window="use_sliding_window", no_rope=True),
-    "GraniteForCausalLM": _Family("granite", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True, multipliers=True),
-    "Phi3ForCausalLM": _Family(
-        "phi3", {"eos_token_id": 32000, "rms_norm_eps": 1e-5}, window="sliding_window", layer_types=False,
-        tensors={"qkv_tensor": "self_attn.qkv_proj", "gate_up_tensor": "mlp.gate_up_proj"}),
-    "GraniteMoeHybridForCausalLM": _Family(  # those without experts and without Mamba
-        "granitemoehybrid", {"num_local_experts": 8, "eos_token_id": 2}, attention_bias=True, multipliers=True,
-        inner="shared_intermediate_size", tensors={
-            "gate_up_tensor": "shared_mlp.input_linear", "down_tensor": "shared_mlp.output_linear"},
-        only={"position_embedding_type": ("rope",), "layer_types": ("attention", "full_attention")}),
-    "SeedOssForCausalLM": _Family(
-        "seed_oss", {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "eos_token_id": 2},
-        attention_bias=True, out_bias="attention_out_bias", mlp_bias=True),
-    "Olmo2ForCausalLM": _Family("olmo2", _OLMO, attention_bias=True, post_norm=True, wide_norm=True),
-    "Olmo3ForCausalLM": _Family(
-        "olmo3", {**_OLMO, "sliding_window": 4096, "rope_theta": 500000.0}, attention_bias=True, post_norm=True,
-        wide_norm=True, window="sliding_window", pattern=4, full_rope="stretched"),
-    "Exaone4ForCausalLM": _Family(
-        "exaone4",
-        {"sliding_window": 4096, "sliding_window_pattern": 4, "num_key_value_heads": 32, "rms_norm_eps": 1e-5,
-         "eos_token_id": 2},
-        qk_norm=True, post_norm=True, window="sliding_window", pattern="sliding_window_pattern", full_rope="none"),
-    "InternLM3ForCausalLM": _Family(
-        "internlm3", {"eos_token_id": 2, "head_dim": 128, "rms_norm_eps": 1e-5}, attention_bias=True, mlp_bias=True),
-    "MiMoForCausalLM": _Family("mimo", _QWEN, qkv_bias=True, window="use_sliding_window"),
-    "ArceeForCausalLM": _Family(
-        "arcee", {"eos_token_id": 128001, "rms_norm_eps": 1e-5, "hidden_act": "relu2"}, attention_bias=True,
-        mlp_bias=True, gated=False),
-}  # fmt: skip
 # Fields that make a model something other than a dense text model, and older names of biases, unless they are null,
 # false, 0 or empty.
 _FOREIGN = (
     "num_experts", "num_local_experts", "n_routed_experts", "vision_config", "audio_config", "text_config",
     "per_layer_config", "is_encoder_decoder", "bias", "qkv_bias",
 )  # fmt: skip
+_YARN = (("factor",), ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"))
 # Kinds of rope: (required numbers, optional numbers).
 _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
-    "dynamic": ((), ()),  # it stretches only beyond max_position_embeddings, where no sequence gets
+    # It stretches only beyond max_position_embeddings, where no sequence gets, but for an alpha (HunYuan).
+    "dynamic": ((), ("alpha",)),
+    "mrope": ((), ()),  # a token of text has one position, so the sections for images turn like the others
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
-    "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")),
+    "longrope": ((), ("factor", "attention_factor")),
+    "yarn": _YARN,
+    "telechat3-yarn": _YARN,
 }
 _DTYPES = ("bfloat16", "float16", "float32")
 _LARGEST = 3e38  # float32 holds no larger number
@@ -153,20 +68,25 @@ _NOT_USED: dict[str, tuple[Any, ...]] = {
 class RopeConfig:
     """The rotary position embedding of a model (see `fastgen.model.rope`). Comments name the kinds that read a field.
 
-    Sources: RoFormer (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), llama3 from Llama 3.1.
+    Sources: RoFormer (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), LongRoPE (2402.13753),
+    llama3 from Llama 3.1.
     """
 
-    kind: str = "default"  # default | linear | llama3 | yarn | none: no rotation
+    kind: str = "default"  # default | linear | llama3 | yarn | longrope | none: no rotation
     theta: float = 10000.0
     factor: float = 1.0  # ratio of the stretched context to the original one
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_max_position: int = 0  # llama3, yarn: context before stretching; 0: max_position
+    original_max_position: int = 0  # llama3, yarn, longrope: context before stretching; 0: max_position
     beta_fast: float = 32.0  # yarn: pairs that turn more often than this in the original context stay
     beta_slow: float = 1.0  # yarn: pairs that turn less often are interpolated
-    attention_factor: float | None = None  # yarn: factor of cos and sin; None: from `factor`
+    attention_factor: float | None = None  # yarn, longrope: factor of cos and sin; None: from `factor`
     mscale: float = 0.0  # yarn: with `mscale_all_dim`, how the factor of cos and sin grows with `factor`; 0: not given
     mscale_all_dim: float = 0.0  # yarn
+    alpha: float = 1.0  # factor of the context by which theta grows (NTK-aware scaling, HunYuan)
+    short_factors: tuple[float, ...] = ()  # longrope: factors of the periods of the pairs, in the original context
+    long_factors: tuple[float, ...] = ()  # longrope: those in a longer context
+    rotary: float = 1.0  # rotated part of the dimensions of a head
     truncate: bool = True  # yarn: the ends of the ramp are whole numbers of pairs
     query_growth: float = 0.0  # the growth of queries beyond the original context (Ministral 3: llama_4_scaling_beta)
 
@@ -188,7 +108,7 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool  # an RMSNorm over each head of q and k before rope (Qwen3)
+    qk_norm: bool  # an RMSNorm over each head of q and k, before rope (Qwen3) unless `norm_after_rope`
     tied: bool  # the head's weight is the embedding unless the checkpoint has another one (`own_head`)
     windows: tuple[int, ...]  # one per layer: a query at p sees the keys in (p - window, p]; 0: all keys up to p
     eos_ids: tuple[int, ...]
@@ -205,8 +125,11 @@ class ModelConfig:
     gate_up_tensor: str = ""  # of the tensor that holds gate and up
     down_tensor: str = "mlp.down_proj"
     post_norm: bool = False  # attention and MLP have an RMSNorm of their output instead of their input
+    peri_norm: bool = False  # they have an RMSNorm of their input and one of their output
     wide_norm: bool = False  # an RMSNorm over all heads of q together, and one of k, before rope
+    norm_after_rope: bool = False  # q and k are rotated before `qk_norm` (HunYuan)
     gated: bool = True  # the MLP is down(silu(gate(x)) * up(x)); False: down(relu(up(x)) ** 2), without a gate
+    has_vision: bool = False  # it is the text model inside a model with vision, whose other parts are not loaded
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -215,6 +138,11 @@ class ModelConfig:
             )
         if self.head_size % 2:
             raise ValueError(f"head_dim={self.head_size} is odd; rope rotates pairs")
+        if self.rotary_size % 2 or not self.rotary_size:
+            raise ValueError(
+                f"partial_rotary_factor={self.rope.rotary} of head_dim={self.head_size} is {self.rotary_size} "
+                "dimensions; rope rotates pairs"
+            )
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not supported; it has to be one of {', '.join(_DTYPES)}")
 
@@ -241,12 +169,17 @@ class ModelConfig:
     @property
     def adds_products(self) -> bool:
         """Return whether the outputs of o and down are added to the residual stream without further operations."""
-        return self.branch_scale == 1 and not self.post_norm
+        return self.branch_scale == 1 and not self.post_norm and not self.peri_norm
 
     @property
     def gate_up_size(self) -> int:
         """Number of outputs of the linear layer that stacks gate and up, or holds only up."""
         return self.intermediate_size * (2 if self.gated else 1)
+
+    @property
+    def rotary_size(self) -> int:
+        """Number of dimensions of a head that rope rotates."""
+        return int(self.head_size * self.rope.rotary)
 
     @property
     def input_sizes(self) -> tuple[int, int, int]:
@@ -315,7 +248,7 @@ def _quantized(config: ModelConfig, method: str | None, option: str | None) -> M
     return replace(config, quantization=config.quantization or Quantization()) if option == "fp8" else config
 
 
-def _quantization(config: dict[str, Any], family: _Family) -> Quantization | None:
+def _quantization(config: dict[str, Any], family: Family) -> Quantization | None:
     """Return the quantized form of a checkpoint. The parsers of its fields load only for a quantized one."""
     from fastgen.model.quantization_config import parse_quantization
 
@@ -328,16 +261,16 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     generation: the content of `generation_config.json`, whose eos ids take precedence. `pretraining_tp` is ignored,
     since it changes no result.
     """
-    config = _text_config(config)
-    family = _family(config)
-    config = {**family.absent, **config}
+    text = _text_config(config)
+    family, has_vision = _family(text), text is not config
+    config = {**family.absent, **text}
     _refuse_foreign(config, family)
     num_layers = _integer(config, "num_hidden_layers", high=_MOST_LAYERS)
     num_heads = _integer(config, "num_attention_heads")
     config["layer_types"] = _layer_types(config, family, num_layers)
     windows = _windows(config, family, num_layers)
     rope, other_rope, other_layers = _ropes(config, family, windows)
-    flags: dict[str, Any] = {**(family.tensors or {}), **(_multipliers(config) if family.multipliers else {})}
+    flags: dict[str, Any] = {**(family.tensors or {}), **(_multipliers(config, family) if family.multipliers else {})}
     hidden_size = _integer(config, "hidden_size")
     attention_bias = family.attention_bias and bool(config.get("attention_bias"))
     quantization = _quantization(config, family) if method_of(config) else None
@@ -368,8 +301,11 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         other_rope=other_rope,
         other_layers=other_layers,
         post_norm=family.post_norm,
+        peri_norm=family.mup and bool(config["use_post_norm"]),
         wide_norm=family.wide_norm,
+        norm_after_rope=family.norm_after_rope,
         gated=family.gated,
+        has_vision=has_vision,
         **flags,
     )
 
@@ -400,33 +336,41 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config of the text model inside a model with vision, or else the config itself."""
-    if not {config.get("model_type"), *(config.get("architectures") or [])}.intersection(_WRAPPERS):
+    names = {config.get("model_type"), *(config.get("architectures") or [])}
+    wrapper = next((kind for kind, name in WRAPPERS.items() if names & {kind, name}), None)
+    if wrapper is None:
         return config
-    inner = config.get("text_config")
-    if not inner:
-        raise unsupported("text_config", inner, "the fields of the text model are needed")
     parts = "architectures", "model_type", "text_config", "vision_config"
     outer = {field: value for field, value in config.items() if field not in parts}
+    inner = config.get("text_config")
+    if not inner and wrapper == "qwen2_5_vl":  # as published, the fields of the text are beside vision_config
+        inner = {**outer, "model_type": "qwen2_5_vl_text"}
+    if not inner:
+        raise unsupported("text_config", inner, "the fields of the text model are needed")
+    if inner.get("architectures") == [WRAPPERS[wrapper]]:
+        inner = {**inner, "architectures": None}
     # transformers 5 writes true for the whole, also if the head has weights of its own.
     tied = inner.get("tie_word_embeddings") and outer.get("tie_word_embeddings", True)
     return {**outer, **inner, "tie_word_embeddings": tied}
 
 
-def _family(config: dict[str, Any]) -> _Family:
-    of_types = {family.model_type: name for name, family in _FAMILIES.items()}
-    names = config.get("architectures") or [of_types.get(config.get("model_type", ""))]
-    if len(names) != 1 or names[0] not in _FAMILIES:
-        fields = f"architectures={config.get('architectures')!r} (model_type={config.get('model_type')!r})"
-        raise ValueError(f"{fields} is not supported; fastgen runs {', '.join(_FAMILIES)}, {_WRAPPERS[0]}")
-    return _FAMILIES[names[0]]
+def _family(config: dict[str, Any]) -> Family:
+    of_types = {family.model_type: name for name, family in FAMILIES.items()}
+    kind = config.get("model_type", "")
+    names = config.get("architectures") or [of_types.get(TEXT_TYPES.get(kind, kind))]
+    if len(names) != 1 or names[0] not in FAMILIES:
+        fields = f"architectures={config.get('architectures')!r} (model_type={kind!r})"
+        runs = ", ".join(dict.fromkeys([*FAMILIES, *WRAPPERS.values()]))
+        raise ValueError(f"{fields} is not supported; fastgen runs {runs}")
+    return FAMILIES[names[0]]
 
 
-def _refuse_foreign(config: dict[str, Any], family: _Family) -> None:
+def _refuse_foreign(config: dict[str, Any], family: Family) -> None:
     for field, values in (family.only or {}).items():
         value = config.get(field)
         if not set(value if isinstance(value, list) else [value]) <= set(values):
             raise unsupported(field, value, f"only {' or '.join(values)} is")
-    for field in _FOREIGN:
+    for field in (*_FOREIGN, *family.foreign):
         if config.get(field):
             raise unsupported(field, config[field])
     activation = "silu" if family.gated else "relu2"
@@ -444,7 +388,7 @@ def _head_size(config: dict[str, Any], hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def _windows(config: dict[str, Any], family: _Family, num_layers: int) -> tuple[int, ...]:
+def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
     """Return the sliding window of each layer, as transformers 5 applies it.
 
     Qwen2 and Qwen3 have windows from layer `max_window_layers` on, Mistral in every layer. `layer_types` overrides
@@ -464,20 +408,27 @@ def _windows(config: dict[str, Any], family: _Family, num_layers: int) -> tuple[
     return tuple(size if kind == "sliding_attention" else 0 for kind in types)
 
 
-def _multipliers(config: dict[str, Any]) -> dict[str, float]:
+def _multipliers(config: dict[str, Any], family: Family) -> dict[str, float | None]:
     fields = {"embedding_scale": "embedding_multiplier", "attention_scale": "attention_multiplier",
               "branch_scale": "residual_multiplier", "logits_divisor": "logits_scaling"}  # fmt: skip
-    return {flag: _number(config, field, 1.0, low=1e-6, high=1e6) for flag, field in fields.items()}
+    flags: dict[str, float | None] = {
+        flag: _number(config, field, 1.0, low=1e-6, high=1e6) for flag, field in fields.items()
+    }
+    if family.mup:
+        flags["logits_divisor"] = 1 / _number(config, "logits_scaling", 1.0)
+        if config.get("attention_multiplier") is None:
+            flags["attention_scale"] = None  # that of the head size
+    return flags
 
 
-def _layer_types(config: dict[str, Any], family: _Family, num_layers: int) -> list[str] | None:
+def _layer_types(config: dict[str, Any], family: Family, num_layers: int) -> list[str] | None:
     """Return the kind of attention of each layer; None if other fields than layer_types give them."""
     if config.get("layer_types") is not None:
         types: list[str] = config["layer_types"]
         return types
     if family.pattern and config.get("sliding_window") is not None:
         period = family.pattern if isinstance(family.pattern, int) else _integer(config, family.pattern)
-        full = [layer for layer in range(num_layers) if (layer + 1) % period == 0]
+        full = [*range(0 if family.full_first else period - 1, num_layers, period)]
     elif family.no_rope and config.get("use_sliding_window"):
         full = [layer for layer in range(num_layers) if layer not in _layers_without_rope(config, num_layers)]
     else:
@@ -486,7 +437,7 @@ def _layer_types(config: dict[str, Any], family: _Family, num_layers: int) -> li
 
 
 def _ropes(
-    config: dict[str, Any], family: _Family, windows: tuple[int, ...]
+    config: dict[str, Any], family: Family, windows: tuple[int, ...]
 ) -> tuple[RopeConfig, RopeConfig, tuple[int, ...]]:
     """Return the rope, and the other rope of some layers, with these layers."""
     if family.full_rope == "stretched":
@@ -507,7 +458,7 @@ def _ropes(
         without = _layers_without_rope(config, len(windows))
     elif family.full_rope == "none" and config.get("sliding_window") is not None:
         without = tuple(layer for layer, window in enumerate(windows) if not window)
-    return _rope(config), RopeConfig("none" if without else "default"), without
+    return _rope(config, family.partial_rope), RopeConfig("none" if without else "default"), without
 
 
 def _layers_without_rope(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -520,30 +471,54 @@ def _layers_without_rope(config: dict[str, Any], num_layers: int) -> tuple[int, 
     return tuple(layer for layer in range(num_layers) if not turned[layer])
 
 
-def _rope(config: dict[str, Any]) -> RopeConfig:
+def _rope(config: dict[str, Any], partial: bool = False) -> RopeConfig:
+    """Return the rope that a config describes. partial: it may rotate a part of each head."""
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given: dict[str, Any] = config.get(field) or {}
     kind = given.get("rope_type", given.get("type", "default"))
     if any(isinstance(value, dict) for value in given.values()) or kind not in _ROPE_KINDS:
         raise unsupported(field, given, f"a rope_type of {', '.join(_ROPE_KINDS)}, the same for all layers, is")
     part = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if part not in (None, 1):
+    if part not in (None, 1) and not partial:
         raise unsupported("partial_rotary_factor", part)
+    rotary = _number({"partial_rotary_factor": part}, "partial_rotary_factor", 1.0, low=0, high=1)
     theta = _number(given, "rope_theta", _number(config, "rope_theta", 10000.0, low=2), low=2)
     needed, optional = _ROPE_KINDS[kind]
     names = *needed, *(name for name in optional if given.get(name))
     numbers: dict[str, Any] = {name: _number(given, name, low=1e-6, high=1e6) for name in names}
     growth = _number(given, "llama_4_scaling_beta", 0.0, low=0, high=1e6)
     truncate = bool(given.get("truncate", True))  # transformers takes null as false
+    if kind == "telechat3-yarn":  # cos and sin grow less with the factor
+        numbers.setdefault("attention_factor", 0.07 * math.log(max(numbers["factor"], 1.0)) + 1)
+    # Some configs also have this field at the top level, which transformers prefers.
+    field = "original_max_position_embeddings"
+    original = _integer(config, field, _integer(given, field, 0, low=0), low=0)
+    if kind == "longrope":
+        numbers |= _long_rope(config, given, rotary)
+        longest = _integer(config, "max_position_embeddings")
+        numbers.setdefault("factor", longest / (original or longest))
+        if original == 1:
+            raise unsupported(field, original, "2 or more is")
+    kind = {"dynamic": "default", "mrope": "default", "telechat3-yarn": "yarn"}.get(kind, kind)
     rope = RopeConfig(
-        "default" if kind == "dynamic" else kind, theta, **numbers, query_growth=growth, truncate=truncate
+        kind, theta, **numbers, original_max_position=original, rotary=rotary, query_growth=growth, truncate=truncate
     )
     if kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         low, high = rope.low_freq_factor, rope.high_freq_factor
         raise ValueError(f"low_freq_factor={low} has to lie between 0 and high_freq_factor={high}")
-    # Some configs also have this field at the top level, which transformers prefers.
-    field = "original_max_position_embeddings"
-    return replace(rope, original_max_position=_integer(config, field, _integer(given, field, 0, low=0), low=0))
+    return rope
+
+
+def _long_rope(config: dict[str, Any], given: dict[str, Any], rotary: float) -> dict[str, tuple[float, ...]]:
+    """Return the factors of longrope. given: rope_parameters. rotary: rotated part of the dimensions of a head."""
+    size = _head_size(config, _integer(config, "hidden_size"), _integer(config, "num_attention_heads"))
+    fields = {}
+    for name in ("short_factor", "long_factor"):
+        values = given.get(name)
+        if not isinstance(values, list) or len(values) != int(size * rotary) // 2:
+            raise unsupported(name, values, f"{int(size * rotary) // 2} numbers, one for each rotated pair, are")
+        fields[f"{name}s"] = tuple(_number({name: value}, name, low=1e-6, high=1e6) for value in values)
+    return fields
 
 
 def _eos_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

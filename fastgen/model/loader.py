@@ -119,7 +119,7 @@ def fill_random(targets: Mapping[str, Shard]) -> None:
     generator = torch.Generator(device)
     with torch.no_grad():
         for name, shard in targets.items():
-            if name.endswith("norm.weight"):
+            if "norm" in name.split(".")[-2]:
                 shard.view.fill_(1.0)
             else:
                 generator.manual_seed(zlib.crc32(f"{name} {shard.start}".encode()))

@@ -98,10 +98,14 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
     places = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"}
     if c.post_norm:
         places = {"post_attention_layernorm": "o_end.norm", "post_feedforward_layernorm": "down_end.norm"}
+    if c.peri_norm:
+        places |= {"post_norm1": "o_end.norm", "post_norm2": "down_end.norm"}
     norms = [Module(layer + name, f"{place}.weight", (hidden,)) for name, place in places.items()]
     if c.qk_norm or c.wide_norm:
         place, sizes = ("head_norm", (head, head)) if c.qk_norm else ("wide_norm", (heads, kv_heads * head))
-        norms += [Module(f"{attention}{x}_norm", f"{place}.{x}", (size,)) for x, size in zip("qk", sizes, strict=True)]
+        of_heads = ("query_layernorm", "key_layernorm") if c.norm_after_rope else ("q_norm", "k_norm")
+        for name, size in zip(of_heads, sizes, strict=True):
+            norms.append(Module(attention + name, f"{place}.{name[0]}", (size,)))
     qkv = [
         Module(attention + "q_proj", "qkv", (heads, hidden), ROWS, c.qkv_bias),
         Module(attention + "k_proj", "qkv", (kv_heads * head, hidden), ROWS, c.qkv_bias, kv_heads),
@@ -229,7 +233,7 @@ class Parameters:
             ends.clear()
         return Layer(
             input_norm=norm.get("input_norm"),
-            head_norm=HeadNorm(norms["head_norm.q"], norms["head_norm.k"], eps) if self.config.qk_norm else None,
+            head_norm=self._head_norm(norms) if self.config.qk_norm else None,
             wide_norm=WideNorm(norms["wide_norm.q"], norms["wide_norm.k"], eps) if self.config.wide_norm else None,
             post_norm=norm.get("post_norm"),
             window=self.config.windows[number],
@@ -238,6 +242,9 @@ class Parameters:
             down_end=ends.get("down_end"),
             **linears,
         )
+
+    def _head_norm(self, norms: dict[str, Tensor]) -> HeadNorm:
+        return HeadNorm(norms["head_norm.q"], norms["head_norm.k"], self.config.norm_eps, self.config.norm_after_rope)
 
     def targets(self, stored: bool = False) -> dict[str, Shard]:
         """Return this rank's shard of each Hugging Face parameter, by name. Weights must not be packed.

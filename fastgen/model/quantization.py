@@ -42,7 +42,8 @@ class Quantization:
 
     def covers(self, name: str) -> bool:
         """Return whether the linear layer with this module name is quantized."""
-        return not any(_matches(pattern, name) for pattern in self.ignored)
+        names = name, name.replace("model.", "model.language_model.", 1)  # as inside a model with vision
+        return not any(_matches(pattern, each) for pattern in self.ignored for each in names)
 
     def check_fused(self, names: Collection[str]) -> None:
         """Raise ValueError if only some of the modules that are fused into one linear layer are quantized."""

@@ -146,8 +146,8 @@ def _auto_round(given: dict[str, Any]) -> Int4:
     _need(given, "act_bits", None, 16, 32)
     _need(given, "super_bits", None)
     for field in ("block_name_to_quantize", "to_quant_block_names"):
-        if not all(name.startswith("model.layers") for name in _flat(given.get(field))):
-            raise _unsupported(field, given[field], "model.layers")
+        if not all(name.startswith(_LAYERS) for name in _flat(given.get(field))):
+            raise _unsupported(field, given[field], *_LAYERS)
     ignored = list(_parts_of_names(given))
     for name, changed in (given.get("extra_config") or {}).items():
         if changed.get("bits", 4) >= 16:
@@ -191,6 +191,7 @@ def _check_modules(given: list[Any] | None, gated: bool) -> None:
         raise _unsupported("modules_in_block_to_quantize", given, None)
 
 
+_LAYERS = "model.layers", "model.language_model.layers"
 _OF_FORM = "bits", "group_size", "sym", "desc_act", "data_type"
 _LINEARS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 _METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {

@@ -19,18 +19,24 @@ CPU = torch.device("cpu")
 
 
 def rope_tables(config: ModelConfig, context: int, other: bool = False) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, multiplied by the attention factor, both float32 [context, D / 2] on the CPU. other: of the
-    rope of `other_layers`."""
+    """Return cos and sin, multiplied by the attention factor, both float32 [context, D / 2] on the CPU. D: number of
+    rotated dimensions. other: of the rope of `other_layers`."""
     rope = config.other_rope if other else config.rope
-    frequencies, factor = rope_frequencies(rope, config.head_size, config.max_position)
+    size = config.head_size if other else config.rotary_size
+    frequencies, factor = rope_frequencies(rope, size, config.max_position, context)
     angles = torch.arange(context, device=CPU).float()[:, None] * frequencies
     return angles.cos() * factor, angles.sin() * factor
 
 
-def rope_frequencies(rope: RopeConfig, head_size: int, max_position: int) -> tuple[Tensor, float]:
-    """Return the radians per token of each rotated pair, float32 [D / 2] on the CPU, and the factor of cos and sin."""
+def rope_frequencies(rope: RopeConfig, head_size: int, max_position: int, length: int = 0) -> tuple[Tensor, float]:
+    """Return the radians per token of each rotated pair, float32 [D / 2] on the CPU, and the factor of cos and sin.
+
+    head_size: number of rotated dimensions of a head. length: number of positions that are used, on which longrope
+    depends.
+    """
     pairs = torch.arange(0, head_size, 2, dtype=torch.float32, device=CPU)
-    periods = rope.theta ** (pairs / head_size)  # tokens per radian
+    theta = rope.theta if rope.alpha == 1 else rope.theta * rope.alpha ** (head_size / max(head_size - 2, 1))
+    periods = theta ** (pairs / head_size)  # tokens per radian
     context = rope.original_max_position or max_position
     if rope.kind == "none":  # turned by 0, which changes no bit, so that these layers run the same kernels
         return torch.zeros_like(periods), 1.0
@@ -38,6 +44,9 @@ def rope_frequencies(rope: RopeConfig, head_size: int, max_position: int) -> tup
         return 1.0 / periods / rope.factor, 1.0
     if rope.kind == "llama3":
         return _llama3(rope, 1.0 / periods, context), 1.0
+    if rope.kind == "longrope":
+        factors = rope.long_factors if length > context else rope.short_factors
+        return 1.0 / (torch.tensor(factors, device=CPU) * periods), rope.attention_factor or _long_factor(rope, context)
     if rope.kind == "yarn":
         return _yarn(rope, periods, context), rope.attention_factor or _yarn_factor(rope)
     assert rope.kind == "default", f"parse_config refuses rope type {rope.kind}"
@@ -58,6 +67,11 @@ def _yarn_factor(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return (growth * rope.mscale + 1) / (growth * rope.mscale_all_dim + 1)
     return growth + 1
+
+
+def _long_factor(rope: RopeConfig, context: int) -> float:
+    """Return the factor of cos and sin that a config with longrope does not give."""
+    return math.sqrt(1 + math.log(rope.factor) / math.log(context)) if rope.factor > 1 else 1.0
 
 
 def _llama3(rope: RopeConfig, plain: Tensor, context: int) -> Tensor:

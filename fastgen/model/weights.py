@@ -23,10 +23,12 @@ OTHER = {EMBEDDING: HEAD, HEAD: EMBEDDING}
 WRAPPERS = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
 """Beginnings of the names of a text model's tensors inside a model with vision: on disk, and in transformers 5."""
 UNUSED = (
-    *(f"{model}{part}." for model in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
+    *(f"{model}{part}." for model in ("", "model.") for part in ("vision_tower", "multi_modal_projector", "visual")),
     "model.mtp_layers.",
+    "mtp.",
 )
-"""Beginnings of the names of tensors that text does not need: of images, and of MiMo's layers that draft tokens."""
+"""Beginnings of the names of tensors that text does not need: of images, and of layers of MiMo and EXAONE 4.5 that
+draft tokens."""
 
 WRAPPING = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Parts of names that torch adds to those of a model: data parallelism, torch.compile, FSDP, checkpoints."""

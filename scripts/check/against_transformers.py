@@ -1,4 +1,4 @@
-"""Compare a model's greedy tokens and logprobs with transformers, and print a verdict.
+"""Compare a model's greedy tokens and logprobs with transformers, and print a verdict and a row for docs/models.md.
 
     python scripts/check/against_transformers.py MODEL
     python scripts/check/against_transformers.py MODEL --device cuda --dtype bfloat16 --length 5000
@@ -7,7 +7,9 @@ MODEL is a folder or a hub id. fastgen answers a few prompts greedily; then tran
 the logits at each position of these answers. In float32 each token has to be the likeliest one for transformers, too,
 and the logprobs have to be equal to 0.001. In two-byte dtypes both round, so tokens may differ where two are almost
 equally likely; a wrong scale, norm or rope changes logprobs by much more than rounding does. Text that is longer than
-a window or than the context before it was stretched tests these: see --length. The exit status is 0 if they agree.
+a window or than the context before it was stretched tests these: see --length. Longrope is stretched by the context in
+fastgen and by the sequence in transformers: give the original one as --max-model-len. The exit status is 0 if they
+agree.
 """
 
 from __future__ import annotations
@@ -108,6 +110,14 @@ def verdict(found: dict[str, Tensor], dtype: str) -> tuple[bool, str]:
     return agree, "\n".join(lines)
 
 
+def row(model: str, folder: Path, device: str, dtype: str, found: dict[str, Tensor]) -> str:
+    """Return a row for the table of checked checkpoints in docs/models.md."""
+    checkpoint = folder.name if Path(model).exists() else f"{model} ({folder.name[:8]})"  # a folder of the hub's cache
+    chip = "CPU" if device == "cpu" else torch.cuda.get_device_name(device)
+    same, largest = int((found["gap"] == 0).sum()), float(found["difference"].abs().max())
+    return f"| {checkpoint} | {chip}, {dtype} | {same} of {len(found['gap'])}, greedy | {largest:.1e} | |"
+
+
 def main(arguments: list[str] | None = None) -> int:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,13 +128,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=TOLERANCES, help="default: bfloat16 on a GPU, float32 on the CPU")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer (default: %(default)s)")
     parser.add_argument("--length", type=int, default=1000, help="tokens of the longest prompt (default: %(default)s)")
+    parser.add_argument("--max-model-len", type=int, help="context in tokens (default: the model's)")
     args = parser.parse_args(arguments)
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
-    folder, answers = answer(args.model, {"device": args.device, "dtype": dtype}, args.tokens, args.length)
+    options = {"device": args.device, "dtype": dtype, "max_model_len": args.max_model_len}
+    folder, answers = answer(args.model, options, args.tokens, args.length)
     gc.collect()
     if args.device != "cpu":
         torch.cuda.empty_cache()
-    agree, text = verdict(compare(reference(folder, args.device, dtype), answers), dtype)
+    found = compare(reference(folder, args.device, dtype), answers)
+    agree, text = verdict(found, dtype)
+    print(row(args.model, folder, args.device, dtype, found))
     print(text)
     return 0 if agree else 1
 

@@ -71,6 +71,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "8 heads a KV head": {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 1},
     "5 heads a KV head, biases": {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 10},
     "a KV head each, norms": {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 8},
+    "norms after rope": {"architectures": ["HunYuanDenseV1ForCausalLM"]},
+    "partial rope": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75},
 }  # fmt: skip
 ACCEPTED: dict[str, dict[str, int]] = {
     # A tile's queries, sums and scores fill all 255 registers; 5 query heads per KV head spill most, also in the loop

@@ -43,7 +43,7 @@ PICKLED = "error: model/model.safetensors is missing, and there is pytorch_model
 
 def test_a_checkpoint_of_another_format_is_one_line(pickled: None, capsys: pytest.CaptureFixture[str]) -> None:
     for tool, main, more in (("fgchat", chat.main, ()), ("fggen", gen.main, ("rows.jsonl", "-o", "out.jsonl"))):
-        status, told = main(["model", *more]), capsys.readouterr()
+        status, told = main(["model", *more, "--language-model-only"]), capsys.readouterr()
         assert (status, told.out, told.err.count("\n")) == (1, "", 1)
         assert told.err.startswith(f"{tool}: {PICKLED}")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bitwise import alone, answers, preempting, random_options, random_requests
-from families import FAMILIES, SIZES, save_random
+from families import FAMILIES, SIZES, save_random, with_fitting_rope
 
 from fastgen import Generator, SamplingParams
 
@@ -32,7 +32,7 @@ def make(family: str, head_size: int, folder: Path) -> tuple[Path, dict[torch.dt
     heads = {"num_attention_heads": 512 // head_size, "num_key_value_heads": 2}
     sizes = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024, "initializer_range": 0.06, **heads}
     extra = {**extra, "head_dim": head_size} if "head_dim" in extra else extra
-    save_random(name, {**SIZES, **extra, **sizes}, folder, torch.bfloat16)
+    save_random(name, with_fitting_rope({**SIZES, **extra, **sizes}), folder, torch.bfloat16)
     models: Any = AutoModelForCausalLM
     dtypes = torch.bfloat16, torch.float32
     return folder, {dtype: models.from_pretrained(folder, dtype=dtype).to(DEVICE).eval() for dtype in dtypes}

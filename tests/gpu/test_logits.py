@@ -28,6 +28,8 @@ MODELS = {
     "mistralai/Mistral-7B-Instruct-v0.3": 32,
     "Qwen/Qwen2.5-7B": 4,
     "Qwen/Qwen3-8B": 4,
+    "tencent/Hunyuan-7B-Instruct": 4,
+    "microsoft/Phi-4-mini-instruct": 4,
 }
 SIZES = (16, 640, 256)  # sequences, tokens of their prompts, tokens generated
 WORSE = 1.1

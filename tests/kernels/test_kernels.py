@@ -94,18 +94,20 @@ def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("heads", "num_kv", "head_size"), [(4, 2, 64), (5, 1, 24), (8, 8, 96)])
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("normed", "rotated"), [("", 1.0), ("before rope", 1.0), ("after rope", 1.0), ("", 0.75), ("before rope", 0.5)]
+)
 def test_rope_and_the_write_to_the_pool(
-    heads: int, num_kv: int, head_size: int, dtype: torch.dtype, normed: bool
+    heads: int, num_kv: int, head_size: int, dtype: torch.dtype, normed: str, rotated: float
 ) -> None:
     tokens, page_size, pages = 7, 4, 5
     qkv = randn(tokens, (heads + 2 * num_kv) * head_size, dtype=dtype)
-    angles = randn(40, head_size // 2, seed=1) * 3
+    angles = randn(40, int(head_size * rotated) // 2, seed=1) * 3
     slots = torch.tensor([3, 4, 19, 0, 11, -1, -1], device=DEVICE)
     positions = torch.tensor([39, 0, 7, 8, 20, 1, 0], device=DEVICE)
     mapping = SlotMapping(positions, slots, angles.cos(), angles.sin(), 5, num_kv, page_size)
     weights = randn(head_size, seed=2, dtype=dtype), randn(head_size, seed=3, dtype=dtype)
-    norm = HeadNorm(*weights, 1e-5) if normed else None
+    norm = HeadNorm(*weights, 1e-5, after_rope=normed == "after rope") if normed else None
     before = randn(2, pages, num_kv, page_size, head_size, seed=4, dtype=dtype)
     pool, twin_pool = before.clone(), before.clone()
     close(rope_write.launch(qkv, mapping, *pool, norm), rope_write.twin(qkv, mapping, *twin_pool, norm))
@@ -121,15 +123,15 @@ def test_rope_and_the_write_to_the_pool(
         assert (found != before).any(-1).any(2).any(0).flatten().nonzero().flatten().tolist() == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_rope_into_a_pool_in_fp8(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "rotary"), [(torch.float32, 48), (HALF, 48), (HALF, 24)])
+def test_rope_into_a_pool_in_fp8(dtype: torch.dtype, rotary: int) -> None:
     """The kernel writes the same bytes as its twin. All numbers are exact in E4M3; Triton's interpreter rounds others
     differently."""
     heads, num_kv, head_size, page_size = 5, 2, 48, 4
     qkv = torch.randint(-15, 16, (6, (heads + 2 * num_kv) * head_size), generator=torch.Generator().manual_seed(0))
     qkv = qkv.to(DEVICE, dtype) * 2.0 ** torch.tensor([0, -10, 9, -24, 3, 1], device=DEVICE)[:, None]
     qkv[4, head_size * (heads + 1) :] = 0
-    angles = torch.zeros(40, head_size // 2, device=DEVICE)
+    angles = torch.zeros(40, rotary // 2, device=DEVICE)
     slots = torch.tensor([3, 4, 19, 0, 11, -1], device=DEVICE)
     mapping = SlotMapping(slots.clamp(min=0), slots, angles.cos(), angles.sin(), 5, num_kv, page_size)
     found = []

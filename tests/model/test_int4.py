@@ -457,8 +457,9 @@ def test_the_modules_of_a_model_without_a_gate(name: str) -> None:
 
 def test_modules_that_are_left_out() -> None:
     dynamic = {"-:.*layers\\.0\\..*": {}, "-:.*down_proj": {}, "+:.*": {"bits": 4, "mse": 2.0}}
-    extra = {"lm_head": {"bits": 16}, "model.layers.0.mlp.down_proj": {"bits": 16}, ".*layers.1.*": {"bits": 16}}
-    blocks = {"block_name_to_quantize": [["model.layers.0", "model.layers.1", "model.layers.2"]]}
+    extra = {"lm_head": {"bits": 16}, "model.layers.0.mlp.down_proj": {"bits": 16},
+             "model.language_model.layers.1.*": {"bits": 16}}  # fmt: skip
+    blocks = {"block_name_to_quantize": [["model.layers.0", "model.layers.1", "model.language_model.layers.2"]]}
     found = [
         parse_quantization({"quantization_config": {**FORMS["gptq"].config, "dynamic": dynamic}}),
         parse_quantization({"quantization_config": {**FORMS["AutoRound"].config, "extra_config": extra, **blocks}}),

@@ -26,18 +26,19 @@ def count_parameters(c: ModelConfig) -> int:
     inner = (1 + c.gated) * c.intermediate_size  # outputs of gate and up
     mlp = c.hidden_size * (inner + c.intermediate_size) + c.mlp_bias * (inner + c.hidden_size)
     embeddings = c.vocab_size * c.hidden_size * (1 if c.tied else 2)
-    return embeddings + c.num_layers * (attention + mlp + 2 * c.hidden_size) + c.hidden_size
+    return embeddings + c.num_layers * (attention + mlp + (4 if c.peri_norm else 2) * c.hidden_size) + c.hidden_size
 
 
 def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config of transformers 4 in the form of transformers 5."""
     config = dict(config)
     if "text_config" in config:
-        dtype = config.pop("torch_dtype", None) or config["dtype"]
+        dtype = config.pop("torch_dtype", None) or config.get("dtype") or config["text_config"]["dtype"]
         inner = {"torch_dtype": dtype, **config["text_config"]}
         return {**config, "text_config": as_transformers_5(inner) if "rope_theta" in inner else inner, "dtype": dtype}
     plain = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
-    rope = {**plain, **(config.pop("rope_scaling", None) or {})}
+    scaling = config.pop("rope_scaling", None) or {}
+    rope = {**plain, "rope_type": scaling.get("type", "default"), **scaling}
     if config["model_type"] == "olmo3":
         rope = {"full_attention": rope, "sliding_attention": plain}
     return {**config, "rope_parameters": rope, "dtype": config.pop("torch_dtype")}
@@ -87,6 +88,32 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Olmo3ForCausalLM", {"sliding_window": 16, "num_hidden_layers": 5}),
     ("Exaone4ForCausalLM", {"sliding_window": 16, "sliding_window_pattern": 3, "tie_word_embeddings": True}),
     ("Exaone4ForCausalLM", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    ("CwmForCausalLM", {"sliding_window": 16, "num_hidden_layers": 6, "mlp_bias": True}),
+    ("CwmForCausalLM", {"layer_types": ["full_attention"] * 3, "tie_word_embeddings": True}),
+    ("HunYuanDenseV1ForCausalLM", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    (
+        "HunYuanDenseV1ForCausalLM",
+        {
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0, "rope_theta": 10000.0},
+        },
+    ),
+    ("HyperCLOVAXForCausalLM", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 0.125}),
+    ("HyperCLOVAXForCausalLM", {"use_post_norm": False, "attention_multiplier": 0.1, "tie_word_embeddings": True}),
+    (
+        "Phi3ForCausalLM",
+        {
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 2.0],
+                "long_factor": [1, 4],
+            },
+        },
+    ),
     ("Phi3ForCausalLM", {}),
     ("Phi3ForCausalLM", {"sliding_window": 16}),
     ("GraniteForCausalLM", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 8, "attention_multiplier": 1}),
@@ -151,7 +178,7 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": "0.7"}}, "mscale='0.7'"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling=.*longrope"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "short_factor=None is not supported; 64 numbers"),
         ({"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True}, "qkv_bias=True"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor=None"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0"),
@@ -171,8 +198,16 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"eos_token_id": "</s>"}, "eos_token_id=.*</s>"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window=0"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types="),
-        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75"),
-        ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}}, "rope_scaling=.*longrope"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.01}, "0.01 of head_dim=128 is 1 dim"),
+        (
+            {
+                "architectures": ["Phi3ForCausalLM"],
+                "partial_rotary_factor": 0.75,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 64},
+            },
+            "long_factor=.* is not supported; 48 numbers, one for each rotated pair, are",
+        ),
         ({"architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LLLG"}, "sliding_window_pattern='LLLG'"),
         ({"architectures": ["GraniteMoeHybridForCausalLM"], "position_embedding_type": "nope"}, "='nope'.* only rope"),
         (
@@ -191,6 +226,8 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
             },
             "num_local_experts=8",
         ),
+        ({"architectures": ["IQuestCoderForCausalLM"], "clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ({"architectures": ["IQuestCoderForCausalLM"], "use_sliding_window": True}, "use_sliding_window=True"),
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling=0"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 1]}, "no_rope_layers=.*32 in all"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked_attention"] * 32}, "layer_types="),

@@ -66,6 +66,33 @@ def test_frequencies_equal_transformers(rope: dict[str, Any], theta: float, head
     assert factor == theirs.attention_scaling
 
 
+@pytest.mark.parametrize("more", [{}, {"attention_factor": 1.3}, {"factor": 8.0}, {"factor": 0.5}])
+@pytest.mark.parametrize(("part", "original"), [(0.75, 4096), (1.0, 4096), (0.5, CONTEXT)])
+def test_longrope_has_other_factors_in_a_longer_context(part: float, original: int, more: dict[str, Any]) -> None:
+    phi = pytest.importorskip("transformers.models.phi3.modeling_phi3")
+    factors = {f"{name}_factor": [end ** (i / 64) for i in range(int(128 * part) // 2)]
+               for name, end in (("short", 1.5), ("long", 40.0))}  # fmt: skip
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": part, **factors, **more}
+    settings = {**SMALL, "hidden_size": 512, "original_max_position_embeddings": original, "rope_parameters": rope}
+    theirs = phi.Phi3RotaryEmbedding(phi.Phi3Config(**settings, pad_token_id=0))
+    ours = parse_config({**settings, "model_type": "phi3"})
+    for length in (4096, CONTEXT):
+        cos, sin = rope_tables(ours, length)
+        their_cos, their_sin = theirs(torch.zeros(1), torch.arange(length)[None])
+        assert torch.equal(cos.repeat(1, 2), their_cos[0])
+        assert torch.equal(sin.repeat(1, 2), their_sin[0])
+
+
+@pytest.mark.parametrize(("theta", "head_size"), SHAPES)
+def test_the_alpha_of_hunyuan_stretches_theta(theta: float, head_size: int) -> None:
+    hunyuan = pytest.importorskip("transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense")
+    parameters = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": theta}
+    settings = {**SMALL, "head_dim": head_size, "rope_parameters": parameters}
+    theirs = hunyuan.HunYuanDenseV1RotaryEmbedding(hunyuan.HunYuanDenseV1Config(**settings))
+    ours = parse_config({**settings, "model_type": "hunyuan_v1_dense"})
+    assert torch.equal(rope_frequencies(ours.rope, head_size, CONTEXT)[0], theirs.inv_freq)
+
+
 @pytest.mark.parametrize("rope", ROPES)
 def test_tables_equal_transformers_at_far_positions(rope: dict[str, Any]) -> None:
     theirs, ours = transformers_rope(rope, 500000.0, 128), parsed(rope, 500000.0, 128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Checkpoint, hf_logits, random_ids
+from conftest import FAMILIES, SIZES, Checkpoint, hf_logits, random_ids
+from families import VISION, save_random, save_random_with_vision, with_fitting_rope
 from handmade import make_runner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -75,6 +77,7 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "OLMo 2": ("Olmo2", {"num_key_value_heads": 4}),
     "EXAONE 4 without windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "EXAONE 4 whose layers have no window": ("Exaone4", {"sliding_window": 16, "layer_types": ["full_attention"] * 2}),
+    "HyperCLOVA X with norms of inputs only": ("HyperCLOVAX", {"use_post_norm": False, "logits_scaling": 0.5}),
     "one KV head": ("Qwen2", {"num_key_value_heads": 1}),
 }  # fmt: skip
 
@@ -83,6 +86,51 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_flags_mean_what_transformers_means(flag: str, checkpoint: Checkpoint) -> None:
     name, config = FLAGS[flag]
     check_logits(checkpoint(name, num_hidden_layers=2, **config))
+
+
+# Families of which tests of the engine run few, or none.
+IN_SHAPES = ("cwm", "hunyuan", "hyperclovax", "phi4_mini", *VISION)
+SHAPES: dict[str, dict[str, Any]] = {
+    "a KV head per head": {"num_key_value_heads": 4},
+    "one KV head": {"num_key_value_heads": 1},
+    "one layer": {"num_hidden_layers": 1},
+    "five layers": {"num_hidden_layers": 5},
+    "eight heads": {"num_attention_heads": 8, "hidden_size": 128, "head_dim": 16},
+    "heads of 24": {"hidden_size": 96, "head_dim": 24},
+    "odd sizes": {"intermediate_size": 56, "vocab_size": 331, "rms_norm_eps": 1e-3},
+    "another head": {"tie_word_embeddings": None},  # the other value
+}
+
+
+def in_shape(config: dict[str, Any], shape: str) -> dict[str, Any]:
+    """Return a config in one of SHAPES."""
+    config = {**SIZES, "tie_word_embeddings": False, **config}
+    changed = {**config, **SHAPES[shape]}
+    if changed["tie_word_embeddings"] is None:
+        changed["tie_word_embeddings"] = not config["tie_word_embeddings"]
+    return with_fitting_rope(changed)
+
+
+def check_shape(name: str, shape: str, folder: Path) -> None:
+    if name in VISION:
+        model = save_random_with_vision(name, folder, in_shape(VISION[name][1], shape))
+    else:
+        model = save_random(FAMILIES[name][0], in_shape(FAMILIES[name][1], shape), folder)
+    for prompt, logits in zip(PROMPTS, prefill_logits(folder, PROMPTS), strict=True):
+        with torch.inference_mode():
+            torch.testing.assert_close(logits, model(torch.tensor([prompt])).logits[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", IN_SHAPES)
+def test_a_shape_of_a_family(name: str, tmp_path: Path) -> None:
+    check_shape(name, [*SHAPES][IN_SHAPES.index(name) % len(SHAPES)], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", IN_SHAPES)
+def test_all_shapes_of_a_family(name: str, shape: str, tmp_path: Path) -> None:
+    check_shape(name, shape, tmp_path)
 
 
 # Of these, save_pretrained writes other files: (class, fields that are taken out of the file, fields that are put in).
@@ -96,6 +144,10 @@ FILES: dict[str, tuple[str, set[str], dict[str, Any]]] = {
     "Ministral 3 with null": ("Ministral3", set(), {"rope_parameters": None, "rope_theta": 500.0}),
     "fields of Qwen": ("Mistral", set(), {"sliding_window": 24, "max_window_layers": 1}),
     "a window in all layers": ("Phi3", set(), {"sliding_window": 24, "layer_types": ["full_attention"] * 3}),
+    "CWM without layer_types and rope": ("Cwm", {"layer_types", "rope_parameters"}, {
+        "sliding_window": 24, "max_position_embeddings": 16384}),
+    "IQuest-Coder": ("Llama", {"rms_norm_eps"}, {"architectures": ["IQuestCoderForCausalLM"],
+                                                 "model_type": "iquestcoder"}),
     "yarn with null": ("Qwen3", set(), {"rope_parameters": {"rope_type": "yarn", "truncate": None, **STRETCHED}}),
 }  # fmt: skip
 
@@ -109,6 +161,39 @@ def test_fields_of_a_file_mean_what_transformers_means(case: str, checkpoint: Ch
     (tmp_path / "config.json").write_text(json.dumps({**config, **present}))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     check_logits(tmp_path)
+
+
+def test_longrope_is_stretched_in_a_context_above_the_original(
+    checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers decides by the length of a sequence; fastgen, which keeps keys of many, by its context."""
+    name, config = FAMILIES["phi4_mini"]
+    folder = checkpoint(name, **config | {"original_max_position_embeddings": 64})
+    for context, lengths, warnings in ((64, (5, 60), 0), (512, (65, 130), 1)):
+        prompts = [random_ids(length) for length in lengths]
+        caplog.clear()
+        with Generator(folder, max_model_len=context) as gen:
+            assert sum("rope is stretched" in text for text in caplog.messages) == warnings
+            for prompt, found in zip(prompts, gen.score(prompts), strict=True):
+                exact = hf_logits(folder, prompt).log_softmax(1)[:-1].gather(1, torch.tensor(prompt)[1:, None])
+                assert found[1:] == pytest.approx(exact.flatten().tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["Telechat3ForCausalLM", "TeleChat3ForCausalLM"])
+def test_telechat3_is_llama_with_another_factor_of_yarn(
+    architecture: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """transformers does not have it: its own code grows cos and sin by 0.07 log(factor) instead of 0.1 log(factor)."""
+    rope = {"factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    folder = checkpoint("Llama", rope_parameters={
+        **rope, "rope_type": "yarn", "attention_factor": 1 + 0.07 * math.log(4)})  # fmt: skip
+    config = json.loads((folder / "config.json").read_text())
+    own = {"architectures": [architecture], "model_type": "telechat3",
+           "rope_parameters": {**rope, "rope_type": "telechat3-yarn"}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({**config, **own}))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    for prompt, logits in zip(PROMPTS, prefill_logits(tmp_path, PROMPTS), strict=True):
+        torch.testing.assert_close(logits, hf_logits(folder, prompt), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])

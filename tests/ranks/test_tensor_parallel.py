@@ -31,7 +31,16 @@ from fastgen.ranks import start as ranks_start
 
 pytestmark = pytest.mark.timeout(300)  # on a busy machine
 
-OTHERS = ("ministral3", "granite", "exaone4", "phi3", "arcee")  # families whose layers differ from Llama's
+OTHERS = (
+    "ministral3",
+    "granite",
+    "exaone4",
+    "phi3",
+    "arcee",
+    "hunyuan",
+    "hyperclovax",
+    "phi4_mini",
+)  # families whose layers differ from Llama's
 
 
 @pytest.fixture(scope="module")

@@ -335,6 +335,15 @@ def test_what_cannot_be_scored_or_trained_is_an_error(llama_gen: Generator, llam
         policy.logprobs([[5, 6]])
 
 
+def test_rope_that_the_context_stretches_is_an_error(checkpoint: Checkpoint) -> None:
+    """transformers stretches it by the length of a sequence, so its gradients would be those of another model."""
+    kind, config = FAMILIES["phi4_mini"]
+    folder = checkpoint(kind, **config | {"original_max_position_embeddings": 64})
+    message = "stretches rope for its context of 512 tokens, .*give max_model_len=64"
+    with Generator(folder, **OPTIONS) as gen, pytest.raises(ValueError, match=message):
+        Policy(gen)
+
+
 def test_samples_become_padded_tensors(llama_gen: Generator) -> None:
     outputs = llama_gen.generate(PROMPTS[:2], DRAWN)
     padded = pad(outputs, pad_id=7, length=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -26,7 +27,9 @@ def test_a_model_agrees(
     shutil.copytree(checkpoint(name, **config), folder)
     save_tokenizer(folder)
     assert against_transformers.main([str(folder), *OPTIONS, "--dtype", dtype]) == 0
-    assert f"verdict: AGREE in {dtype}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"verdict: AGREE in {dtype}" in printed
+    assert re.search(rf"^\| model \| CPU, {dtype} \| \d+ of 48, greedy \| \d\.\de-\d\d \| \|$", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

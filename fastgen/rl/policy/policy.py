@@ -392,6 +392,12 @@ def _runner_of(gen: Generator) -> Runner:
     """Return the Runner of a Generator. Raises ValueError for one that cannot be trained."""
     if gen.model_config.quantization is not None:
         raise ValueError("the Generator's weights are quantized, which has no gradients; leave quantization out")
+    rope = gen.model_config.rope
+    if rope.kind == "longrope" and gen.max_model_len > rope.original_max_position > 0:
+        raise ValueError(
+            f"the Generator stretches rope for its context of {gen.max_model_len} tokens, and transformers, which "
+            f"differentiates it, only for longer sequences; give max_model_len={rope.original_max_position}"
+        )
     runner = gen._runner
     if not isinstance(runner, Runner) or runner.group.size > 1:
         raise ValueError("the Generator has several ranks; a Policy needs one: leave tensor_parallel out")
