@@ -17,6 +17,7 @@ import torch
 from conftest import Checkpoint, hf_model, random_ids
 from families import FAMILIES, VOCAB
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from fastgen import Generator, RequestOutput, SamplingParams
 from fastgen.rl.policy import Policy, pad
@@ -153,6 +154,14 @@ def test_a_forward_pass_after_an_optimizer_step_has_the_new_weights(llama_gen: G
     assert llama_gen.score(ids, 1) == [after.tolist()]
 
 
+def test_a_forward_pass_sees_writes_that_torch_does_not_count(llama_gen: Generator) -> None:
+    policy, ids = Policy(llama_gen), [random_ids(30)]
+    before = policy.logprobs(ids)
+    policy.get_parameter("model.embed_tokens.weight").data.mul_(2)
+    assert not torch.equal(policy.logprobs(ids), before)
+    assert llama_gen.score(ids, 1) == [policy.logprobs(ids).tolist()]
+
+
 def test_torchs_default_dtype_changes_no_dtype(llama_gen: Generator) -> None:
     outputs = llama_gen.generate(PROMPTS[:1], DRAWN)
     try:
@@ -196,6 +205,10 @@ def test_a_backward_pass_that_cannot_be_right_is_an_error(llama_gen: Generator) 
     with pytest.raises(RuntimeError, match="call backward before"):
         loss.backward()
     policy.commit()
+    loss = policy.logprobs(ids).sum()
+    torch.optim.AdamW([first], lr=1e-4, fused=True).step()  # torch does not count these writes
+    with pytest.raises(RuntimeError, match="call backward before"):
+        loss.backward()
     loss = policy.logprobs(ids).sum()
     llama_gen.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -294,6 +307,45 @@ def test_frozen_parameters_get_no_gradient(llama_gen: Generator) -> None:
     assert {name for name, p in policy.named_parameters() if p.grad is None} == set(frozen)
 
 
+def test_empty_answers_have_gradients_of_zero(llama_gen: Generator) -> None:
+    policy = Policy(llama_gen)
+    for sequences, start in (([], 1), ([[5, 6], [7]], [2, 1])):
+        policy.zero_grad()
+        output = policy(sequences, start, entropy=True, logits=[])
+        assert output.logits.shape == (0, VOCAB)
+        (output.logprobs.sum() + output.entropy.sum() + output.logits.sum()).backward()
+        assert not any(parameter.grad.any() for parameter in policy.parameters())
+
+
+def test_results_can_be_changed_in_place(llama_gen: Generator) -> None:
+    policy, ids, gradients = Policy(llama_gen), [random_ids(20)], []
+    for change in (lambda t: t / 2, lambda t: t.div_(2)):
+        policy.zero_grad()
+        output = policy(ids, logits=[3])
+        (change(output.logprobs).sum() + change(output.logits).log_softmax(-1)[0, 5]).backward()
+        gradients.append([parameter.grad for parameter in policy.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_compilers_leave_a_policy_as_it_is(llama_gen: Generator) -> None:
+    policy, ids, graphs = Policy(llama_gen), [random_ids(20)], CompileCounter()
+    compiled = torch.compile(policy, backend=graphs)
+    assert torch.equal(compiled(ids).logprobs, policy.logprobs(ids))
+    assert graphs.frame_count == 0
+
+
+def test_a_policy_made_in_inference_mode_can_be_trained(llama_gen: Generator) -> None:
+    with torch.inference_mode():
+        policies = [
+            Policy(llama_gen),
+            Policy(llama_gen, adapter={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}),
+        ]
+    policies[1].logprobs([random_ids(20)]).sum().backward()
+    policies[0].commit()
+    policies[0].logprobs([random_ids(20)]).sum().backward()
+    assert all(parameter.grad is not None for policy in policies for parameter in policy.parameters())
+
+
 def test_requests_in_flight_go_on_beside_a_policy(llama_gen: Generator) -> None:
     expected = llama_gen.generate(PROMPTS[0], SamplingParams(max_tokens=20, seed=1))[0].completions[0].token_ids
     policy = Policy(llama_gen)
@@ -321,6 +373,13 @@ def test_what_cannot_be_scored_or_trained_is_an_error(llama_gen: Generator, llam
         policy.logprobs([[5, 6]], temperature=0)
     with pytest.raises(ValueError, match="index 1; there are 1 logprobs"):
         policy([[5, 6]], logits=[1])
+    for logits in ([0.5], torch.tensor([True]), 0, "0"):
+        with pytest.raises(TypeError, match="must be the indices"):
+            policy([[5, 6]], logits=logits)
+    starts = torch.tensor([2, 1])
+    assert torch.equal(policy.logprobs([[5, 6, 7], [5, 6]], starts), policy.logprobs([[5, 6, 7], [5, 6]], [2, 1]))
+    with pytest.raises(TypeError, match="needs a Generator"):
+        Policy(llama)  # type: ignore[arg-type]
     assert policy.logprobs([[5, 6]], 2).shape == policy.logprobs([]).shape == (0,)
     with pytest.raises(ValueError, match="dtype"):
         Policy(llama_gen, dtype=torch.float16)
