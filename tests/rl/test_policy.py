@@ -412,13 +412,21 @@ def test_samples_become_padded_tensors(llama_gen: Generator) -> None:
 
 @pytest.mark.long
 def test_ranks_of_data_parallel_training_take_one_step_together(llama: Path, tmp_path: Path) -> None:
-    """The gradients are the mean over two ranks, each with a Generator of its own."""
+    """Gradients are the mean over two ranks, whose weights have the same bits after each step. Each rank has a part of
+    the optimizer's states."""
     out, store, program = tmp_path / "state", tmp_path / "store", Path(policy_ranks.__file__)
     ranks = [subprocess.Popen([sys.executable, program, store, str(rank), "2", llama, out]) for rank in range(2)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
+    (state, count), (other, others) = (torch.load(f"{out}{rank}") for rank in range(2))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in state.items())
     with Generator(llama, page_size=16) as gen:
         policy = Policy(gen)
-        (policy.logprobs(policy_ranks.SEQUENCES).sum() / 2).backward()
-        torch.optim.SGD(policy.parameters(), policy_ranks.RATE).step()
-        for name, tensor in torch.load(out).items():
-            torch.testing.assert_close(tensor, policy.state_dict()[name], atol=1e-5, rtol=1e-4)
+        assert count + others == sum(parameter.numel() for parameter in policy.parameters())
+        assert max(count, others) < 0.6 * (count + others)
+        optimizer = torch.optim.AdamW(policy.parameters(), **policy_ranks.ADAM)
+        for sequences in policy_ranks.STEPS:
+            (policy.logprobs(sequences).sum() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, tensor in policy.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, atol=1e-5, rtol=1e-4)
