@@ -20,6 +20,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from fastgen import Generator, RequestOutput, SamplingParams
+from fastgen.model import parameters
+from fastgen.model.live_weights import LiveWeights
 from fastgen.rl.policy import Policy, pad
 from fastgen.rl.policy.packs import make_packs
 
@@ -71,6 +73,15 @@ def worst(policy: Policy, model: Any) -> float:
 @pytest.fixture
 def llama_gen(llama: Path) -> Iterator[Generator]:
     with Generator(llama, **OPTIONS) as gen:
+        yield gen
+
+
+@pytest.fixture
+def unpacked_gen(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Generator]:
+    """A Generator that reads its weights where a Policy trains them, as on a GPU."""
+    monkeypatch.setattr(parameters, "packing", lambda dtype: None)
+    monkeypatch.setattr(LiveWeights, "in_place", True)
+    with Generator(llama, dtype="bfloat16", **OPTIONS) as gen:
         yield gen
 
 
@@ -344,6 +355,22 @@ def test_a_policy_made_in_inference_mode_can_be_trained(llama_gen: Generator) ->
     policies[0].commit()
     policies[0].logprobs([random_ids(20)]).sum().backward()
     assert all(parameter.grad is not None for policy in policies for parameter in policy.parameters())
+
+
+def test_weights_that_were_trained_in_place_draw_nothing_until_they_are_committed(unpacked_gen: Generator) -> None:
+    policy = Policy(unpacked_gen)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
+    commits = policy.commit, lambda: policy.logprobs([[5, 6]]), lambda: unpacked_gen.update_weights(policy.state_dict())
+    for step, note_changes in enumerate(commits, 1):
+        outputs = unpacked_gen.generate(PROMPTS, DRAWN)
+        logprobs = policy.logprobs(*sequences_of(outputs))
+        assert torch.equal(logprobs.detach(), flat(outputs))  # also of prompts whose pages were cached
+        logprobs.mean().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="call commit"):
+            unpacked_gen.generate(PROMPTS, DRAWN)
+        note_changes()
+        assert unpacked_gen.weight_version == step
 
 
 def test_requests_in_flight_go_on_beside_a_policy(llama_gen: Generator) -> None:

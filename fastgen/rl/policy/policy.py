@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -69,8 +70,8 @@ class Policy(nn.Module):
     gen: a Generator of one GPU or of the CPU, of a model that is not quantized. Its prefix cache and requests are not
         touched by the forward pass, which takes pages of its own for a short time.
     dtype: of the parameters; None: the dtype of the Generator's weights. On a GPU, parameters of that dtype are the
-        Generator's weights, not copies, so each optimizer step changes the weights that draw. With torch.float32 and a
-        Generator in bfloat16, the parameters are master weights, which `commit` rounds once.
+        Generator's weights, not copies: an optimizer step changes them, and the Generator draws again after `commit`.
+        With torch.float32 and a Generator in bfloat16, the parameters are master weights, which `commit` rounds once.
     adapter: PEFT's LoraConfig, or a dict of its fields: only the factors A and B are trained, in float32, and the
         Generator computes with the merged weights. A begins with the same random numbers each time, B with zeros.
     pack_tokens: number of tokens that go through a layer at a time; a longer sequence does alone.
@@ -115,6 +116,8 @@ class Policy(nn.Module):
         self._bits = [_bits(parameter) for parameter in trained.values()]
         self._version = gen.weight_version
         self._seen = self._mark()
+        if self._in_place:
+            gen._loop.weight_state.written = functools.partial(_has_written, weakref.ref(self))
         if adapter is not None:
             self.commit()
 
@@ -175,6 +178,10 @@ class Policy(nn.Module):
         does not count what fused optimizers, and ranks that broadcast their share of the parameters, write."""
         return torch.stack([bits.sum() for bits in self._bits])
 
+    def _has_changed(self) -> bool:
+        """Return whether the parameters have changed since the last commit."""
+        return not torch.equal(self._mark(), self._seen)
+
     def _check_parameters(self) -> None:
         """Raise RuntimeError if the parameters are not the tensors that this Policy was made with."""
         present = dict(self.named_parameters())
@@ -201,7 +208,7 @@ class Policy(nn.Module):
         loop.weight_state.check_awake()
         loop.weight_state.check_whole()
 
-    @property
+    @functools.cached_property
     def _in_place(self) -> bool:
         """True if the parameters are the Generator's weights."""
         weights = self._runner.weights.in_place
@@ -212,8 +219,8 @@ class Policy(nn.Module):
         """Let the Generator draw with the parameters as they are now, and return the version of its weights.
 
         version, in_flight: see `Generator.update_weights`. Cached prefixes of the old weights are dropped. If the
-        parameters are the Generator's weights, nothing is copied. Call it after each optimizer step, or at least before
-        the Generator draws again; a forward pass calls it if the parameters have changed.
+        parameters are the Generator's weights, nothing is copied, and without it the Generator refuses to draw with
+        what an optimizer step has changed. A forward pass calls it if the parameters have changed.
         """
         self._check_parameters()
         if self._adapter is not None:
@@ -307,7 +314,7 @@ class Policy(nn.Module):
                 "the Generator's weights were updated after this Policy's last commit; call commit() to have the "
                 "Policy's again, or make another Policy"
             )
-        if not torch.equal(self._mark(), self._seen):
+        if self._has_changed():
             self.commit()
 
     def _checked(
@@ -402,6 +409,12 @@ def _indices(kept_places: list[NDArray[np.int64]], wanted: NDArray[np.int64]) ->
 def _factor(layer: str, which: str) -> str:
     """Return PEFT's name of a factor of a layer. which: "A" or "B"."""
     return f"base_model.model.{layer}.lora_{which}.weight"
+
+
+def _has_written(policy: weakref.ref[Policy]) -> bool:
+    """Return whether a Policy has written the weights of its Generator since it gave them the present version."""
+    writer = policy()
+    return writer is not None and writer._version == writer._gen.weight_version and writer._has_changed()
 
 
 def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
