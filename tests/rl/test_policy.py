@@ -373,6 +373,23 @@ def test_weights_that_were_trained_in_place_draw_nothing_until_they_are_committe
         assert unpacked_gen.weight_version == step
 
 
+def test_an_adapter_merged_by_others_does_not_become_a_policys(unpacked_gen: Generator) -> None:
+    base, ids = Policy(unpacked_gen), [random_ids(30)]
+    before = base.logprobs(ids)
+    adapted = Policy(unpacked_gen, adapter={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]})
+    for parameter in adapted.parameters():
+        parameter.data.add_(0.1)
+    after = adapted.logprobs(ids)
+    for use in (lambda: base.logprobs(ids), base.commit):
+        with pytest.raises(RuntimeError, match=r"call the Generator's update_adapter\(None\)"):
+            use()
+    unpacked_gen.update_adapter(None)
+    assert torch.equal(base.logprobs(ids), before)
+    adapted.commit()
+    assert torch.equal(adapted.logprobs(ids), after)
+    assert not torch.equal(before, after)
+
+
 def test_requests_in_flight_go_on_beside_a_policy(llama_gen: Generator) -> None:
     expected = llama_gen.generate(PROMPTS[0], SamplingParams(max_tokens=20, seed=1))[0].completions[0].token_ids
     policy = Policy(llama_gen)

@@ -226,6 +226,11 @@ class Policy(nn.Module):
         if self._adapter is not None:
             following = self._gen.update_adapter(dict(self._trained), self._adapter, version, in_flight)
         elif self._in_place:
+            if self._gen._loop.weight_state.has_adapter and self._gen.weight_version != self._version:
+                raise RuntimeError(
+                    "an adapter was merged into the Generator's weights, which are this Policy's parameters; call the "
+                    "Generator's update_adapter(None) first"
+                )
             following = self._gen.weights_changed(version, in_flight)
         else:
             following = self._gen.update_weights(dict(self._trained), version, in_flight=in_flight)
