@@ -18,6 +18,7 @@ from conftest import Checkpoint, hf_model, random_ids
 from families import FAMILIES, VOCAB
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from transformers import AutoModelForCausalLM
 
 from fastgen import Generator, RequestOutput, SamplingParams
 from fastgen.model import parameters
@@ -273,6 +274,24 @@ def test_float32_parameters_over_a_bfloat16_engine_are_rounded_once(talker: Path
         before = gen.score(sequences, 1)
         gen.update_weights(rounded)
         assert gen.score(sequences, 1) == before
+
+
+def test_trained_weights_are_saved_in_a_folder_that_transformers_and_a_generator_load(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    kind, config = FAMILIES["qwen2"]
+    assert config["tie_word_embeddings"]
+    folder, ids = checkpoint(kind, **config), [random_ids(30)]
+    with Generator(folder, dtype="bfloat16", **OPTIONS) as gen:
+        policy = Policy(gen, dtype=torch.float32)
+        for parameter in policy.parameters():
+            parameter.data.add_(1e-2)
+        logprobs = policy.logprobs(ids).tolist()
+        AutoModelForCausalLM.from_pretrained(gen.folder).save_pretrained(tmp_path, state_dict=policy.state_dict())
+        model = hf_model(tmp_path)
+        assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in policy.state_dict().items())
+    with Generator(tmp_path, dtype="bfloat16", **OPTIONS) as gen:
+        assert gen.score(ids, 1) == [logprobs]
 
 
 def test_an_adapter_is_trained_and_merged(llama_gen: Generator, llama: Path) -> None:
