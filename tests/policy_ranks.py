@@ -1,13 +1,15 @@
 """A rank of data-parallel training with a Policy: `policy_ranks.py STORE RANK SIZE MODEL OUT`.
 
-Each rank has a Generator and a Policy, which DistributedDataParallel wraps, and takes every SIZE-th sequence. After one
-step it draws with the new weights, and rank 0 saves its parameters to OUT.
+Each rank has a Generator and a Policy, which DistributedDataParallel wraps, and keeps a part of Adam's states. It takes
+every SIZE-th sequence in the first step; in the second one, all ranks but the first have only empty answers. The ranks
+check that their draws have the logprobs of their Policy, and save their parameters to OUT followed by the rank.
 """
 
 from __future__ import annotations
 
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 from conftest import random_ids
@@ -17,23 +19,40 @@ from fastgen import Generator, SamplingParams
 from fastgen.rl.policy import Policy
 
 SEQUENCES = [random_ids(30 + number) for number in range(4)]
-RATE = 0.1
+ADAM = {"lr": 1e-2, "eps": 1e-3}  # eps: gradients that differ by rounding make steps that differ little
+STEPS = [SEQUENCES, SEQUENCES[:1]]
+
+
+def check_draws(gen: Generator, policy: Policy) -> None:
+    (output,) = gen.generate([random_ids(25)], SamplingParams(max_tokens=10, ignore_eos=True))
+    (sample,) = output.completions
+    assert policy.logprobs([output.prompt_token_ids + sample.token_ids], 25).tolist() == sample.raw_logprobs
 
 
 def main(store: str, rank: int, size: int, folder: str, out: str) -> None:
+    from torch.distributed.fsdp import fully_shard  # test_policy.py, which imports this file, needs neither
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     with Generator(folder, page_size=16, seed=rank) as gen:
         policy = Policy(gen)
-        parallel = DistributedDataParallel(policy)
-        parallel(SEQUENCES[rank::size]).logprobs.sum().backward()
-        torch.optim.SGD(policy.parameters(), RATE).step()
-        policy.commit()
-        (output,) = gen.generate([random_ids(25)], SamplingParams(max_tokens=10, ignore_eos=True))
-        (sample,) = output.completions
-        logprobs = policy.logprobs([output.prompt_token_ids + sample.token_ids], 25)
-        assert logprobs.tolist() == sample.raw_logprobs
-        if rank == 0:
-            torch.save(policy.state_dict(), out)
+        parallel = DistributedDataParallel(policy, gradient_as_bucket_view=True)
+        optimizer = ZeroRedundancyOptimizer(policy.parameters(), torch.optim.AdamW, **ADAM)
+        for sequences in STEPS:
+            parallel(sequences[rank::size]).logprobs.sum().backward()
+            unused = policy.logprobs(SEQUENCES[:1]).sum()
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="call backward before"):
+                unused.backward()
+            optimizer.zero_grad()
+            policy.commit()
+            check_draws(gen, policy)
+        states = sum(state["exp_avg"].numel() for state in optimizer.optim.state.values())
+        torch.save((policy.state_dict(), states), f"{out}{rank}")
+        fully_shard(policy)
+        for call in (policy.commit, lambda: policy(SEQUENCES)):
+            with pytest.raises(RuntimeError, match="use DistributedDataParallel"):
+                call()
     dist.destroy_process_group()
 
 

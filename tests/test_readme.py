@@ -50,6 +50,8 @@ def test_the_code_of_a_guide_runs_and_its_links_lead_somewhere(
     """Blocks that begin with ```python run one after the other; those with ```python no-test are excerpts. Each block
     of ideas.md is a program that checks itself."""
     monkeypatch.chdir(tmp_path)  # some write files
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
+        monkeypatch.setenv(name, str(value))  # as torchrun does
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     names: dict[str, object] = {}
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):

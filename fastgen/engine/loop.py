@@ -148,6 +148,8 @@ class Loop:
         """Hand a request's sequences to the scheduler and return its id. score: (first position, temperature)."""
         self.check_open()
         self.weight_state.check()
+        if not self.active:
+            self.weight_state.check_committed()
         id = self.new_id() if request.id is None else request.id
         if not isinstance(id, str | int):
             raise TypeError(f"id must be a string or an integer, not {id!r}")

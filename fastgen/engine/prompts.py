@@ -81,10 +81,12 @@ def pair_scores(
     """Return the sequences to score, and the first position of each. Raises ValueError or TypeError for arguments that
     do not fit together."""
     if not (isinstance(temperature, Real) and 0 < float(temperature) < math.inf):
-        raise ValueError(f"temperature is {temperature}; scores need one above 0")
+        raise ValueError(f"temperature is {temperature!r}; scores need a number above 0")
     _ALTERNATIVES.check(logprobs)
     prompts = prompt_list(sequences)
-    starts = [start] * len(prompts) if isinstance(start, Integral) else start
+    starts: Any = start.tolist() if hasattr(start, "tolist") else start
+    if isinstance(starts, Integral):
+        starts = [starts] * len(prompts)
     if not isinstance(starts, Collection) or not all(isinstance(first, Integral) for first in starts):
         raise TypeError(f"start must be an integer, or one for each sequence, not {start!r}")
     if len(starts) != len(prompts):

@@ -23,7 +23,8 @@ class WeightState:
 
     version: version of the weights in the model. unusable: why all weights have to be written again, or "". asleep:
     the parts of the memory that `sleep` has released. has_adapter: an adapter is merged. not_finite: names of weights
-    that contain NaN or an infinity, or None before the first search.
+    that contain NaN or an infinity, or None before the first search. written: returns whether a trainer has written the
+    weights in place since they got their version.
     """
 
     def __init__(self, has_adapter: bool) -> None:
@@ -32,6 +33,7 @@ class WeightState:
         self.has_adapter = has_adapter
         self.asleep: frozenset[str] = frozenset()
         self.not_finite: list[str] | None = None
+        self.written: Callable[[], bool] = lambda: False
 
     def check(self) -> None:
         """Raise RuntimeError if the model cannot generate because it is asleep, or because its weights are torn."""
@@ -48,6 +50,11 @@ class WeightState:
         """Raise RuntimeError if the weights are torn."""
         if self.unusable:
             raise RuntimeError(f"{self.unusable}; call update_weights with all of them")
+
+    def check_committed(self) -> None:
+        """Raise RuntimeError if the weights are newer than their version, and than cached prefixes."""
+        if self.written():
+            raise RuntimeError("the weights were trained after their last commit; call commit() of the Policy first")
 
     def blame(self, find_not_finite: Callable[[], list[str]]) -> str:
         """Return the end of a message about logits that are not finite: the names of weights that are not finite."""

@@ -60,9 +60,43 @@ def test_the_bits_of_the_draws_in_each_step_of_training(dtype: str, more: dict[s
         assert gen.weight_version == 3
 
 
+def gradients(**options: Any) -> dict[str, Tensor]:
+    """Return the gradients of three samples with one prompt and of one without, on the CPU in float32."""
+    random = torch.Generator().manual_seed(0)
+    prompt, *rest = (torch.randint(5, 260, (length,), generator=random).tolist() for length in (70, 31, 32, 33, 45))
+    sequences = [prompt + answer for answer in rest[:3]] + rest[3:]
+    with Generator(**OPTIONS | options) as gen:
+        policy = Policy(gen)
+        policy.logprobs(sequences, [70, 70, 70, 1]).mean().backward()
+        return {name: parameter.grad.float().cpu() for name, parameter in policy.named_parameters()}
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-3), ("bfloat16", 0.05)])
+def test_gradients_are_near_those_of_the_cpu(dtype: str, most: float) -> None:
+    exact, ours = gradients(device="cpu", dtype="float32"), gradients(dtype=dtype)
+    distances = [((ours[name] - gradient).norm() / gradient.norm()).item() for name, gradient in exact.items()]
+    assert sum(distances) / len(distances) < most
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_nothing_is_drawn_between_an_optimizer_step_and_its_commit(fused: bool) -> None:
+    with Generator(dtype="bfloat16", **OPTIONS) as gen:
+        policy = Policy(gen)
+        loss = policy.logprobs([list(range(5, 60))]).mean()
+        loss.backward(retain_graph=True)
+        torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=fused).step()
+        with pytest.raises(RuntimeError, match="call backward before"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match="call commit"):
+            gen.generate(CHATS, DRAWN)
+        policy.commit()
+        assert len(gen.generate(CHATS, DRAWN)) == len(CHATS)
+
+
 def test_parameters_are_the_memory_of_the_weights_or_masters_in_float32() -> None:
     with Generator(dtype="bfloat16", **OPTIONS) as gen:
         views = {name: part.view.data_ptr() for name, part in gen._runner.model.parameters.targets().items()}
+        assert all(parameter.is_contiguous() for parameter in Policy(gen).parameters())  # NCCL broadcasts no others
         assert {name: p.data_ptr() for name, p in Policy(gen).named_parameters()} == views
         masters = Policy(gen, dtype=torch.float32)
         sequences = [list(range(5, 60)), list(range(9, 40))]

@@ -17,8 +17,12 @@ import torch
 from conftest import Checkpoint, hf_model, random_ids
 from families import FAMILIES, VOCAB
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from transformers import AutoModelForCausalLM
 
 from fastgen import Generator, RequestOutput, SamplingParams
+from fastgen.model import parameters
+from fastgen.model.live_weights import LiveWeights
 from fastgen.rl.policy import Policy, pad
 from fastgen.rl.policy.packs import make_packs
 
@@ -70,6 +74,15 @@ def worst(policy: Policy, model: Any) -> float:
 @pytest.fixture
 def llama_gen(llama: Path) -> Iterator[Generator]:
     with Generator(llama, **OPTIONS) as gen:
+        yield gen
+
+
+@pytest.fixture
+def unpacked_gen(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Generator]:
+    """A Generator that reads its weights where a Policy trains them, as on a GPU."""
+    monkeypatch.setattr(parameters, "packing", lambda dtype: None)
+    monkeypatch.setattr(LiveWeights, "in_place", True)
+    with Generator(llama, dtype="bfloat16", **OPTIONS) as gen:
         yield gen
 
 
@@ -153,6 +166,14 @@ def test_a_forward_pass_after_an_optimizer_step_has_the_new_weights(llama_gen: G
     assert llama_gen.score(ids, 1) == [after.tolist()]
 
 
+def test_a_forward_pass_sees_writes_that_torch_does_not_count(llama_gen: Generator) -> None:
+    policy, ids = Policy(llama_gen), [random_ids(30)]
+    before = policy.logprobs(ids)
+    policy.get_parameter("model.embed_tokens.weight").data.mul_(2)
+    assert not torch.equal(policy.logprobs(ids), before)
+    assert llama_gen.score(ids, 1) == [policy.logprobs(ids).tolist()]
+
+
 def test_torchs_default_dtype_changes_no_dtype(llama_gen: Generator) -> None:
     outputs = llama_gen.generate(PROMPTS[:1], DRAWN)
     try:
@@ -196,6 +217,10 @@ def test_a_backward_pass_that_cannot_be_right_is_an_error(llama_gen: Generator) 
     with pytest.raises(RuntimeError, match="call backward before"):
         loss.backward()
     policy.commit()
+    loss = policy.logprobs(ids).sum()
+    torch.optim.AdamW([first], lr=1e-4, fused=True).step()  # torch does not count these writes
+    with pytest.raises(RuntimeError, match="call backward before"):
+        loss.backward()
     loss = policy.logprobs(ids).sum()
     llama_gen.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -251,6 +276,24 @@ def test_float32_parameters_over_a_bfloat16_engine_are_rounded_once(talker: Path
         assert gen.score(sequences, 1) == before
 
 
+def test_trained_weights_are_saved_in_a_folder_that_transformers_and_a_generator_load(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    kind, config = FAMILIES["qwen2"]
+    assert config["tie_word_embeddings"]
+    folder, ids = checkpoint(kind, **config), [random_ids(30)]
+    with Generator(folder, dtype="bfloat16", **OPTIONS) as gen:
+        policy = Policy(gen, dtype=torch.float32)
+        for parameter in policy.parameters():
+            parameter.data.add_(1e-2)
+        logprobs = policy.logprobs(ids).tolist()
+        AutoModelForCausalLM.from_pretrained(gen.folder).save_pretrained(tmp_path, state_dict=policy.state_dict())
+        model = hf_model(tmp_path)
+        assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in policy.state_dict().items())
+    with Generator(tmp_path, dtype="bfloat16", **OPTIONS) as gen:
+        assert gen.score(ids, 1) == [logprobs]
+
+
 def test_an_adapter_is_trained_and_merged(llama_gen: Generator, llama: Path) -> None:
     torch.manual_seed(0)
     config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
@@ -294,6 +337,78 @@ def test_frozen_parameters_get_no_gradient(llama_gen: Generator) -> None:
     assert {name for name, p in policy.named_parameters() if p.grad is None} == set(frozen)
 
 
+def test_empty_answers_have_gradients_of_zero(llama_gen: Generator) -> None:
+    policy = Policy(llama_gen)
+    for sequences, start in (([], 1), ([[5, 6], [7]], [2, 1])):
+        policy.zero_grad()
+        output = policy(sequences, start, entropy=True, logits=[])
+        assert output.logits.shape == (0, VOCAB)
+        (output.logprobs.sum() + output.entropy.sum() + output.logits.sum()).backward()
+        assert not any(parameter.grad.any() for parameter in policy.parameters())
+
+
+def test_results_can_be_changed_in_place(llama_gen: Generator) -> None:
+    policy, ids, gradients = Policy(llama_gen), [random_ids(20)], []
+    for change in (lambda t: t / 2, lambda t: t.div_(2)):
+        policy.zero_grad()
+        output = policy(ids, logits=[3])
+        (change(output.logprobs).sum() + change(output.logits).log_softmax(-1)[0, 5]).backward()
+        gradients.append([parameter.grad for parameter in policy.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_compilers_leave_a_policy_as_it_is(llama_gen: Generator) -> None:
+    policy, ids, graphs = Policy(llama_gen), [random_ids(20)], CompileCounter()
+    compiled = torch.compile(policy, backend=graphs)
+    assert torch.equal(compiled(ids).logprobs, policy.logprobs(ids))
+    assert graphs.frame_count == 0
+
+
+def test_a_policy_made_in_inference_mode_can_be_trained(llama_gen: Generator) -> None:
+    with torch.inference_mode():
+        policies = [
+            Policy(llama_gen),
+            Policy(llama_gen, adapter={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}),
+        ]
+    policies[1].logprobs([random_ids(20)]).sum().backward()
+    policies[0].commit()
+    policies[0].logprobs([random_ids(20)]).sum().backward()
+    assert all(parameter.grad is not None for policy in policies for parameter in policy.parameters())
+
+
+def test_weights_that_were_trained_in_place_draw_nothing_until_they_are_committed(unpacked_gen: Generator) -> None:
+    policy = Policy(unpacked_gen)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
+    commits = policy.commit, lambda: policy.logprobs([[5, 6]]), lambda: unpacked_gen.update_weights(policy.state_dict())
+    for step, note_changes in enumerate(commits, 1):
+        outputs = unpacked_gen.generate(PROMPTS, DRAWN)
+        logprobs = policy.logprobs(*sequences_of(outputs))
+        assert torch.equal(logprobs.detach(), flat(outputs))  # also of prompts whose pages were cached
+        logprobs.mean().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="call commit"):
+            unpacked_gen.generate(PROMPTS, DRAWN)
+        note_changes()
+        assert unpacked_gen.weight_version == step
+
+
+def test_an_adapter_merged_by_others_does_not_become_a_policys(unpacked_gen: Generator) -> None:
+    base, ids = Policy(unpacked_gen), [random_ids(30)]
+    before = base.logprobs(ids)
+    adapted = Policy(unpacked_gen, adapter={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]})
+    for parameter in adapted.parameters():
+        parameter.data.add_(0.1)
+    after = adapted.logprobs(ids)
+    for use in (lambda: base.logprobs(ids), base.commit):
+        with pytest.raises(RuntimeError, match=r"call the Generator's update_adapter\(None\)"):
+            use()
+    unpacked_gen.update_adapter(None)
+    assert torch.equal(base.logprobs(ids), before)
+    adapted.commit()
+    assert torch.equal(adapted.logprobs(ids), after)
+    assert not torch.equal(before, after)
+
+
 def test_requests_in_flight_go_on_beside_a_policy(llama_gen: Generator) -> None:
     expected = llama_gen.generate(PROMPTS[0], SamplingParams(max_tokens=20, seed=1))[0].completions[0].token_ids
     policy = Policy(llama_gen)
@@ -321,6 +436,13 @@ def test_what_cannot_be_scored_or_trained_is_an_error(llama_gen: Generator, llam
         policy.logprobs([[5, 6]], temperature=0)
     with pytest.raises(ValueError, match="index 1; there are 1 logprobs"):
         policy([[5, 6]], logits=[1])
+    for logits in ([0.5], torch.tensor([True]), 0, "0"):
+        with pytest.raises(TypeError, match="must be the indices"):
+            policy([[5, 6]], logits=logits)
+    starts = torch.tensor([2, 1])
+    assert torch.equal(policy.logprobs([[5, 6, 7], [5, 6]], starts), policy.logprobs([[5, 6, 7], [5, 6]], [2, 1]))
+    with pytest.raises(TypeError, match="needs a Generator"):
+        Policy(llama)  # type: ignore[arg-type]
     assert policy.logprobs([[5, 6]], 2).shape == policy.logprobs([]).shape == (0,)
     with pytest.raises(ValueError, match="dtype"):
         Policy(llama_gen, dtype=torch.float16)
@@ -362,13 +484,21 @@ def test_samples_become_padded_tensors(llama_gen: Generator) -> None:
 
 @pytest.mark.long
 def test_ranks_of_data_parallel_training_take_one_step_together(llama: Path, tmp_path: Path) -> None:
-    """The gradients are the mean over two ranks, each with a Generator of its own."""
+    """Gradients are the mean over two ranks, whose weights have the same bits after each step. Each rank has a part of
+    the optimizer's states."""
     out, store, program = tmp_path / "state", tmp_path / "store", Path(policy_ranks.__file__)
     ranks = [subprocess.Popen([sys.executable, program, store, str(rank), "2", llama, out]) for rank in range(2)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
+    (state, count), (other, others) = (torch.load(f"{out}{rank}") for rank in range(2))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in state.items())
     with Generator(llama, page_size=16) as gen:
         policy = Policy(gen)
-        (policy.logprobs(policy_ranks.SEQUENCES).sum() / 2).backward()
-        torch.optim.SGD(policy.parameters(), policy_ranks.RATE).step()
-        for name, tensor in torch.load(out).items():
-            torch.testing.assert_close(tensor, policy.state_dict()[name], atol=1e-5, rtol=1e-4)
+        assert count + others == sum(parameter.numel() for parameter in policy.parameters())
+        assert max(count, others) < 0.6 * (count + others)
+        optimizer = torch.optim.AdamW(policy.parameters(), **policy_ranks.ADAM)
+        for sequences in policy_ranks.STEPS:
+            (policy.logprobs(sequences).sum() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, tensor in policy.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, atol=1e-5, rtol=1e-4)

@@ -129,13 +129,11 @@ def _of_all(weights: Weights, wanted: Sequence[Tensor], gradients: Sequence[Tens
 class Head:
     """The last norm and the head, and what is wanted of them.
 
-    check: raises an error if the backward pass cannot have the weights of the forward pass. divisor: of the logits.
-    rows: int64 [N], the row of x that predicts each of `targets`, int64 [N]. kept: int64 [K], ascending indices of
-    targets whose logits are wanted.
+    divisor: of the logits. rows: int64 [N], the row of x that predicts each of `targets`, int64 [N]. kept: int64 [K],
+    ascending indices of targets whose logits are wanted.
     """
 
     model: RecomputedModel
-    check: Callable[[], None]
     divisor: float
     temperature: float
     rows: Tensor
@@ -195,9 +193,6 @@ class _HeadResults(torch.autograd.Function):
     @staticmethod
     @_without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("the gradients of a Policy cannot be differentiated again; leave create_graph out")
-        ctx.head.check()
         (x,), head, weights = ctx.saved_tensors, ctx.head, ctx.weights
         rows, where = head.rows.unique(return_inverse=True)  # a row may predict tokens of several sequences
         with torch.enable_grad():
@@ -218,3 +213,25 @@ class _HeadResults(torch.autograd.Function):
         of_x = torch.zeros_like(x).index_copy_(0, rows, of_selected)
         of_weights = _of_all(weights, [*others, weight], [*of_others, of_head])
         return (of_x, None, None, None, *weights.pull_back(of_weights))
+
+
+def check_in_backward(results: Sequence[Tensor], check: Callable[[], None]) -> tuple[Tensor, ...]:
+    """Return the results of a forward pass, whose backward pass begins with a call of `check`: once, for all packs."""
+    same: tuple[Tensor, ...] = _CheckInBackward.apply(check, *results)  # type: ignore[no-untyped-call]
+    return same
+
+
+class _CheckInBackward(torch.autograd.Function):
+    """See `check_in_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, check: Callable[[], None], *results: Tensor) -> tuple[Tensor, ...]:
+        ctx.check = check
+        return tuple(result.view_as(result) for result in results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("the gradients of a Policy cannot be differentiated again; leave create_graph out")
+        ctx.check()
+        return None, *gradients

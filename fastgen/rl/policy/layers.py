@@ -118,6 +118,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, scaling: float | None)
         ahead = queries - torch.arange(len(k), device=q.device)
         mask = (ahead >= 0) & (ahead < (window or len(k)))
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    heads_per_kv = q.shape[1] // k.shape[1]
+    if heads_per_kv > 1 and q.is_cuda:  # torch's only float32 kernel for fewer KV heads holds all scores in memory
+        k, v = (t.repeat_interleave(heads_per_kv, 1) for t in (k, v))
     grouped = k.shape[1] < q.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped)
     return out[0].transpose(0, 1)

@@ -6,8 +6,10 @@ import functools
 import itertools
 import logging
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,7 +24,15 @@ from fastgen.generator import Generator
 from fastgen.model.adapter import LINEARS, Factors, factors_of
 from fastgen.model.weights import EMBEDDING, HEAD
 from fastgen.rl.policy.engine_forward import EngineForward, score_rows
-from fastgen.rl.policy.gradients import AdaptedWeights, Head, SameWeights, Weights, head_results, recomputed
+from fastgen.rl.policy.gradients import (
+    AdaptedWeights,
+    Head,
+    SameWeights,
+    Weights,
+    check_in_backward,
+    head_results,
+    recomputed,
+)
 from fastgen.rl.policy.layers import PackTensors, RecomputedModel
 from fastgen.rl.policy.packs import Pack, make_packs
 
@@ -60,8 +70,8 @@ class Policy(nn.Module):
     gen: a Generator of one GPU or of the CPU, of a model that is not quantized. Its prefix cache and requests are not
         touched by the forward pass, which takes pages of its own for a short time.
     dtype: of the parameters; None: the dtype of the Generator's weights. On a GPU, parameters of that dtype are the
-        Generator's weights, not copies, so each optimizer step changes the weights that draw. With torch.float32 and a
-        Generator in bfloat16, the parameters are master weights, which `commit` rounds once.
+        Generator's weights, not copies: an optimizer step changes them, and the Generator draws again after `commit`.
+        With torch.float32 and a Generator in bfloat16, the parameters are master weights, which `commit` rounds once.
     adapter: PEFT's LoraConfig, or a dict of its fields: only the factors A and B are trained, in float32, and the
         Generator computes with the merged weights. A begins with the same random numbers each time, B with zeros.
     pack_tokens: number of tokens that go through a layer at a time; a longer sequence does alone.
@@ -77,6 +87,7 @@ class Policy(nn.Module):
     drafts.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self, gen: Generator, dtype: torch.dtype | None = None, adapter: Any = None, pack_tokens: int = 8192
     ) -> None:
@@ -102,8 +113,11 @@ class Policy(nn.Module):
             _register(self, name, parameter)
         self._trained = trained
         self._memory = {name: (parameter.dtype, parameter.data_ptr()) for name, parameter in trained.items()}
+        self._bits = [_bits(parameter) for parameter in trained.values()]
         self._version = gen.weight_version
         self._seen = self._mark()
+        if self._in_place:
+            gen._loop.weight_state.written = functools.partial(_has_written, weakref.ref(self))
         if adapter is not None:
             self.commit()
 
@@ -159,19 +173,14 @@ class Policy(nn.Module):
         head = HEAD if HEAD in names else EMBEDDING
         return stages | {"embed": [EMBEDDING], "head": [NORM, head]}
 
-    def _count_writes(self) -> int:
-        """Return how often the parameters were written in place, as torch counts it."""
-        return sum(parameter._version for parameter in self._trained.values())
+    def _mark(self) -> Tensor:
+        """Return numbers that change with the parameters, int64 [parameters]: the sum of the bits of each, since torch
+        does not count what fused optimizers, and ranks that broadcast their share of the parameters, write."""
+        return torch.stack([bits.sum() for bits in self._bits])
 
-    @torch.no_grad()
-    def _mark(self) -> list[int]:
-        """Return numbers that change with the parameters: a sum of the bits of each, since torch does not count the
-        writes of fused optimizers. Parameters that are the Generator's weights are read as they are by a forward pass,
-        so the number of counted writes is enough."""
-        if self._in_place:
-            return [self._count_writes()]
-        sums: list[int] = torch.stack([_sum_of_bits(each) for each in self._trained.values()]).tolist()
-        return sums
+    def _has_changed(self) -> bool:
+        """Return whether the parameters have changed since the last commit."""
+        return not torch.equal(self._mark(), self._seen)
 
     def _check_parameters(self) -> None:
         """Raise RuntimeError if the parameters are not the tensors that this Policy was made with."""
@@ -179,15 +188,17 @@ class Policy(nn.Module):
         for name, parameter in self._trained.items():
             if present.get(name) is not parameter or self._memory[name] != (parameter.dtype, parameter.data_ptr()):
                 raise RuntimeError(
-                    f"{name} was replaced or converted, as by half(), to() or load_state_dict(assign=True); make the "
-                    "Policy with another dtype, and copy values into its parameters"
+                    f"{name} was replaced or converted, as by half(), to() or load_state_dict(assign=True): make the "
+                    "Policy with another dtype, and copy values into its parameters; or it was sharded, as by "
+                    "fully_shard: use DistributedDataParallel, and ZeroRedundancyOptimizer to shard Adam's states"
                 )
 
-    def _check_backward(self, writes: int, version: int) -> None:
-        """Raise RuntimeError if a backward pass cannot have the weights of its forward pass. writes, version: the
-        `_count_writes` and the version of the Generator's weights at the forward pass."""
+    def _check_backward(self, mark: Tensor, version: int) -> None:
+        """Raise RuntimeError if a backward pass cannot have the weights of its forward pass. mark, version: the `_mark`
+        of the parameters and the version of the Generator's weights at the forward pass."""
         self._check_usable()
-        if (writes, version) != (self._count_writes(), self._gen.weight_version):
+        self._check_parameters()
+        if version != self._gen.weight_version or not torch.equal(mark, self._mark()):
             raise RuntimeError("the weights have changed since the forward pass; call backward before optimizer.step()")
 
     def _check_usable(self) -> None:
@@ -197,7 +208,7 @@ class Policy(nn.Module):
         loop.weight_state.check_awake()
         loop.weight_state.check_whole()
 
-    @property
+    @functools.cached_property
     def _in_place(self) -> bool:
         """True if the parameters are the Generator's weights."""
         weights = self._runner.weights.in_place
@@ -208,13 +219,18 @@ class Policy(nn.Module):
         """Let the Generator draw with the parameters as they are now, and return the version of its weights.
 
         version, in_flight: see `Generator.update_weights`. Cached prefixes of the old weights are dropped. If the
-        parameters are the Generator's weights, nothing is copied. Call it after each optimizer step, or at least before
-        the Generator draws again; a forward pass calls it if the parameters have changed.
+        parameters are the Generator's weights, nothing is copied, and without it the Generator refuses to draw with
+        what an optimizer step has changed. A forward pass calls it if the parameters have changed.
         """
         self._check_parameters()
         if self._adapter is not None:
             following = self._gen.update_adapter(dict(self._trained), self._adapter, version, in_flight)
         elif self._in_place:
+            if self._gen._loop.weight_state.has_adapter and self._gen.weight_version != self._version:
+                raise RuntimeError(
+                    "an adapter was merged into the Generator's weights, which are this Policy's parameters; call the "
+                    "Generator's update_adapter(None) first"
+                )
             following = self._gen.weights_changed(version, in_flight)
         else:
             following = self._gen.update_weights(dict(self._trained), version, in_flight=in_flight)
@@ -249,6 +265,7 @@ class Policy(nn.Module):
         output: PolicyOutput = self(sequences, start, temperature)
         return output.logprobs
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self,
         sequences: Iterable[Sequence[int]],
@@ -277,20 +294,20 @@ class Policy(nn.Module):
         many, starts = self._checked(sequences, start, temperature)
         self._bring_up_to_date()
         offsets = [0, *itertools.accumulate(len(ids) - at for ids, at in zip(many, starts, strict=True))]
-        wanted = np.array([] if logits is None else list(logits), dtype=np.int64)
-        if len(bad := wanted[(wanted < 0) | (wanted >= offsets[-1])]):
-            raise ValueError(f"logits has the index {bad[0]}; there are {offsets[-1]} logprobs")
+        wanted = _checked_indices([] if logits is None else logits, offsets[-1])
         packs = list(make_packs(many, starts, self._gen.config.page_size, self._pack_tokens))
         kept = [np.flatnonzero(np.isin(pack.places, wanted)) for pack in packs]
         results = list(self._run(packs, kept, float(temperature), entropy))
         places = np.concatenate([pack.places for pack in packs]) if packs else np.zeros(0, dtype=np.int64)
         order = np.argsort(places)
         kept_places = [pack.places[of_pack] for pack, of_pack in zip(packs, kept, strict=True)]
+        orders = order, order if entropy else order[:0], _indices(kept_places, wanted)
+        logprobs, entropies, chosen = self._joined(results or [self._empty()], orders)
         return PolicyOutput(
-            self._joined([each[0] for each in results], order),
+            logprobs,
             torch.tensor(offsets, device="cpu"),
-            self._joined([each[1] for each in results], order) if entropy else None,
-            None if logits is None else self._joined([each[2] for each in results], _indices(kept_places, wanted)),
+            entropies if entropy else None,
+            None if logits is None else chosen,
         )
 
     def _bring_up_to_date(self) -> None:
@@ -302,7 +319,7 @@ class Policy(nn.Module):
                 "the Generator's weights were updated after this Policy's last commit; call commit() to have the "
                 "Policy's again, or make another Policy"
             )
-        if self._mark() != self._seen:
+        if self._has_changed():
             self.commit()
 
     def _checked(
@@ -322,12 +339,10 @@ class Policy(nn.Module):
         if not packs:
             return
         engine = EngineForward(self._runner, max(pack.num_pages for pack in packs))
-        check = functools.partial(self._check_backward, self._count_writes(), self._gen.weight_version)
         for pack, of_pack in zip(packs, kept, strict=True):
             tensors = PackTensors.of(pack, self._runner.model.config.windows, self._runner.device)
             head = Head(
                 self._model,
-                check,
                 self._runner.model.config.logits_divisor,
                 temperature,
                 *(torch.from_numpy(array).to(self._runner.device) for array in (pack.rows, pack.targets, of_pack)),
@@ -352,17 +367,40 @@ class Policy(nn.Module):
             x = recomputed(x, stream, call, self._stages[str(number)])
         return x
 
-    def _joined(self, parts: list[Tensor], order: NDArray[np.int64]) -> Tensor:
-        """Return the rows of all parts in an order."""
-        if not parts:
-            return torch.zeros(0, dtype=torch.float32, device=self._runner.device)
-        return torch.cat(parts)[torch.from_numpy(order).to(self._runner.device)]
+    def _joined(self, results: list[tuple[Tensor, ...]], orders: Iterable[NDArray[np.int64]]) -> list[Tensor]:
+        """Return the logprobs, entropies and logits of all packs, each in its order."""
+        check = functools.partial(self._check_backward, self._seen, self._gen.weight_version)
+        joined = check_in_backward([torch.cat(parts) for parts in zip(*results, strict=True)], check)
+        indices = [torch.from_numpy(order).to(self._runner.device) for order in orders]
+        return [of_packs[order] for of_packs, order in zip(joined, indices, strict=True)]
+
+    def _empty(self) -> tuple[Tensor, ...]:
+        """Return no logprobs, entropies and logits as functions of all parameters, whose gradients are zeros: a rank
+        that has only empty answers takes part in the backward pass of the others."""
+        nothing = torch.cat([parameter.flatten()[:0].float() for parameter in self._trained.values()])
+        return nothing, nothing, nothing.view(0, self._runner.model.config.vocab_size)
 
 
-def _sum_of_bits(parameter: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits as integers, modulo 2^32: int32, a scalar."""
-    kind = torch.int32 if parameter.itemsize == 4 else torch.int16
-    return parameter.contiguous().view(kind).sum(dtype=torch.int32)
+def _bits(parameter: Tensor) -> Tensor:
+    """Return the memory of a parameter as integers, the widest that fit: int64, int32 or int16 [numbers]."""
+    flat = parameter.detach().view(-1)
+    in_words = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0
+    return flat.view(torch.int64 if in_words else torch.int32 if flat.itemsize == 4 else torch.int16)
+
+
+def _checked_indices(logits: Sequence[int], count: int) -> NDArray[np.int64]:
+    """Return indices of `count` logprobs as an array. Raises TypeError or ValueError."""
+    indices = logits.tolist() if isinstance(logits, Tensor | np.ndarray) else logits
+    if not isinstance(indices, Sequence) or not all(map(_is_index, indices)):
+        raise TypeError(f"logits must be the indices of logprobs, such as [0, 7], not {logits!r}")
+    for index in indices:
+        if not 0 <= index < count:
+            raise ValueError(f"logits has the index {index}; there are {count} logprobs")
+    return np.array(indices, dtype=np.int64)
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _indices(kept_places: list[NDArray[np.int64]], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -378,6 +416,12 @@ def _factor(layer: str, which: str) -> str:
     return f"base_model.model.{layer}.lora_{which}.weight"
 
 
+def _has_written(policy: weakref.ref[Policy]) -> bool:
+    """Return whether a Policy has written the weights of its Generator since it gave them the present version."""
+    writer = policy()
+    return writer is not None and writer._version == writer._gen.weight_version and writer._has_changed()
+
+
 def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Register a parameter under a name with dots, in modules that are made on the way."""
     *path, last = name.split(".")
@@ -389,7 +433,10 @@ def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _runner_of(gen: Generator) -> Runner:
-    """Return the Runner of a Generator. Raises ValueError for one that cannot be trained."""
+    """Return the Runner of a Generator. Raises ValueError for one that cannot be trained, and TypeError for anything
+    else."""
+    if not isinstance(gen, Generator):
+        raise TypeError(f"a Policy needs a Generator of this process, not {gen!r}; make one for it")
     if gen.model_config.quantization is not None:
         raise ValueError("the Generator's weights are quantized, which has no gradients; leave quantization out")
     rope = gen.model_config.rope
@@ -400,7 +447,10 @@ def _runner_of(gen: Generator) -> Runner:
         )
     runner = gen._runner
     if not isinstance(runner, Runner) or runner.group.size > 1:
-        raise ValueError("the Generator has several ranks; a Policy needs one: leave tensor_parallel out")
+        raise ValueError(
+            "the Generator has several ranks; a Policy needs one: leave tensor_parallel and tp_group out, and for "
+            "data-parallel training make a Generator and a Policy on each rank"
+        )
     if runner.model.observer is not None:
         raise ValueError(
             "a head or an int4 copy drafts for this Generator, which training would leave behind; leave speculate out, "
