@@ -145,7 +145,8 @@ def test_chosen_alternatives_include_the_token(vocabulary: Vocabulary) -> None:
         (entry,) = choice["logprobs"]["content"]
         assert entry["logprob"] == -2.0
         assert [other["logprob"] for other in entry["top_logprobs"]] == logprobs
-    for completion in (CompletionRequest(prompt=[1], logprob_token_ids=[300]), CompletionRequest(prompt=[1], logprobs=1)):
+    for asked in ({"logprob_token_ids": [300]}, {"logprobs": 1}):
+        completion = CompletionRequest.model_validate({"prompt": [1], **asked})
         (choice,) = CompletionReply(completion, "tiny", [PromptTokens([1])], vocabulary).whole([event])["choices"]
         assert list(choice["logprobs"]["top_logprobs"][0].values()) == [-2.0, -0.5]
     with pytest.raises(ApiError, match="logprob_token_ids needs logprobs, which is false"):
