@@ -282,7 +282,7 @@ def _check_prompt(ids: Sequence[int], request: GenerationRequest, model: ModelFa
 def _check_ids(ids: Sequence[int], param: str, vocab_size: int) -> None:
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         bad = next(id for id in ids if not 0 <= id < vocab_size)
-        message = f"{param} holds the id {bad}, outside the vocabulary of {vocab_size} tokens"
+        message = f"{param} holds the id {bad}, which is out of vocabulary: the model has {vocab_size} tokens"
         raise ApiError(400, message, param, "invalid_value")
 
 

@@ -286,7 +286,7 @@ class GenerationFields(SamplingFields):
     def _check_counts(self) -> GenerationFields:
         if self.best_of not in (None, self.choices):
             raise wrong("best_of", "must equal n: answers are not ranked", "unsupported_parameter")
-        if self.streamed.model_fields_set and not self.stream:
+        if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "is only allowed when stream is true")
         if self.prompt_logprobs is not None and self.stream:
             raise wrong("prompt_logprobs", "is not available when stream is true; leave one of them out")

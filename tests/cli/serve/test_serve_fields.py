@@ -195,7 +195,7 @@ def test_what_vllm_takes_and_openai_does_not() -> None:
     chat = read(ChatRequest, tools=[{"function": described, "cache_control": {}}], tool_choice=chosen)
     assert chat == read(ChatRequest, tools=[{"type": "function", **chosen}], tool_choice={"type": "function", **chosen})
     form = {"type": "json_schema", "json_schema": {"name": "a person", "schema": {}}}
-    assert read(ChatRequest, response_format=form, stream_options={}).response_format.json_schema.name == "a person"
+    assert read(ChatRequest, response_format=form).response_format.json_schema.name == "a person"
     for kind, logprobs in ((ChatRequest, {"logprobs": True, "top_logprobs": 3}), (CompletionRequest, {"logprobs": 3})):
         params = read(kind, **logprobs, logprob_token_ids=[7]).sampling_params(SamplingParams())
         assert (params.logprobs, params.logprob_token_ids) == (0, [7]), "chosen ids replace the best ones"
