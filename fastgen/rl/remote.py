@@ -246,8 +246,8 @@ class RemoteGenerator:
         return self._engines.weight_version()
 
     def weight_checksums(self) -> list[dict[str, str]]:
-        """Return the SHA-256 of each weight; see `Generator.weight_checksums`. Several engines have equal ones, of each
-        engine's ranks after another's."""
+        """Return the SHA-256 of each weight, in a dict for each rank; see `Generator.weight_checksums`. With several
+        engines, the ranks of the first one come first."""
         return [rank["checksums"] for answer in self._engines.post("/weights_checker", {}) for rank in answer["ranks"]]
 
     # ------------------------------------------------------------------------------------ states
