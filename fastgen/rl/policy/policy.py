@@ -83,6 +83,9 @@ class Policy(nn.Module):
     A forward pass raises RuntimeError while another thread is using the Generator. After an optimizer step it commits
     by itself, under the next version; a backward pass after one raises RuntimeError.
 
+    For data-parallel training, make a Generator and a Policy on each rank. The parameters stay whole: FSDP cannot shard
+    them, and ZeroRedundancyOptimizer can shard an optimizer's states.
+
     Raises ValueError for a Generator that cannot be trained: with quantized weights, several ranks, or a head that
     drafts.
     """
