@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
@@ -112,6 +113,15 @@ class OneCaller(DeferredInterrupt):
     def forked(self) -> bool:
         """True in a fork of the process that made this object."""
         return os.getpid() != self._process
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other threads and forks out of a block, as a block of this object does, but do not defer SIGINT."""
+        self._take()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _take(self) -> None:
         if self.forked:

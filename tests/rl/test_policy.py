@@ -7,6 +7,7 @@ import math
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -418,6 +419,27 @@ def test_requests_in_flight_go_on_beside_a_policy(llama_gen: Generator) -> None:
     while llama_gen.unfinished:
         events += llama_gen.step()
     assert [token for event in events for token in event.token_ids] == expected
+
+
+def test_a_forward_pass_beside_another_threads_call_is_an_error(llama_gen: Generator) -> None:
+    policy, ids, errors = Policy(llama_gen), [random_ids(20)], list[RuntimeError]()
+
+    def use() -> None:
+        try:
+            policy.logprobs(ids)
+        except RuntimeError as error:
+            errors.append(error)
+
+    def prompts() -> Iterator[list[int]]:
+        other = threading.Thread(target=use)
+        other.start()
+        other.join()
+        yield from ids
+
+    assert len([*llama_gen.stream(prompts(), SamplingParams(max_tokens=2))]) == 1
+    assert "another thread is using this Generator" in str(errors[0])
+    use()
+    assert len(errors) == 1
 
 
 def test_what_cannot_be_scored_or_trained_is_an_error(llama_gen: Generator, llama: Path) -> None:

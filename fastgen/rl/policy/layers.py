@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -158,6 +159,7 @@ class RecomputedModel:
         if HEAD not in weights:
             model.lm_head.weight = model.model.embed_tokens.weight
         self._model, self._core, self.layers = model, model.model, list(model.model.layers)
+        self._lock = threading.Lock()  # held while layers run, or only note their arguments
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
 
     def embed(self, pack: PackTensors) -> Tensor:
@@ -182,10 +184,10 @@ class RecomputedModel:
         at these positions. x: [T, hidden], of the model's dtype.
         """
         calls: list[Callable[[Tensor], Tensor]] = []
-        with torch.no_grad(), _noting(self.layers) as noted:
+        with self._lock, torch.no_grad(), _noting(self.layers) as noted:
             self._core(inputs_embeds=x[None], position_ids=pack.positions, use_cache=False)
         for layer, arguments in zip(self.layers, noted, strict=True):
-            calls.append(_LayerCall(layer, arguments | {"pack": pack}))
+            calls.append(_LayerCall(layer, arguments | {"pack": pack}, self._lock))
         return calls
 
 
@@ -195,9 +197,11 @@ class _LayerCall:
 
     layer: nn.Module
     arguments: dict[str, Any]
+    lock: threading.Lock
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self.layer(x[None], **self.arguments)
+        with self.lock:
+            y = self.layer(x[None], **self.arguments)
         result: Tensor = y[0] if isinstance(y, tuple) else y  # of some layers of transformers 4
         return result.view(x.shape)
 

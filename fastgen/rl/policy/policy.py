@@ -80,8 +80,11 @@ class Policy(nn.Module):
     The gradients are those of transformers' layers, computed one at a time from the Generator's residual stream, so
     they agree with those of the ordinary backward pass to rounding. Memory is that of gradient checkpointing.
 
-    Use it from the thread that uses the Generator. A forward pass after an optimizer step commits by itself, under the
-    next version; a backward pass after one raises RuntimeError.
+    A forward pass raises RuntimeError while another thread is using the Generator. After an optimizer step it commits
+    by itself, under the next version; a backward pass after one raises RuntimeError.
+
+    For data-parallel training, make a Generator and a Policy on each rank. The parameters stay whole: FSDP cannot shard
+    them, and ZeroRedundancyOptimizer can shard an optimizer's states.
 
     Raises ValueError for a Generator that cannot be trained: with quantized weights, several ranks, or a head that
     drafts.
@@ -279,7 +282,8 @@ class Policy(nn.Module):
         entropy: also return the entropy of each token's distribution. logits: also return the logits of these tokens,
         by their indices in the flat logprobs.
         """
-        with torch.autocast(self._runner.device.type, enabled=False):  # its products would have other bits
+        no_autocast = torch.autocast(self._runner.device.type, enabled=False)  # its products would have other bits
+        with self._gen._interrupt.alone(), no_autocast:
             return self._compute(sequences, start, temperature, entropy, logits)
 
     def _compute(
