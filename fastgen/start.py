@@ -90,15 +90,15 @@ def resolve_options(model_config: ModelConfig, options: GeneratorOptions) -> Gen
 
 def log_start(name: str, seconds: float, config: EngineConfig, model_config: ModelConfig) -> None:
     """Log the duration of a start and the configuration. Warn if the KV pool is smaller than the model's context, that
-    a model with vision reads no images, and of longrope in a long context."""
+    a vision model reads no images, and of longrope in a long context."""
     log.info("%s in %.1f s: %s", name, seconds, config)
     if model_config.has_vision:
-        log.warning("%s is a model with vision, of which only the text model runs: it reads no images", name)
+        log.warning("%s is a vision model, and fastgen runs only its text model: it cannot read images", name)
     rope = model_config.rope
     if rope.kind == "longrope" and config.max_model_len > rope.original_max_position > 0:
         log.warning(
-            "rope is stretched for prompts of any length, because the context of %d tokens is above the original %d; "
-            "with max_model_len=%d, which stretches none, answers are those of transformers",
+            "the context of %d tokens is above the original %d, so rope is stretched for prompts of every length; if "
+            "all are short, give max_model_len=%d, as transformers does not stretch it for these",
             config.max_model_len,
             rope.original_max_position,
             rope.original_max_position,

@@ -11,6 +11,7 @@ import torch
 from adapters import CONFIG
 from conftest import VOCAB, random_ids
 from families import VISION, save_random_with_vision
+from int4_forms import awq_form
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -57,7 +58,7 @@ def test_text_is_generated_and_the_weights_are_replaced_by_a_trainers_names(
     folder, model = made
     assert any("vis" in name for name in load_file(folder / "model.safetensors"))
     with Generator(folder, **OPTIONS) as gen:
-        assert [text for text in caplog.messages if "reads no images" in text] == caplog.messages[-1:]
+        assert [text for text in caplog.messages if "cannot read images" in text] == caplog.messages[-1:]
         check_answers(gen, model)
         old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         assert "model.language_model.layers.0.mlp.up_proj.weight" in old
@@ -108,6 +109,15 @@ def test_the_form_of_mistral_in_fp8(made: tuple[Path, Any], tmp_path: Path) -> N
         found, exact = (torch.tensor(each.score(ids))[:, 1:] for each in (gen, other))
         assert (found - exact).abs().mean() < 0.15  # the inputs of the products are rounded to fp8, too
         assert found.std() > 1
+
+
+def test_int4_of_the_text_beside_vision_with_biases(tmp_path: Path) -> None:
+    save_random_with_vision("qwen2_5_vl", tmp_path / "whole")
+    meant = awq_form(16, ignored=("visual",)).write(tmp_path / "whole", tmp_path / "int4")
+    ids = [random_ids(30)]
+    with Generator(tmp_path / "int4", **OPTIONS) as gen, Generator(tmp_path / "whole", **OPTIONS) as other:
+        other.update_weights(meant)
+        assert gen.score(ids)[0][1:] == pytest.approx(other.score(ids)[0][1:], abs=1e-3)
 
 
 def test_what_is_wrong_is_named(made: tuple[Path, Any], tmp_path: Path) -> None:

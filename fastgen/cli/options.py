@@ -92,7 +92,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
         help = "print a script that completes options with TAB in this shell, and exit"
         self.add_argument("--print-completion", action=_PrintCompletion, choices=("bash", "zsh", "tcsh"), help=help)
-        help = "accepted for vLLM's sake: of a model with vision, the text model is all that ever runs"
+        help = "accepted as in vLLM, and without effect: fastgen runs only the text model of a vision model"
         self.add_argument("--language-model-only", action="store_true", help=help)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -101,8 +101,7 @@ def products_of(model: Transformer, mapping: SlotMapping, pool: KVPool) -> list[
     """Return one linear layer per kind, with the operations that are fused with it for one token at `mapping`. A layer
     that is in fp8 in some layers of the model and not in others is two kinds."""
     head, layers = model.parameters.lm_head, model.layers
-    config = model.config
-    apart = layers[0].head_norm or layers[0].wide_norm or pool.fp8 or config.rotary_size < config.head_size
+    apart = layers[0].head_norm or layers[0].wide_norm or pool.fp8 or model.config.partial_rope
     rope = None if apart else RopeWrite(mapping, pool.keys[0], pool.values[0])
     zeros = model.parameters.norm.weight.new_zeros(1, model.config.hidden_size)
     adds = Fused(add=zeros if model.config.adds_products else None)

@@ -182,6 +182,11 @@ class ModelConfig:
         return int(self.head_size * self.rope.rotary)
 
     @property
+    def partial_rope(self) -> bool:
+        """Return whether rope rotates only the first dimensions of a head, which no product can do by itself."""
+        return self.rotary_size < self.head_size
+
+    @property
     def input_sizes(self) -> tuple[int, int, int]:
         """Numbers of inputs of the linear layers of a layer."""
         return self.hidden_size, self.num_heads * self.head_size, self.intermediate_size

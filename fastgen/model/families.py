@@ -12,22 +12,20 @@ class Family:
 
     absent: the values that transformers assumes for absent fields; a field that is null stays null. qkv_bias: q, k and
     v always have biases. attention_bias: the field attention_bias adds biases to q, k, v and o; for o there may be
-    another field, out_bias. mlp_bias: the field mlp_bias adds biases to gate, up and down. qk_norm,
-    norm_after_rope: see ModelConfig.
-    window: name of the field that switches sliding windows on, which may be the size itself ("sliding_window"); "" for
-    families without windows. layer_types: that field says which layers have a window; otherwise all have one. no_rope:
-    the field no_rope_layers names layers without rope, by default every no_rope_layer_interval-th. multipliers: the
-    fields of Granite scale embeddings, attention, branches and logits. mup: they do so as in HyperCLOVA X: logits are
-    multiplied, not divided, the scale of attention may be left open, and the field use_post_norm sets ModelConfig's
-    peri_norm. tensors: values of ModelConfig's qkv_tensor,
-    gate_up_tensor and down_tensor. inner: the field of the size of the MLP. only: the supported values of fields, or of
-    their items. post_norm, wide_norm: see ModelConfig. pattern: without layer_types, every pattern-th layer has no
-    window; a number, or the field that has it. full_first: the first of each `pattern` layers is the one without a
-    window, instead of the last. full_rope: the rope of layers without a window: "" (the same as the
-    others'), "none" (no rope, unless sliding_window is null), or "stretched" (the config's stretching, which the others
-    lack). rope: rope_parameters of a config that has none. partial_rope: the field
-    partial_rotary_factor may be below 1. gated: see ModelConfig. foreign: fields that are supported
-    only if they are null, false, 0 or empty.
+    another field, out_bias. mlp_bias: the field mlp_bias adds biases to gate, up and down. qk_norm, norm_after_rope:
+    see ModelConfig. window: name of the field that switches sliding windows on, which may be the size itself
+    ("sliding_window"); "" for families without windows. layer_types: that field says which layers have a window;
+    otherwise all have one. no_rope: the field no_rope_layers names layers without rope, by default every
+    no_rope_layer_interval-th. multipliers: the fields of Granite scale embeddings, attention, branches and logits. mup:
+    they do so as in HyperCLOVA X: logits are multiplied, not divided, the scale of attention may be left open, and the
+    field use_post_norm sets ModelConfig's peri_norm. tensors: values of ModelConfig's qkv_tensor, gate_up_tensor and
+    down_tensor. inner: the field of the size of the MLP. only: the supported values of fields, or of their items.
+    post_norm, wide_norm: see ModelConfig. pattern: without layer_types, every pattern-th layer has no window; a number,
+    or the field that has it. full_first: the first of each `pattern` layers is the one without a window, instead of the
+    last. full_rope: the rope of layers without a window: "" (the same as the others'), "none" (no rope, unless
+    sliding_window is null), or "stretched" (the config's stretching, which the others lack). rope: rope_parameters of a
+    config that has none. partial_rope: the field partial_rotary_factor may be below 1. gated: see ModelConfig. foreign:
+    fields that are supported only if they are null, false, 0 or empty.
     """
 
     model_type: str
@@ -137,7 +135,7 @@ FAMILIES = {
         mlp_bias=True, window="sliding_window", pattern=4, full_first=True, rope=_CWM_ROPE),
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense", {"rms_norm_eps": 1e-5, "eos_token_id": 2}, attention_bias=True, qk_norm=True,
-        norm_after_rope=True),
+        norm_after_rope=True, foreign=("use_cla",)),
     "HyperCLOVAXForCausalLM": Family(
         "hyperclovax", {"eos_token_id": 2, "use_post_norm": True}, attention_bias=True, mlp_bias=True,
         multipliers=True, mup=True),

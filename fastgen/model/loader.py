@@ -30,7 +30,7 @@ from fastgen.device.pinned import on_stream
 from fastgen.device.threads import at_most
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.model.quantization import SKIPPED
-from fastgen.model.weights import EMBEDDING, FLOATS, HEAD, Shard, TensorMatcher, text_name
+from fastgen.model.weights import EMBEDDING, FLOATS, HEAD, UNUSED, Shard, TensorMatcher, text_name
 from fastgen.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ def _find_pieces(targets: Mapping[str, Shard], folder: Path, whole: bool = True)
         for place in _places(name, targets, names):
             with _about(path):
                 shard = matcher.find(place, entry.get_shape(), _DTYPES.get(entry.get_dtype(), entry.get_dtype()))
-                if shard is None and of_int4:
+                if shard is None and of_int4 and not place.startswith(UNUSED):
                     from fastgen.model.int4_layouts import check_skipped  # only checkpoints in int4 have loaded it
 
                     check_skipped(place, file.get_tensor(name), targets)

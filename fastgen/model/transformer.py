@@ -143,7 +143,7 @@ class Transformer:
         layer, keys, values = self.layers[number], pool.keys[number], pool.values[number]
         mapping = part.mapping.of_layer(layer.has_other_rope)
         with span("qkv"):
-            if not (layer.head_norm or layer.wide_norm or pool.fp8 or self.config.rotary_size < self.config.head_size):
+            if not (layer.head_norm or layer.wide_norm or pool.fp8 or self.config.partial_rope):
                 rope = Fused(rope=RopeWrite(mapping, keys, values))
                 q = part.residual.project(layer.qkv, layer.input_norm, rope)
             else:

@@ -227,6 +227,7 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
             "num_local_experts=8",
         ),
         ({"architectures": ["IQuestCoderForCausalLM"], "clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ({"architectures": ["HunYuanDenseV1ForCausalLM"], "use_cla": True}, "use_cla=True"),
         ({"architectures": ["IQuestCoderForCausalLM"], "use_sliding_window": True}, "use_sliding_window=True"),
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling=0"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 1]}, "no_rope_layers=.*32 in all"),
