@@ -16,7 +16,7 @@ import policy_ranks
 import pytest
 import torch
 from conftest import Checkpoint, hf_model, random_ids
-from families import FAMILIES, VOCAB
+from families import FAMILIES, VOCAB, save_random_with_vision
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from fastgen import Generator, RequestOutput, SamplingParams
 from fastgen.model import parameters
 from fastgen.model.live_weights import LiveWeights
+from fastgen.model.weights import text_name
 from fastgen.rl.policy import Policy, pad
 from fastgen.rl.policy.packs import make_packs
 
@@ -477,6 +478,23 @@ def test_what_cannot_be_scored_or_trained_is_an_error(llama_gen: Generator, llam
     llama_gen.close()
     with pytest.raises(RuntimeError, match="closed"):
         policy.logprobs([[5, 6]])
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])
+def test_the_text_of_a_vision_model_is_trained(name: str, tmp_path: Path) -> None:
+    """transformers has no causal model of these texts, so the layers are those of Qwen3 and Qwen2."""
+    model = save_random_with_vision(name, tmp_path)
+    ids = random_ids(40)
+    with Generator(tmp_path, **OPTIONS) as gen:
+        policy = Policy(gen)
+        logprobs = policy.logprobs([ids], [1])
+        assert logprobs.tolist() == gen.score([ids])[0][1:]
+        logprobs.sum().backward()
+        theirs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(1)
+        theirs.gather(1, torch.tensor(ids)[1:, None]).sum().backward()
+        expected = {text_name(each): parameter.grad for each, parameter in model.named_parameters()}
+        for each, parameter in policy.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[each], atol=2e-3, rtol=1e-3)
 
 
 def test_rope_that_the_context_stretches_is_an_error(checkpoint: Checkpoint) -> None:

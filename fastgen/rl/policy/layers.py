@@ -27,6 +27,8 @@ from fastgen.model.weights import EMBEDDING, HEAD
 from fastgen.rl.policy.packs import Pack
 
 ATTENTION = "fastgen_policy"  # the name of `attend_pack` among transformers' attention implementations
+SAME_LAYERS = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+"""{text of a vision model, of which transformers has no causal model: model_type with the same layers}."""
 HALF = torch.bfloat16, torch.float16  # dtypes of torch's attention for ragged sequences, on a GPU
 
 
@@ -151,6 +153,9 @@ class RecomputedModel:
         device = weights[EMBEDDING].device
         read: Any = AutoConfig.from_pretrained
         settings = read(folder, trust_remote_code=False).get_text_config()  # nosec B615: a folder, not a hub id
+        if settings.model_type in SAME_LAYERS:
+            fields = settings.to_dict() | {"model_type": SAME_LAYERS[settings.model_type]}
+            settings = AutoConfig.for_model(**fields)
         with torch.device(device), WithoutMemory():
             make: Any = AutoModelForCausalLM.from_config
             model: Any = make(settings, attn_implementation=ATTENTION)
