@@ -29,6 +29,10 @@ INTERVAL = 0.25
 SLACK = 0.3
 """Number of cores that other processes can use before a step uses one thread less."""
 
+PATIENCE = 4
+"""Number of intervals after which a core that other processes have left counts as free again. With a thread too few a
+step takes at most twice the time, with one too many up to ten times."""
+
 PAUSE = 0.05
 """Length in seconds of a pause between two steps after which a step looks for processes that run. The time of pauses up
 to INTERVAL belongs to the interval that is measured; a longer one begins a new interval."""
@@ -72,6 +76,7 @@ class FreeCores:
     def __init__(self) -> None:
         self._quota = _quota()
         self.count = self._usable()
+        self._better = 0  # number of intervals in a row in which more cores were free
         self._measured = self._times()
         self._ended = -math.inf  # when the last step ended
 
@@ -94,7 +99,10 @@ class FreeCores:
         if time.monotonic() - self._measured[0] >= INTERVAL:
             (start, busy_before, own_before), (now, busy, own) = self._measured, self._times()
             others = (busy - busy_before - (own - own_before)) / (now - start)
-            self.count = max(min(int(len(_cores()) - others + SLACK), self._usable()), 1)
+            free = max(min(int(len(_cores()) - others + SLACK), self._usable()), 1)
+            self._better = self._better + 1 if free > self.count else 0
+            if free < self.count or self._better == PATIENCE:
+                self.count, self._better = free, 0
             self._measured = now, busy, own
         return self.count
 

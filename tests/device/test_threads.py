@@ -85,9 +85,15 @@ def test_cores_that_other_processes_do_not_use_are_free(monkeypatch: pytest.Monk
     now[0], own[0] = 2.0, 2.0
     write(200, 200, 200, 200)
     assert free.update() == 1
-    now[0], own[0] = 3.0, 4.8
-    write(300, 300, 300, 200)
-    assert free.update() == 3
+    found = []
+    for second in range(1, threads.PATIENCE + 1):
+        now[0], own[0] = 2.0 + second, 2.0 + 2.8 * second
+        write(*[200 + 100 * second] * 3, 200)
+        found.append(free.update())
+    assert found == [1] * (threads.PATIENCE - 1) + [3]
+    now[0], own[0] = now[0] + 1, own[0] + 1
+    write(*[300 + 100 * threads.PATIENCE] * 3, 200)
+    assert free.update() == 1
 
 
 def test_processes_that_run_between_two_steps_do_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
