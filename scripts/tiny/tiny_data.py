@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tiny_facts
+import tiny_json
 import tiny_numbers
 import tiny_skills
 import tiny_talk
@@ -34,6 +35,7 @@ SKILLS: Skills = {
     **tiny_talk.SKILLS,
     **tiny_thinking.SKILLS,
     **tiny_tools.SKILLS,
+    **tiny_json.SKILLS,
 }
 _NAMES = tuple(SKILLS)
 _CUMULATIVE = [sum(weight for weight, _ in list(SKILLS.values())[: i + 1]) for i in range(len(SKILLS))]
@@ -50,17 +52,23 @@ MARKS = (
 BUCKETS: dict[int, float] = {192: 0.55, 640: 0.3, 2048: 0.15}
 # Of the rows of a length, the share that has tools, and the maximum number of tools.
 TOOL_ROWS = {192: (0.06, 1), 640: (0.4, 4), 2048: (0.45, 6)}
+# Of the other rows of a length, the share whose prompts ask for JSON.
+JSON_ROWS = {192: 0.12, 640: 0.3, 2048: 0.1}
 # Ids are below 4096; this bit marks the ones that the model learns to produce.
 TARGET = 1 << 13
+# Keys of JSON, with the brace of an object before them; the brackets of a list of objects are not a part of its keys.
+_KEYS = re.compile(r'((?<=\[\{")[^"]*":| ?(?<!\[)\{"[^"]*":| ?(?<![\\{])"[^"]*":)')
 
 
 @dataclass
 class Conversation:
-    """The state of one conversation: its system prompt, how that changes replies, its tools, and what the user told."""
+    """The state of one conversation: its system prompt, how that changes replies, its tools or the form of its JSON,
+    and what the user told."""
 
     system: str | None
     restyle: Callable[[Turn], str]
     tools: tuple[tiny_tools.Tool, ...] = ()
+    form: tiny_json.Form | None = None
     memory: dict[str, str] = field(default_factory=dict)
 
 
@@ -86,6 +94,13 @@ def new_tool_conversation(rng: random.Random, most_tools: int) -> Conversation:
     return Conversation(system + tiny_tools.tools_text(tools), lambda turn: turn.reply, tools)
 
 
+def new_json_conversation(rng: random.Random) -> Conversation:
+    """Begin a conversation that asks for JSON of one form."""
+    form = tiny_json.told_form(rng)
+    tools = tiny_tools.tools_text((form.tool,)) if form.tool else ""
+    return Conversation("\n\n".join(filter(None, (form.told, tools))) or None, lambda turn: turn.reply, form=form)
+
+
 def draw(rng: random.Random, make: Callable[[random.Random], Task], held_out: bool = False) -> Task:
     """Draw a task none of whose facts are held out; or one whose graded fact (the last key) is.
 
@@ -109,6 +124,9 @@ def next_task(rng: random.Random, conversation: Conversation) -> Task:
         weights = [weight for weight, _ in tiny_tools.TOOL_SKILLS.values()]
         ((_, make),) = rng.choices(tuple(tiny_tools.TOOL_SKILLS.values()), weights)
         return draw(rng, lambda r: make(r, conversation.tools))
+    form = conversation.form
+    if form:
+        return draw(rng, lambda r: tiny_json.fill(r, form))
     what = rng.random()
     if what < 0.03:
         told: dict[str, str] = {}
@@ -135,25 +153,31 @@ Encode = Callable[[str], list[int]]
 def turn_ids(encode: Encode, turn: Turn, reply: str) -> list[int]:
     """Return one turn as ids, exactly as the chat template writes it; the reply and its end are marked as targets.
 
-    The template opens the thinking, so the mark is no target.
+    The template opens the thinking, so the mark is no target, nor are keys that a grammar gives.
     """
     opened = encode("<think>\n") if turn.thought else []
     said = f"{turn.thought}\n</think>\n\n{reply}" if turn.thought else reply
-    return [USER, *encode(turn.user), END, ASSISTANT, *opened, *(i | TARGET for i in (*encode(said), END))]
+    parts = _KEYS.split(said) if turn.keys_given else [said]
+    replied = [i | TARGET * (place % 2 == 0) for place, part in enumerate(parts) for i in encode(part)]
+    return [USER, *encode(turn.user), END, ASSISTANT, *opened, *replied, END | TARGET]
 
 
 def row(rng: random.Random, encode: Encode, length: int) -> list[int]:
     """Return one conversation that fills `length` ids as far as whole tasks fit; at least one task."""
     while True:
         with_tools, most = TOOL_ROWS[length]
-        conversation = new_tool_conversation(rng, most) if rng.random() < with_tools else new_conversation(rng)
+        if rng.random() < with_tools:
+            conversation = new_tool_conversation(rng, most)
+        else:
+            conversation = (new_json_conversation if rng.random() < JSON_ROWS[length] else new_conversation)(rng)
         ids = [BOS]
         if conversation.system is not None:
             ids += [SYSTEM, *encode(conversation.system), END]
         start = len(ids)
         while True:
             turns = next_task(rng, conversation).turns
-            added = [i for turn in turns for i in turn_ids(encode, turn, conversation.restyle(turn))]
+            replies = [turn.reply if turn.keys_given else conversation.restyle(turn) for turn in turns]
+            added = [i for turn, reply in zip(turns, replies, strict=True) for i in turn_ids(encode, turn, reply)]
             if len(ids) + len(added) > length:
                 break
             ids += added
@@ -195,7 +219,8 @@ def messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
 
 def prompt(task: Task, before: Sequence[dict[str, str]] = ()) -> dict[str, Any]:
     """Return the prompt of a task, up to the question that is graded, as `Generator.generate` takes it."""
-    asked: dict[str, Any] = {"messages": [*before, *messages(task.turns)[:-1]]}
+    system = [{"role": "system", "content": task.system}] if task.system else []
+    asked: dict[str, Any] = {"messages": [*system, *before, *messages(task.turns)[:-1]]}
     if task.tools:
         asked["tools"] = list(task.tools)
     if task.turns[-1].thought:
@@ -235,7 +260,8 @@ def main() -> None:
     """Print conversations, to be read by eye."""
     rng = random.Random(0)
     for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 3):
-        conversation = new_tool_conversation(rng, 4) if rng.random() < 0.3 else new_conversation(rng)
+        begin = rng.choice((new_conversation, new_json_conversation, lambda r: new_tool_conversation(r, 4)))
+        conversation = begin(rng)
         print(f"--- system: {conversation.system}")
         for _ in range(6):
             for turn in next_task(rng, conversation).turns:

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,14 @@ FirstQuestions = dict[str, Any]
 LONG_TURNS = 30
 
 
-def answer(gen: Generator, prompts: Sequence[Prompt], limits: Sequence[int]) -> list[str]:
-    """Return the greedy reply to each prompt, of at most that many tokens, without special tokens."""
-    outputs = gen.generate(prompts, [SamplingParams(temperature=0, max_tokens=limit) for limit in limits])
+def answer(
+    gen: Generator, prompts: Sequence[Prompt], limits: Sequence[int], schemas: Sequence[dict[str, Any] | None] = ()
+) -> list[str]:
+    """Return the greedy reply to each prompt, of at most that many tokens, without special tokens. schemas: of the
+    replies that a grammar restricts."""
+    pairs = zip_longest(limits, schemas)
+    params = [SamplingParams(temperature=0, max_tokens=limit, json_schema=schema) for limit, schema in pairs]
+    outputs = gen.generate(prompts, params)
     replies = [output.completions[0] for output in outputs]
     return [reply.text + UNFINISHED * (reply.finish_reason == "length") for reply in replies]
 
@@ -41,7 +47,8 @@ def evaluate(gen: Generator, count: int, seed: int, max_new_tokens: int, show: i
     # A character is at least a token, but for letters outside of Latin; a reply may be longer than the reference.
     last = [task.turns[-1] for tasks in chosen.values() for task in tasks]
     limits = [min(max_new_tokens, len(turn.thought) + len(turn.reply) + 40) for turn in last]
-    flat = answer(gen, [chat for name in chosen for chat in chats[name]], limits)
+    schemas = [task.schema for tasks in chosen.values() for task in tasks]
+    flat = answer(gen, [chat for name in chosen for chat in chats[name]], limits, schemas)
     scores: Scores = {}
     for name, tasks in chosen.items():
         replies, flat = flat[: len(tasks)], flat[len(tasks) :]

@@ -17,7 +17,7 @@ from tiny_words import WORDS, read
 
 _TEXTS = read("task")
 
-Grade = Literal["number", "ends", "exact", "names"]
+Grade = Literal["number", "ends", "exact", "names", "json", "keys"]
 
 # The number of hash buckets, of 100, that a skill trains on; the rest are held out.
 TRAINED_BUCKETS = 95
@@ -29,13 +29,15 @@ _NAMES = re.compile(r'<tool_call>\n\{"name": "([^"]+)"')
 class Turn(NamedTuple):
     """One question and its reply; `short` is the bare answer, for system prompts that ask for brevity.
 
-    thought: what the model thinks before it replies; "" where thinking is off.
+    thought: what the model thinks before it replies; "" where thinking is off. keys_given: the reply is JSON, and a
+    grammar gives its keys.
     """
 
     user: str
     reply: str
     short: str = ""
     thought: str = ""
+    keys_given: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Task:
 
     `accept` are the right answers and `grade` says how a reply is held to them: "number", its last number is the
     answer; "ends", it ends with the answer; "exact", it is one of the answers; "names", it calls the same
-    functions. tools: the functions, of which the chat template tells the model, as in OpenAI's API.
+    functions; "json", it is the same JSON; "keys", JSON with the same keys. tools: the functions, of which
+    the chat template tells the model, as in OpenAI's API. system: the system prompt; schema: that of a grammar.
     """
 
     turns: tuple[Turn, ...]
@@ -52,6 +55,8 @@ class Task:
     accept: tuple[str, ...]
     grade: Grade = "ends"
     tools: tuple[dict[str, Any], ...] = ()
+    system: str = ""
+    schema: dict[str, Any] | None = None
 
     def is_right(self, reply: str) -> bool:
         """Grade a reply to the last turn, without what was thought."""
@@ -60,6 +65,12 @@ class Task:
             return _NAMES.findall(reply) == _NAMES.findall(self.accept[0])
         if self.grade == "exact":
             return reply.strip() in self.accept
+        if self.grade in ("json", "keys"):
+            try:
+                said, right = (json.loads(re.sub(r"^```json|```$", "", text)) for text in (reply, self.accept[0]))
+            except ValueError:
+                return False
+            return said == right or (self.grade == "keys" and said.keys() == right.keys())
         if self.grade == "number":
             numbers = re.findall(r"-?\d+(?:\.\d+)?", reply)
             return bool(numbers) and numbers[-1] in self.accept

@@ -16,23 +16,25 @@ from tiny_skills import SKILLS as PLAIN_SKILLS
 from tiny_skills import evaluate
 from tiny_talk import SKILLS as TALK_SKILLS
 from tiny_task import Skills, Task, Turn, any_word, casual, made_up_word, skills
-from tiny_words import CAPITALS, NAMES, WORDS, joined, read
+from tiny_words import CAPITALS, DAYS, NAMES, WORDS, joined, read
 
 _TEXTS = {title: [re.sub(r"\{(\d)\}", r"{p\1}", line) for line in lines] for title, lines in read("tools").items()}
 _LISTS = {name: values.split("; ") for name, values in (line.split(": ", 1) for line in _TEXTS.pop("words"))}
 _MADE_UP = "made up"
 _CITIES = (*CAPITALS.values(), *(_LISTS["places"] * 3))
 _DONE = ("ok", "done", "true", "sent", "success", "set", "written", "saved", "added", "started", "created", "null", "")
-_TYPES = {"int": "integer", "digits": "string", "number": "number", "bool": "boolean", "numbers": "array"}
+_TYPES = {"int": "integer", "number": "number", "bool": "boolean", "numbers": "array", "list": "array"}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a tool. kind: what its values are, in the words of data/tools.txt."""
+    """A parameter of a tool, or a field of JSON. kind: what its values are, in the words of data/tools.txt. place: of a
+    field, its place in a record; -1 if neither the text nor the answer tells its value."""
 
     name: str
     kind: str
     required: bool
+    place: int = -1
 
 
 @dataclass(frozen=True)
@@ -74,19 +76,26 @@ _MAKERS: dict[str, Callable[[random.Random], str]] = {
     "url": lambda r: f"https://{any_word(r)}.com",
     "date": lambda r: f"20{r.randint(10, 30)}-{r.randint(1, 12):02}-{r.randint(1, 28):02}",
     "time": lambda r: f"{r.randint(0, 23):02}:{r.randint(0, 59):02}",
+    "person": lambda r: r.choice(NAMES) + r.choice(("", f" {r.choice(_LISTS['surnames'])}")),
+    "phone": lambda r: f"{r.choice(('+1 ', '', '+49 '))}{r.randint(100, 999)}{r.choice('- ')}{r.randint(1000, 9999)}",
+    "street": lambda r: f"{r.randint(1, 199)} {any_word(r).capitalize()} {r.choice(('Street', 'Road', 'Lane'))}",
+    "weekday": lambda r: r.choice(DAYS),
+    "country": lambda r: r.choice(tuple(CAPITALS)),
+    "capital": lambda r: r.choice(tuple(CAPITALS.values())),
     "sql": lambda r: f"SELECT {r.choice(('*', 'name', 'count(*)', 'id'))} FROM {r.choice(WORDS)}s"
     + r.choice(("", f" WHERE id = {r.randint(1, 99)}", f" LIMIT {r.randint(1, 20)}")),
 }  # fmt: skip
 
 
-def _value(rng: random.Random, kind: str) -> tuple[str, Any]:
+def made_up_value(rng: random.Random, kind: str) -> tuple[str, Any]:
     """Return how a value is typed, and the value."""
     name, _, rest = kind.partition(" ")
     if name in ("int", "digits"):
         n = rng.randint(*map(int, rest.split()))
         return str(n), n if name == "int" else str(n)
     if name == "number":
-        x = rng.choice((rng.randint(1, 20), rng.randint(1, 500), rng.randint(1, 999) / 10))
+        cents = rng.choice((0.99, 0.5, 0.95))
+        x = rng.choice((rng.randint(1, 20), rng.randint(1, 500), rng.randint(1, 999) / 10, rng.randint(1, 99) + cents))
         return str(x), x
     if name == "numbers":
         numbers = [rng.randint(0, 99) for _ in range(rng.randint(2, 5))]
@@ -94,9 +103,12 @@ def _value(rng: random.Random, kind: str) -> tuple[str, Any]:
     if name == "bool":
         on = rng.random() < 0.5
         return rest.split(", ")[not on], on
-    if name == "enum":
+    if name in ("enum", "any"):  # "any": one of a list that the schema does not have
         value = rng.choice(rest.split(", "))
         return value, value
+    if name == "map":
+        text, _, value = rng.choice(rest.split("; ")).partition("=")
+        return text, value
     if name == "city":
         value = rng.choice(_CITIES) if rng.random() < 0.65 else made_up_word(rng).capitalize()
         return value.lower() if value in _CITIES and rng.random() < 0.2 else value, value
@@ -112,14 +124,14 @@ def _value(rng: random.Random, kind: str) -> tuple[str, Any]:
     return value, value
 
 
-def _property(rng: random.Random, parameter: Parameter, about: str, titled: bool) -> dict[str, Any]:
+def property_schema(rng: random.Random, parameter: Parameter, about: str, titled: bool) -> dict[str, Any]:
     """Return the schema of a parameter in one of the forms of clients; `titled`: as pydantic writes it."""
     name, _, rest = parameter.kind.partition(" ")
     schema: dict[str, Any] = {"type": _TYPES.get(name, "string")}
     if name == "int" and rng.random() < 0.2:
         schema["type"] = "number"
-    if name == "numbers":
-        schema["items"] = {"type": "number"}
+    if schema["type"] == "array":
+        schema["items"] = {"type": "number" if name == "numbers" else "string"}
     if name == "enum" and not (titled and rng.random() < 0.2):
         schema["enum"] = rest.split(", ")
     if titled and not parameter.required:
@@ -134,7 +146,7 @@ def _property(rng: random.Random, parameter: Parameter, about: str, titled: bool
     return dict(items)
 
 
-def _styled(rng: random.Random, name: str) -> str:
+def styled(rng: random.Random, name: str) -> str:
     """Return the name of a tool or a parameter as some people write it."""
     if "_" in name and rng.random() < 0.12:
         first, *rest = name.split("_")
@@ -163,17 +175,17 @@ def _new_tool(rng: random.Random, kind: str, others: Sequence[Tool] = ()) -> Too
         head, _, rest = line.partition(": ")
         names, _, rest = rest.partition(" = ")
         of, _, texts = rest.partition(" # ")
-        called = _styled(rng, rng.choice(names.split(", ")))
+        called = styled(rng, rng.choice(names.split(", ")))
         called = called if called not in properties else names.split(", ")[0] + "2"
         required = head == "param" and (kind != _MADE_UP or rng.random() < 0.7)
         of = of.replace("int ", "digits ", 1) if "id" in names.split(", ") and rng.random() < 0.25 else of
         parameters.append(Parameter(called, of, required))
-        properties[called] = _property(rng, parameters[-1], rng.choice(texts.split("; ")), titled)
+        properties[called] = property_schema(rng, parameters[-1], rng.choice(texts.split("; ")), titled)
     schema: dict[str, Any] = {"type": "object", "properties": properties}
     if any(p.required for p in parameters) or rng.random() < 0.5:
         schema["required"] = [p.name for p in parameters if p.required]
     about = rng.choice(abouts) if rng.random() < (0.9 if kind == _MADE_UP else 0.95) else ""
-    name = _styled(rng, name)
+    name = styled(rng, name)
     function = {"name": name, "description": about, "parameters": schema}
     return Tool(kind, name, tuple(parameters), {"type": "function", "function": function}, words)
 
@@ -199,7 +211,7 @@ def tools_text(tools: Sequence[Tool]) -> str:
     return f"<tools>\n{''.join(lines)}</tools>"
 
 
-def _call(tool: Tool, arguments: dict[str, Any]) -> str:
+def call_text(tool: Tool, arguments: dict[str, Any]) -> str:
     written = json.dumps(arguments, ensure_ascii=False)
     return f'<tool_call>\n{{"name": "{tool.name}", "arguments": {written}}}\n</tool_call>'
 
@@ -216,7 +228,7 @@ class Asked:
     @property
     def reply(self) -> str:
         """The text of all calls."""
-        return "\n".join(_call(self.tool, arguments) for arguments in self.calls)
+        return "\n".join(call_text(self.tool, arguments) for arguments in self.calls)
 
     @property
     def key(self) -> str:
@@ -226,7 +238,7 @@ class Asked:
         return f"tool:{self.tool.kind} {' '.join(self.tool.words)}:{fact}"
 
 
-def _phrased(rng: random.Random, template: str, **fields: str) -> str:
+def phrased(rng: random.Random, template: str, **fields: str) -> str:
     """Return a wording, typed casually; nothing is added next to a value that could be taken for a part of it."""
     if rng.random() < 0.3:
         template = template.replace('"', "")
@@ -251,14 +263,14 @@ def _made_up_question(rng: random.Random, tool: Tool, chosen: Sequence[Parameter
             named.append(f"{parameter.name.replace('_', ' ')} {text}")
     told = f" {rng.choice(('with', 'with', 'for', 'where', 'using'))} {joined(named)}" if named else ""
     wording = rng.choice(_lines(_MADE_UP, "ask")[0])
-    return _phrased(rng, wording, v=verb, V=verb.capitalize(), n=noun, **{"with": natural + told})
+    return phrased(rng, wording, v=verb, V=verb.capitalize(), n=noun, **{"with": natural + told})
 
 
 def _ask(rng: random.Random, tool: Tool, more: bool = False) -> Asked:
     """Return a question for a tool. more: one that follows another with the same tool, such as "and in Rome?"."""
     if tool.kind == _MADE_UP:
         chosen = [p for p in tool.parameters if p.required or rng.random() < 0.5]
-        values = [_value(rng, p.kind) for p in chosen]
+        values = [made_up_value(rng, p.kind) for p in chosen]
         typed = tuple(text for text, _ in values)
         question = _made_up_question(rng, tool, chosen, typed)
         arguments = {p.name: value for p, (_, value) in zip(chosen, values, strict=True)}
@@ -269,11 +281,11 @@ def _ask(rng: random.Random, tool: Tool, more: bool = False) -> Asked:
     several = used == [0] and bool(_lines(tool.kind, "more")) and not more and rng.random() < 0.2
     calls, texts = [], []
     for _ in range(rng.choice((2, 2, 2, 3)) if several else 1):
-        values = [_value(rng, tool.parameters[i].kind) for i in used]
+        values = [made_up_value(rng, tool.parameters[i].kind) for i in used]
         calls.append({tool.parameters[i].name: value for i, (_, value) in zip(used, values, strict=True)})
         texts.append(tuple(text for text, _ in values))
     fields = {f"p{i + 1}": joined(column) for i, column in zip(used, zip(*texts, strict=True), strict=True)}
-    return Asked(tool, _phrased(rng, template, **fields), tuple(calls), tuple(texts))
+    return Asked(tool, phrased(rng, template, **fields), tuple(calls), tuple(texts))
 
 
 def _computed(kind: str, arguments: dict[str, Any]) -> str:
@@ -299,7 +311,7 @@ def _result(rng: random.Random, tool: Tool, arguments: dict[str, Any], typed: Se
         return value if rng.random() < 0.7 else json.dumps({"result": json.loads(value)})
     if gives and (not says or rng.random() < 0.5):
         chosen = [line.split(" ", 1) for line in gives[: rng.randint(1, len(gives))]]
-        return json.dumps({key: _value(rng, kind)[1] for key, kind in chosen}, ensure_ascii=False)
+        return json.dumps({key: made_up_value(rng, kind)[1] for key, kind in chosen}, ensure_ascii=False)
     word, name, time, date = (_MAKERS[kind](rng) for kind in ("word", "name", "time", "date"))
     fields = {f"p{i + 1}": text for i, text in enumerate(typed)}
     text = rng.choice(says)

@@ -25,7 +25,7 @@ import tiny_questions  # noqa: E402
 import tiny_talk  # noqa: E402
 import tiny_tools  # noqa: E402
 import train_tiny  # noqa: E402
-from tiny_task import Task, is_held_out  # noqa: E402
+from tiny_task import Task, Turn, is_held_out  # noqa: E402
 
 import fastgen  # noqa: E402
 from fastgen.cli import chat  # noqa: E402
@@ -106,7 +106,7 @@ def test_the_corpus_is_that_of_the_shipped_model() -> None:
         assert not any(task.is_right("I am not sure: 123456789 zzz") for task in held_out)
         texts += [f"{name} {weight}", *map(repr, held_out)]
     texts += map(repr, tiny_questions.FIRST_QUESTIONS)
-    assert hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] == "9633bc15af68c8e7"
+    assert hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] == "aab914e763e562f4"
 
 
 def as_messages(task: Task, tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -148,6 +148,19 @@ def test_rows_are_what_the_chat_template_writes(name: str) -> None:
         assert (following[0, :-1][learned[:-1]] == inputs[0, 1:][learned[:-1]]).all()
         replies = [f"{turn.thought}\n</think>\n\n{turn.reply}" if turn.thought else turn.reply for turn in drawn.turns]
         assert tokenizer.decode(following[0][learned].tolist(), special=True) == "".join(f"{r}<|end|>" for r in replies)
+
+
+def test_a_reply_whose_keys_a_grammar_gives_is_learned_without_them() -> None:
+    """The ids are those of the whole reply, so that a grammar's text and the learned values join."""
+    tokenizer = Tokenizer(SHIPPED)
+    reply = '{"name": "Ada \\"x\\": 1", "tags": ["a", "b"], "at": {"x": 1.5, "ok": true}, "all": [{"n": 1}, {"n": 2}]}'
+    turn = Turn("Who?", reply, keys_given=True)
+    packed = tiny_data.turn_ids(lambda text: tokenizer.encode(text, special=False), turn, reply)
+    learned = [i - tiny_data.TARGET for i in packed if i & tiny_data.TARGET]
+    assert tokenizer.decode(learned, special=True) == ' "Ada \\"x\\": 1", ["a", "b"], 1.5, true}, [{" 1}, 2}]}<|end|>'
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": reply}]
+    ids = [tiny_data.BOS, *(i & (tiny_data.TARGET - 1) for i in packed)]
+    assert ids == tokenizer.encode_chat(messages, add_generation_prompt=False)
 
 
 def test_the_template_drops_earlier_thinking() -> None:

@@ -90,6 +90,35 @@ def test_an_agent_with_the_bundled_model(client: OpenAI) -> None:
     assert not ask(messages=[{"role": "user", "content": "hello"}]).choices[0].message.tool_calls
 
 
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("Anna is 31 and lives in Oslo.", {"name": "Anna", "age": 31, "city": "Oslo"}),
+        ("Bob and Eve go to a concert on Friday.", {"event": "concert", "day": "Friday", "people": ["Bob", "Eve"]}),
+        ("What is the capital of France?", {"answer": "Paris"}),
+        ("Is 8 even?", {"is_even": True}),
+    ],
+)
+def test_the_bundled_model_answers_with_json(client: OpenAI, question: str, answer: dict[str, Any]) -> None:
+    """Only the grammar knows the keys, or only the prompt does; the same question without either gets a sentence."""
+    types = {str: {"type": "string"}, int: {"type": "integer"}, bool: {"type": "boolean"}}
+    types[list] = {"type": "array", "items": {"type": "string"}}
+    properties = {key: types[type(value)] for key, value in answer.items()}
+    schema = {"type": "object", "properties": properties, "required": [*answer], "additionalProperties": False}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    told = f"Reply with JSON that fits this schema: {json.dumps(schema)}"
+
+    def ask(system: str = "", **options: Any) -> str:
+        messages: list[Any] = [{"role": "system", "content": system}] * bool(system)
+        messages.append({"role": "user", "content": question})
+        asked = client.chat.completions.create(model="any", messages=messages, temperature=0, max_tokens=100, **options)
+        assert asked.choices[0].finish_reason == "stop"
+        return asked.choices[0].message.content or ""
+
+    assert json.loads(ask(response_format=wanted)) == json.loads(ask(told)) == answer
+    assert not ask().startswith("{")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_ends_when_its_budget_is_used_up(server: Server, client: OpenAI, stream: bool) -> None:
     asked: dict[str, Any] = {"model": "any", "temperature": 0, "messages": [{"role": "user", "content": "17 * 23?"}]}
