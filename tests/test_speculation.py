@@ -89,7 +89,8 @@ def test_texts_and_events_end_where_they_do_without_drafts(monkeypatch: pytest.M
 
 def test_history_drafts_the_answers_of_the_same_prompt() -> None:
     params = SamplingParams(max_tokens=60, temperature=0)
-    prompts = ["what is 12 * 13?", "what is fastgen?", "hello"]
+    questions = "what is 12 * 13?", "what is fastgen?", "hello"
+    prompts: list[Any] = [{"messages": [{"role": "user", "content": question}]} for question in questions]
     with Generator(speculate="auto") as gen:
         first = gen.generate(prompts, params)
         steps = gen.stats.steps
