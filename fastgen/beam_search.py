@@ -53,7 +53,8 @@ class BeamOptions:
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """The ids that end a beam."""
-        return frozenset([*self.stop_token_ids, *(() if self.ignore_eos else self.eos_ids)])
+        given = SamplingParams(stop_token_ids=self.stop_token_ids).stop_token_ids  # () for None
+        return frozenset([*given, *(() if self.ignore_eos else self.eos_ids)])
 
     def check(self) -> None:
         """Raise ValueError or TypeError for arguments that cannot be used."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,10 @@ def test_where_a_beam_ends(gen: Generator) -> None:
     assert stop not in ended.token_ids[:-1]
     assert gen.tokenizer is not None
     assert ended.text == gen.tokenizer.decode(ended.token_ids[:-1])
+    nothing: Any = None  # as in SamplingParams
+    assert (
+        gen.beam_search([[5, 6, 7]], 2, 5, ignore_eos=True, stop_token_ids=nothing)[0].completions == free.completions
+    )
     (full,) = gen.beam_search([[5] * 509], 2, 50, ignore_eos=True)
     assert {len(each.token_ids) for each in full.completions} == {3}, "the context is full"
 

@@ -87,7 +87,7 @@ class FreeCores:
         if pause > PAUSE:
             others = _running_others()
             if not others or len(_cores()) == os.cpu_count():  # else the others may run on other cores
-                self.count = max(self._usable() - others, 1)
+                self.count = max(min(len(_cores()) - others, self._usable()), 1)
             if not others or pause > INTERVAL:
                 self._measured = self._times()
         with at_most(self.update()):

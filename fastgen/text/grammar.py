@@ -38,7 +38,7 @@ def json_rule(schema: Mapping[str, Any], *, strict: bool, closed: bool = False) 
 
     strict: schema keywords that cannot be enforced are an error, except uniqueItems. Otherwise they are ignored.
     closed: objects have only the listed properties, unless the schema contains additionalProperties or allOf. A strict
-    schema is always closed; another one stays open if it requires a property that it does not list.
+    schema is always closed; another one stays open if it requires more properties than it lists.
     Raises ValueError.
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict}
@@ -47,11 +47,10 @@ def json_rule(schema: Mapping[str, Any], *, strict: bool, closed: bool = False) 
         kept = _enforceable(schema, closed='"allOf"' not in text) if strict or closed else schema
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the JSON schema is not JSON: {error}") from error
-    if closed and not strict and _unlisted(kept) is not None:
+    if closed and not strict and _lack(kept) is not None:
         kept = schema
-    if (name := _unlisted(kept)) is not None:
-        message = "which is not in properties; list it there, or set additionalProperties to true"
-        raise ValueError(f"required has {name!r}, {message}")
+    if (lack := _lack(kept)) is not None:
+        raise ValueError(f"{lack}, or set additionalProperties to true")
     return f"%json {json.dumps({**kept, 'x-guidance': options})}"
 
 
@@ -68,13 +67,13 @@ def _enforceable(schema: Any, closed: bool, named: bool = False) -> Any:
             kept[key] = _enforceable(value, closed, not named and key in _NAMING)
         elif key in _VALUES or (key == "format" and value not in FREE_FORMATS):
             kept[key] = value
-    if closed and not named and "properties" in kept and kept.keys().isdisjoint(_ADDING):
+    if closed and not named and "properties" in kept and kept.keys().isdisjoint({*_ADDING, "unevaluatedProperties"}):
         kept.setdefault("additionalProperties", False)
     return kept
 
 
-def _unlisted(schema: Any) -> str | None:
-    """Return the name of a property that an object of a schema needs and cannot have; None if there is none."""
+def _lack(schema: Any) -> str | None:
+    """Return what an object of a schema needs and cannot have, with what to do; None if there is nothing."""
     left = [schema]
     while left:
         part = left.pop()
@@ -83,13 +82,15 @@ def _unlisted(schema: Any) -> str | None:
         if not isinstance(part, Mapping):
             continue
         left += [value for key, value in part.items() if key not in _VALUES]
-        properties, required = part.get("properties"), part.get("required")
+        properties, required, least = part.get("properties"), part.get("required"), part.get("minProperties")
         if part.get("additionalProperties") is not False or not _ADDING.isdisjoint(part) or "allOf" in part:
             continue
         if isinstance(properties, Mapping) and isinstance(required, list):
             unlisted = (name for name in required if isinstance(name, str) and name not in properties)
             if (name := next(unlisted, None)) is not None:
-                return name
+                return f"required has {name!r}, which is not in properties; list it there"
+        if isinstance(properties, Mapping) and isinstance(least, int) and least > len(properties):
+            return f"minProperties is {least}, and properties has {len(properties)}; list more"
     return None
 
 

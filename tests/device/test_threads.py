@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -195,6 +196,14 @@ def test_a_step_uses_no_more_threads_than_a_quota_allows_to_run(
     assert cores("1:cpu:/docker/id", {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}) == 3
     with (free := threads.FreeCores()).step():
         assert free.update() == 3
+    load = tmp_path / "loadavg"
+    monkeypatch.setattr(threads, "_LOAD", load)
+    monkeypatch.setattr(threads.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(threads.FreeCores, "_times", lambda self: (time.monotonic(), 0.0, 0.0))
+    for others, expected in ((4, 3), (6, 2), (9, 1)):  # other containers use cores that the quota leaves
+        load.write_text(f"0.98 3.96 5.27 {others + 1}/119 29369\n")
+        with (free := threads.FreeCores()).step():
+            assert free.count == expected
 
 
 def test_mkl_is_limited_even_if_the_program_has_set_a_number() -> None:

@@ -221,11 +221,25 @@ def test_objects_have_only_the_properties_of_a_strict_or_closed_schema(
             assert accepts(compiler.compile(f"start: {rule}"), ids, size) == (fits or not (strict or closed))
 
 
-def test_a_closed_schema_that_is_not_strict_may_require_what_it_does_not_list() -> None:
-    schema = {"properties": {"a": {}}, "required": ["b"]}
+@pytest.mark.parametrize(
+    ("needs", "error"),
+    [
+        ({"required": ["b"]}, "required has 'b', which is not in properties; list it there, or set"),
+        ({"minProperties": 2}, "minProperties is 2, and properties has 1; list more, or set"),
+    ],
+)
+def test_a_closed_schema_that_is_not_strict_may_require_what_it_does_not_list(
+    needs: dict[str, Any], error: str
+) -> None:
+    schema = {"properties": {"a": {}}, **needs}
     assert json_rule(schema, strict=False, closed=True) == json_rule(schema, strict=False)
-    with pytest.raises(ValueError, match="required has 'b'"):
+    with pytest.raises(ValueError, match=error):
         json_rule({**schema, "additionalProperties": False}, strict=False, closed=True)
+
+
+def test_a_closed_schema_may_say_that_it_is_open_by_unevaluated_properties() -> None:
+    schema = {"properties": {"a": {}}, "unevaluatedProperties": True}
+    assert "additionalProperties" not in json_rule(schema, strict=False, closed=True)
 
 
 @pytest.mark.parametrize(

@@ -185,9 +185,11 @@ def given_by(row: Row) -> dict[str, Any]:
 
 
 def priority_of(row: Row) -> int | None:
-    """Return the priority of a row's request, which its column `priority` sets if it has an integer."""
+    """Return the priority of a row's request, which its column `priority` sets if it has an integer, also one that is
+    written as 1.0, as in a pandas column with empty cells."""
     value = parsed(row.columns.get("priority"))
-    return value if type(value) is int else None
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value
+    return whole if type(whole) is int else None
 
 
 def check_json(body: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ from fastgen.cli.serve.http_responses import (
     as_api_error,
     compute,
     error_response,
+    given_id,
     is_anthropic,
     json_response,
     limited,
@@ -43,7 +44,6 @@ from fastgen.cli.serve.web_pages import chat_page, docs_page
 
 PROBES = ("/health", "/ping", "/ready")
 OPEN = ("/", "/docs", "/openapi.json", "/metrics", *PROBES)  # routes that need no API key
-REQUEST_ID = re.compile(r"[!-~]{1,128}")  # ids of another form are replaced
 TWICE = re.compile("/{2,}")
 HOST = re.compile(r"[\w.~!$&'()*+,;=%:\[\]-]*", re.ASCII)  # the characters of a host and a port
 ABSOLUTE = re.compile(rb"https?://([^/]+)(/.*)?", re.IGNORECASE | re.DOTALL)
@@ -92,8 +92,7 @@ class _Report:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         scope["path"] = plain_path(scope["path"])
-        request_id = Headers(scope=scope).get("x-request-id", "")
-        name = request_id if REQUEST_ID.fullmatch(request_id) else uuid.uuid4().hex
+        name = given_id(scope) or uuid.uuid4().hex
         start, status = time.monotonic(), 500
 
         async def receive_watched() -> Message:
@@ -304,10 +303,8 @@ class _Routes:
 
     async def _generate(self, body: GenerationRequest, request: Request) -> Response:
         """Answer a chat or a completion. As in vLLM, the header X-Request-Id goes before `request_id`."""
-        name = request.headers.get("x-request-id", "")
-        if REQUEST_ID.fullmatch(name):
-            body = body.model_copy(update={"request_id": name})
-        return GenerationResponse(self._service, body.with_mode(self._service.options.logprobs_mode))
+        named = body.model_copy(update={"request_id": given_id(request.scope) or body.request_id})
+        return GenerationResponse(self._service, named.with_mode(self._service.options.logprobs_mode))
 
     async def tokenizer_info(self, request: Request) -> Response:
         model = self._service.choose(request.query_params.get("model"))

@@ -265,7 +265,7 @@ def _check_prompt(ids: Sequence[int], request: GenerationRequest, model: ModelFa
     param, context = "messages" if isinstance(request, ChatRequest) else "prompt", model.max_model_len
     if not ids:
         raise ApiError(400, f"{param} is empty; give at least one token", param, "invalid_value")
-    _check_ids(ids, param, model.vocab_size)
+    check_ids(ids, param, model.vocab_size)
     answer = 1 if request.limit is None else request.limit if strict else min(request.limit, 1)
     if len(ids) + answer > context:
         least = "at least " if len(ids) > context + CLEARLY_MORE else ""  # the tokenizer has stopped there
@@ -279,7 +279,8 @@ def _check_prompt(ids: Sequence[int], request: GenerationRequest, model: ModelFa
         )
 
 
-def _check_ids(ids: Sequence[int], param: str, vocab_size: int) -> None:
+def check_ids(ids: Sequence[int], param: str, vocab_size: int) -> None:
+    """Raise ApiError for an id outside the vocabulary."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         bad = next(id for id in ids if not 0 <= id < vocab_size)
         message = f"{param} holds the id {bad}, which is out of vocabulary: the model has {vocab_size} tokens"
@@ -341,7 +342,7 @@ def detokenize(request: DetokenizeRequest, model: ModelFacts) -> dict[str, str]:
     """Answer /detokenize. The text shows special tokens. Raises ApiError."""
     tokenizer = needed(model.tokenizer)
     check_length(request.tokens, "tokens", model)
-    _check_ids(request.tokens, "tokens", model.vocab_size)
+    check_ids(request.tokens, "tokens", model.vocab_size)
     return {"prompt": tokenizer.decode(request.tokens, special=True)}
 
 

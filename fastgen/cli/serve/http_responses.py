@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -30,6 +31,7 @@ RETRY_SECONDS = 1  # Retry-After header of a 503
 FAREWELL_SECONDS = 2.0  # time for a client to receive the error that ends its stream
 MANY = 1024  # number of tokens above which making chunks is large work
 MANY_PROMPTS = 64  # number of prompts above which tokenizing them is large work
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
 CHARS = 4  # estimated number of characters per token, before tokenization
 
 
@@ -40,6 +42,12 @@ def json_bytes(content: Any) -> bytes:
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(json_bytes(content), status, headers, "application/json")
+
+
+def given_id(scope: Scope) -> str | None:
+    """Return the id that the header X-Request-Id gives a request; None if it has none, or one of another form."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if REQUEST_ID.fullmatch(given) else None
 
 
 def is_anthropic(scope: Scope) -> bool:

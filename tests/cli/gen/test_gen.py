@@ -310,9 +310,9 @@ class Echo:
 
 def test_an_integer_in_the_column_priority_is_that_of_the_request() -> None:
     ask = RowJob(SamplingParams(), seed=0).ask
-    given: list[Any] = [None, 3, "-4", "high", 2.5, True]
+    given: list[Any] = [None, 3, "-4", "high", 2.5, True, 2.0, "1.0"]
     rows = (Row(0, {"prompt": "x", "priority": priority}) for priority in given)
-    assert [request.priority for row in rows for request in ask(row).requests] == [0, 3, -4, 0, 0, 0]
+    assert [request.priority for row in rows for request in ask(row).requests] == [0, 3, -4, 0, 0, 0, 2, 1]
 
 
 @pytest.mark.parametrize("bad", [False, True])

@@ -21,10 +21,17 @@ def post(server: Server, path: str, **fields: Any) -> Any:
 
 
 def test_a_batch_has_the_answers_of_its_chats(bundled_server: Server) -> None:
-    fields = {"temperature": 0, "max_tokens": 6, "logprobs": True, "return_token_ids": True}
+    fields = {"temperature": 0, "max_tokens": 6, "logprobs": True, "return_token_ids": True, "prompt_logprobs": 1}
+    fields["return_prompt_text"] = True
     batch = post(bundled_server, "/v1/chat/completions/batch", messages=CHATS, **fields)
     alone = [post(bundled_server, "/v1/chat/completions", messages=chat, **fields) for chat in CHATS]
-    assert batch["choices"] == [{**chat["choices"][0], "index": index} for index, chat in enumerate(alone)]
+    prompts = [{name: chat[name] for name in ("prompt_token_ids", "prompt_logprobs", "prompt_text")} for chat in alone]
+    assert prompts[0] != prompts[1]
+    assert batch["choices"] == [
+        {**chat["choices"][0], "index": index, **prompt}
+        for index, (chat, prompt) in enumerate(zip(alone, prompts, strict=True))
+    ]
+    assert not prompts[0].keys() & batch.keys()
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert batch["usage"][name] == sum(chat["usage"][name] for chat in alone)
 
@@ -81,6 +88,8 @@ def test_texts_are_tokenized_apart_and_only_the_query_has_special_tokens(bundled
         ({"items": []}, "items"),
         ({"items": ["a", [5]]}, "items[1]"),
         ({"items": [[99999]]}, "items"),
+        ({"query": [99999]}, "query"),
+        ({"query": "", "items": ["b", ""], "add_special_tokens": False}, "items"),
         ({"items": ["a " * 3000]}, "items"),
         ({"label_token_ids": []}, "label_token_ids"),
         ({"label_token_ids": [99999]}, "label_token_ids"),
@@ -91,3 +100,16 @@ def test_an_error_of_a_scoring_names_its_field(bundled_server: Server, fields: d
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, param)
     assert error["message"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "begin"),
+    [
+        ("/v1/chat/completions/batch", {"messages": CHATS, "max_tokens": 1}, "chatcmpl"),
+        ("/generative_scoring", {"query": "a", "items": ["b"], "label_token_ids": [5]}, "generative-scoring"),
+    ],
+)
+def test_the_header_gives_the_id_of_an_answer(
+    bundled_server: Server, path: str, fields: dict[str, Any], begin: str
+) -> None:
+    assert bundled_server.post(path, fields, headers={"X-Request-Id": "r-1"}).json()["id"] == f"{begin}-r-1"

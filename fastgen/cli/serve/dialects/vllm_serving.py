@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import uuid
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, cast
@@ -17,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Scope
 
-from fastgen.cli.serve.engine_input import ModelFacts, check_length, encode_text
-from fastgen.cli.serve.http_responses import GenerationResponse, json_response, limited
+from fastgen.cli.serve.engine_input import ModelFacts, check_ids, check_length, encode_text
+from fastgen.cli.serve.http_responses import GenerationResponse, given_id, json_response, limited
 from fastgen.cli.serve.openai_input import ChatMessage, ChatRequest, CompletionRequest
 from fastgen.cli.serve.openai_output import token_name
 from fastgen.cli.serve.routes import Post, Routes
@@ -28,6 +29,8 @@ from fastgen.cli.serve.validation import ApiError, Body, Some, check_request
 from fastgen.request import MAX_LOGPROBS
 
 NAMES = {"prompt": "items", "logprob_token_ids": "label_token_ids"}  # {field of a completion: its name in a scoring}
+OF_PROMPTS = ("prompt_token_ids", "prompt_logprobs", "prompt_text")
+"""Fields of the answer to a chat. In a batch each choice has them, as in /completions."""
 
 
 class BatchRequest(ChatRequest):
@@ -69,9 +72,14 @@ class ScoringRequest(Body):
         """Translate the request into a completion of one token. Raises ApiError."""
         most, special = model.max_model_len, self.add_special_tokens is not False
         query, prompts = encode_text(self.query, model, special=special, most=most).ids, list[list[int]]()
+        check_ids(query, "query", model.vocab_size)
         for item in self.items:
             ids = encode_text(item, model, special=False, most=most).ids
             prompts.append(ids + query if self.item_first else query + ids)
+            if not prompts[-1]:
+                raise ApiError(
+                    400, f"items[{len(prompts) - 1}] and the query are empty; give text", "items", "invalid_value"
+                )
             check_length(prompts[-1], "items", model)
         labels = {"logprobs": 0, "logprob_token_ids": self.label_token_ids, "return_tokens_as_token_ids": True}
         asked = {"model": self.model, "prompt": prompts, "priority": self.priority}
@@ -98,15 +106,20 @@ async def _reply(response: Response, scope: Scope, request: Request) -> dict[str
 
 
 async def _chat(service: Service, body: BatchRequest, request: Request) -> Response:
+    named = body.model_copy(update={"request_id": given_id(request.scope) or body.request_id})
     mode = service.options.logprobs_mode
     try:
         async with asyncio.TaskGroup() as group:  # which ends all chats when one of them fails
-            responses = [GenerationResponse(service, chat.with_mode(mode)) for chat in body.chats]
+            responses = [GenerationResponse(service, chat.with_mode(mode)) for chat in named.chats]
             tasks = [group.create_task(_reply(response, {**request.scope}, request)) for response in responses]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     replies = [task.result() for task in tasks]
-    choices = [{**reply["choices"][0], "index": index} for index, reply in enumerate(replies)]
+    prompts = [{name: reply.pop(name) for name in OF_PROMPTS if name in reply} for reply in replies]
+    choices = [
+        {**reply["choices"][0], "index": index, **prompt}
+        for index, (reply, prompt) in enumerate(zip(replies, prompts, strict=True))
+    ]
     usages = [reply["usage"] for reply in replies]
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     return json_response(
@@ -131,7 +144,7 @@ async def _score(service: Service, body: ScoringRequest, request: Request) -> Re
     scores = [body.score(choice["logprobs"]["top_logprobs"][0]) for choice in reply["choices"]]
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
     shared = {name: reply[name] for name in ("created", "model", "usage")}
-    id = reply["id"].replace("cmpl-", "generative-scoring-")
+    id = f"generative-scoring-{given_id(request.scope) or uuid.uuid4().hex}"
     return json_response({"id": id, "object": "list", "data": data, **shared})
 
 
