@@ -90,6 +90,10 @@ class RopeConfig:
     truncate: bool = True  # yarn: the ends of the ramp are whole numbers of pairs
     query_growth: float = 0.0  # the growth of queries beyond the original context (Ministral 3: llama_4_scaling_beta)
 
+    def is_long_in(self, context: int) -> bool:
+        """Return whether the long factors of longrope apply to all sequences of an engine with this context."""
+        return self.kind == "longrope" and context > self.original_max_position > 0
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -420,7 +424,7 @@ def _multipliers(config: dict[str, Any], family: Family) -> dict[str, float | No
         flag: _number(config, field, 1.0, low=1e-6, high=1e6) for flag, field in fields.items()
     }
     if family.mup:
-        flags["logits_divisor"] = 1 / _number(config, "logits_scaling", 1.0)
+        flags["logits_divisor"] = 1 / _number(config, "logits_scaling", 1.0)  # logits are multiplied by it
         if config.get("attention_multiplier") is None:
             flags["attention_scale"] = None  # that of the head size
     return flags

@@ -50,8 +50,8 @@ def json_rule(schema: Mapping[str, Any], *, strict: bool, closed: bool = False) 
     if closed and not strict and _unlisted(kept) is not None:
         kept = schema
     if (name := _unlisted(kept)) is not None:
-        message = "which is not in properties; list it there, or set additionalProperties to true"
-        raise ValueError(f"required has {name!r}, {message}")
+        remedy = "list it there, or set additionalProperties to true"
+        raise ValueError(f"required has {name!r}, which is not in properties; {remedy}")
     return f"%json {json.dumps({**kept, 'x-guidance': options})}"
 
 
