@@ -277,15 +277,15 @@ def _answer(body: SglangRequest, output: RequestOutput, completion: Completion, 
 
 def _checksums(ranks: list[dict[str, str]]) -> dict[str, Any]:
     """Return the answer with the checksums of each rank's weights, by name."""
-    totals = [_joint_checksum(chain.from_iterable(sorted(sums.items()))) for sums in ranks]
+    totals = [_checksum(chain.from_iterable(sorted(sums.items()))) for sums in ranks]
     listed = [
         {"checksums": sums, "per_gpu_checksum": total, "parallelism_info": {"tp_rank": rank, "tp_size": len(ranks)}}
         for rank, (sums, total) in enumerate(zip(ranks, totals, strict=True))
     ]
-    return {"success": True, "message": "Success.", "ranks": listed, "per_engine_checksum": _joint_checksum(totals)}
+    return {"success": True, "message": "Success.", "ranks": listed, "per_engine_checksum": _checksum(totals)}
 
 
-def _joint_checksum(parts: Iterable[str]) -> str:
+def _checksum(parts: Iterable[str]) -> str:
     return sha256("".join(parts).encode()).hexdigest()
 
 
