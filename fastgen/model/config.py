@@ -34,7 +34,7 @@ _YARN = (("factor",), ("beta_fast", "beta_slow", "attention_factor", "mscale", "
 # Kinds of rope: (required numbers, optional numbers).
 _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
-    # It stretches only beyond max_position_embeddings, where no sequence gets, but for an alpha (HunYuan).
+    # Without an alpha (HunYuan), it stretches only beyond max_position_embeddings, which no sequence reaches.
     "dynamic": ((), ("alpha",)),
     "mrope": ((), ()),  # a token of text has one position, so the sections for images turn like the others
     "linear": (("factor",), ()),
@@ -426,7 +426,7 @@ def _multipliers(config: dict[str, Any], family: Family) -> dict[str, float | No
     if family.mup:
         flags["logits_divisor"] = 1 / _number(config, "logits_scaling", 1.0)  # logits are multiplied by it
         if config.get("attention_multiplier") is None:
-            flags["attention_scale"] = None  # that of the head size
+            flags["attention_scale"] = None  # from the head size
     return flags
 
 

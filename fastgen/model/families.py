@@ -48,7 +48,7 @@ WRAPPERS = {
 }
 """{model_type: architecture} of models with vision whose text model runs."""
 TEXT_TYPES = {"exaone4_5_text": "exaone4"}
-"""{model_type of a text model inside a model with vision: that of its family}, if they differ."""
+"""{model_type of the text model inside a vision model: model_type of its family}, if they differ."""
 
 _OLMO = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}

@@ -187,7 +187,7 @@ class SglangEngine(TrainerRoutes):
             params["prompt_logprobs"] = 0
         self.check_samples(params.get("n"))
         greedy = params.get("temperature", engine.info.default_params.temperature) == 0
-        priority = -body.priority  # of fastgen.Request, where lower numbers go first
+        priority = -body.priority  # in fastgen, lower numbers go first
         if body.stream:
             submit = partial(engine.submit, [body.prompt], params, priority=priority)
             return SglangStream(self.service, submit, body, greedy)
