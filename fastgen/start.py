@@ -95,7 +95,7 @@ def log_start(name: str, seconds: float, config: EngineConfig, model_config: Mod
     if model_config.has_vision:
         log.warning("%s is a vision model, and fastgen runs only its text model: it cannot read images", name)
     rope = model_config.rope
-    if rope.kind == "longrope" and config.max_model_len > rope.original_max_position > 0:
+    if rope.is_long_in(config.max_model_len):
         log.warning(
             "the context of %d tokens is above the original %d, so rope is stretched for prompts of every length; if "
             "all are short, give max_model_len=%d, as transformers does not stretch it for these",

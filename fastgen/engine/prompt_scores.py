@@ -43,8 +43,8 @@ class ScorePlan:
 
 @dataclass(slots=True)
 class Scored:
-    """The logprobs of the prompt tokens at positions start, start + 1, ... of one lane. ranks: of the tokens, if there
-    are alternatives."""
+    """The logprobs of the prompt tokens at positions start, start + 1, ... of one lane, and with alternatives also the
+    tokens' ranks."""
 
     lane: int
     start: int

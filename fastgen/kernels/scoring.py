@@ -52,8 +52,8 @@ def ids_of_keys(keys: Tensor, vocab: int) -> Tensor:
 
 
 def ranks(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the ranks, int64 [R], of targets, int64 [R], for logits [R, V]: the number of tokens whose logit is not
-    below the target's."""
+    """Return the ranks of targets, both int64 [R], for logits [R, V]: the number of tokens whose logit is not below the
+    target's."""
     return (logits >= logits.gather(1, targets[:, None])).sum(1)
 
 

@@ -34,7 +34,7 @@ _YARN = (("factor",), ("beta_fast", "beta_slow", "attention_factor", "mscale", "
 # Kinds of rope: (required numbers, optional numbers).
 _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
-    # It stretches only beyond max_position_embeddings, where no sequence gets, but for an alpha (HunYuan).
+    # Without an alpha (HunYuan), it stretches only beyond max_position_embeddings, which no sequence reaches.
     "dynamic": ((), ("alpha",)),
     "mrope": ((), ()),  # a token of text has one position, so the sections for images turn like the others
     "linear": (("factor",), ()),
@@ -89,6 +89,10 @@ class RopeConfig:
     rotary: float = 1.0  # rotated part of the dimensions of a head
     truncate: bool = True  # yarn: the ends of the ramp are whole numbers of pairs
     query_growth: float = 0.0  # the growth of queries beyond the original context (Ministral 3: llama_4_scaling_beta)
+
+    def is_long_in(self, context: int) -> bool:
+        """Return whether the long factors of longrope apply to all sequences of an engine with this context."""
+        return self.kind == "longrope" and context > self.original_max_position > 0
 
 
 @dataclass(frozen=True)
@@ -420,9 +424,9 @@ def _multipliers(config: dict[str, Any], family: Family) -> dict[str, float | No
         flag: _number(config, field, 1.0, low=1e-6, high=1e6) for flag, field in fields.items()
     }
     if family.mup:
-        flags["logits_divisor"] = 1 / _number(config, "logits_scaling", 1.0)
+        flags["logits_divisor"] = 1 / _number(config, "logits_scaling", 1.0)  # logits are multiplied by it
         if config.get("attention_multiplier") is None:
-            flags["attention_scale"] = None  # that of the head size
+            flags["attention_scale"] = None  # from the head size
     return flags
 
 

@@ -8,51 +8,36 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Family:
-    """The rules by which the fields of a model family's config.json become the flags of ModelConfig.
-
-    absent: the values that transformers assumes for absent fields; a field that is null stays null. qkv_bias: q, k and
-    v always have biases. attention_bias: the field attention_bias adds biases to q, k, v and o; for o there may be
-    another field, out_bias. mlp_bias: the field mlp_bias adds biases to gate, up and down. qk_norm, norm_after_rope:
-    see ModelConfig. window: name of the field that switches sliding windows on, which may be the size itself
-    ("sliding_window"); "" for families without windows. layer_types: that field says which layers have a window;
-    otherwise all have one. no_rope: the field no_rope_layers names layers without rope, by default every
-    no_rope_layer_interval-th. multipliers: the fields of Granite scale embeddings, attention, branches and logits. mup:
-    they do so as in HyperCLOVA X: logits are multiplied, not divided, the scale of attention may be left open, and the
-    field use_post_norm sets ModelConfig's peri_norm. tensors: values of ModelConfig's qkv_tensor, gate_up_tensor and
-    down_tensor. inner: the field of the size of the MLP. only: the supported values of fields, or of their items.
-    post_norm, wide_norm: see ModelConfig. pattern: without layer_types, every pattern-th layer has no window; a number,
-    or the field that has it. full_first: the first of each `pattern` layers is the one without a window, instead of the
-    last. full_rope: the rope of layers without a window: "" (the same as the others'), "none" (no rope, unless
-    sliding_window is null), or "stretched" (the config's stretching, which the others lack). rope: rope_parameters of a
-    config that has none. partial_rope: the field partial_rotary_factor may be below 1. gated: see ModelConfig. foreign:
-    fields that are supported only if they are null, false, 0 or empty.
-    """
+    """The rules by which the fields of a model family's config.json become the flags of ModelConfig. Comments quote the
+    names of its fields."""
 
     model_type: str
-    absent: dict[str, Any]
-    qkv_bias: bool = False
-    attention_bias: bool = False
-    out_bias: str = "attention_bias"
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    norm_after_rope: bool = False
-    window: str = ""
-    layer_types: bool = True
-    no_rope: bool = False
-    multipliers: bool = False
-    mup: bool = False
-    tensors: dict[str, str] | None = None
-    inner: str = "intermediate_size"
-    only: dict[str, tuple[str, ...]] | None = None
-    post_norm: bool = False
-    wide_norm: bool = False
-    pattern: int | str = ""
-    full_first: bool = False
+    absent: dict[str, Any]  # the values that transformers assumes for absent fields; a field that is null stays null
+    qkv_bias: bool = False  # q, k and v always have biases
+    attention_bias: bool = False  # "attention_bias" adds biases to q, k, v and o
+    out_bias: str = "attention_bias"  # the field that adds one to o
+    mlp_bias: bool = False  # "mlp_bias" adds biases to gate, up and down
+    qk_norm: bool = False  # see ModelConfig
+    norm_after_rope: bool = False  # see ModelConfig
+    window: str = ""  # the field that switches sliding windows on, or is their size ("sliding_window"); "": no windows
+    layer_types: bool = True  # "layer_types" says which layers have a window; otherwise all have one
+    no_rope: bool = False  # some layers have no rope: by "no_rope_layers", or every "no_rope_layer_interval"-th
+    multipliers: bool = False  # the fields of Granite scale embeddings, attention, branches and logits
+    mup: bool = False  # they do so as in HyperCLOVA X: see _multipliers; "use_post_norm" sets ModelConfig's peri_norm
+    tensors: dict[str, str] | None = None  # ModelConfig's qkv_tensor, gate_up_tensor and down_tensor
+    inner: str = "intermediate_size"  # the field that is the size of the MLP
+    only: dict[str, tuple[str, ...]] | None = None  # the supported values of fields, or of their items
+    post_norm: bool = False  # see ModelConfig
+    wide_norm: bool = False  # see ModelConfig
+    pattern: int | str = ""  # without "layer_types", every pattern-th layer has no window; or the field that says it
+    full_first: bool = False  # of each `pattern` layers, the first has no window, instead of the last
+    # The rope of layers without a window: "" (as in the others), "none" (no rope, unless "sliding_window" is null) or
+    # "stretched" (the config's stretching, which the others lack).
     full_rope: Literal["", "none", "stretched"] = ""
-    rope: dict[str, Any] | None = None
-    partial_rope: bool = False
-    gated: bool = True
-    foreign: tuple[str, ...] = ()
+    rope: dict[str, Any] | None = None  # "rope_parameters" of a config that has none
+    partial_rope: bool = False  # "partial_rotary_factor" may be below 1
+    gated: bool = True  # see ModelConfig
+    foreign: tuple[str, ...] = ()  # fields that are supported only if they are null, false, 0 or empty
 
 
 WRAPPERS = {
@@ -63,7 +48,7 @@ WRAPPERS = {
 }
 """{model_type: architecture} of models with vision whose text model runs."""
 TEXT_TYPES = {"exaone4_5_text": "exaone4"}
-"""{model_type of a text model inside a model with vision: that of its family}, if they differ."""
+"""{model_type of the text model inside a vision model: model_type of its family}, if they differ."""
 
 _OLMO = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}

@@ -231,10 +231,15 @@ class Parameters:
         ends = {name: BranchEnd(norm.get(f"{name}.norm"), self.config.branch_scale) for name in ("o_end", "down_end")}
         if self.config.adds_products:
             ends.clear()
+        head_norm = wide_norm = None
+        if self.config.qk_norm:
+            head_norm = HeadNorm(norms["head_norm.q"], norms["head_norm.k"], eps, self.config.norm_after_rope)
+        if self.config.wide_norm:
+            wide_norm = WideNorm(norms["wide_norm.q"], norms["wide_norm.k"], eps)
         return Layer(
             input_norm=norm.get("input_norm"),
-            head_norm=self._head_norm(norms) if self.config.qk_norm else None,
-            wide_norm=WideNorm(norms["wide_norm.q"], norms["wide_norm.k"], eps) if self.config.wide_norm else None,
+            head_norm=head_norm,
+            wide_norm=wide_norm,
             post_norm=norm.get("post_norm"),
             window=self.config.windows[number],
             has_other_rope=number in self.config.other_layers,
@@ -242,9 +247,6 @@ class Parameters:
             down_end=ends.get("down_end"),
             **linears,
         )
-
-    def _head_norm(self, norms: dict[str, Tensor]) -> HeadNorm:
-        return HeadNorm(norms["head_norm.q"], norms["head_norm.k"], self.config.norm_eps, self.config.norm_after_rope)
 
     def targets(self, stored: bool = False) -> dict[str, Shard]:
         """Return this rank's shard of each Hugging Face parameter, by name. Weights must not be packed.

@@ -243,7 +243,9 @@ class RowJob:
         try:
             if row.error is not None:
                 raise ValueError(row.error)
-            requests = [Request(self.prompt(row.columns), self._params(row), priority=priority_of(row) or 0)]
+            prompt = self.prompt(row.columns)
+            params = self.params_with({"seed": seed_of(self.seed, row.index), **given_by(row)})
+            requests = [Request(prompt, params, priority=priority_of(row) or 0)]
             return RowRequests(requests, lambda outputs: self._finish(row, outputs[0]))
         except (ValueError, TypeError) as error:
             reason = str(error)
@@ -281,9 +283,6 @@ class RowJob:
 
     def _text(self, text: str) -> str | list[Any]:
         return [{"role": "user", "content": text}] if self.chat else text
-
-    def _params(self, row: Row) -> SamplingParams:
-        return self.params_with({"seed": seed_of(self.seed, row.index), **given_by(row)})
 
     def params_with(self, given: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of a row that sets the given ones. Raises ValueError or TypeError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -229,6 +229,17 @@ class TrainerRoutes:
             yield
         finally:
             self.service.updating.discard(engine)
+
+    async def reset_weights(self, engine: AsyncGenerator) -> int:
+        """Set all weights to 0, so that a check after an update finds those that it left out. Return their version."""
+        with self.updating(engine):
+            version: int = await engine.call("reset_weights")
+        return version
+
+
+def differing(checksums: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    """Return the names of weights whose checksums differ, or that only one of the mappings has."""
+    return sorted({name for name, _ in checksums.items() ^ others.items()})
 
 
 class RolloutRoutes(TrainerRoutes):

@@ -44,7 +44,7 @@ def turn(
 
 @jit()
 def rotate(a, b, cos, sin, turned):
-    """Return pairs (a, b) rotated where `turned`."""
+    """Return the pairs (a, b), rotated if `turned`."""
     return tl.where(turned, a * cos - b * sin, a), tl.where(turned, b * cos + a * sin, b)
 
 
@@ -122,8 +122,8 @@ def _rope_kernel(
 
 @jit()
 def norm_heads(a, b, at, apart, half, is_q, turned, q_ptr, q_norm_ptr, k_norm_ptr, eps, D: tl.constexpr):
-    """Return the RMSNorm of heads where `turned`, rounded twice, as in transformers. a, b: float32 [HEADS, HALF], the
-    pairs of dimensions `at` and `at + apart`, of which those of `half` exist."""
+    """Return the heads, and the RMSNorm of those that are `turned`, rounded twice, as in transformers. a, b: float32
+    [HEADS, HALF], the pairs of dimensions `at` and `at + apart`. half: mask of the pairs that exist."""
     scale = 1 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
     q_a = tl.load(q_norm_ptr + at, mask=half, other=0.0).to(tl.float32)
     q_b = tl.load(q_norm_ptr + at + apart, mask=half, other=0.0).to(tl.float32)

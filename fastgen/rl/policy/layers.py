@@ -28,7 +28,7 @@ from fastgen.rl.policy.packs import Pack
 
 ATTENTION = "fastgen_policy"  # the name of `attend_pack` among transformers' attention implementations
 SAME_LAYERS = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-"""{text of a vision model, of which transformers has no causal model: model_type with the same layers}."""
+"""{model_type of a vision model's text, without a causal model in transformers: one with the same layers}."""
 HALF = torch.bfloat16, torch.float16  # dtypes of torch's attention for ragged sequences, on a GPU
 
 

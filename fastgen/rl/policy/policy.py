@@ -444,7 +444,7 @@ def _runner_of(gen: Generator) -> Runner:
     if gen.model_config.quantization is not None:
         raise ValueError("the Generator's weights are quantized, which has no gradients; leave quantization out")
     rope = gen.model_config.rope
-    if rope.kind == "longrope" and gen.max_model_len > rope.original_max_position > 0:
+    if rope.is_long_in(gen.max_model_len):
         raise ValueError(
             f"the Generator stretches rope for its context of {gen.max_model_len} tokens, and transformers, which "
             f"differentiates it, only for longer sequences; give max_model_len={rope.original_max_position}"

@@ -8,9 +8,8 @@ Source: sglang/srt/entrypoints/http_server.py of SGLang 0.5.23, and slime's docs
 
 from __future__ import annotations
 
-import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from hashlib import sha256
 from itertools import accumulate, chain
@@ -21,7 +20,14 @@ from starlette.datastructures import QueryParams
 
 from fastgen.async_engine.client import AsyncGenerator, EventStream, joined
 from fastgen.cli.serve.http_responses import json_bytes
-from fastgen.cli.serve.rollout import EventResponse, ModelRequest, TrainerRoutes, sampling_fields, weight_version
+from fastgen.cli.serve.rollout import (
+    EventResponse,
+    ModelRequest,
+    TrainerRoutes,
+    differing,
+    sampling_fields,
+    weight_version,
+)
 from fastgen.cli.serve.routes import Routes
 from fastgen.cli.serve.sampling_fields import INT32
 from fastgen.cli.serve.service import Service
@@ -181,7 +187,7 @@ class SglangEngine(TrainerRoutes):
             params["prompt_logprobs"] = 0
         self.check_samples(params.get("n"))
         greedy = params.get("temperature", engine.info.default_params.temperature) == 0
-        priority = -body.priority  # of fastgen.Request, where lower numbers go first
+        priority = -body.priority  # in fastgen, lower numbers go first
         if body.stream:
             submit = partial(engine.submit, [body.prompt], params, priority=priority)
             return SglangStream(self.service, submit, body, greedy)
@@ -199,8 +205,7 @@ class SglangEngine(TrainerRoutes):
 
     async def _check(self, engine: AsyncGenerator, body: CheckRequest, _: QueryParams) -> Any:
         if body.action == "reset_tensors":
-            with self.updating(engine):
-                await engine.call("reset_weights")
+            await self.reset_weights(engine)
             return {"success": True, "message": "all weights are 0"}
         ranks: list[dict[str, str]] = await engine.call("weight_checksums")
         if body.action == "snapshot":
@@ -209,15 +214,9 @@ class SglangEngine(TrainerRoutes):
             if engine not in self._snapshots:
                 raise ValueError("action is 'compare', and there is no snapshot; send the action 'snapshot' first")
             pairs = zip(ranks, self._snapshots[engine], strict=True)
-            if names := sorted({name for now, then in pairs for name, _ in now.items() ^ then.items()}):
+            if names := sorted(set(chain.from_iterable(differing(*pair) for pair in pairs))):
                 raise ValueError(f"{len(names)} weights differ from the snapshot: {', '.join(names[:MAX_FAULTS])}")
-        totals = [sha256("".join(map("".join, sorted(sums.items()))).encode()).hexdigest() for sums in ranks]
-        listed = [
-            {"checksums": sums, "per_gpu_checksum": total, "parallelism_info": {"tp_rank": rank, "tp_size": len(ranks)}}
-            for rank, (sums, total) in enumerate(zip(ranks, totals, strict=True))
-        ]
-        whole = sha256("".join(totals).encode()).hexdigest()
-        return {"success": True, "message": "Success.", "ranks": listed, "per_engine_checksum": whole}
+        return _checksums(ranks)
 
 
 class SglangStream(EventResponse):
@@ -272,9 +271,22 @@ def _answer(body: SglangRequest, output: RequestOutput, completion: Completion, 
         meta["top_p_token_offsets"] = list(accumulate(map(len, completion.sampling_mask), initial=0))
     if body.scored and output.prompt_logprobs is not None:  # which come at the end of a stream
         pairs = zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
-        scores = [[None if math.isnan(logprob) else logprob, token, None] for logprob, token in pairs]
-        meta["input_token_logprobs"] = scores[body.logprob_start_len :]
+        meta["input_token_logprobs"] = [[*pair, None] for pair in pairs][body.logprob_start_len :]
     return {"text": completion.text, "output_ids": completion.token_ids, "meta_info": meta}
+
+
+def _checksums(ranks: list[dict[str, str]]) -> dict[str, Any]:
+    """Return the answer with the checksums of each rank's weights, by name."""
+    totals = [_checksum(chain.from_iterable(sorted(sums.items()))) for sums in ranks]
+    listed = [
+        {"checksums": sums, "per_gpu_checksum": total, "parallelism_info": {"tp_rank": rank, "tp_size": len(ranks)}}
+        for rank, (sums, total) in enumerate(zip(ranks, totals, strict=True))
+    ]
+    return {"success": True, "message": "Success.", "ranks": listed, "per_engine_checksum": _checksum(totals)}
+
+
+def _checksum(parts: Iterable[str]) -> str:
+    return sha256("".join(parts).encode()).hexdigest()
 
 
 def _reason(completion: Completion) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from starlette.datastructures import QueryParams
 from fastgen.async_engine.client import AsyncGenerator
 from fastgen.cli.serve.openai_input import drawn_name
 from fastgen.cli.serve.openai_output import LOWEST, prompt_scores, token_name
-from fastgen.cli.serve.rollout import ModelRequest, SleepRequest, TrainerRoutes, sampling_fields, sleep
+from fastgen.cli.serve.rollout import ModelRequest, SleepRequest, TrainerRoutes, differing, sampling_fields, sleep
 from fastgen.cli.serve.routes import Post, Routes
 from fastgen.cli.serve.sampling_fields import INT32, StructuredOutputs
 from fastgen.cli.serve.service import Service
@@ -301,13 +301,12 @@ class VllmControl(TrainerRoutes):
 
     async def _check_weights(self, engine: AsyncGenerator, body: CheckerRequest, _: QueryParams) -> Any:
         if body.action == "reset":
-            with self.updating(engine):
-                return {"status": "reset", "weight_version": await engine.call("reset_weights")}
+            return {"status": "reset", "weight_version": await self.reset_weights(engine)}
         ranks = enumerate(await engine.call("weight_checksums"))
         sums = {f"dp0:pp0:pcp0:tp{rank}:{name}": value for rank, each in ranks for name, value in each.items()}
         if body.baseline is None:
             return {"checksums": sums}
-        mismatches = sorted({name for name, _ in sums.items() ^ body.baseline.items()})
+        mismatches = differing(sums, body.baseline)
         return {"match": not mismatches, "mismatches": mismatches}
 
     async def _read(self, engine: AsyncGenerator, body: FolderRequest, _: QueryParams) -> Any:

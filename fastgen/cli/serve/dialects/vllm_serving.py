@@ -122,13 +122,8 @@ async def _chat(service: Service, body: BatchRequest, request: Request) -> Respo
     ]
     usages = [reply["usage"] for reply in replies]
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
-    return json_response(
-        {
-            **replies[0],
-            "choices": choices,
-            "usage": {name: sum(usage[name] for usage in usages) for name in names},
-        }
-    )
+    usage = {name: sum(each[name] for each in usages) for name in names}
+    return json_response({**replies[0], "choices": choices, "usage": usage})
 
 
 async def _score(service: Service, body: ScoringRequest, request: Request) -> Response:
