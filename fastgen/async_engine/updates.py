@@ -18,6 +18,7 @@ from fastgen.generator import Generator
 from fastgen.model.adapter import AdapterUpdate, read_adapter
 from fastgen.model.deltas import DELTA
 from fastgen.model.parameters import checkpoint_shards
+from fastgen.model.quantization import Int4
 from fastgen.model.weight_updates import WeightUpdate
 from fastgen.model.weights import Shard, Tensors
 from fastgen.speculation.options import Speculation
@@ -41,7 +42,8 @@ class WeightUpdates:
         """Set all weights to 0, so that a check after an update finds what it has left out. Return their version."""
         shards = checkpoint_shards(self._gen.model_config)
         zeros = [(name, torch.zeros(()).expand(shard.shape)) for name, shard in shards.items()]
-        return self._gen.update_weights(zeros, in_flight="keep")
+        rounds = isinstance(self._gen.model_config.quantization, Int4)
+        return self._gen.update_weights(zeros, in_flight="keep", requantize=rounds)
 
     def init_weight_group(
         self, host: str, backend: str | None, gpu: str | None, seconds: float, bucket_bytes: int, replace: bool

@@ -467,7 +467,10 @@ def _ropes(
         without = _layers_without_rope(config, len(windows))
     elif family.full_rope == "none" and config.get("sliding_window") is not None:
         without = tuple(layer for layer, window in enumerate(windows) if not window)
-    return _rope(config, family.partial_rope), RopeConfig("none" if without else "default"), without
+    rope = _rope(config, family.partial_rope)
+    if not family.rope_alpha:
+        rope = replace(rope, alpha=1.0)
+    return rope, RopeConfig("none" if without else "default"), without
 
 
 def _layers_without_rope(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:

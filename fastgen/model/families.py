@@ -36,6 +36,7 @@ class Family:
     full_rope: Literal["", "none", "stretched"] = ""
     rope: dict[str, Any] | None = None  # "rope_parameters" of a config that has none
     partial_rope: bool = False  # "partial_rotary_factor" may be below 1
+    rope_alpha: bool = False  # "alpha" of dynamic rope counts; the others ignore it, as in transformers
     gated: bool = True  # see ModelConfig
     foreign: tuple[str, ...] = ()  # fields that are supported only if they are null, false, 0 or empty
 
@@ -120,7 +121,7 @@ FAMILIES = {
         mlp_bias=True, window="sliding_window", pattern=4, full_first=True, rope=_CWM_ROPE),
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense", {"rms_norm_eps": 1e-5, "eos_token_id": 2}, attention_bias=True, qk_norm=True,
-        norm_after_rope=True, foreign=("use_cla",)),
+        norm_after_rope=True, rope_alpha=True, foreign=("use_cla",)),
     "HyperCLOVAXForCausalLM": Family(
         "hyperclovax", {"eos_token_id": 2, "use_post_norm": True}, attention_bias=True, mlp_bias=True,
         multipliers=True, mup=True),

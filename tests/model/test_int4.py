@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fastgen import Generator
+from fastgen.async_engine.updates import WeightUpdates
 from fastgen.kernels.batch_invariant import Fused
 from fastgen.kernels.norm import RMSNorm
 from fastgen.model.config import read_config
@@ -275,6 +276,21 @@ def test_an_update_of_some_tensors_that_fails_midway(checkpoint: Checkpoint, tmp
         assert gen.weight_checksums() == sums
         gen.update_weights({name: torch.full((256, 384), torch.nan)}, partial=True, requantize=True)
         assert f"nor are the weights {name};" in str(gen.generate([[5, 6]])[0].error)
+
+
+def test_the_weights_can_be_set_to_0(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """As vLLM's /weight_checker does; an update then restores the bits."""
+    source, folder = source_of(checkpoint, "packed"), tmp_path / "int4"
+    FORMS["packed"].write(source, folder)
+    with Generator(folder, **CPU) as gen:
+        weights = load_file(source / "model.safetensors")
+        gen.update_weights(weights, requantize=True)
+        sums = gen.weight_checksums()
+        assert WeightUpdates(gen, check=lambda: None).reset_weights() == 2
+        assert not sums[0].items() & gen.weight_checksums()[0].items()
+        assert len(set(gen.score([random_ids(20)])[0][1:])) == 1, "all logits are 0"
+        gen.update_weights(weights, requantize=True)
+        assert gen.weight_checksums() == sums
 
 
 def dying(weights: dict[str, Tensor]) -> Any:

@@ -24,6 +24,7 @@ ROPES: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 2.5},
     {"type": "linear", "factor": 4},
+    {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0},  # which is HunYuan's
     LLAMA3,
     {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 1024, "low_freq_factor": 2.0},
     {**LLAMA3, "factor": 3.3},  # dividing by a power of two would round in the same way at any place

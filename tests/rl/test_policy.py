@@ -394,6 +394,17 @@ def test_weights_that_were_trained_in_place_draw_nothing_until_they_are_committe
         assert unpacked_gen.weight_version == step
 
 
+def test_trained_weights_draw_nothing_also_after_a_change_to_a_reference_and_back(unpacked_gen: Generator) -> None:
+    policy = Policy(unpacked_gen)
+    own = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    unpacked_gen.update_weights({name: tensor / 2 for name, tensor in own.items()})
+    unpacked_gen.update_weights(own)
+    policy.logprobs([[5, 6, 7]]).mean().backward()
+    torch.optim.AdamW(policy.parameters(), lr=1e-2).step()
+    with pytest.raises(RuntimeError, match="call commit"):
+        unpacked_gen.generate(PROMPTS, DRAWN)
+
+
 def test_an_adapter_merged_by_others_does_not_become_a_policys(unpacked_gen: Generator) -> None:
     base, ids = Policy(unpacked_gen), [random_ids(30)]
     before = base.logprobs(ids)

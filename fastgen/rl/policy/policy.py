@@ -325,6 +325,8 @@ class Policy(nn.Module):
             )
         if self._has_changed():
             self.commit()
+        elif not self._gen._loop.weight_state.has_adapter:
+            self._version = self._gen.weight_version  # others may have written these weights again
 
     def _checked(
         self, sequences: Iterable[Sequence[int]], start: int | Sequence[int], temperature: float
