@@ -80,7 +80,7 @@ def test_an_answer_ends_where_the_context_ends(client: OpenAI) -> None:
     forever: Any = {**fields, "max_tokens": 10**30, "extra_body": {"ignore_eos": True}}
     chat = client.chat.completions.create(messages=[{"role": "user", "content": said}], **forever)
     text = client.completions.create(prompt=said, **forever)
-    reply = client.responses.create(input=said, max_output_tokens=10**12, **fields)
+    reply = client.responses.create(input=said, max_output_tokens=10**12, extra_body={"ignore_eos": True}, **fields)
     assert [each.choices[0].finish_reason for each in (chat, text)] == ["length"] * 2
     assert [each.usage and each.usage.total_tokens for each in (chat, text, reply)] == [512] * 3
     assert (reply.status, reply.incomplete_details and reply.incomplete_details.reason) == (
@@ -221,7 +221,10 @@ def test_an_agent_calls_and_gets_the_result(client: OpenAI) -> None:
     turns.append({"role": "tool", "tool_call_id": call.call_id, "content": "7"})
     tool: Any = {"type": "function", "function": {name: ADD[name] for name in ADD if name != "type"}}
     chat = client.chat.completions.create(model="any", messages=turns, tools=[tool], temperature=0)
-    assert after.output_text == chat.choices[0].message.content
+    message = chat.choices[0].message
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    assert after.output_text == (message.content or "")
+    assert [(item.name, item.arguments) for item in after.output if item.type == "function_call"] == calls
     assert after.usage is not None
     assert chat.usage is not None
     assert after.usage.input_tokens == chat.usage.prompt_tokens
