@@ -46,6 +46,13 @@ class RefusalPart(TypedDict):
     refusal: str
 
 
+class GivenText(TypedDict):
+    """A text part as clients may send it; see `_read_part`."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
 def _read_part(part: Any) -> Any:
     """Return a part, of the type text if it is a string or has another name of this type, as vLLM takes them. Refuse a
     part that is not text with a reason, instead of the list of types."""
@@ -76,7 +83,8 @@ class ToolCall(MessagePart):
     function: CalledFunction
 
 
-Content = str | Items[Annotated[_Part, BeforeValidator(_read_part)]]
+_GivenPart = str | GivenText | RefusalPart
+Content = str | Items[Annotated[_Part, BeforeValidator(_read_part, json_schema_input_type=_GivenPart)]]
 
 
 def reasoning_texts(parts: Any) -> list[str]:

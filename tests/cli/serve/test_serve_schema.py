@@ -46,7 +46,7 @@ def test_answers_are_what_the_schema_says(server: Server, tmp_path: Path) -> Non
         assert "server_error" not in reply["content"].get("text", ""), entry  # in a stream, after its 200
     posted = {"/v1/chat/completions", "/v1/completions", "/v1/tokenize", "/v1/detokenize", "/v1/embeddings"}
     posted |= {"/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"}
-    posted |= {"/v1/invocations", "/v1/ping"}
+    posted |= {"/v1/invocations", "/v1/ping", "/v1/chat/completions/batch", "/v1/generative_scoring"}
     assert {path for path, statuses in seen.items() if {200, 400, 405} <= statuses} == posted
     assert all(statuses == {200, 405} for path, statuses in seen.items() if path not in posted)
     assert len(seen) == 20
