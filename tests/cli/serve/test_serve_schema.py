@@ -49,4 +49,4 @@ def test_answers_are_what_the_schema_says(server: Server, tmp_path: Path) -> Non
     posted |= {"/v1/invocations", "/v1/ping", "/v1/chat/completions/batch", "/v1/generative_scoring"}
     assert {path for path, statuses in seen.items() if {200, 400, 405} <= statuses} == posted
     assert all(statuses == {200, 405} for path, statuses in seen.items() if path not in posted)
-    assert len(seen) == 20
+    assert len(seen) == 22
