@@ -32,7 +32,7 @@ class PromptScore:
 
     start: the first position to score. temperature: divides the logits. logprobs: one for each token of the prompt, NaN
     if there is none. top_logprobs: their raw alternatives; empty if `SamplingParams.prompt_logprobs` asks for none.
-    ranks: with alternatives, the ranks of the prompt's tokens, 0 if there is none.
+    ranks: the ranks of the prompt's tokens, 0 for a token without a logprob; empty without alternatives.
     states: the hidden states of the same prompt; None if they are not wanted.
     """
 

@@ -33,7 +33,7 @@ _DERIVED: dict[str, Callable[[random.Random, str, list[Any]], Any]] = {
     "punchline": lambda _, __, earlier: next(joke.partition("? ")[2] for joke in JOKES if joke.startswith(earlier[0])),
     "fixed": lambda _, number, __: int(number),
 }
-# Kinds as `property_schema` knows them, and the values of fields of which nothing is said.
+# Kinds as `property_schema` knows them, and the values of fields that a text does not mention.
 _SHOWN = {"calc": "int", "fixed": "int", "high": "number"}
 _DEFAULTS = {
     "int": 0,
@@ -230,7 +230,7 @@ def _from_question(rng: random.Random, form: Form) -> tuple[str, list[Any], tupl
 
 
 def _default(field: Parameter, said: str) -> Any:
-    """Return the value of a field of which nothing is said."""
+    """Return the value of a field that the text does not mention."""
     name, _, rest = field.kind.partition(" ")
     if name == "reply":
         return said

@@ -46,8 +46,8 @@ class Task:
 
     `accept` are the right answers and `grade` says how a reply is held to them: "number", its last number is the
     answer; "ends", it ends with the answer; "exact", it is one of the answers; "names", it calls the same
-    functions; "json", it is the same JSON; "keys", JSON with the same keys. tools: the functions, of which
-    the chat template tells the model, as in OpenAI's API. system: the system prompt; schema: that of a grammar.
+    functions; "json", it is the same JSON; "keys", JSON with the same keys. tools: the functions that
+    the chat template shows to the model, as in OpenAI's API. system: the system prompt; schema: that of a grammar.
     """
 
     turns: tuple[Turn, ...]
