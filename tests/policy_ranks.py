@@ -1,4 +1,4 @@
-"""A rank of data-parallel training with a Policy: `policy_ranks.py STORE RANK SIZE MODEL OUT`.
+"""A rank of data-parallel training with a Policy: `policy_ranks.py STORE RANK SIZE MODEL OUT DEVICE`.
 
 Each rank has a Generator and a Policy, which DistributedDataParallel wraps, and keeps a part of Adam's states. It takes
 every SIZE-th sequence in the first step; in the second one, all ranks but the first have only empty answers. The ranks
@@ -8,6 +8,7 @@ check that their draws have the logprobs of their Policy, and save their paramet
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -29,12 +30,16 @@ def check_draws(gen: Generator, policy: Policy) -> None:
     assert policy.logprobs([output.prompt_token_ids + sample.token_ids], 25).tolist() == sample.raw_logprobs
 
 
-def main(store: str, rank: int, size: int, folder: str, out: str) -> None:
+def main(store: str, rank: int, size: int, folder: str, out: str, device: str) -> None:
     from torch.distributed.fsdp import fully_shard  # test_policy.py, which imports this file, needs neither
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    with Generator(folder, page_size=16, seed=rank) as gen:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    options: dict[str, Any] = {"device": device, "dtype": "float32", "page_size": 16, "seed": rank}
+    with Generator(folder, deterministic=True, **options) as gen:
         policy = Policy(gen)
         parallel = DistributedDataParallel(policy, gradient_as_bucket_view=True)
         optimizer = ZeroRedundancyOptimizer(policy.parameters(), torch.optim.AdamW, **ADAM)

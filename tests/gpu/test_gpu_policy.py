@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from fastgen import Generator, RequestOutput, SamplingParams
 from fastgen.rl.policy import Policy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
+ROOT = Path(__file__).parents[2]
 OPTIONS: dict[str, Any] = {
     "device": "cuda",
     "max_seqs": 8,
@@ -124,3 +128,13 @@ def test_an_adapter_is_trained_on_its_merged_weights() -> None:
 
 def _scores(gen: Generator, sequences: list[list[int]]) -> tuple[Tensor, list[int]]:
     return Policy(gen).logprobs(sequences).detach(), [len(ids) - 1 for ids in sequences]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of its two processes")
+def test_ranks_take_one_step_together_over_nccl(tmp_path: Path) -> None:
+    rest = [str(ROOT / "fastgen" / "tiny"), str(tmp_path / "state"), "cuda"]
+    command = [sys.executable, str(ROOT / "tests" / "policy_ranks.py"), str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank), "2", *rest]) for rank in range(2)]
+    assert [rank.wait(200) for rank in ranks] == [0, 0]
+    states = [torch.load(f"{rest[1]}{rank}", map_location="cpu")[0] for rank in range(2)]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())

@@ -538,7 +538,7 @@ def test_ranks_of_data_parallel_training_take_one_step_together(llama: Path, tmp
     """Gradients are the mean over two ranks, whose weights have the same bits after each step. Each rank has a part of
     the optimizer's states."""
     out, store, program = tmp_path / "state", tmp_path / "store", Path(policy_ranks.__file__)
-    ranks = [subprocess.Popen([sys.executable, program, store, str(rank), "2", llama, out]) for rank in range(2)]
+    ranks = [subprocess.Popen([sys.executable, program, store, str(rank), "2", llama, out, "cpu"]) for rank in range(2)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
     (state, count), (other, others) = (torch.load(f"{out}{rank}") for rank in range(2))
     assert all(torch.equal(tensor, other[name]) for name, tensor in state.items())
