@@ -52,6 +52,8 @@ MARKS = (
 BUCKETS: dict[int, float] = {192: 0.55, 640: 0.3, 2048: 0.15}
 # Of the rows of a length, the share that has tools, and the maximum number of tools.
 TOOL_ROWS = {192: (0.06, 1), 640: (0.4, 4), 2048: (0.45, 6)}
+# The share of the rows without tools that have plain texts: questions and replies without the marks of a chat.
+PLAIN_ROWS = 0.03
 # Of the other rows of a length, the share whose prompts ask for JSON.
 JSON_ROWS = {192: 0.12, 640: 0.3, 2048: 0.1}
 # Ids are below 4096; this bit marks the ones that the model learns to produce.
@@ -153,13 +155,26 @@ Encode = Callable[[str], list[int]]
 def turn_ids(encode: Encode, turn: Turn, reply: str) -> list[int]:
     """Return one turn as ids, exactly as the chat template writes it; the reply and its end are marked as targets.
 
-    The template opens the thinking, so the mark is no target, nor are keys that a grammar gives.
+    The template opens the thinking, so the mark is no target, nor is what a grammar gives.
     """
     opened = encode("<think>\n") if turn.thought else []
     said = f"{turn.thought}\n</think>\n\n{reply}" if turn.thought else reply
-    parts = _KEYS.split(said) if turn.keys_given else [said]
+    parts = {"": [said], "keys": _KEYS.split(said), "start": ["", said[:2], said[2:]]}[turn.given]
     replied = [i | TARGET * (place % 2 == 0) for place, part in enumerate(parts) for i in encode(part)]
     return [USER, *encode(turn.user), END, ASSISTANT, *opened, *replied, END | TARGET]
+
+
+def plain_row(rng: random.Random, encode: Encode, length: int) -> list[int]:
+    """Return texts, each with its beginning and end, that fill `length` ids: a question goes on with its reply, and a
+    reply with itself."""
+    conversation, ids = Conversation(None, lambda turn: turn.reply), list[int]()
+    while True:
+        turn = next_task(rng, conversation).turns[0]
+        asked, said = (encode(turn.user), encode(f" {turn.reply}")) if rng.random() < 0.7 else ([], encode(turn.reply))
+        added = [BOS, *asked, *(i | TARGET for i in (*said, END))]
+        if ids and len(ids) + len(added) > length:
+            return ids + [PAD] * (length - len(ids))
+        ids += added if len(added) <= length and not (turn.thought or turn.given) else []
 
 
 def row(rng: random.Random, encode: Encode, length: int) -> list[int]:
@@ -168,6 +183,8 @@ def row(rng: random.Random, encode: Encode, length: int) -> list[int]:
         with_tools, most = TOOL_ROWS[length]
         if rng.random() < with_tools:
             conversation = new_tool_conversation(rng, most)
+        elif rng.random() < PLAIN_ROWS:
+            return plain_row(rng, encode, length)
         else:
             conversation = (new_json_conversation if rng.random() < JSON_ROWS[length] else new_conversation)(rng)
         ids = [BOS]
@@ -176,7 +193,7 @@ def row(rng: random.Random, encode: Encode, length: int) -> list[int]:
         start = len(ids)
         while True:
             turns = next_task(rng, conversation).turns
-            replies = [turn.reply if turn.keys_given else conversation.restyle(turn) for turn in turns]
+            replies = [turn.reply if turn.given else conversation.restyle(turn) for turn in turns]
             added = [i for turn, reply in zip(turns, replies, strict=True) for i in turn_ids(encode, turn, reply)]
             if len(ids) + len(added) > length:
                 break

@@ -18,7 +18,7 @@ from tiny_skills import SKILLS as PLAIN_SKILLS
 from tiny_skills import evaluate
 from tiny_talk import JOKES
 from tiny_talk import SKILLS as TALK_SKILLS
-from tiny_task import Grade, Skills, Task, Turn, skills
+from tiny_task import Given, Grade, Skills, Task, Turn, skills
 from tiny_tools import Parameter, Tool, call_text, made_up_value, phrased, property_schema, styled
 from tiny_words import CAPITALS, joined, read
 
@@ -81,9 +81,9 @@ class Form:
     """The objects of a conversation.
 
     kind: a section of data/json.txt, or skills whose questions are asked. way: how the model knows of the form, in the
-    words of data/json.txt; "values" if only a grammar does. plain: nothing tells the keys, so they are the usual ones.
-    titled: the schema is pydantic's, in which a field can be null. outer: the key of the object, or of several objects.
-    told: the system prompt.
+    words of data/json.txt; "values" or "opened" if only a grammar does. plain: nothing tells the keys, so they are the
+    usual ones. titled: the schema is pydantic's, in which a field can be null. outer: the key of the object, or of
+    several objects. told: the system prompt.
     """
 
     kind: str
@@ -158,9 +158,10 @@ def new_form(rng: random.Random, ways: Sequence[str], kinds: Sequence[str], aske
     title = rng.choice(record.titles if record else _lines(_WAYS, "classes")[0].split(", "))
     if not asked and record:
         asked = "invent" if way in ("keys", "schema") and rng.random() < 0.15 else "asked" if rng.random() < 0.4 else ""
-    plain, many, titled, outer = way in ("short", "told"), rng.random() < 0.5, rng.random() < 0.5, ""
+    plain, many, titled, outer = way in ("short", "told", "opened"), rng.random() < 0.5, rng.random() < 0.5, ""
     if record and not plain and way != "keys" and rng.random() < 0.2:
-        outer = rng.choice((_spoken(title).replace(" ", "_") + "s" * many, "data", "result"))
+        others = ("people", "items", "entries", "results", "list") if many else ("data", "result")
+        outer = rng.choice((_spoken(title).replace(" ", "_") + "s" * many, *others))
     fields = _fields(rng, kind, plain, titled)
     form = Form(kind, title, fields, way, asked or "bare", plain, titled, outer, many and bool(outer))
     form = replace(form, schema=_schema(rng, form))
@@ -274,10 +275,10 @@ def fill(rng: random.Random, form: Form) -> Task:
         reply = f"```json\n{reply}\n```"
     grade: Grade = "keys" if form.asked == "invent" else "exact" if form.tool else "json"
     keys = (*(key for _, _, facts in made for key in facts), f"json:{question.lower()}")
-    given = form.way == "values"
+    given: Given = {"values": "keys", "opened": "start"}.get(form.way, "")
+    schema = {"keys": form.schema, "start": {"type": "object"}, "": None}[given]
     tools = (form.tool.schema,) if form.tool else ()
-    turn = Turn(question, reply, keys_given=given)
-    return Task((turn,), keys, (reply,), grade, tools, form.told, form.schema if given else None)
+    return Task((Turn(question, reply, given=given),), keys, (reply,), grade, tools, form.told, schema)
 
 
 def told_form(rng: random.Random) -> Form:
@@ -290,8 +291,8 @@ def _skill(ways: Sequence[str], kinds: Sequence[str], asked: str = "") -> Callab
 
 
 _MAKERS = {
-    "json_text": _skill(("values",), tuple(_RECORDS)),
-    "json_answer": _skill(("values",), tuple(_QUESTIONS)),
+    "json_text": _skill(("values", "values", "values", "opened"), tuple(_RECORDS)),
+    "json_answer": _skill(("values", "values", "opened"), tuple(_QUESTIONS)),
     "json_invent": _skill(("values",), tuple(_RECORDS), "invent"),
     "json_asked": _skill(_TOLD, _ANY),
     "json_call": _skill(("tool",), _ANY),

@@ -18,6 +18,7 @@ from tiny_words import WORDS, read
 _TEXTS = read("task")
 
 Grade = Literal["number", "ends", "exact", "names", "json", "keys"]
+Given = Literal["", "keys", "start"]
 
 # The number of hash buckets, of 100, that a skill trains on; the rest are held out.
 TRAINED_BUCKETS = 95
@@ -29,15 +30,15 @@ _NAMES = re.compile(r'<tool_call>\n\{"name": "([^"]+)"')
 class Turn(NamedTuple):
     """One question and its reply; `short` is the bare answer, for system prompts that ask for brevity.
 
-    thought: what the model thinks before it replies; "" where thinking is off. keys_given: the reply is JSON, and a
-    grammar gives its keys.
+    thought: what the model thinks before it replies; "" where thinking is off. given: what a grammar gives of a
+    reply in JSON, its keys or only its start.
     """
 
     user: str
     reply: str
     short: str = ""
     thought: str = ""
-    keys_given: bool = False
+    given: Given = ""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def test_the_corpus_is_that_of_the_shipped_model() -> None:
         assert not any(task.is_right("I am not sure: 123456789 zzz") for task in held_out)
         texts += [f"{name} {weight}", *map(repr, held_out)]
     texts += map(repr, tiny_questions.FIRST_QUESTIONS)
-    assert hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] == "aab914e763e562f4"
+    assert hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] == "3ed9e364af0a6c38"
 
 
 def as_messages(task: Task, tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -154,13 +154,23 @@ def test_a_reply_whose_keys_a_grammar_gives_is_learned_without_them() -> None:
     """The ids are those of the whole reply, so that a grammar's text and the learned values join."""
     tokenizer = Tokenizer(SHIPPED)
     reply = '{"name": "Ada \\"x\\": 1", "tags": ["a", "b"], "at": {"x": 1.5, "ok": true}, "all": [{"n": 1}, {"n": 2}]}'
-    turn = Turn("Who?", reply, keys_given=True)
+    turn = Turn("Who?", reply, given="keys")
     packed = tiny_data.turn_ids(lambda text: tokenizer.encode(text, special=False), turn, reply)
     learned = [i - tiny_data.TARGET for i in packed if i & tiny_data.TARGET]
     assert tokenizer.decode(learned, special=True) == ' "Ada \\"x\\": 1", ["a", "b"], 1.5, true}, [{" 1}, 2}]}<|end|>'
     messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": reply}]
     ids = [tiny_data.BOS, *(i & (tiny_data.TARGET - 1) for i in packed)]
     assert ids == tokenizer.encode_chat(messages, add_generation_prompt=False)
+
+
+def test_plain_rows_are_texts_without_a_chat() -> None:
+    tokenizer = Tokenizer(SHIPPED)
+    row = tiny_data.plain_row(random.Random(1), lambda text: tokenizer.encode(text, special=False), 192)
+    texts = tokenizer.decode([i & (tiny_data.TARGET - 1) for i in row], special=True).split("<|end|>")
+    assert len(row) == 192
+    assert all(text.startswith("<s>") and "<|" not in text for text in texts[:-1])
+    assert len(texts) > 2
+    assert all(i & tiny_data.TARGET for i in row if i & (tiny_data.TARGET - 1) == tiny_data.END)
 
 
 def test_the_template_drops_earlier_thinking() -> None:
