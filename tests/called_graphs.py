@@ -13,8 +13,7 @@ from torch import Tensor
 from fastgen.engine.cuda_graphs import Graphs
 from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.attention.interface import StepLayout
-
-ATTEND = CpuAttention.attend
+from fastgen.model.attention.native import NativeAttention, NativePlan
 
 
 class Called(Graphs[Any]):
@@ -32,10 +31,12 @@ class Called(Graphs[Any]):
         self._step(key)
 
 
-class CapturableOnCpu(CpuAttention):
-    """CpuAttention that plans steps with prefills from tensors, which it can read where graphs are only called."""
+class CapturableOnCpu:
+    """Makes attention on the CPU plan steps with prefills from tensors, which it can read where graphs are only
+    called."""
 
     capturable = True
+    plan: Any
 
     def lists(self, layout: StepLayout) -> list[NDArray[np.int32]]:
         chunks = [x[layout.decodes :] for x in (layout.query_lens, layout.kv_lens, layout.lanes)]
@@ -58,15 +59,26 @@ class CapturableOnCpu(CpuAttention):
         own = np.concatenate([lanes[:decodes].numpy(), chunks[2]])
         return self.plan(StepLayout(query_lens, ends, decodes, own, page_table))
 
-    def attend(self, plan: Any, layer: int, q: Tensor, window: int) -> Tensor:
-        """Attend for all rows but padding, whose keys and values go to the spare page, and must therefore be finite."""
-        real = sum(len(tiles.targets) for tiles, _ in plan)
-        return ATTEND(self, plan, layer, q[:real], window) if real else q[:0]
+
+def attend_real(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return an `attend` for all rows but padding, whose keys and values go to the spare page, and must therefore be
+    finite."""
+
+    def of_real(self: Any, plan: Any, layer: int, q: Tensor, window: int) -> Tensor:
+        if isinstance(plan, NativePlan):
+            real = int(plan.tiles[:, 1].sum())
+        else:
+            real = sum(len(tiles.targets) for tiles, _ in plan)
+        return attend(self, plan, layer, q[:real], window) if real else q[:0]
+
+    return of_real
 
 
 def capturable(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a Runner captures from now on is `Called`."""
     for module in ("engine.warm_up", "engine.prefill_graphs", "speculation.drafting"):
         monkeypatch.setattr(f"fastgen.{module}.Graphs", Called)
-    for name in ("capturable", "lists", "list_sizes", "plan_lists", "attend"):
-        monkeypatch.setattr(CpuAttention, name, getattr(CapturableOnCpu, name), raising=False)
+    for kind in (CpuAttention, NativeAttention):
+        for name in ("capturable", "lists", "list_sizes", "plan_lists"):
+            monkeypatch.setattr(kind, name, getattr(CapturableOnCpu, name), raising=False)
+        monkeypatch.setattr(kind, "attend", attend_real(kind.attend))

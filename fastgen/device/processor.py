@@ -10,19 +10,19 @@ _INFO = Path("/proc/cpuinfo")
 
 
 @cache
-def _info() -> frozenset[str]:
+def features() -> frozenset[str]:
     """Return the words that describe the CPU."""
     return frozenset((_INFO.read_text() if _INFO.exists() else platform.processor()).replace(",", " ").split())
 
 
 def is_intel() -> bool:
     """Return whether Intel has made this CPU."""
-    return "GenuineIntel" in _info()
+    return "GenuineIntel" in features()
 
 
 def has_amx() -> bool:
     """Return whether this CPU multiplies bfloat16 by AMX. Products then sum in an order that depends on the batch."""
-    return "amx_bf16" in _info()
+    return "amx_bf16" in features()
 
 
 def fast_bfloat16() -> tuple[bool, str]:
@@ -30,6 +30,6 @@ def fast_bfloat16() -> tuple[bool, str]:
     why."""
     if has_amx():
         return False, "with AMX, the bits of products in bfloat16 depend on the batch"
-    if "avx512_bf16" in _info():
+    if "avx512_bf16" in features():
         return True, "this CPU has AVX512-BF16"
     return False, "this CPU has no AVX512-BF16"

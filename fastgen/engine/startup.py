@@ -199,6 +199,10 @@ def make_attention(
     See PagedAttention for the other arguments. Raises ValueError if flash-attn does not run here.
     """
     if name == "cpu":
+        from fastgen.model.attention.native import NativeAttention
+
+        if NativeAttention.fits(pool):
+            return NativeAttention(pool, num_heads, scale)
         from fastgen.model.attention.cpu import CpuAttention
 
         return CpuAttention(pool, num_heads, scale)

@@ -63,20 +63,24 @@ class Kernel:
     for a device, the twin runs on that device from then on, with one warning. (Compilation precedes all writes, so the
     twin can still start from the same state.)
 
-    twin: the torch twin. name: "module:function", the function that launches. refused: the devices on which the twin
-    has to run.
+    twin: the torch twin. name: "module:function", the function that launches. native: "module:function", the function
+    for tensors on the CPU, which returns None for arguments that the twin has to compute; "" if there is none. refused:
+    the devices on which the twin has to run.
     """
 
-    def __init__(self, twin: Callable[..., Any], name: str) -> None:
-        self.twin, self.name = twin, name
+    def __init__(self, twin: Callable[..., Any], name: str, native: str = "") -> None:
+        self.twin, self.name, self._native = twin, name, native
         self.refused: set[torch.device] = set()
 
     @cached_property
     def launch(self) -> Callable[..., Any]:
         """The function that launches. Its module is imported here, so that only a GPU loads kernels."""
-        module, _, function = self.name.partition(":")
-        launch: Callable[..., Any] = getattr(importlib.import_module(module), function)
-        return launch
+        return _function(self.name)
+
+    @cached_property
+    def on_cpu(self) -> Callable[..., Any] | None:
+        """The function for tensors on the CPU, or None."""
+        return _function(self._native) if self._native else None
 
     def __call__(self, x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         if self.runs_on(x.device):
@@ -91,11 +95,22 @@ class Kernel:
                     "the %s kernel does not compile on %s with Triton %s; torch computes it, slower (another Triton "
                     "may compile it): %s", name, x.device, triton.__version__, error,
                 )  # fmt: skip
+        elif x.device.type == "cpu" and self.on_cpu is not None:
+            result = self.on_cpu(x, *arguments, **options)
+            if result is not None:
+                return result
         return self.twin(x, *arguments, **options)
 
     def runs_on(self, device: torch.device) -> bool:
         """Return whether calls with tensors on `device` launch kernels."""
         return device.type == "cuda" and triton is not None and device not in self.refused
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """Import a module and return its function; name: "module:function"."""
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def refused(error: Exception) -> bool:

@@ -77,4 +77,4 @@ def _constant(value: float) -> Tensor:
         return torch.full((1,), value, dtype=torch.float32, device="cpu")
 
 
-rms_norm = Kernel(_rms_norm_twin, "fastgen.kernels.triton.norm:rms_norm")
+rms_norm = Kernel(_rms_norm_twin, "fastgen.kernels.triton.norm:rms_norm", "fastgen.kernels.native.calls:rms_norm")

@@ -126,4 +126,4 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
 
 
-rope_write = Kernel(_twin, "fastgen.kernels.triton.rope:rope_write")
+rope_write = Kernel(_twin, "fastgen.kernels.triton.rope:rope_write", "fastgen.kernels.native.calls:rope_write")

@@ -251,8 +251,9 @@ def test_the_last_layer_computes_only_rows_that_are_drawn_from(llama: Path, monk
     assert drawn[-1].tolist() == [0, 24, 24, 24, 25], "lane 3, siblings, lane 5; of 26 rows"
 
 
-def test_only_fresh_pages_are_wiped(llama: Path) -> None:
+def test_only_fresh_pages_are_wiped(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(llama)
+    monkeypatch.setattr(type(runner.attention), "needs_clean_pages", True)
     runner.pool.values.fill_(math.nan)
     runner.pool.values[:, 9] = 7.0
     first = Prefill(0, 0, (5, 6, 7), sample=True)

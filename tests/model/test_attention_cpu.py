@@ -1,4 +1,4 @@
-"""attention/cpu.py against the reference over random ragged steps, and the same bits in any batch."""
+"""Both kinds of attention on the CPU against the reference over random ragged steps, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,35 @@ from reference_attention import ReferenceAttention
 from torch import Tensor
 
 from fastgen.kernels import fp8_pages
+from fastgen.kernels.native.calls import LANES
+from fastgen.kernels.native.library import library
 from fastgen.model.attention.cpu import CpuAttention
 from fastgen.model.attention.interface import StepLayout
+from fastgen.model.attention.native import NativeAttention
 from fastgen.model.kv_pool import KVPool
 
-SHAPES = [(10, 1), (24, 4), (64, 8), (96, 5), (128, 4)]  # head size, query heads per KV head
+Kind = type[CpuAttention] | type[NativeAttention]
+
+SHAPES = [(10, 1), (24, 4), (64, 8), (96, 5), (128, 4), (256, 2)]  # head size, query heads per KV head
+NATIVE = pytest.param(
+    NativeAttention, marks=pytest.mark.skipif(library() is None, reason="there is no C++ compiler for this CPU")
+)
+kinds = pytest.mark.parametrize("kind", [CpuAttention, NATIVE])
+
+
+def skip_odd_heads(kind: Kind, head_size: int) -> None:
+    if kind is NativeAttention and head_size % LANES:
+        pytest.skip("NativeAttention does not fit this head size")
+
+
 LENS = [1, 70, 2, 31, 1, 33, 32]
 
 
 class Steps:
-    """Steps over the sequences of a case, each with a new CpuAttention."""
+    """Steps over the sequences of a case, each with a new object of a kind of attention."""
 
-    def __init__(self, case: Ragged) -> None:
-        self.case, self.pool = case, case.pool()
+    def __init__(self, kind: Kind, case: Ragged) -> None:
+        self.kind, self.case, self.pool = kind, case, case.pool()
         self.q = torch.split(case.q, case.query_lens)
 
     def attend(self, members: Sequence[int], window: int = 0, begin: int = 0, end: int | None = None) -> list[Tensor]:
@@ -34,17 +50,19 @@ class Steps:
         ends = np.array([slice(begin, end).indices(self.case.query_lens[member])[1] for member in members])
         known = np.array([self.case.kv_lens[member] - self.case.query_lens[member] for member in members])
         lanes = self.case.lanes.numpy()[list(members)]
-        attention = CpuAttention(self.pool, self.case.q.shape[1])
+        attention = self.kind(self.pool, self.case.q.shape[1])
         plan = attention.plan(StepLayout(query_lens, known + ends, 0, lanes, self.case.table))
         return list(attention.attend(plan, LAYER, torch.cat(queries), window).split(query_lens.tolist()))
 
 
+@kinds
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("head_size", "group"), SHAPES)
-def test_it_agrees_with_the_reference(head_size: int, group: int, page_size: int) -> None:
+def test_it_agrees_with_the_reference(kind: Kind, head_size: int, group: int, page_size: int) -> None:
+    skip_odd_heads(kind, head_size)
     for seed, window in enumerate((0, 1, 64, 100)):
         case = Ragged(head_size, group, page_size, torch.float32, seed)
-        attention = CpuAttention(case.pool(), case.q.shape[1])
+        attention = kind(case.pool(), case.q.shape[1])
         out = attention.attend(attention.plan(case.layout()), LAYER, case.q, window)
         torch.testing.assert_close(out, case.expected(window)[0], atol=2e-6, rtol=2e-5)
 
@@ -65,11 +83,12 @@ def test_it_reads_keys_in_fp8(page_size: int) -> None:
     assert not torch.allclose(out, case.expected(20)[0], atol=1e-3, rtol=1e-3), "the numbers were rounded to fp8"
 
 
-def test_decodes_follow_the_device_and_rows_of_one_lane_differ_in_length() -> None:
+@kinds
+def test_decodes_follow_the_device_and_rows_of_one_lane_differ_in_length(kind: Kind) -> None:
     """A speculative step has several rows per lane. Steps of the same lanes reuse the plan."""
     case = Ragged(64, 4, 64, torch.float32, query_lens=[1] * 6)
     rows = torch.tensor([0, 0, 0, 1, 2, 2])
-    lanes, attention = case.lanes[rows], CpuAttention(case.pool(), case.q.shape[1])
+    lanes, attention = case.lanes[rows], kind(case.pool(), case.q.shape[1])
     reference = ReferenceAttention(case.pool(), case.q.shape[1])
     whole = torch.tensor(case.kv_lens)[rows]
     for back in (0, 1, 17):
@@ -82,11 +101,13 @@ def test_decodes_follow_the_device_and_rows_of_one_lane_differ_in_length() -> No
             assert_within(out, (expected, torch.tensor(1e-5)))
 
 
+@kinds
 @pytest.mark.parametrize(("head_size", "group"), [*SHAPES, (128, 1), (64, 5)])
-def test_a_sequence_gets_the_same_bits_in_any_batch(head_size: int, group: int) -> None:
+def test_a_sequence_gets_the_same_bits_in_any_batch(kind: Kind, head_size: int, group: int) -> None:
+    skip_odd_heads(kind, head_size)
     rng = np.random.default_rng(0)
     for seed, window in enumerate((0, 20)):
-        steps = Steps(Ragged(head_size, group, 16, torch.float32, seed, LENS))
+        steps = Steps(kind, Ragged(head_size, group, 16, torch.float32, seed, LENS))
         alone = [steps.attend([member], window)[0] for member in range(len(LENS))]
         for _ in range(3):
             members = rng.permutation(len(LENS))[: rng.integers(2, len(LENS) + 1)].tolist()
@@ -94,9 +115,10 @@ def test_a_sequence_gets_the_same_bits_in_any_batch(head_size: int, group: int) 
                 assert torch.equal(out, alone[member])
 
 
-def test_a_token_gets_the_same_bits_in_a_chunk_of_any_size() -> None:
+@kinds
+def test_a_token_gets_the_same_bits_in_a_chunk_of_any_size(kind: Kind) -> None:
     """Pieces of a prefill chunk, and decodes, whose tiles have another size."""
-    steps = Steps(Ragged(24, 4, 16, torch.float32, query_lens=[70]))
+    steps = Steps(kind, Ragged(48, 4, 16, torch.float32, query_lens=[70]))
     (whole,) = steps.attend([0])
     for size in (1, 7, 32, 40):
         for begin in range(0, 70, size):
@@ -104,13 +126,15 @@ def test_a_token_gets_the_same_bits_in_a_chunk_of_any_size() -> None:
             assert torch.equal(part, whole[begin : begin + size])
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@kinds
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("head_size", [6, 10, 32, 64, 96, 128])
-def test_a_decode_gets_the_bits_of_a_prefill_in_batches_of_any_size(head_size: int, group: int) -> None:
-    """Keys are read in place if a page is a block, and otherwise copied."""
+def test_a_decode_gets_the_bits_of_a_prefill_in_batches_of_any_size(kind: Kind, head_size: int, group: int) -> None:
+    """CpuAttention reads keys in place if a page is a block, and otherwise copies them."""
+    skip_odd_heads(kind, head_size)
     lens = [70, 33, 2, 64, 1, 31, 1, 65, 47, 1, 3, 50]
     for page_size in (64, 16):
-        steps = Steps(Ragged(head_size, group, page_size, torch.float32, query_lens=lens))
+        steps = Steps(kind, Ragged(head_size, group, page_size, torch.float32, query_lens=lens))
         everyone = list(range(len(lens)))
         chunks = steps.attend(everyone)
         for members in (everyone, everyone[::3], everyone[:2], everyone[3:8], *([member] for member in everyone)):

@@ -1,0 +1,77 @@
+"""The norm and the rope of native.cpp on tensors. Each function returns None if the kernel cannot compute its
+arguments; torch then does."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_void_p
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fastgen.kernels.native.library import library
+from fastgen.kernels.rope import HeadNorm, SlotMapping
+
+LANES = 16  # numbers of a vector; sizes are multiples of it
+MOST_HEAD = 1024  # the largest head that the kernel can norm
+
+_ARGUMENTS = {
+    "norm": (c_void_p, c_void_p, c_void_p, c_float, c_int, c_int, c_void_p),
+    "rope_write": (c_void_p,) * 11,
+    "attend": (c_void_p,) * 7,
+}
+
+
+@cache
+def function(name: str, dtype: torch.dtype) -> Callable[..., None] | None:
+    """Return a function of the library for tensors of a dtype, or None if there is none."""
+    loaded, symbol = library(), f"{name}_{dtype}".replace("torch.", "")
+    if loaded is None or not hasattr(loaded, symbol):
+        return None
+    found = loaded[symbol]
+    found.argtypes, found.restype = _ARGUMENTS[name], None
+    return found
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor | None:
+    """See `fastgen.kernels.norm`."""
+    norm, (rows, size) = function("norm", x.dtype), x.shape
+    of_one_kind = weight.dtype == x.dtype and x.is_contiguous() and (delta is None or delta.is_contiguous())
+    if norm is None or size % LANES or not of_one_kind or x.requires_grad:
+        return None
+    out = torch.empty_like(x)
+    added = None if delta is None else delta.data_ptr()
+    norm(x.data_ptr(), added, weight.data_ptr(), eps, rows, size, out.data_ptr())
+    return out
+
+
+class _Rope(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int) for name in ("tokens", "real", "heads", "kv_heads", "size", "half", "page_size")),
+        ("eps", c_float),
+    )
+
+
+def rope_write(
+    qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, norm: HeadNorm | None = None
+) -> Tensor | None:
+    """See `fastgen.kernels.rope`."""
+    write, size, half = function("rope_write", qkv.dtype), keys.shape[3], mapping.cos.shape[1]
+    if write is None or keys.dtype != torch.float32 or not qkv.is_contiguous():
+        return None
+    if size % LANES or half % LANES or size > MOST_HEAD or (norm is not None and norm.after_rope):
+        return None
+    tokens, kv_heads = len(qkv), mapping.num_kv
+    heads = qkv.shape[1] // size - 2 * kv_heads
+    eps = 0.0 if norm is None else norm.eps
+    of = _Rope(tokens, mapping.real, heads, kv_heads, size, half, mapping.page_size, eps)
+    queries = qkv.new_empty(tokens, heads, size)
+    norms = (None, None) if norm is None else (norm.q.data_ptr(), norm.k.data_ptr())
+    inputs = qkv, mapping.positions, mapping.slots, mapping.cos, mapping.sin
+    write(
+        ctypes.addressof(of), *(each.data_ptr() for each in inputs), *norms, keys.data_ptr(), values.data_ptr(),
+        queries.data_ptr(),
+    )  # fmt: skip
+    return queries
