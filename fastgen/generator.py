@@ -26,7 +26,8 @@ from fastgen.engine.prompts import Ids, ids_of, prompt_list, request_source
 from fastgen.engine.stats import Stats, with_progress
 from fastgen.engine.team import Team, on_all_ranks
 from fastgen.engine.weight_state import TAGS, InFlight, WeightState
-from fastgen.model.config import read_config, sampling_defaults
+from fastgen.model.config import read_config
+from fastgen.model.generation_config import sampling_defaults
 from fastgen.model.loader import find_tokenizer, follow_head, read_tensors, resolve, with_eos_of
 from fastgen.model.parameters import checkpoint_shards
 from fastgen.model.quantization import check_requantize

@@ -18,7 +18,7 @@ from serving import Server
 
 import fastgen
 from fastgen import Generator, SamplingParams
-from fastgen.model.config import sampling_defaults
+from fastgen.model.generation_config import sampling_defaults
 from fastgen.request import RequestOutput
 
 TINY = Path(fastgen.__file__).parent / "tiny"

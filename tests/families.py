@@ -50,6 +50,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 20.0, "original_max_position_embeddings": 32,
         "mscale": 1.0}}),
+    "gemma3": ("Gemma3", {"head_dim": 32, "sliding_window": 20, "sliding_window_pattern": 2, "attention_bias": True,
+                          "query_pre_attn_scalar": 24, "final_logit_softcapping": 5.0, "pad_token_id": 0,
+                          "tie_word_embeddings": True, "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}),
 }  # fmt: skip
 
 SIZES = {
@@ -64,6 +69,8 @@ _PIXTRAL = {
 }  # fmt: skip
 _QWEN = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
         "patch_size": 14}  # fmt: skip
+_SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+           "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
 _MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ministral3": ("Mistral3", FAMILIES["ministral3"][1] | {"model_type": "ministral3"}, _PIXTRAL),
@@ -72,6 +79,8 @@ VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                  {**_QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 4}),
     "qwen2_5_vl": ("Qwen2_5_VL", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1,
                                   "rope_parameters": {**_MROPE, "rope_type": "mrope"}}, _QWEN),
+    "gemma3_vl": ("Gemma3", FAMILIES["gemma3"][1] | {"model_type": "gemma3_text", "final_logit_softcapping": None},
+                  _SIGLIP),
     "exaone4_5": ("Exaone4_5_", FAMILIES["exaone4"][1] | {"model_type": "exaone4_5_text", "head_dim": 16},
                   {**_QWEN, "num_key_value_heads": 2}),
 }  # fmt: skip
@@ -94,7 +103,8 @@ def save_random(name: str, config: dict[str, Any], folder: Path, dtype: torch.dt
     """Save a random model of transformers' `name`ForCausalLM, and return it. dtype: that of its weights."""
     import transformers
 
-    return _save(f"{name}ForCausalLM", getattr(transformers, f"{name}Config")(**config), folder, dtype)
+    settings = getattr(transformers, f"{name}ForCausalLM").config_class(**config)
+    return _save(f"{name}ForCausalLM", settings, folder, dtype)
 
 
 def save_random_with_vision(name: str, folder: Path, text: dict[str, Any] | None = None) -> Any:

@@ -71,6 +71,7 @@ WITHOUT_TORCH = (
     "prompt_score",
     "request",
     "model.config",
+    "model.generation_config",
     "model.families",
     "engine.options",
     "engine.weight_state",

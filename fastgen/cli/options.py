@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from fastgen import __version__
 from fastgen.cli.command import needed, one_line
 from fastgen.engine.options import OPTIONS
-from fastgen.model.config import GENERATION_CONFIG
+from fastgen.model.generation_config import GENERATION_CONFIG
 from fastgen.names import advice, nearest
 from fastgen.option import Option
 from fastgen.request import SAMPLING_OPTIONS

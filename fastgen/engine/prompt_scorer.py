@@ -102,7 +102,7 @@ class PromptScorer(StepFeature[ScorePlan]):
             assert step.kept is not None
             return step.kept.streams[layer - 1][kept]
         norm = self._model.parameters.norm
-        states: Tensor = rms_norm(x[upload(rows, x.device)], norm.weight, norm.eps)
+        states: Tensor = rms_norm(x[upload(rows, x.device)], norm)
         return to_host(states)
 
     def collect(self, step: Launched, payload: ScorePlan, result: StepResult) -> None:

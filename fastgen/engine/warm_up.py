@@ -105,7 +105,7 @@ def products_of(model: Transformer, mapping: SlotMapping, pool: KVPool) -> list[
     rope = None if apart else RopeWrite(mapping, pool.keys[0], pool.values[0])
     zeros = model.parameters.norm.weight.new_zeros(1, model.config.hidden_size)
     adds = Fused(add=zeros if model.config.adds_products else None)
-    fused = Fused(rope=rope), adds, Fused(swiglu=model.config.gated), adds  # in the order of Layer.linears
+    fused = Fused(rope=rope), adds, Fused(swiglu=model.config.swiglu), adds  # in the order of Layer.linears
     kinds = {(at, type(linear)): (linear, fused[at]) for layer in layers for at, linear in enumerate(layer.linears)}
     return [*kinds.values(), (head, Fused(out_dtype=torch.float32))]
 

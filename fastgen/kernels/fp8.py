@@ -22,7 +22,7 @@ from fastgen.device.chip import Chip, current
 from fastgen.kernels.batch_invariant import Fused, finished
 from fastgen.kernels.fp8_pages import E4M3 as E4M3
 from fastgen.kernels.launch import Kernel
-from fastgen.kernels.norm import rms_norm
+from fastgen.kernels.norm import RMSNorm, rms_norm
 
 BLOCK = 128  # rows and inputs per block with one scale
 LARGEST = 448.0
@@ -89,9 +89,9 @@ def _rounded(x: Tensor) -> Tensor:
     return x.clamp_(-LARGEST, LARGEST).to(E4M3)
 
 
-def _rms_norm_twin(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _rms_norm_twin(x: Tensor, norm: RMSNorm, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the result of `rms_norm` in fp8, float8_e4m3fn [T, N], and the scales of its rows, float32 [T]."""
-    values, scales = quantize.twin(rms_norm.twin(x, weight, eps, delta))
+    values, scales = quantize.twin(rms_norm.twin(x, norm, delta))
     return values, scales
 
 

@@ -14,10 +14,12 @@ from fastgen.kernels.launch import Kernel
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """The parameters of an RMSNorm (https://arxiv.org/abs/1910.07467). weight: [N]."""
+    """The parameters of an RMSNorm (https://arxiv.org/abs/1910.07467). weight: [N]. centered: the norm is multiplied by
+    1 + weight, in float32, as in Gemma."""
 
     weight: Tensor
     eps: float
+    centered: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class BranchEnd:
     def apply(self, y: Tensor) -> Tensor:
         """Return the end of the branch for its output y [T, N], which may be overwritten."""
         if self.norm is not None:
-            y = rms_norm(y, self.norm.weight, self.norm.eps)
+            y = rms_norm(y, self.norm)
         return y if self.factor == 1 else y.mul_(self.factor)
 
 
@@ -50,25 +52,27 @@ class WideNorm:
         first = 0
         for weight in (self.q, self.k):
             part = qkv[:, first : first + len(weight)]
-            part.copy_(rms_norm(part.contiguous(), weight, self.eps))
+            part.copy_(rms_norm(part.contiguous(), RMSNorm(weight, self.eps)))
             first += len(weight)
         return qkv
 
 
-def _rms_norm_twin(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
-    """Return the RMSNorm of x [T, N] over its last dimension, computed in float32, times weight [N], in x's dtype.
+def _rms_norm_twin(x: Tensor, norm: RMSNorm, delta: Tensor | None = None) -> Tensor:
+    """Return the RMSNorm of x [T, N] over its last dimension, computed in float32, times the weight, in x's dtype.
 
     delta: [T, N], which is first added to x in place, or None.
     """
     if delta is not None:
         x += delta
     if x.is_cuda:
-        return rope.normed(x, weight, eps)
+        return rope.normed(x, norm.weight, norm.eps, norm.centered)
     # This has fewer operations than F.rms_norm. In a step of few tokens, calling an operation is most of its cost.
     exact = x.float()
     size = torch.linalg.vector_norm(exact, 2, -1, True)
-    scale = torch.addcmul(_constant(eps), size, size, value=1 / x.shape[1]).rsqrt_()
-    return (exact * scale).to(x.dtype).mul_(weight)
+    scale = torch.addcmul(_constant(norm.eps), size, size, value=1 / x.shape[1]).rsqrt_()
+    if norm.centered:
+        return (exact * scale).mul_(norm.weight.float() + 1).to(x.dtype)
+    return (exact * scale).to(x.dtype).mul_(norm.weight)
 
 
 @lru_cache

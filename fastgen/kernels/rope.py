@@ -20,12 +20,13 @@ from fastgen.kernels.launch import Kernel
 @dataclass(frozen=True)
 class HeadNorm:
     """The parameters of the RMSNorm of each query head and key head. q, k: weights [D]. after_rope: the heads are
-    rotated before the norm, as in HunYuan, and not after it, as in Qwen3."""
+    rotated before the norm, as in HunYuan, and not after it, as in Qwen3. centered: see RMSNorm."""
 
     q: Tensor
     k: Tensor
     eps: float
     after_rope: bool = False
+    centered: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _normed_heads(qk: Tensor, num_q: int, norm: HeadNorm) -> Tensor:
     """Return the norms of H = num_q query heads and K key heads: [T, H + K, D]."""
-    return torch.cat([normed(qk[:, :num_q], norm.q, norm.eps), normed(qk[:, num_q:], norm.k, norm.eps)], dim=1)
+    parts = (qk[:, :num_q], norm.q), (qk[:, num_q:], norm.k)
+    return torch.cat([normed(part, weight, norm.eps, norm.centered) for part, weight in parts], dim=1)
 
 
-def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the RMSNorm of x over its last dimension, computed in float32, times weight, in x's dtype."""
+def normed(x: Tensor, weight: Tensor, eps: float, centered: bool = False) -> Tensor:
+    """Return the RMSNorm of x over its last dimension, computed in float32, times weight, in x's dtype. centered: see
+    RMSNorm."""
+    if centered:
+        return F.rms_norm(x.float(), weight.shape, weight.float() + 1, eps).to(x.dtype)
     if x.dtype == torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight

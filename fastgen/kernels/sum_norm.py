@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastgen.kernels.allreduce import add_in_order
 from fastgen.kernels.launch import Kernel
-from fastgen.kernels.norm import rms_norm
+from fastgen.kernels.norm import RMSNorm, rms_norm
 
 
 def _twin(x: Tensor, y: Tensor, stage: Tensor, rank: int, weight: Tensor | None, eps: float, out: Tensor) -> None:
@@ -18,7 +18,7 @@ def _twin(x: Tensor, y: Tensor, stage: Tensor, rank: int, weight: Tensor | None,
     """
     check(x, y, stage, weight, out)
     add_in_order(x, [y if other == rank else rows[: len(x)] for other, rows in enumerate(stage)])
-    out.copy_(x if weight is None else rms_norm.twin(x, weight, eps))
+    out.copy_(x if weight is None else rms_norm.twin(x, RMSNorm(weight, eps)))
 
 
 def check(x: Tensor, y: Tensor, stage: Tensor, weight: Tensor | None, out: Tensor) -> None:

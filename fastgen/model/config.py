@@ -8,7 +8,6 @@ imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +15,7 @@ from typing import Any
 
 from fastgen.model.families import FAMILIES, TEXT_TYPES, WRAPPERS, Family
 from fastgen.model.quantization import Int4, Quantization, method_of
-from fastgen.names import advice
 from fastgen.option import Option
-from fastgen.request import SAMPLING_OPTIONS
-
-log = logging.getLogger(__name__)
 
 BUNDLED_NAME = "fastgen-tiny"
 
@@ -51,17 +46,6 @@ _QUANTIZATION_FILES = {
     "hf_quant_config.json": "modelopt", "quant_config.json": "awq", "quantize_config.json": "gptq"
 }  # fmt: skip
 """{file that holds the quantization_config if config.json has none: its quant_method}."""
-GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Other fields of generation_config.json that change what transformers generates: the values that change nothing, and
-# null.
-_NOT_USED: dict[str, tuple[Any, ...]] = {
-    "max_length": (20,), "max_new_tokens": (), "min_length": (0,), "min_new_tokens": (0,), "stop_strings": ([],),
-    "bad_words_ids": ([],), "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "sequence_bias": ([], {}),
-    "forced_bos_token_id": (), "forced_eos_token_id": (), "no_repeat_ngram_size": (0,), "typical_p": (1,),
-    "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": (), "encoder_repetition_penalty": (1,),
-    "exponential_decay_length_penalty": (), "guidance_scale": (1,), "num_beams": (1,), "num_return_sequences": (1,),
-    "penalty_alpha": (0,), "dola_layers": (), "watermarking_config": (), "token_healing": (False,),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,9 +106,11 @@ class ModelConfig:
     other_rope: RopeConfig = RopeConfig()  # the rope of the layers `other_layers`
     other_layers: tuple[int, ...] = ()
     embedding_scale: float = 1.0  # factor of the embeddings
+    scaled_embedding: bool = False  # embedding_scale is a part of the embedding, rounded to its dtype (Gemma)
     attention_scale: float | None = None  # factor of the products of queries and keys; None: head_size ** -0.5
     branch_scale: float = 1.0  # factor of the outputs of attention and MLP
     logits_divisor: float = 1.0
+    logits_cap: float = 0.0  # logits x become cap * tanh(x / cap), after the division; 0: they stay
     qkv_tensor: str = ""  # name in a layer of the tensor that holds q, k and v; "": each has its own
     gate_up_tensor: str = ""  # of the tensor that holds gate and up
     down_tensor: str = "mlp.down_proj"
@@ -133,6 +119,8 @@ class ModelConfig:
     wide_norm: bool = False  # an RMSNorm over all heads of q together, and one of k, before rope
     norm_after_rope: bool = False  # q and k are rotated before `qk_norm` (HunYuan)
     gated: bool = True  # the MLP is down(silu(gate(x)) * up(x)); False: down(relu(up(x)) ** 2), without a gate
+    gelu: bool = False  # a gated MLP has gelu, approximated by tanh, instead of silu
+    centered_norm: bool = False  # norms are multiplied by 1 + weight, and peri_norm's have the names that Gemma's have
     has_vision: bool = False  # it is the text model inside a model with vision, whose other parts are not loaded
 
     def __post_init__(self) -> None:
@@ -174,6 +162,11 @@ class ModelConfig:
     def adds_products(self) -> bool:
         """Return whether the outputs of o and down are added to the residual stream without further operations."""
         return self.branch_scale == 1 and not self.post_norm and not self.peri_norm
+
+    @property
+    def swiglu(self) -> bool:
+        """Return whether the product of gate and up can compute the activation."""
+        return self.gated and not self.gelu
 
     @property
     def gate_up_size(self) -> int:
@@ -231,12 +224,12 @@ def read_config(folder: Path, quantization: str | None = None) -> ModelConfig:
     checkpoint's quant_method, as a check.
     Raises ValueError, naming the folder, if config.json is missing, is not JSON, or describes an unsupported model.
     """
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if config is None:
         raise ValueError(f"{folder} has no config.json; a checkpoint folder in Hugging Face's format is needed")
-    generation = _read_json(folder / "generation_config.json")
+    generation = read_json(folder / "generation_config.json")
     for file, method in _QUANTIZATION_FILES.items():
-        if not config.get("quantization_config") and (given := _read_json(folder / file)):
+        if not config.get("quantization_config") and (given := read_json(folder / file)):
             config["quantization_config"] = {"quant_method": method, **given}
     try:
         model_config = _quantized(parse_config(config, generation), method_of(config), quantization)
@@ -279,8 +272,8 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     config["layer_types"] = _layer_types(config, family, num_layers)
     windows = _windows(config, family, num_layers)
     rope, other_rope, other_layers = _ropes(config, family, windows)
-    flags: dict[str, Any] = {**(family.tensors or {}), **(_multipliers(config, family) if family.multipliers else {})}
     hidden_size = _integer(config, "hidden_size")
+    flags: dict[str, Any] = {**(family.tensors or {}), **_multipliers(config, family, hidden_size)}
     attention_bias = family.attention_bias and bool(config.get("attention_bias"))
     quantization = _quantization(config, family) if method_of(config) else None
     if isinstance(quantization, Int4) and "qkv_tensor" in flags:
@@ -296,7 +289,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         num_kv_heads=_integer(config, "num_key_value_heads", num_heads),
         head_size=_head_size(config, hidden_size, num_heads),
         max_position=_integer(config, "max_position_embeddings"),
-        norm_eps=_number(config, "rms_norm_eps", 1e-6, low=0, high=1),
+        norm_eps=number_of(config, "rms_norm_eps", 1e-6, low=0, high=1),
         rope=rope,
         qkv_bias=family.qkv_bias or attention_bias,
         o_bias=family.attention_bias and bool(config.get(family.out_bias)),
@@ -310,37 +303,16 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         other_rope=other_rope,
         other_layers=other_layers,
         post_norm=family.post_norm,
-        peri_norm=family.mup and bool(config["use_post_norm"]),
+        peri_norm=family.centered_norm or (family.mup and bool(config["use_post_norm"])),
         wide_norm=family.wide_norm,
         norm_after_rope=family.norm_after_rope,
         gated=family.gated,
+        gelu=family.activation[1].startswith("gelu"),
+        centered_norm=family.centered_norm,
+        scaled_embedding=family.scaled_embedding,
         has_vision=has_vision,
         **flags,
     )
-
-
-def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """Return the sampling parameters that `generation_config.json` sets: a subset of GENERATION_CONFIG, without nulls.
-
-    If `do_sample` is false, the result is a temperature of 0 and the penalty. If the file has neither `do_sample` nor a
-    temperature, it is the penalty. A WARNING names other fields that transformers follows. Raises ValueError for values
-    that no request could have.
-    """
-    path = folder / "generation_config.json"
-    generation = _read_json(path) or {}
-    if unused := [name for name, plain in _NOT_USED.items() if generation.get(name) not in (None, *plain)]:
-        ours = advice("argument")
-        listed = (f"{name} ({ours[name]})" if name in ours else name for name in unused)
-        log.warning("%s has fields that are not used: %s", path, ", ".join(listed))
-    samples = generation.get("do_sample", generation.get("temperature") is not None)
-    fields = GENERATION_CONFIG if samples else ("repetition_penalty",)
-    try:
-        defaults = {field: _number(generation, field) for field in fields if generation.get(field) is not None}
-        for field, value in defaults.items():
-            SAMPLING_OPTIONS[field].check(value)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}; correct it, or ignore the file with generation_config=False") from None
-    return {"temperature": 0, **defaults} if generation.get("do_sample") is False else defaults
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -359,8 +331,11 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     if inner.get("architectures") == [WRAPPERS[wrapper]]:
         inner = {**inner, "architectures": None}
     # transformers 5 writes true for the whole, also if the head has weights of its own.
-    tied = inner.get("tie_word_embeddings") and outer.get("tie_word_embeddings", True)
-    return {**outer, **inner, "tie_word_embeddings": tied}
+    text, tied = {**outer, **inner}, outer.get("tie_word_embeddings", True)
+    text.pop("tie_word_embeddings", None)  # if the text does not have it, the family says it
+    if "tie_word_embeddings" in inner or not tied:
+        text["tie_word_embeddings"] = tied and inner.get("tie_word_embeddings")
+    return text
 
 
 def _family(config: dict[str, Any]) -> Family:
@@ -382,9 +357,9 @@ def _refuse_foreign(config: dict[str, Any], family: Family) -> None:
     for field in (*_FOREIGN, *family.foreign):
         if config.get(field):
             raise unsupported(field, config[field])
-    activation = "silu" if family.gated else "relu2"
-    if config.get("hidden_act", "silu") != activation:
-        raise unsupported("hidden_act", config["hidden_act"], f"only {activation} is")
+    field, activation = family.activation
+    if config.get(field, activation) != activation:
+        raise unsupported(field, config[field], f"only {activation} is")
 
 
 def _head_size(config: dict[str, Any], hidden_size: int, num_heads: int) -> int:
@@ -417,14 +392,23 @@ def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[i
     return tuple(size if kind == "sliding_attention" else 0 for kind in types)
 
 
-def _multipliers(config: dict[str, Any], family: Family) -> dict[str, float | None]:
+def _multipliers(config: dict[str, Any], family: Family, hidden_size: int) -> dict[str, float | None]:
+    scales: dict[str, float | None] = {}
+    if family.scaled_embedding:
+        scales["embedding_scale"] = hidden_size**0.5
+    if "query_pre_attn_scalar" in family.absent:
+        scales["attention_scale"] = number_of(config, "query_pre_attn_scalar", low=1e-6, high=1e6) ** -0.5
+    if config.get("final_logit_softcapping") is not None and "final_logit_softcapping" in family.absent:
+        scales["logits_cap"] = number_of(config, "final_logit_softcapping", low=1e-6, high=1e6)
+    if not family.multipliers:
+        return scales
     fields = {"embedding_scale": "embedding_multiplier", "attention_scale": "attention_multiplier",
               "branch_scale": "residual_multiplier", "logits_divisor": "logits_scaling"}  # fmt: skip
     flags: dict[str, float | None] = {
-        flag: _number(config, field, 1.0, low=1e-6, high=1e6) for flag, field in fields.items()
+        flag: number_of(config, field, 1.0, low=1e-6, high=1e6) for flag, field in fields.items()
     }
     if family.mup:
-        flags["logits_divisor"] = 1 / _number(config, "logits_scaling", 1.0)  # logits are multiplied by it
+        flags["logits_divisor"] = 1 / number_of(config, "logits_scaling", 1.0)  # logits are multiplied by it
         if config.get("attention_multiplier") is None:
             flags["attention_scale"] = None  # from the head size
     return flags
@@ -455,7 +439,7 @@ def _ropes(
         full, sliding = (dict(of_kinds.get(f"{kind}_attention") or plain) for kind in ("full", "sliding"))
         full.update(config.get("rope_scaling") or {})
         full.setdefault("rope_theta", config["rope_theta"])  # which is not for the others, in transformers 5
-        sliding.setdefault("rope_theta", family.absent["rope_theta"])
+        sliding.setdefault("rope_theta", config.get("rope_local_base_freq", family.absent["rope_theta"]))
         for each in full, sliding:
             each.pop("truncate", None)  # it is read only from a rope that all layers have
         with_window = tuple(layer for layer, window in enumerate(windows) if window)
@@ -493,12 +477,12 @@ def _rope(config: dict[str, Any], partial: bool = False) -> RopeConfig:
     part = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if part not in (None, 1) and not partial:
         raise unsupported("partial_rotary_factor", part)
-    rotary = _number({"partial_rotary_factor": part}, "partial_rotary_factor", 1.0, low=0, high=1)
-    theta = _number(given, "rope_theta", _number(config, "rope_theta", 10000.0, low=2), low=2)
+    rotary = number_of({"partial_rotary_factor": part}, "partial_rotary_factor", 1.0, low=0, high=1)
+    theta = number_of(given, "rope_theta", number_of(config, "rope_theta", 10000.0, low=2), low=2)
     needed, optional = _ROPE_KINDS[kind]
     names = *needed, *(name for name in optional if given.get(name))
-    numbers: dict[str, Any] = {name: _number(given, name, low=1e-6, high=1e6) for name in names}
-    growth = _number(given, "llama_4_scaling_beta", 0.0, low=0, high=1e6)
+    numbers: dict[str, Any] = {name: number_of(given, name, low=1e-6, high=1e6) for name in names}
+    growth = number_of(given, "llama_4_scaling_beta", 0.0, low=0, high=1e6)
     truncate = bool(given.get("truncate", True))  # transformers takes null as false
     if kind == "telechat3-yarn":  # cos and sin grow less with the factor
         numbers.setdefault("attention_factor", 0.07 * math.log(max(numbers["factor"], 1.0)) + 1)
@@ -529,7 +513,7 @@ def _long_rope(config: dict[str, Any], given: dict[str, Any], rotary: float) -> 
         values = given.get(name)
         if not isinstance(values, list) or len(values) != int(size * rotary) // 2:
             raise unsupported(name, values, f"{int(size * rotary) // 2} numbers, one for each rotated pair, are")
-        fields[f"{name}s"] = tuple(_number({name: value}, name, low=1e-6, high=1e6) for value in values)
+        fields[f"{name}s"] = tuple(number_of({name: value}, name, low=1e-6, high=1e6) for value in values)
     return fields
 
 
@@ -542,7 +526,7 @@ def _eos_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, .
     return tuple(ids)
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object of a file; None if there is no such file."""
     if not path.is_file():
         return None
@@ -563,7 +547,7 @@ def _integer(config: dict[str, Any], field: str, default: int | None = None, low
     return value
 
 
-def _number(
+def number_of(
     config: dict[str, Any], field: str, default: float | None = None, low: float = -_LARGEST, high: float = _LARGEST
 ) -> float:
     """Return a number field, an int or a float as in the file; see `_integer`."""

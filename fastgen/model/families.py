@@ -38,6 +38,9 @@ class Family:
     partial_rope: bool = False  # "partial_rotary_factor" may be below 1
     rope_alpha: bool = False  # "alpha" of dynamic rope counts; the others ignore it, as in transformers
     gated: bool = True  # see ModelConfig
+    activation: tuple[str, str] = ("hidden_act", "silu")  # the field of the MLP's activation, and its supported value
+    centered_norm: bool = False  # see ModelConfig
+    scaled_embedding: bool = False  # embeddings are multiplied by the root of their size; see ModelConfig
     foreign: tuple[str, ...] = ()  # fields that are supported only if they are null, false, 0 or empty
 
 
@@ -46,6 +49,7 @@ WRAPPERS = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "exaone4_5": "Exaone4_5_ForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
 }
 """{model_type: architecture} of models with vision whose text model runs."""
 TEXT_TYPES = {"exaone4_5_text": "exaone4"}
@@ -126,6 +130,16 @@ FAMILIES = {
         "hyperclovax", {"eos_token_id": 2, "use_post_norm": True}, attention_bias=True, mlp_bias=True,
         multipliers=True, mup=True),
     "ArceeForCausalLM": Family(
-        "arcee", {"eos_token_id": 128001, "rms_norm_eps": 1e-5, "hidden_act": "relu2"}, attention_bias=True,
-        mlp_bias=True, gated=False),
+        "arcee", {"eos_token_id": 128001, "rms_norm_eps": 1e-5}, attention_bias=True, mlp_bias=True, gated=False,
+        activation=("hidden_act", "relu2")),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+         "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "query_pre_attn_scalar": 256,
+         "sliding_window": 4096, "sliding_window_pattern": 6, "final_logit_softcapping": None,
+         "tie_word_embeddings": True, "eos_token_id": 1},
+        attention_bias=True, qk_norm=True, window="sliding_window", pattern="sliding_window_pattern",
+        full_rope="stretched", activation=("hidden_activation", "gelu_pytorch_tanh"), centered_norm=True,
+        scaled_embedding=True, foreign=("attn_logit_softcapping", "use_bidirectional_attention")),
 }  # fmt: skip

@@ -40,7 +40,7 @@ class Linear:
         one of add, swiglu and rope. They are fused with the product where fastgen's own kernel computes it: in a
         batch-invariant layer, and in others where few rows make it faster than BLAS.
         """
-        return self.product(x if norm is None else rms_norm(x, norm.weight, norm.eps, delta), fused)
+        return self.product(x if norm is None else rms_norm(x, norm, delta), fused)
 
     def product(self, x: Tensor, fused: Fused) -> Tensor:
         """Return the layer of x, without a norm; see `apply`. Subclasses override it; Fp8Linear overrides `apply`."""

@@ -100,6 +100,9 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
         places = {"post_attention_layernorm": "o_end.norm", "post_feedforward_layernorm": "down_end.norm"}
     if c.peri_norm:
         places |= {"post_norm1": "o_end.norm", "post_norm2": "down_end.norm"}
+    if c.centered_norm:
+        places = {"input_layernorm": "input_norm", "post_attention_layernorm": "o_end.norm",
+                  "pre_feedforward_layernorm": "post_norm", "post_feedforward_layernorm": "down_end.norm"}  # fmt: skip
     norms = [Module(layer + name, f"{place}.weight", (hidden,)) for name, place in places.items()]
     if c.qk_norm or c.wide_norm:
         place, sizes = ("head_norm", (head, head)) if c.qk_norm else ("wide_norm", (heads, kv_heads * head))
@@ -179,7 +182,7 @@ class Parameters:
         self._packs = device.type == "cpu" and packing(dtype) is not None and plain
         self.row_tile = 1 if device.type != "cpu" else PACKED_ROW_TILE if self._packs else ROW_TILE
         norm, embedding, *head = model_table(config)
-        self.norm = RMSNorm(self._new(*norm.shape), config.norm_eps)
+        self.norm = RMSNorm(self._new(*norm.shape), config.norm_eps, config.centered_norm)
         self.embedding: Tensor = shared.embedding if shared else self._new(*self._part(embedding)[1])
         self.lm_head: Linear = shared.lm_head if shared else self._linear(head) if head else self._tied()
         self.layers = [self._layer(number) for number in range(config.num_layers)]
@@ -221,19 +224,20 @@ class Parameters:
         return linear or Linear(self._new(size_out, size_in), bias, self._batch_invariant)
 
     def _layer(self, number: int) -> Layer:
-        table, eps = layer_table(self._whole, number), self.config.norm_eps
+        table, eps, centered = layer_table(self._whole, number), self.config.norm_eps, self.config.centered_norm
         norms = {module.place: self._new(*module.shape) for module in table if module.split is None}
         linears = {
             place: self._linear([module for module in table if module.place == place], self._quantized)
             for place in LINEARS
         }
-        norm = {place.removesuffix(".weight"): RMSNorm(weight, eps) for place, weight in norms.items()}
+        norm = {place.removesuffix(".weight"): RMSNorm(weight, eps, centered) for place, weight in norms.items()}
         ends = {name: BranchEnd(norm.get(f"{name}.norm"), self.config.branch_scale) for name in ("o_end", "down_end")}
         if self.config.adds_products:
             ends.clear()
         head_norm = wide_norm = None
         if self.config.qk_norm:
-            head_norm = HeadNorm(norms["head_norm.q"], norms["head_norm.k"], eps, self.config.norm_after_rope)
+            weights = norms["head_norm.q"], norms["head_norm.k"]
+            head_norm = HeadNorm(*weights, eps, self.config.norm_after_rope, centered)
         if self.config.wide_norm:
             wide_norm = WideNorm(norms["wide_norm.q"], norms["wide_norm.k"], eps)
         return Layer(
@@ -303,7 +307,7 @@ class Parameters:
             self._replace(lambda linear: quantized.prepare(linear, self._new))
         if self._packs:
             for layer in self.layers:
-                layer.gate_up = pack(layer.gate_up, self.config.gated)
+                layer.gate_up = pack(layer.gate_up, self.config.swiglu)
             self._replace(pack)
 
     def unpack(self) -> None:

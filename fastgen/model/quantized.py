@@ -56,7 +56,7 @@ class Fp8Linear(Linear):
     def apply(
         self, x: Tensor, fused: Fused = UNFUSED, norm: RMSNorm | None = None, delta: Tensor | None = None
     ) -> Tensor:
-        values, scales = fp8.quantize(x) if norm is None else fp8.rms_norm_fp8(x, norm.weight, norm.eps, delta)
+        values, scales = fp8.quantize(x) if norm is None else fp8.rms_norm_fp8(x, norm, delta)
         product = fp8.product.launch if self.batch_invariant else fp8.product
         fused = fused._replace(out_dtype=fused.out_dtype or x.dtype)
         y: Tensor = product(values, scales, fp8.Quantized(self.weight, self.scales), self.bias, fused)

@@ -22,6 +22,7 @@ from fastgen.device.pinned import to_host
 from fastgen.device.profiling import span
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.embedding import embed
+from fastgen.kernels.epilogue import geglu
 from fastgen.kernels.rope import SlotMapping, rope_write
 from fastgen.model.attention.interface import Attention
 from fastgen.model.kv_pool import KVPool
@@ -111,6 +112,9 @@ class Transformer:
         kinds = (False, True) if self.config.other_layers else (False,)
         tables = [rope_tables(self.config, context, other) for other in kinds]
         self.turns = [(cos.to(parameters.device), sin.to(parameters.device)) for cos, sin in tables]
+        self.embedding_scale = self.config.embedding_scale
+        if self.config.scaled_embedding:
+            self.embedding_scale = float(torch.tensor(self.embedding_scale, dtype=parameters.dtype))
         scales = query_scales(self.config.rope, context, self.config.max_position)
         self.query_scales = None if scales is None else scales.to(parameters.device, parameters.dtype)[:, None, None]
 
@@ -133,8 +137,8 @@ class Transformer:
         embedding = self.parameters.embedding
         for number, part in enumerate(parts):
             x = embed(part.token_ids, embedding, self.group.rank * len(embedding) if self.group.size > 1 else None)
-            if self.config.embedding_scale != 1:
-                x.mul_(self.config.embedding_scale)
+            if self.embedding_scale != 1:
+                x.mul_(self.embedding_scale)
             part.residual = self.group.begin_residual(sizes, number, x, norm)
             self._observe(part, -1)
 
@@ -217,8 +221,10 @@ class Transformer:
         """Add the MLP of the normed residual stream to it."""
         layer, following = self.layers[number], self.layers[number + 1 : number + 2]
         with span("mlp"):
-            hidden = residual.project(layer.gate_up, layer.post_norm, Fused(swiglu=self.config.gated))
-            if not self.config.gated:
+            hidden = residual.project(layer.gate_up, layer.post_norm, Fused(swiglu=self.config.swiglu))
+            if self.config.gelu:
+                hidden = geglu(hidden)
+            elif not self.config.gated:
                 hidden.relu_().square_()
             residual.apply(layer.down, hidden, following[0].input_norm if following else None, layer.down_end)
 
@@ -244,6 +250,8 @@ class Transformer:
         own = self.parameters.lm_head.apply(padded, fused, self.parameters.norm)
         if self.config.logits_divisor != 1:
             own.div_(self.config.logits_divisor)
+        if self.config.logits_cap:
+            own.div_(self.config.logits_cap).tanh_().mul_(self.config.logits_cap)
         return own if whole else self.group.gather(own[: len(x)], out)
 
     def _padded(self, x: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ class DFlash(LayeredHead):
     def _keep_context(self, part: StepPart, features: Tensor) -> None:
         own, positions, slots = self.weights, part.mapping.positions, part.mapping.slots
         norm = own.hidden_norm
-        context = rms_norm(own.fc.apply(features), norm.weight, norm.eps)
+        context = rms_norm(own.fc.apply(features), norm)
         mapping = own.layers.slot_mapping(self._pool, positions, slots, part.mapping.real)
         for number, (layer, kv) in enumerate(zip(own.layers.layers, own.kv, strict=True)):
             keys, values = self._pool.keys[number], self._pool.values[number]

@@ -185,7 +185,7 @@ class Eagle(LayeredHead):
 
 
 def _normed(x: Tensor, norm: RMSNorm) -> Tensor:
-    y: Tensor = rms_norm(x, norm.weight, norm.eps)
+    y: Tensor = rms_norm(x, norm)
     return y
 
 

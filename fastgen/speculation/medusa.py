@@ -119,7 +119,7 @@ class Medusa(Head):
 
     def body(self, size: int) -> None:
         lanes, norm, most = self._draw_lanes[:size], self._target.parameters.norm, self.most_drafts(size)
-        x = rms_norm(self._states[self._ends[:size]], norm.weight, norm.eps)
+        x = rms_norm(self._states[self._ends[:size]], norm)
         logits = torch.stack([self._logits(x, head) for head in range(most)], 1)
         start = self._lanes.kv_lens[lanes]
         positions = (start[:, None] + 1 + self._offsets[:most]).flatten()

@@ -72,6 +72,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "5 heads a KV head, biases": {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 10},
     "a KV head each, norms": {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 8},
     "norms after rope": {"architectures": ["HunYuanDenseV1ForCausalLM"]},
+    "head size 256, centered norms, GeGLU": {
+        "architectures": ["Gemma3ForCausalLM"], "head_dim": 256, "num_attention_heads": 4, "sliding_window": 100},
     "partial rope": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75},
 }  # fmt: skip
 ACCEPTED: dict[str, dict[str, int]] = {

@@ -30,6 +30,7 @@ MODELS = {
     "Qwen/Qwen3-8B": 4,
     "tencent/Hunyuan-7B-Instruct": 4,
     "microsoft/Phi-4-mini-instruct": 4,
+    "google/gemma-3-1b-it": 6,
 }
 SIZES = (16, 640, 256)  # sequences, tokens of their prompts, tokens generated
 WORSE = 1.1

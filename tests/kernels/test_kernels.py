@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.kernels import fp8_pages, launch
 from fastgen.kernels.embedding import embed
-from fastgen.kernels.epilogue import swiglu
+from fastgen.kernels.epilogue import geglu, swiglu
 from fastgen.kernels.lane_updates import DecodeInput, advance, begin_step
 from fastgen.kernels.launch import Kernel
 from fastgen.kernels.merge import merge
-from fastgen.kernels.norm import rms_norm
+from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import HeadNorm, SlotMapping, rope_write
 from fastgen.kernels.sum_norm import sum_norm
 from fastgen.kernels.triton.embedding import MAX_BLOCK
@@ -34,12 +35,13 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("rows", "size", "added"), [(1, 64, False), (5, 96, True), (3, 2048, False)])
-def test_rms_norm(rows: int, size: int, added: bool, dtype: torch.dtype) -> None:
-    x, weight = randn(rows, size, dtype=dtype), randn(size, seed=1, dtype=dtype)
+def test_rms_norm(rows: int, size: int, added: bool, dtype: torch.dtype, centered: bool) -> None:
+    x, norm = randn(rows, size, dtype=dtype), RMSNorm(randn(size, seed=1, dtype=dtype), 1e-5, centered)
     delta, y = randn(rows, size, seed=2, dtype=dtype) if added else None, x.clone()
-    close(rms_norm.launch(x, weight, 1e-5, delta), rms_norm.twin(y, weight, 1e-5, delta))
+    close(rms_norm.launch(x, norm, delta), rms_norm.twin(y, norm, delta))
     assert torch.equal(x, y), "the sum is kept in x"
 
 
@@ -85,17 +87,21 @@ def test_a_merged_adapter_is_rounded_once(rows: int, columns: int, rank: int, ki
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 2100)])
-def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
-    x = randn(rows, 2 * size, dtype=dtype)
-    found, exact = swiglu.launch(x), swiglu.twin(x.double())
-    error, twin_error = (found - exact).abs().max(), (swiglu.twin(x) - exact).abs().max()
+@pytest.mark.parametrize("kernel", [swiglu, geglu])
+def test_gated_activations(rows: int, size: int, dtype: torch.dtype, kernel: Kernel) -> None:
+    x = randn(rows, 2 * size, dtype=dtype) * 3
+    gate, up = x.double().chunk(2, 1)
+    exact = up * (F.silu(gate) if kernel is swiglu else F.gelu(gate, approximate="tanh"))
+    error, twin_error = ((y - exact).abs().max() for y in (kernel.launch(x), kernel.twin(x)))
+    assert twin_error <= exact.abs().max() * torch.finfo(dtype).eps
     assert error <= 1.1 * twin_error + 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("heads", "num_kv", "head_size"), [(4, 2, 64), (5, 1, 24), (8, 8, 96)])
 @pytest.mark.parametrize(
-    ("normed", "rotated"), [("", 1.0), ("before rope", 1.0), ("after rope", 1.0), ("", 0.75), ("before rope", 0.5)]
+    ("normed", "rotated"),
+    [("", 1.0), ("before rope", 1.0), ("after rope", 1.0), ("", 0.75), ("before rope", 0.5), ("centered", 1.0)],
 )
 def test_rope_and_the_write_to_the_pool(
     heads: int, num_kv: int, head_size: int, dtype: torch.dtype, normed: str, rotated: float
@@ -107,7 +113,7 @@ def test_rope_and_the_write_to_the_pool(
     positions = torch.tensor([39, 0, 7, 8, 20, 1, 0], device=DEVICE)
     mapping = SlotMapping(positions, slots, angles.cos(), angles.sin(), 5, num_kv, page_size)
     weights = randn(head_size, seed=2, dtype=dtype), randn(head_size, seed=3, dtype=dtype)
-    norm = HeadNorm(*weights, 1e-5, after_rope=normed == "after rope") if normed else None
+    norm = HeadNorm(*weights, 1e-5, normed == "after rope", normed == "centered") if normed else None
     before = randn(2, pages, num_kv, page_size, head_size, seed=4, dtype=dtype)
     pool, twin_pool = before.clone(), before.clone()
     close(rope_write.launch(qkv, mapping, *pool, norm), rope_write.twin(qkv, mapping, *twin_pool, norm))

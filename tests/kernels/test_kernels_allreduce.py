@@ -254,13 +254,14 @@ def test_a_step_number_is_written_after_all_warps_have_read_it() -> None:
 
 NORMS = """
 from fastgen.kernels.fp8 import rms_norm_fp8
-from fastgen.kernels.norm import rms_norm
+from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.sum_norm import sum_norm
 x, weight = zeros(300, 4096), zeros(4096)
-rms_norm.launch(x, weight, 1e-5)
-rms_norm.launch(x, weight, 1e-5, x)
-rms_norm_fp8.launch(x, weight, 1e-5)
-rms_norm_fp8.launch(x, weight, 1e-5, x)
+norm = RMSNorm(weight, 1e-5)
+rms_norm.launch(x, norm)
+rms_norm.launch(x, norm, x)
+rms_norm_fp8.launch(x, norm)
+rms_norm_fp8.launch(x, norm, x)
 sum_norm.launch(x, x, zeros(2, 300, 4096), 1, weight, 1e-5, x)
 """
 

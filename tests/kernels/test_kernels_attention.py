@@ -206,7 +206,7 @@ def test_list_ofs(window: int) -> None:
     ("head_size", "group", "page_size", "window"),
     [
         (64, 1, 64, 0), (64, 5, 16, 40), (96, 4, 64, 40), (128, 8, 16, 0), (80, 4, 48, 70), (256, 2, 16, 0),
-        (32, 20, 64, 70), (64, 4, 1, 0),
+        (256, 4, 64, 70), (32, 20, 64, 70), (64, 4, 1, 0),
     ],
 )  # fmt: skip
 def test_decodes_and_prefills_agree_with_the_reference(head_size: int, group: int, page_size: int, window: int) -> None:

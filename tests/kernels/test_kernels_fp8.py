@@ -19,7 +19,7 @@ from fastgen.kernels import fp8, launch
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.fp8 import rms_norm_fp8
 from fastgen.kernels.launch import KNOWN, triton
-from fastgen.kernels.norm import rms_norm
+from fastgen.kernels.norm import RMSNorm, rms_norm
 from fastgen.kernels.rope import SlotMapping
 from fastgen.kernels.triton import fp8 as fp8_kernels
 from fastgen.kernels.triton.batch_invariant import ProductConfig, fuses_rope
@@ -125,8 +125,8 @@ def test_a_row_that_is_not_finite_stays_so(value: float) -> None:
 def test_the_norm_in_fp8() -> None:
     x, weight, delta = random(3, 200), random(200, seed=1), random(3, 200, seed=2)
     for kind in ("twin", "launch"):
-        expected, their_scales = fp8.quantize.twin(getattr(rms_norm, kind)(x + delta, weight, 1e-5))
-        found, scales = getattr(rms_norm_fp8, kind)(stream := x.clone(), weight, 1e-5, delta)
+        expected, their_scales = fp8.quantize.twin(getattr(rms_norm, kind)(x + delta, RMSNorm(weight, 1e-5)))
+        found, scales = getattr(rms_norm_fp8, kind)(stream := x.clone(), RMSNorm(weight, 1e-5), delta)
         assert torch.equal(stream, x + delta)
         torch.testing.assert_close(scales, their_scales)
         assert same(found, expected) > 0.97

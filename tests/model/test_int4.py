@@ -51,7 +51,7 @@ FORMS = {
     "AutoRound AWQ": auto_round_form(32, False, "auto_awq"),
 }
 FAMILY = {"awq": "Qwen2", "gptq": "Mistral", "gptq asymmetric": "Qwen3", "packed": "Qwen3", "gptq v2": "Arcee",
-          "packed asymmetric": "Arcee"}  # fmt: skip  # others: Llama
+          "packed asymmetric": "Arcee", "awq symmetric": "Gemma3"}  # fmt: skip  # others: Llama
 SOME = ("awq", "gptq asymmetric", "packed asymmetric", "packed channel")
 
 

@@ -1,4 +1,4 @@
-"""model/config.py: known models, agreement with transformers, and one clear error for each unsupported model."""
+"""model/config.py and generation_config.py: known models, agreement with transformers, errors for unknown models."""
 
 import json
 import math
@@ -14,7 +14,8 @@ from known_models import KNOWN, LLAMA, LLAMA3_ROPE, LLAMA_8B, MISTRAL
 from properties import EXAMPLES, holds_for
 
 from fastgen import Generator
-from fastgen.model.config import ModelConfig, parse_config, read_config, sampling_defaults
+from fastgen.model.config import ModelConfig, parse_config, read_config
+from fastgen.model.generation_config import sampling_defaults
 from fastgen.model.rope import rope_tables
 
 
@@ -39,8 +40,9 @@ def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
     plain = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
     scaling = config.pop("rope_scaling", None) or {}
     rope = {**plain, "rope_type": scaling.get("type", "default"), **scaling}
-    if config["model_type"] == "olmo3":
-        rope = {"full_attention": rope, "sliding_attention": plain}
+    if config["model_type"] in ("olmo3", "gemma3_text"):
+        theta = config.pop("rope_local_base_freq", plain["rope_theta"])
+        rope = {"full_attention": rope, "sliding_attention": {**plain, "rope_theta": theta}}
     return {**config, "rope_parameters": rope, "dtype": config.pop("torch_dtype")}
 
 
@@ -119,6 +121,20 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("GraniteForCausalLM", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 8, "attention_multiplier": 1}),
     ("ArceeForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     ("ArceeForCausalLM", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    ("Gemma3ForCausalLM", {"sliding_window": 16, "sliding_window_pattern": 2, "final_logit_softcapping": 30.0}),
+    (
+        "Gemma3ForCausalLM",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "query_pre_attn_scalar": 8,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
     ("Qwen2ForCausalLM", {**WINDOW, "max_window_layers": 2}),
     ("Qwen2ForCausalLM", {**WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 16}),
@@ -136,7 +152,11 @@ def test_what_transformers_saves(architecture: str, extra: dict[str, Any], tmp_p
     config = read_config(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert parse_config({**written, "architectures": None}) == config  # model_type names the family, too
-    assert written.pop("hidden_act") == ("silu" if config.gated else "relu2")
+    if config.gelu:
+        assert written.pop("hidden_activation") == "gelu_pytorch_tanh"
+        assert config.embedding_scale == model.model.embed_tokens.scalar_embed_scale
+    else:
+        assert written.pop("hidden_act") == ("silu" if config.gated else "relu2")
     assert parse_config(written) == config
 
     attention = model.model.layers[0].self_attn
@@ -172,7 +192,10 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
         ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "architectures="),
-        ({"architectures": None, "model_type": "gemma3"}, "model_type='gemma3'"),
+        ({"architectures": None, "model_type": "gemma2"}, "model_type='gemma2'"),
+        ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ({"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 0}, "final_logit_softcapping=0"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "bidirectional_attention=True"),
         ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, "quantization_config.quant_method='hqq'"),
         ({"num_local_experts": 8}, "num_local_experts=8"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -240,17 +263,23 @@ def test_unsupported_is_named(change: dict[str, Any], message: str) -> None:
         parse_config({**GOOD, **change})
 
 
+GELU = "gelu_pytorch_tanh"
+
+
 @pytest.mark.parametrize("architecture", [*dict(FAMILIES), "InternLM3ForCausalLM", "MiMoForCausalLM"])
 def test_another_activation_is_named(architecture: str) -> None:
     config = {**GOOD, "architectures": [architecture]}
     if architecture == "GraniteMoeHybridForCausalLM":
         dense = {"num_local_experts": 0, "shared_intermediate_size": 48, "position_embedding_type": "rope"}
         config |= {**dense, "layer_types": ["full_attention"] * 32}
-    own, other = ("relu2", "silu") if architecture == "ArceeForCausalLM" else ("silu", "relu2")
-    assert parse_config({**config, "hidden_act": own}).gated == (own == "silu")
-    for value in (other, "gelu", None):
-        with pytest.raises(ValueError, match=f"hidden_act={value!r} is not supported; only {own} is"):
-            parse_config({**config, "hidden_act": value})
+    field, own = {"ArceeForCausalLM": ("hidden_act", "relu2"), "Gemma3ForCausalLM": ("hidden_activation", GELU)}.get(
+        architecture, ("hidden_act", "silu")
+    )
+    parsed = parse_config({**config, field: own})
+    assert (parsed.gated, parsed.gelu) == (own != "relu2", own == GELU)
+    for value in {"silu", "relu2", "gelu", None} - {own}:
+        with pytest.raises(ValueError, match=f"{field}={value!r} is not supported; only {own} is"):
+            parse_config({**config, field: value})
     inner = {"model_type": "ministral3", **GOOD, "hidden_act": "gelu"}
     with pytest.raises(ValueError, match="hidden_act='gelu' is not supported; only silu is"):
         parse_config({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": inner})

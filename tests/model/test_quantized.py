@@ -89,7 +89,8 @@ FORMS = {
     "block": Form(compressed("block", ["lm_head"]), "block"),
 }
 BLOCKS = FORMS["block"].config
-FAMILY = {"Qwen3": "Qwen3", "Mistral": "Mistral", "tensor": "Arcee", "block": "Arcee"}  # others: Llama
+FAMILY = {"Qwen3": "Qwen3", "Mistral": "Mistral", "tensor": "Arcee", "block": "Arcee",
+          "AutoFP8": "Gemma3"}  # fmt: skip  # others: Llama
 
 
 def modules(form: Quantization, tensors: dict[str, Tensor]) -> list[str]:

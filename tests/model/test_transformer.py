@@ -79,6 +79,7 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "EXAONE 4 whose layers have no window": ("Exaone4", {"sliding_window": 16, "layer_types": ["full_attention"] * 2}),
     "HyperCLOVA X with norms of inputs only": ("HyperCLOVAX", {"use_post_norm": False, "logits_scaling": 0.5}),
     "one KV head": ("Qwen2", {"num_key_value_heads": 1}),
+    "Gemma 3 with heads of 256": ("Gemma3", {"head_dim": 256, "sliding_window": 16, "pad_token_id": 0}),
 }  # fmt: skip
 
 
@@ -89,7 +90,7 @@ def test_flags_mean_what_transformers_means(flag: str, checkpoint: Checkpoint) -
 
 
 # Families of which tests of the engine run few, or none.
-IN_SHAPES = ("cwm", "hunyuan", "hyperclovax", "phi4_mini", *VISION)
+IN_SHAPES = ("cwm", "hunyuan", "hyperclovax", "phi4_mini", "gemma3", *VISION)
 SHAPES: dict[str, dict[str, Any]] = {
     "a KV head per head": {"num_key_value_heads": 4},
     "one KV head": {"num_key_value_heads": 1},

@@ -146,7 +146,7 @@ def expected(steps: list[Step], size: int) -> list[Tensor]:
             parts = [draw(number, half, rank, count) for rank in range(size)]
             for norm in NORMS:
                 add_in_order(x, parts)
-                parts = [product(rms_norm(x, norm.weight, norm.eps), rank) for rank in range(size)]
+                parts = [product(rms_norm(x, norm), rank) for rank in range(size)]
             add_in_order(x, parts)
             found.append(x)
     return found

@@ -40,6 +40,7 @@ OTHERS = (
     "hunyuan",
     "hyperclovax",
     "phi4_mini",
+    "gemma3",
 )  # families whose layers differ from Llama's
 
 

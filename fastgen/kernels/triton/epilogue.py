@@ -1,7 +1,8 @@
 """Epilogues of matrix products: bias, residual addition, SwiGLU and rope, for kernels in Triton and in Gluon.
 
 The epilogue of a fused product works on its float32 sums. It has two parts, so that its inputs can be loaded (`read_`)
-while the product is summed. After a product by cuBLAS, SwiGLU is a separate kernel.
+while the product is summed. After a product by cuBLAS, SwiGLU is a separate
+kernel, which GeGLU always is.
 
 T tokens, N outputs. token: [TOKENS, 1], rows of the result. row: [ROWS], rows of the weight. Pairs of rows are given as
 positions `at` within the halves of heads `head`, both [ROWS / 2]. Rows beyond T and N are neither read nor stored.
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen.device.chip import Chip
+from fastgen.kernels.epilogue import GELU_CUBIC, GELU_SLOPE
 from fastgen.kernels.triton.jit import jit, tl
 from fastgen.kernels.triton.rope import look_up, turn
 
@@ -104,8 +106,11 @@ BLOCK = 2048  # columns per program
 
 
 @jit()
-def _swiglu_kernel(x_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Compute BLOCK of the N columns of a row per program."""
+def _gated_kernel(
+    x_ptr, out_ptr, N: tl.constexpr, GELU: tl.constexpr, CUBIC: tl.constexpr, SLOPE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute BLOCK of the N columns of a row per program: SwiGLU, or if GELU, GeGLU."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -114,14 +119,26 @@ def _swiglu_kernel(x_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl
     here = column < N
     gate = tl.load(x_ptr + row * 2 * N + column, mask=here, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * N + N + column, mask=here, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * N + column, gated(gate, up).to(out_ptr.dtype.element_ty), mask=here)
+    slope = SLOPE * gate * (1 + CUBIC * gate * gate) if GELU else gate
+    y = gate / (1 + tl.exp(-slope)) * up
+    tl.store(out_ptr + row * N + column, y.to(out_ptr.dtype.element_ty), mask=here)
 
 
 def swiglu(x: Tensor) -> Tensor:
+    return _gated(x, False)
+
+
+def geglu(x: Tensor) -> Tensor:
+    return _gated(x, True)
+
+
+def _gated(x: Tensor, gelu: bool) -> Tensor:
     rows, size = x.shape[0], x.shape[1] // 2
     assert x.is_contiguous()
     assert x.shape[1] == 2 * size
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     pdl = Chip.of(x.device).dependent_launch
-    _swiglu_kernel[(rows, -(-size // BLOCK))](x, out, size, BLOCK, pdl, num_warps=4, launch_pdl=pdl)
+    _gated_kernel[(rows, -(-size // BLOCK))](
+        x, out, size, gelu, GELU_CUBIC, GELU_SLOPE, BLOCK, pdl, num_warps=4, launch_pdl=pdl
+    )
     return out

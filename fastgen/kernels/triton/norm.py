@@ -8,23 +8,30 @@ from torch import Tensor
 
 from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels.fp8_pages import E4M3
+from fastgen.kernels.norm import RMSNorm
 from fastgen.kernels.triton.jit import jit, tl
 from fastgen.kernels.triton.quantize import quantized
 
 
 @jit()
-def normed(x, weight, eps, N: tl.constexpr, DTYPE: tl.constexpr):
+def normed(x, weight, eps, N: tl.constexpr, DTYPE: tl.constexpr, CENTERED: tl.constexpr):
     """Return the RMSNorm of a row in DTYPE. x, weight: float32 [BLOCK], of which the first N numbers are the row's and
-    the others are zeros."""
+    the others are zeros. CENTERED: see RMSNorm."""
     scale = 1 / tl.sqrt(tl.sum(x * x) / N + eps)
-    rounded = (x * scale).to(DTYPE).to(tl.float32)  # rounded twice, as in transformers
-    return (rounded * weight).to(DTYPE)
+    return weighted(x * scale, weight, DTYPE, CENTERED).to(DTYPE)
+
+
+@jit()
+def weighted(x, weight, DTYPE: tl.constexpr, CENTERED: tl.constexpr):
+    """Return x * weight, or if CENTERED, x * (1 + weight), in float32. Otherwise x is first rounded to DTYPE, so that
+    the result is rounded twice, as in transformers."""
+    return x * (weight + 1) if CENTERED else x.to(DTYPE).to(tl.float32) * weight
 
 
 @jit("eps")
 def _rms_norm_kernel(
     x_ptr, delta_ptr, weight_ptr, out_ptr, scales_ptr, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, CENTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalize one row of N numbers per program. scales_ptr: the scales of a result in fp8, else None."""
     column = tl.arange(0, BLOCK)
@@ -43,30 +50,28 @@ def _rms_norm_kernel(
         x = x.to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + at, x, mask=here)
         x = x.to(tl.float32)
-    x = normed(x, weight, eps, N, x_ptr.dtype.element_ty)
+    x = normed(x, weight, eps, N, x_ptr.dtype.element_ty, CENTERED)
     if scales_ptr is not None:
         x, scale = quantized(x.to(tl.float32))
         tl.store(scales_ptr + tl.program_id(0), scale)
     tl.store(out_ptr + at, x, mask=here)
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None, scales: Tensor | None = None
-) -> Tensor:
+def rms_norm(x: Tensor, norm: RMSNorm, delta: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
     rows, size = x.shape
     assert x.is_contiguous()
-    assert weight.shape == (size,)
+    assert norm.weight.shape == (size,)
     assert delta is None or (delta.shape == x.shape and delta.is_contiguous())
     out = torch.empty_like(x, dtype=None if scales is None else E4M3)
     block = power_of_two(size)
     pdl = Chip.of(x.device).dependent_launch
     _rms_norm_kernel[(rows,)](
-        x, x if delta is None else delta, weight, out, scales, eps, size, block, delta is not None, pdl,
-        num_warps=min(max(block // 1024, 1), 16), launch_pdl=pdl,
+        x, x if delta is None else delta, norm.weight, out, scales, norm.eps, size, block, delta is not None,
+        norm.centered, pdl, num_warps=min(max(block // 1024, 1), 16), launch_pdl=pdl,
     )  # fmt: skip
     return out
 
 
-def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rms_norm_fp8(x: Tensor, norm: RMSNorm, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
     scales = x.new_empty(len(x), dtype=torch.float32)
-    return rms_norm(x, weight, eps, delta, scales), scales
+    return rms_norm(x, norm, delta, scales), scales

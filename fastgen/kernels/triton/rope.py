@@ -13,6 +13,7 @@ from fastgen.device.chip import Chip, power_of_two
 from fastgen.kernels.rope import HeadNorm, SlotMapping
 from fastgen.kernels.triton.fp8_pages import quantized_heads
 from fastgen.kernels.triton.jit import jit, tl
+from fastgen.kernels.triton.norm import weighted
 
 HEADS = 16  # heads per program
 
@@ -82,10 +83,12 @@ def write_heads(
 def _rope_kernel(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_ptr, keys_ptr, values_ptr, q_norm_ptr, k_norm_ptr, eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, P: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, AFTER: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, AFTER: tl.constexpr,
+    CENTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rotate HEADS heads of a token per program; queries come first, then keys, then values. HALF: D / 2 rounded up to
-    a power of two. ROTARY: number of rotated dimensions. NORM: norm the heads. AFTER: norm them after the rotation."""
+    a power of two. ROTARY: number of rotated dimensions. NORM: norm the heads. AFTER: norm them after the rotation.
+    CENTERED: see RMSNorm."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -110,27 +113,29 @@ def _rope_kernel(
     a = tl.load(source, mask=here, other=0.0).to(tl.float32)
     b = tl.load(source + apart, mask=here, other=0.0).to(tl.float32)
     if NORM and not AFTER:
-        a, b = norm_heads(a, b, at, apart, half, is_q, turned, q_ptr, q_norm_ptr, k_norm_ptr, eps, D)
+        a, b = norm_heads(a, b, at, apart, half, is_q, turned, q_ptr, q_norm_ptr, k_norm_ptr, eps, D, CENTERED)
     cos, sin, slot = look_up(token, place, True, in_table, positions_ptr, slots_ptr, cos_ptr, sin_ptr, ROTARY // 2)
     a, b = rotate(a, b, cos, sin, rotated)
     if AFTER:
         a = a.to(q_ptr.dtype.element_ty).to(tl.float32)
         b = b.to(q_ptr.dtype.element_ty).to(tl.float32)
-        a, b = norm_heads(a, b, at, apart, half, is_q, turned, q_ptr, q_norm_ptr, k_norm_ptr, eps, D)
+        a, b = norm_heads(a, b, at, apart, half, is_q, turned, q_ptr, q_norm_ptr, k_norm_ptr, eps, D, CENTERED)
     write_heads(a, b, slot, token, head, at, apart, here, q_ptr, keys_ptr, values_ptr, H, K, D // 2, P)
 
 
 @jit()
-def norm_heads(a, b, at, apart, half, is_q, turned, q_ptr, q_norm_ptr, k_norm_ptr, eps, D: tl.constexpr):
-    """Return the heads, and the RMSNorm of those that are `turned`, rounded twice, as in transformers. a, b: float32
-    [HEADS, HALF], the pairs of dimensions `at` and `at + apart`. half: mask of the pairs that exist."""
+def norm_heads(
+    a, b, at, apart, half, is_q, turned, q_ptr, q_norm_ptr, k_norm_ptr, eps, D: tl.constexpr, CENTERED: tl.constexpr,
+):  # fmt: skip
+    """Return the heads, and the RMSNorm of those that are `turned`. a, b: float32 [HEADS, HALF], the pairs of
+    dimensions `at` and `at + apart`. half: mask of the pairs that exist."""
     scale = 1 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
     q_a = tl.load(q_norm_ptr + at, mask=half, other=0.0).to(tl.float32)
     q_b = tl.load(q_norm_ptr + at + apart, mask=half, other=0.0).to(tl.float32)
     k_a = tl.load(k_norm_ptr + at, mask=half, other=0.0).to(tl.float32)
     k_b = tl.load(k_norm_ptr + at + apart, mask=half, other=0.0).to(tl.float32)
-    normed_a = (a * scale).to(q_ptr.dtype.element_ty).to(tl.float32) * tl.where(is_q, q_a, k_a)
-    normed_b = (b * scale).to(q_ptr.dtype.element_ty).to(tl.float32) * tl.where(is_q, q_b, k_b)
+    normed_a = weighted(a * scale, tl.where(is_q, q_a, k_a), q_ptr.dtype.element_ty, CENTERED)
+    normed_b = weighted(b * scale, tl.where(is_q, q_b, k_b), q_ptr.dtype.element_ty, CENTERED)
     a = tl.where(turned, normed_a.to(q_ptr.dtype.element_ty).to(tl.float32), a)
     b = tl.where(turned, normed_b.to(q_ptr.dtype.element_ty).to(tl.float32), b)
     return a, b
@@ -149,7 +154,8 @@ def rope_write(qkv: Tensor, mapping: SlotMapping, keys: Tensor, values: Tensor, 
         qkv, mapping.cos, mapping.sin, mapping.positions, mapping.slots, q, keys, values,
         norm.q if norm else qkv, norm.k if norm else qkv, norm.eps if norm else 0.0,
         num_q, num_kv, head_size, 2 * mapping.cos.shape[1], page_size, HEADS, power_of_two(head_size // 2),
-        norm is not None, norm is not None and norm.after_rope, pdl,
+        norm is not None, norm is not None and norm.after_rope,
+        norm is not None and norm.centered, pdl,
         num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
     return q

@@ -32,7 +32,7 @@ def _sum_norm_kernel(
     tl.store(x_ptr + at, x, mask=here)
     if NORM:
         weight = tl.load(weight_ptr + column, mask=here, other=0.0).to(tl.float32)
-        x = normed(x.to(tl.float32), weight, eps, N, out_ptr.dtype.element_ty)
+        x = normed(x.to(tl.float32), weight, eps, N, out_ptr.dtype.element_ty, False)
     tl.store(out_ptr + at, x, mask=here)
 
 

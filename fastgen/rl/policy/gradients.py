@@ -129,12 +129,13 @@ def _of_all(weights: Weights, wanted: Sequence[Tensor], gradients: Sequence[Tens
 class Head:
     """The last norm and the head, and what is wanted of them.
 
-    divisor: of the logits. rows: int64 [N], the row of x that predicts each of `targets`, int64 [N]. kept: int64 [K],
-    ascending indices of targets whose logits are wanted.
+    divisor, cap: of the logits; see ModelConfig. rows: int64 [N], the row of x that predicts each of `targets`, int64
+    [N]. kept: int64 [K], ascending indices of targets whose logits are wanted.
     """
 
     model: RecomputedModel
     divisor: float
+    cap: float
     temperature: float
     rows: Tensor
     targets: Tensor
@@ -146,13 +147,16 @@ class Head:
             logits = torch.mm(normed, self.model.head.t(), out_dtype=torch.float32)
         else:
             logits = F.linear(normed, self.model.head).float()
-        return logits if self.divisor == 1 else logits.div_(self.divisor)
+        if self.divisor != 1:
+            logits.div_(self.divisor)
+        return logits.div_(self.cap).tanh_().mul_(self.cap) if self.cap else logits
 
     def gradient_of_logits(
         self, logits: Tensor, part: slice, of_logprobs: Tensor, of_entropies: Tensor | None, of_kept: Tensor | None
     ) -> Tensor:
         """Return the gradient of the logits, float32 [R, V], which are overwritten, of the targets in `part`. The other
         arguments: gradients of the results for all targets; see `head_results`."""
+        slope = 1 - (logits / self.cap).square_() if self.cap else None
         logits = logits.div_(self.temperature) if self.temperature != 1 else logits
         gradient, factor = logits.log_softmax(1), of_logprobs[part, None]
         if of_entropies is not None and len(of_entropies):
@@ -167,6 +171,8 @@ class Head:
         if of_kept is not None and len(of_kept):
             chosen = (self.kept >= part.start) & (self.kept < part.stop)
             gradient[self.kept[chosen] - part.start] += of_kept[chosen]
+        if slope is not None:
+            gradient.mul_(slope)
         return gradient if self.divisor == 1 else gradient.div_(self.divisor)
 
 

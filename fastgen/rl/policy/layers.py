@@ -170,7 +170,8 @@ class RecomputedModel:
     def embed(self, pack: PackTensors) -> Tensor:
         """Return the embeddings of a pack's tokens: [T, hidden]."""
         x: Tensor = self._core.embed_tokens(pack.ids)[0]
-        return x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
+        scale = 1 if self.config.scaled_embedding else self.config.embedding_scale  # if scaled, x already is
+        return x if scale == 1 else x * scale
 
     def norm(self, x: Tensor) -> Tensor:
         """Return the last norm of rows [R, hidden]."""

@@ -346,10 +346,12 @@ class Policy(nn.Module):
             return
         engine = EngineForward(self._runner, max(pack.num_pages for pack in packs))
         for pack, of_pack in zip(packs, kept, strict=True):
-            tensors = PackTensors.of(pack, self._runner.model.config.windows, self._runner.device)
+            config = self._runner.model.config
+            tensors = PackTensors.of(pack, config.windows, self._runner.device)
             head = Head(
                 self._model,
-                self._runner.model.config.logits_divisor,
+                config.logits_divisor,
+                config.logits_cap,
                 temperature,
                 *(torch.from_numpy(array).to(self._runner.device) for array in (pack.rows, pack.targets, of_pack)),
             )
