@@ -30,11 +30,12 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported: kernels then run on CPU tensors
 
-from families import FAMILIES, SIZES, VOCAB, save_random
+from families import FAMILIES, SIZES, VOCAB, load_reference, save_random
 from invariants import check_scheduler
 
 from fastgen import Generator
 from fastgen.kernels.triton import batch_invariant
+from fastgen.model.weights import UNUSED, text_name
 
 sys.dont_write_bytecode = False  # pytest keeps the tests that it has compiled, which takes each worker 7 seconds
 
@@ -273,10 +274,11 @@ def check_idle(gen: Generator) -> None:
 
 
 def new_weights(folder: Path, seed: int = 1) -> dict[str, Tensor]:
-    """Other weights of a checkpoint's shapes, by name: a state dict in float32."""
+    """Other weights of the shapes of a checkpoint's text model, by name: a state dict in float32."""
     draw = torch.Generator().manual_seed(seed)
     old = load_file(folder / "model.safetensors")
-    return {name: t + 0.1 * torch.randn(t.shape, generator=draw) for name, t in old.items()}
+    text = {text_name(name): t for name, t in old.items() if not name.startswith(UNUSED)}
+    return {name: t + 0.1 * torch.randn(t.shape, generator=draw) for name, t in text.items()}
 
 
 def hf_logits(folder: Path, ids: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -294,10 +296,8 @@ _hf_models: dict[tuple[Path, torch.dtype], Any] = {}
 
 
 def hf_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    from transformers import AutoModelForCausalLM
-
     if (folder, dtype) not in _hf_models:
-        _hf_models[folder, dtype] = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        _hf_models[folder, dtype] = load_reference(folder, dtype)
     return _hf_models[folder, dtype]
 
 

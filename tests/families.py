@@ -55,6 +55,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                           "tie_word_embeddings": True, "rope_parameters": {
         "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}),
+    "muse": ("MuseGlimmer", {"head_dim": 24, "sliding_window": 20, "num_hidden_layers": 5, "attention_bias": True,
+                             "qk_scale_factor": 2.0, "output_multiplier": 1.5, "final_logit_softcapping": 6.0,
+                             "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
 }  # fmt: skip
 
 SIZES = {
@@ -71,6 +74,7 @@ _QWEN = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2,
         "patch_size": 14}  # fmt: skip
 _SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
            "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+_MUSE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ministral3": ("Mistral3", FAMILIES["ministral3"][1] | {"model_type": "ministral3"}, _PIXTRAL),
@@ -81,6 +85,8 @@ VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                                   "rope_parameters": {**_MROPE, "rope_type": "mrope"}}, _QWEN),
     "gemma3_vl": ("Gemma3", FAMILIES["gemma3"][1] | {"model_type": "gemma3_text", "final_logit_softcapping": None},
                   _SIGLIP),
+    "muse_vl": ("MuseGlimmer", FAMILIES["muse"][1] | {"model_type": "muse_glimmer_text", "output_multiplier": 0.8,
+                "final_logit_softcapping": 20.0}, _MUSE),
     "exaone4_5": ("Exaone4_5_", FAMILIES["exaone4"][1] | {"model_type": "exaone4_5_text", "head_dim": 16},
                   {**_QWEN, "num_key_value_heads": 2}),
 }  # fmt: skip
@@ -103,11 +109,16 @@ def save_random(name: str, config: dict[str, Any], folder: Path, dtype: torch.dt
     """Save a random model of transformers' `name`ForCausalLM, and return it. dtype: that of its weights."""
     import transformers
 
+    if not hasattr(transformers, f"{name}ForCausalLM"):  # the text model inside a model with vision
+        (key,) = (key for key, (kind, *_) in VISION.items() if kind == name)
+        return save_random_with_vision(key, folder, config, dtype)
     settings = getattr(transformers, f"{name}ForCausalLM").config_class(**config)
     return _save(f"{name}ForCausalLM", settings, folder, dtype)
 
 
-def save_random_with_vision(name: str, folder: Path, text: dict[str, Any] | None = None) -> Any:
+def save_random_with_vision(
+    name: str, folder: Path, text: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32
+) -> Any:
     """Save a random model of VISION, and return it. text: the config of its text model, if it is not the usual one."""
     import transformers
 
@@ -115,7 +126,16 @@ def save_random_with_vision(name: str, folder: Path, text: dict[str, Any] | None
     text = {**SIZES, **usual} if text is None else text
     tied = text.get("tie_word_embeddings", False)
     settings = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, tie_word_embeddings=tied)
-    return _save(f"{kind}ForConditionalGeneration", settings, folder, torch.float32)
+    return _save(f"{kind}ForConditionalGeneration", settings, folder, dtype)
+
+
+def load_reference(folder: Path, dtype: torch.dtype) -> Any:
+    """Return transformers' model of a folder, in `dtype`."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    with_vision = AutoConfig.from_pretrained(folder).model_type == "muse_glimmer"  # which has no causal model
+    models: Any = AutoModelForImageTextToText if with_vision else AutoModelForCausalLM
+    return models.from_pretrained(folder, dtype=dtype).eval()
 
 
 def _save(name: str, settings: Any, folder: Path, dtype: torch.dtype) -> Any:

@@ -416,6 +416,23 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
          "vocab_size": 262208, "max_position": 131072, "eos_ids": (1, 106)},
         27_009_346_304,
     ),
+    "meta-models/Muse-Glimmer-30B": (  # the text, with the sizes that transformers assumes
+        {"architectures": ["MuseGlimmerForConditionalGeneration"], "image_token_id": 200092,
+         "model_type": "muse_glimmer", "text_config": {
+             "eos_token_id": 200001, "final_logit_softcapping": 20.0, "head_dim": 128, "hidden_activation": "silu",
+             "hidden_size": 6656, "intermediate_size": 19968, "max_position_embeddings": 131072,
+             "model_type": "muse_glimmer_text", "num_attention_heads": 32, "num_hidden_layers": 52,
+             "num_key_value_heads": 2, "output_multiplier": 0.19611613513818404, "post_norm_eps": 1e-08,
+             "qk_scale_factor": 3.87, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 2048,
+             "torch_dtype": "bfloat16", "vocab_size": 202048},
+         "torch_dtype": "bfloat16", "vision_config": {"model_type": "muse_glimmer_vision"}},
+        None,
+        {"has_vision": True, "tied": False, "windows": (2048, 2048, 2048, 0) * 13, "post_norm_eps": 1e-8,
+         "norm_eps": 1e-5, "other_layers": tuple(range(3, 52, 4)), "other_rope": RopeConfig("none"),
+         "attention_scale": 3.87 * 128**-0.5, "logits_divisor": 1 / 0.19611613513818404, "logits_cap": 20.0,
+         "output_gate": True, "bare_norm": True, "centered_norm": True, "gelu": False, "scaled_embedding": False},
+        27_854_780_928,
+    ),
     "ByteDance-Seed/Seed-OSS-36B-Instruct": (
         {"architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.1,
          "attention_out_bias": False, "bos_token_id": 0, "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu",

@@ -19,7 +19,7 @@ from fastgen.engine.features import make_requested
 from fastgen.engine.largest_steps import largest_batches
 from fastgen.engine.prefill_graphs import PrefillGraphs
 from fastgen.engine.runner import Runner
-from fastgen.kernels.batch_invariant import Fused, RopeWrite
+from fastgen.kernels.batch_invariant import UNFUSED, Fused, RopeWrite
 from fastgen.kernels.rope import SlotMapping
 from fastgen.kernels.scoring import MAX_LISTED
 from fastgen.model.attention.interface import CapturableAttention
@@ -105,7 +105,7 @@ def products_of(model: Transformer, mapping: SlotMapping, pool: KVPool) -> list[
     rope = None if apart else RopeWrite(mapping, pool.keys[0], pool.values[0])
     zeros = model.parameters.norm.weight.new_zeros(1, model.config.hidden_size)
     adds = Fused(add=zeros if model.config.adds_products else None)
-    fused = Fused(rope=rope), adds, Fused(swiglu=model.config.swiglu), adds  # in the order of Layer.linears
+    fused = Fused(rope=rope), adds, Fused(swiglu=model.config.swiglu), adds, UNFUSED  # in the order of Layer.linears
     kinds = {(at, type(linear)): (linear, fused[at]) for layer in layers for at, linear in enumerate(layer.linears)}
     return [*kinds.values(), (head, Fused(out_dtype=torch.float32))]
 

@@ -1,4 +1,4 @@
-"""SwiGLU, after a product whose kernel does not compute it, and GeGLU, which none does."""
+"""SwiGLU, after a product whose kernel does not compute it; GeGLU and the gate of attention, which none does."""
 
 from __future__ import annotations
 
@@ -33,6 +33,12 @@ def _geglu_twin(x: Tensor) -> Tensor:
     return sigmoid.mul_(gate).mul_(up).to(x.dtype)
 
 
+def _gate_twin(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate), [T, N] in x's dtype. x, gate: [T, N], contiguous."""
+    return torch.div(x, gate.float().neg_().exp_().add_(1)).to(x.dtype)
+
+
 GELU_CUBIC, GELU_SLOPE = 0.044715, 2 * (2 / math.pi) ** 0.5
 swiglu = Kernel(_twin, "fastgen.kernels.triton.epilogue:swiglu")
 geglu = Kernel(_geglu_twin, "fastgen.kernels.triton.epilogue:geglu")
+sigmoid_gate = Kernel(_gate_twin, "fastgen.kernels.triton.epilogue:sigmoid_gate")

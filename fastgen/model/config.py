@@ -121,6 +121,9 @@ class ModelConfig:
     gated: bool = True  # the MLP is down(silu(gate(x)) * up(x)); False: down(relu(up(x)) ** 2), without a gate
     gelu: bool = False  # a gated MLP has gelu, approximated by tanh, instead of silu
     centered_norm: bool = False  # norms are multiplied by 1 + weight, and peri_norm's have the names that Gemma's have
+    bare_norm: bool = False  # embeddings and `qk_norm` have norms without weights; the last norm is not centered (Muse)
+    post_norm_eps: float | None = None  # epsilon of the norms of the outputs of attention and MLP; None: norm_eps
+    output_gate: bool = False  # the output of attention is multiplied by sigmoid(gate_proj(x)) before o
     has_vision: bool = False  # it is the text model inside a model with vision, whose other parts are not loaded
 
     def __post_init__(self) -> None:
@@ -151,6 +154,7 @@ class ModelConfig:
     @property
     def _layer_parameters(self) -> int:
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
+        attention += self.hidden_size * self.head_size * self.num_heads * self.output_gate
         return self.num_layers * (attention + self.hidden_size * (self.gate_up_size + self.intermediate_size))
 
     def weight_bytes(self, item_size: int) -> float:
@@ -310,6 +314,8 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         gelu=family.activation[1].startswith("gelu"),
         centered_norm=family.centered_norm,
         scaled_embedding=family.scaled_embedding,
+        bare_norm=family.bare_norm,
+        output_gate=family.output_gate,
         has_vision=has_vision,
         **flags,
     )
@@ -398,6 +404,11 @@ def _multipliers(config: dict[str, Any], family: Family, hidden_size: int) -> di
         scales["embedding_scale"] = hidden_size**0.5
     if "query_pre_attn_scalar" in family.absent:
         scales["attention_scale"] = number_of(config, "query_pre_attn_scalar", low=1e-6, high=1e6) ** -0.5
+    if "qk_scale_factor" in family.absent:  # of queries, which change in no other way before attention
+        head_size = _head_size(config, hidden_size, _integer(config, "num_attention_heads"))
+        scales["attention_scale"] = number_of(config, "qk_scale_factor") * head_size**-0.5
+        scales["logits_divisor"] = 1 / number_of(config, "output_multiplier", low=1e-6, high=1e6)
+        scales["post_norm_eps"] = number_of(config, "post_norm_eps", low=0, high=1)
     if config.get("final_logit_softcapping") is not None and "final_logit_softcapping" in family.absent:
         scales["logits_cap"] = number_of(config, "final_logit_softcapping", low=1e-6, high=1e6)
     if not family.multipliers:
@@ -421,7 +432,8 @@ def _layer_types(config: dict[str, Any], family: Family, num_layers: int) -> lis
         return types
     if family.pattern and config.get("sliding_window") is not None:
         period = family.pattern if isinstance(family.pattern, int) else _integer(config, family.pattern)
-        full = [*range(0 if family.full_first else period - 1, num_layers, period)]
+        first = (num_layers - 1) % period if family.from_last else 0 if family.full_first else period - 1
+        full = [*range(first, num_layers, period)]
     elif family.no_rope and config.get("use_sliding_window"):
         full = [layer for layer in range(num_layers) if layer not in _layers_without_rope(config, num_layers)]
     else:
@@ -451,6 +463,8 @@ def _ropes(
         without = _layers_without_rope(config, len(windows))
     elif family.full_rope == "none" and config.get("sliding_window") is not None:
         without = tuple(layer for layer, window in enumerate(windows) if not window)
+    elif family.full_rope == "listed":
+        without = _listed_without_rope(config, len(windows))
     rope = _rope(config, family.partial_rope)
     if not family.rope_alpha:
         rope = replace(rope, alpha=1.0)
@@ -465,6 +479,16 @@ def _layers_without_rope(config: dict[str, Any], num_layers: int) -> tuple[int, 
     if len(turned) < num_layers:
         raise unsupported("no_rope_layers", turned, f"one number per layer is needed, {num_layers} in all")
     return tuple(layer for layer in range(num_layers) if not turned[layer])
+
+
+def _listed_without_rope(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return the layers for which "layer_rope_theta" is 0. Other thetas count for nothing, as in transformers."""
+    thetas = config.get("layer_rope_theta")
+    if thetas is None:
+        return tuple(range((num_layers - 1) % 4, num_layers, 4))
+    if len(thetas) != num_layers:
+        raise unsupported("layer_rope_theta", thetas, f"one number per layer is needed, {num_layers} in all")
+    return tuple(layer for layer, theta in enumerate(thetas) if not theta)
 
 
 def _rope(config: dict[str, Any], partial: bool = False) -> RopeConfig:

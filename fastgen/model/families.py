@@ -31,15 +31,18 @@ class Family:
     wide_norm: bool = False  # see ModelConfig
     pattern: int | str = ""  # without "layer_types", every pattern-th layer has no window; or the field that says it
     full_first: bool = False  # of each `pattern` layers, the first has no window, instead of the last
-    # The rope of layers without a window: "" (as in the others), "none" (no rope, unless "sliding_window" is null) or
-    # "stretched" (the config's stretching, which the others lack).
-    full_rope: Literal["", "none", "stretched"] = ""
+    from_last: bool = False  # layers are counted from the last one, which has no window
+    # The rope of layers without a window: "" (as in the others), "none" (no rope, unless "sliding_window" is null),
+    # "stretched" (the config's stretching, which the others lack) or "listed" ("layer_rope_theta" is 0 for no rope).
+    full_rope: Literal["", "none", "stretched", "listed"] = ""
     rope: dict[str, Any] | None = None  # "rope_parameters" of a config that has none
     partial_rope: bool = False  # "partial_rotary_factor" may be below 1
     rope_alpha: bool = False  # "alpha" of dynamic rope counts; the others ignore it, as in transformers
     gated: bool = True  # see ModelConfig
     activation: tuple[str, str] = ("hidden_act", "silu")  # the field of the MLP's activation, and its supported value
     centered_norm: bool = False  # see ModelConfig
+    bare_norm: bool = False  # see ModelConfig
+    output_gate: bool = False  # see ModelConfig
     scaled_embedding: bool = False  # embeddings are multiplied by the root of their size; see ModelConfig
     foreign: tuple[str, ...] = ()  # fields that are supported only if they are null, false, 0 or empty
 
@@ -50,6 +53,7 @@ WRAPPERS = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "exaone4_5": "Exaone4_5_ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "muse_glimmer": "MuseGlimmerForConditionalGeneration",
 }
 """{model_type: architecture} of models with vision whose text model runs."""
 TEXT_TYPES = {"exaone4_5_text": "exaone4"}
@@ -142,4 +146,12 @@ FAMILIES = {
         attention_bias=True, qk_norm=True, window="sliding_window", pattern="sliding_window_pattern",
         full_rope="stretched", activation=("hidden_activation", "gelu_pytorch_tanh"), centered_norm=True,
         scaled_embedding=True, foreign=("attn_logit_softcapping", "use_bidirectional_attention")),
+    "MuseGlimmerForConditionalGeneration": Family(
+        "muse_glimmer_text",
+        {"vocab_size": 202048, "hidden_size": 6656, "intermediate_size": 19968, "num_hidden_layers": 52,
+         "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+         "rms_norm_eps": 1e-5, "post_norm_eps": 1e-8, "sliding_window": 2048, "qk_scale_factor": 3.87,
+         "output_multiplier": 26**-0.5, "final_logit_softcapping": 20.0, "eos_token_id": 200001},
+        attention_bias=True, qk_norm=True, window="sliding_window", pattern=4, from_last=True, full_rope="listed",
+        activation=("hidden_activation", "silu"), centered_norm=True, bare_norm=True, output_gate=True),
 }  # fmt: skip

@@ -153,8 +153,9 @@ def check_int4(model: ModelConfig, form: Int4) -> None:
     heads, kv_heads = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
     shapes = (heads + 2 * kv_heads, model.hidden_size), (model.hidden_size, heads)
     mlp = (model.gate_up_size, model.hidden_size), (model.hidden_size, model.intermediate_size)
+    gate = [(heads, model.hidden_size)] if model.output_gate else []
     try:
-        for outputs, inputs in (*shapes, *mlp):
+        for outputs, inputs in (*shapes, *mlp, *gate):
             int4.check(outputs, inputs, form.group_size or inputs)
     except ValueError as error:
         raise SizeError(str(error)) from None

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # for adapters and quantized models only
     from fastgen.model.quantized_layers import QuantizedLayers
 
 ROWS, COLUMNS = 0, 1  # dimensions of a weight [outputs, inputs]
-LINEARS = "qkv", "o", "gate_up", "down"  # the linear layers of a Layer
+LINEARS = "qkv", "o", "gate_up", "down", "o_gate"  # the linear layers of a Layer, the last of which few models have
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
         places = {"input_layernorm": "input_norm", "post_attention_layernorm": "o_end.norm",
                   "pre_feedforward_layernorm": "post_norm", "post_feedforward_layernorm": "down_end.norm"}  # fmt: skip
     norms = [Module(layer + name, f"{place}.weight", (hidden,)) for name, place in places.items()]
-    if c.qk_norm or c.wide_norm:
+    if (c.qk_norm and not c.bare_norm) or c.wide_norm:
         place, sizes = ("head_norm", (head, head)) if c.qk_norm else ("wide_norm", (heads, kv_heads * head))
         of_heads = ("query_layernorm", "key_layernorm") if c.norm_after_rope else ("q_norm", "k_norm")
         for name, size in zip(of_heads, sizes, strict=True):
@@ -124,6 +124,7 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
         *norms,
         *qkv,
         Module(attention + "o_proj", "o", (hidden, heads), COLUMNS, c.o_bias),
+        *([Module(attention + "gate_proj", "o_gate", (heads, hidden), ROWS)] if c.output_gate else []),
         *gate_up,
         Module(layer + c.down_tensor, "down", (hidden, inner), COLUMNS, c.mlp_bias),
     ]
@@ -131,9 +132,9 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
 
 @dataclass(eq=False)
 class Layer:
-    """The parameters of a layer. qkv stacks the rows of q, k and v; gate_up stacks the rows of gate and up, or
-    has only those of up. o_end, down_end: what happens to the outputs of o and down before they are added to the
-    residual stream."""
+    """The parameters of a layer. qkv stacks the rows of q, k and v; gate_up stacks the rows of gate and up, or has only
+    those of up. o_gate: its sigmoid multiplies the output of attention. o_end, down_end: what happens to the outputs of
+    o and down before they are added to the residual stream."""
 
     input_norm: RMSNorm | None
     qkv: Linear
@@ -147,10 +148,13 @@ class Layer:
     has_other_rope: bool
     o_end: BranchEnd | None
     down_end: BranchEnd | None
+    o_gate: Linear | None = None
 
     @property
-    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
-        return self.qkv, self.o, self.gate_up, self.down
+    def linears(self) -> tuple[Linear, ...]:
+        """The layers of LINEARS that it has."""
+        gate = () if self.o_gate is None else (self.o_gate,)
+        return self.qkv, self.o, self.gate_up, self.down, *gate
 
 
 class Parameters:
@@ -182,7 +186,10 @@ class Parameters:
         self._packs = device.type == "cpu" and packing(dtype) is not None and plain
         self.row_tile = 1 if device.type != "cpu" else PACKED_ROW_TILE if self._packs else ROW_TILE
         norm, embedding, *head = model_table(config)
-        self.norm = RMSNorm(self._new(*norm.shape), config.norm_eps, config.centered_norm)
+        self.norm = RMSNorm(self._new(*norm.shape), config.norm_eps, config.centered_norm and not config.bare_norm)
+        self.bare_norm: RMSNorm | None = None  # of embeddings
+        if config.bare_norm:
+            self.bare_norm = RMSNorm(torch.zeros(config.hidden_size, dtype=dtype, device=device), config.norm_eps, True)
         self.embedding: Tensor = shared.embedding if shared else self._new(*self._part(embedding)[1])
         self.lm_head: Linear = shared.lm_head if shared else self._linear(head) if head else self._tied()
         self.layers = [self._layer(number) for number in range(config.num_layers)]
@@ -227,17 +234,23 @@ class Parameters:
         table, eps, centered = layer_table(self._whole, number), self.config.norm_eps, self.config.centered_norm
         norms = {module.place: self._new(*module.shape) for module in table if module.split is None}
         linears = {
-            place: self._linear([module for module in table if module.place == place], self._quantized)
+            place: self._linear(modules, self._quantized)
             for place in LINEARS
+            if (modules := [module for module in table if module.place == place])
         }
         norm = {place.removesuffix(".weight"): RMSNorm(weight, eps, centered) for place, weight in norms.items()}
+        if (post_eps := self.config.post_norm_eps) is not None:
+            norm |= {name: replace(each, eps=post_eps) for name, each in norm.items() if "_end." in name}
         ends = {name: BranchEnd(norm.get(f"{name}.norm"), self.config.branch_scale) for name in ("o_end", "down_end")}
         if self.config.adds_products:
             ends.clear()
         head_norm = wide_norm = None
         if self.config.qk_norm:
-            weights = norms["head_norm.q"], norms["head_norm.k"]
-            head_norm = HeadNorm(*weights, eps, self.config.norm_after_rope, centered)
+            places = [f"head_norm.{name}" for name in "qk"]
+            if self.bare_norm is not None:
+                norms |= {place: self.bare_norm.weight.new_zeros(self.config.head_size) for place in places}
+            q, k = (norms[place] for place in places)
+            head_norm = HeadNorm(q, k, eps, self.config.norm_after_rope, centered)
         if self.config.wide_norm:
             wide_norm = WideNorm(norms["wide_norm.q"], norms["wide_norm.k"], eps)
         return Layer(
@@ -321,7 +334,7 @@ class Parameters:
     def _replace(self, change: Callable[[Linear], Linear]) -> None:
         self.lm_head = change(self.lm_head)
         for layer in self.layers:
-            for place in LINEARS:
+            for place, _ in zip(LINEARS, layer.linears, strict=False):
                 setattr(layer, place, change(getattr(layer, place)))
 
     @property

@@ -22,7 +22,8 @@ from fastgen.device.pinned import to_host
 from fastgen.device.profiling import span
 from fastgen.kernels.batch_invariant import Fused, RopeWrite
 from fastgen.kernels.embedding import embed
-from fastgen.kernels.epilogue import geglu
+from fastgen.kernels.epilogue import geglu, sigmoid_gate
+from fastgen.kernels.norm import rms_norm
 from fastgen.kernels.rope import SlotMapping, rope_write
 from fastgen.model.attention.interface import Attention
 from fastgen.model.kv_pool import KVPool
@@ -139,6 +140,8 @@ class Transformer:
             x = embed(part.token_ids, embedding, self.group.rank * len(embedding) if self.group.size > 1 else None)
             if self.embedding_scale != 1:
                 x.mul_(self.embedding_scale)
+            if self.parameters.bare_norm is not None:  # on another rank than the embedding's, the norm of 0 is 0
+                x = rms_norm(x, self.parameters.bare_norm)
             part.residual = self.group.begin_residual(sizes, number, x, norm)
             self._observe(part, -1)
 
@@ -215,6 +218,8 @@ class Transformer:
         with span("o"):
             if len(attended) < len(residual):
                 attended = F.pad(attended, (0, 0, 0, len(residual) - len(attended)))
+            if layer.o_gate is not None:
+                attended = sigmoid_gate(attended, residual.project(layer.o_gate, layer.input_norm))
             residual.apply(layer.o, attended, layer.post_norm, layer.o_end)
 
     def add_mlp(self, residual: Residual, number: int) -> None:

@@ -22,8 +22,9 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OTHER = {EMBEDDING: HEAD, HEAD: EMBEDDING}
 WRAPPERS = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
 """Beginnings of the names of a text model's tensors inside a model with vision: on disk, and in transformers 5."""
+_VISION = "vision_tower", "multi_modal_projector", "visual", "vision_adapter", "vision_projection"
 UNUSED = (
-    *(f"{model}{part}." for model in ("", "model.") for part in ("vision_tower", "multi_modal_projector", "visual")),
+    *(f"{model}{part}." for model in ("", "model.") for part in _VISION),
     "model.mtp_layers.",
     "mtp.",
 )

@@ -46,7 +46,7 @@ PARTS = {
     "products on Hopper": ("gpu/test_gpu_deterministic.py", "product_is_right", 1),
     "fp8": ("kernels/test_kernels_fp8.py", "quantize or norm or product_is", 1),
     "pages": ("model/test_kv_pool.py", "copied_between", 1),
-    "norms, adapters": ("kernels/test_kernels.py", "rms_norm or over_ranks or gated or pool or advance or merged", 1),
+    "norms, adapters": ("kernels/test_kernels.py", "rms_norm or over_ranks or gate or pool or advance or merged", 1),
 }  # fmt: skip
 SUMMARY = r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (.+)"
 REPORTED = r"^========= ((?:Error|Warning|Invalid|Uninitialized|Race|Address|Internal).*)\n=========\s+(.*)"

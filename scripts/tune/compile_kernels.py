@@ -74,6 +74,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "norms after rope": {"architectures": ["HunYuanDenseV1ForCausalLM"]},
     "head size 256, centered norms, GeGLU": {
         "architectures": ["Gemma3ForCausalLM"], "head_dim": 256, "num_attention_heads": 4, "sliding_window": 100},
+    "output gate, norms without weights": {
+        "architectures": ["MuseGlimmerForConditionalGeneration"], "text_config": {
+            "model_type": "muse_glimmer_text", "sliding_window": 100}},
     "partial rope": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75},
 }  # fmt: skip
 ACCEPTED: dict[str, dict[str, int]] = {

@@ -134,8 +134,8 @@ def test_products_with_only_the_weights_in_fp8_are_launched_at_the_start(
 ) -> None:
     model, pool, _ = products(replace(read_config(llama), quantization=Quantization()))
     for layer in model.layers:
-        for place in LINEARS:
-            linear: Fp8Linear = getattr(layer, place)
+        for place, linear in zip(LINEARS, layer.linears, strict=False):
+            assert isinstance(linear, Fp8Linear)
             setattr(layer, place, WeightOnlyFp8(linear.weight, linear.bias, True, scales=linear.scales))
     chip, ran = Chip((8, 6), 82, 101_376), list[object]()
     monkeypatch.setattr(Chip, "of", lambda device: chip)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bitwise import alone, answers, preempting, random_options, random_requests
-from families import FAMILIES, SIZES, save_random, with_fitting_rope
+from families import FAMILIES, SIZES, load_reference, save_random, with_fitting_rope
 
 from fastgen import Generator, SamplingParams
 
@@ -27,16 +27,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 def make(family: str, head_size: int, folder: Path) -> tuple[Path, dict[torch.dtype, Any]]:
     """Save a model with weights in bfloat16 whose heads the kernels in Gluon take, and load it in both dtypes."""
-    from transformers import AutoModelForCausalLM
-
     name, extra = FAMILIES[family]
     heads = {"num_attention_heads": 512 // head_size, "num_key_value_heads": 2}
     sizes = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024, "initializer_range": 0.06, **heads}
     extra = {**extra, "head_dim": head_size} if "head_dim" in extra else extra
     save_random(name, with_fitting_rope({**SIZES, **extra, **sizes}), folder, torch.bfloat16)
-    models: Any = AutoModelForCausalLM
-    dtypes = torch.bfloat16, torch.float32
-    return folder, {dtype: models.from_pretrained(folder, dtype=dtype).to(DEVICE).eval() for dtype in dtypes}
+    return folder, {dtype: load_reference(folder, dtype).to(DEVICE) for dtype in (torch.bfloat16, torch.float32)}
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastgen.kernels import fp8_pages, launch
 from fastgen.kernels.embedding import embed
-from fastgen.kernels.epilogue import geglu, swiglu
+from fastgen.kernels.epilogue import geglu, sigmoid_gate, swiglu
 from fastgen.kernels.lane_updates import DecodeInput, advance, begin_step
 from fastgen.kernels.launch import Kernel
 from fastgen.kernels.merge import merge
@@ -95,6 +95,13 @@ def test_gated_activations(rows: int, size: int, dtype: torch.dtype, kernel: Ker
     error, twin_error = ((y - exact).abs().max() for y in (kernel.launch(x), kernel.twin(x)))
     assert twin_error <= exact.abs().max() * torch.finfo(dtype).eps
     assert error <= 1.1 * twin_error + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_the_gate_of_attention(dtype: torch.dtype) -> None:
+    x, gate = (randn(3, 700, seed=seed, dtype=dtype) * 3 for seed in range(2))
+    for run in (sigmoid_gate.launch, sigmoid_gate.twin):
+        close(run(x, gate.clone()), (x.double() * gate.double().sigmoid()).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])

@@ -22,7 +22,8 @@ from fastgen.model.rope import rope_tables
 def count_parameters(c: ModelConfig) -> int:
     q_size, kv_size = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
     attention = c.hidden_size * (q_size + 2 * kv_size) + q_size * c.hidden_size
-    attention += c.qkv_bias * (q_size + 2 * kv_size) + c.o_bias * c.hidden_size + c.qk_norm * 2 * c.head_size
+    attention += c.qkv_bias * (q_size + 2 * kv_size) + c.o_bias * c.hidden_size
+    attention += (c.qk_norm and not c.bare_norm) * 2 * c.head_size + c.output_gate * c.hidden_size * q_size
     attention += c.wide_norm * (q_size + kv_size)
     inner = (1 + c.gated) * c.intermediate_size  # outputs of gate and up
     mlp = c.hidden_size * (inner + c.intermediate_size) + c.mlp_bias * (inner + c.hidden_size)
@@ -174,6 +175,20 @@ def test_what_transformers_saves(architecture: str, extra: dict[str, Any], tmp_p
     assert config.windows == tuple(window or 0 for window in windows)
 
 
+@pytest.mark.parametrize("fields", [{}, {"layer_rope_theta": [0.0, 1e4, 1e4, 0, 1e4]}, {"num_hidden_layers": 4}])
+def test_layers_of_muse_glimmer(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Without "layer_rope_theta", layers without rope are counted from the last one, as those without windows are."""
+    transformers = pytest.importorskip("transformers")
+    text = {**SMALL, "model_type": "muse_glimmer_text", "num_hidden_layers": 5, "sliding_window": 16, **fields}
+    settings = transformers.MuseGlimmerConfig(text_config=text)
+    settings.architectures = ["MuseGlimmerForConditionalGeneration"]
+    settings.save_pretrained(tmp_path)
+    config, theirs = read_config(tmp_path), settings.text_config
+    assert config.windows == tuple(16 if kind == "sliding_attention" else 0 for kind in theirs.layer_types)
+    assert config.other_layers == tuple(n for n, theta in enumerate(theirs.layer_rope_theta) if not theta)
+    assert parse_config({**settings.to_dict(), "text_config": text}) == config
+
+
 def test_mistral_with_layer_types_is_what_automodel_makes_of_it(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
@@ -194,6 +209,13 @@ GOOD = {**LLAMA, **LLAMA_8B, "eos_token_id": 2}
         ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "architectures="),
         ({"architectures": None, "model_type": "gemma2"}, "model_type='gemma2'"),
         ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        (
+            {
+                "architectures": ["MuseGlimmerForConditionalGeneration"],
+                "text_config": {"model_type": "muse_glimmer_text", "layer_rope_theta": [0, 1e4]},
+            },
+            r"layer_rope_theta=\[0, 10000.0\].*32 in all",
+        ),
         ({"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 0}, "final_logit_softcapping=0"),
         ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "bidirectional_attention=True"),
         ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, "quantization_config.quant_method='hqq'"),

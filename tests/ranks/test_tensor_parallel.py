@@ -41,6 +41,7 @@ OTHERS = (
     "hyperclovax",
     "phi4_mini",
     "gemma3",
+    "muse",
 )  # families whose layers differ from Llama's
 
 

@@ -27,8 +27,6 @@ from fastgen.model.weights import EMBEDDING, HEAD
 from fastgen.rl.policy.packs import Pack
 
 ATTENTION = "fastgen_policy"  # the name of `attend_pack` among transformers' attention implementations
-SAME_LAYERS = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-"""{model_type of a vision model's text, without a causal model in transformers: one with the same layers}."""
 HALF = torch.bfloat16, torch.float16  # dtypes of torch's attention for ragged sequences, on a GPU
 
 
@@ -137,6 +135,18 @@ class WithoutMemory(TorchFunctionMode):
         return func(*args, **kwargs | {"device": "meta"} if func is torch.empty else kwargs)
 
 
+class WithHead(nn.Module):
+    """A text model of transformers that has no causal model there, with a head."""
+
+    def __init__(self, settings: Any, attn_implementation: str) -> None:
+        from transformers import AutoModel
+
+        super().__init__()
+        make: Any = AutoModel.from_config
+        self.model = make(settings, attn_implementation=attn_implementation)
+        self.lm_head = nn.Linear(settings.hidden_size, settings.vocab_size, bias=False)
+
+
 class RecomputedModel:
     """transformers' model of a checkpoint's folder, whose parameters are the tensors that it is given.
 
@@ -145,7 +155,7 @@ class RecomputedModel:
     """
 
     def __init__(self, folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend_pack)
@@ -153,11 +163,9 @@ class RecomputedModel:
         device = weights[EMBEDDING].device
         read: Any = AutoConfig.from_pretrained
         settings = read(folder, trust_remote_code=False).get_text_config()  # nosec B615: a folder, not a hub id
-        if settings.model_type in SAME_LAYERS:
-            fields = settings.to_dict() | {"model_type": SAME_LAYERS[settings.model_type]}
-            settings = AutoConfig.for_model(**fields)
+        causal = type(settings) in MODEL_FOR_CAUSAL_LM_MAPPING
         with torch.device(device), WithoutMemory():
-            make: Any = AutoModelForCausalLM.from_config
+            make: Any = AutoModelForCausalLM.from_config if causal else WithHead
             model: Any = make(settings, attn_implementation=ATTENTION)
         model.load_state_dict({HEAD: weights[EMBEDDING], **weights}, assign=True)
         model.eval()  # dropout would change the values
