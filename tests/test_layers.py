@@ -78,6 +78,8 @@ WITHOUT_TORCH = (
     "engine.pages",
     "engine.host_pages",
     "engine.host_tier",
+    "engine.free_windows",
+    "engine.window_pages",
     "engine.masks",
     "engine.prompt_scores",
     "engine.thinking",
@@ -109,6 +111,7 @@ FEATURE_LINES = 30  # of code in core files, not counting signatures, imports, a
 FEATURES = {
     "speculation": r"\w*([Ss]pecul|[Dd]raft)\w*",
     "host tier": r"\w*(host_page|host_tier|make_allocator|arrivals|saves|loads)\w*",
+    "freed windows": r"\w*(free_windows|FreeWindows|WindowPages|slots_of_windows|of_windows|windowed)\w*",
     "shared prefixes": r"prefixes|Shared\w+|shared",
     "adapters": r"\w*([Aa]dapter|lora|keep_bases)\w*",
     "updates and sleep": r"torn|unusable|needs_weights|asleep|sleep|wake|WeightChanges|_?changes|update_weights|blame",

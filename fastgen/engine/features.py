@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # these modules import torch
 
 BY_OPTION = {
     "host_pages": "fastgen.engine.host_tier:HostTierFeature",
+    "free_windows": "fastgen.engine.free_windows:FreeWindowsFeature",
     "speculate": "fastgen.speculation.feature:SpeculationFeature",
 }
 """The Feature that a field of EngineConfig asks for, unless it is 0 or None."""

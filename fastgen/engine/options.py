@@ -117,6 +117,11 @@ class GeneratorOptions(Options):
     host_cache_gb: float = option(
         0, "pinned host memory for pages that the KV cache evicts, in 10^9 bytes", low=0, high=MAX_GB
     )
+    free_windows: bool = option(
+        False, "free the KV of layers with a sliding window outside of their windows; more long sequences then fit if "
+        "max_seqs is no larger than needed, since memory for a window of each is set aside; num_pages and kv_cache_gb "
+        "are those of the other layers",
+    )  # fmt: skip
     attention: Literal["auto", "cpu", "flash", "paged"] = option(
         "auto", "attention kernels; auto is paged on a GPU and cpu on the CPU, flash is paged with flash-attn for "
         "prefills",
@@ -186,6 +191,7 @@ class EngineConfig(GeneratorOptions):
     num_pages: int = field()
     attention: str = field()  # type: ignore[assignment]
     deterministic: bool = field()
+    free_windows: FeatureOptions | None = None  # type: ignore[assignment]
     speculate: FeatureOptions | None = None
     host_pages: int
     kernels: str

@@ -79,7 +79,7 @@ def launch_products(
     from fastgen.model.int4_linear import Int4Linear
     from fastgen.model.quantized import Fp8Linear, WeightOnlyFp8
 
-    device = pool.keys.device
+    device = pool.keys[0].device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     for linear, fused in (*products_of(model, model.slot_mapping(pool, zero, zero - 1, 1), pool), *more):
         if isinstance(linear, Fp8Linear):

@@ -37,7 +37,7 @@ class SlotMapping:
     [context, D / 2], tables for all positions, or with fewer columns: the other dimensions of a head stay. real:
     number of tokens before the padding, which has no slots. num_kv, page_size: K and P of the pool. query_scales:
     factors of the queries after rope, [T, 1, 1] in their dtype; None: 1. other: the mapping of the same tokens for
-    layers with another rope, if there are any.
+    layers with another rope, if there are any. windowed: that for layers with windows, if these have other slots.
     """
 
     positions: Tensor
@@ -49,6 +49,7 @@ class SlotMapping:
     page_size: int
     query_scales: Tensor | None = None
     other: SlotMapping | None = None
+    windowed: SlotMapping | None = None
 
     @cached_property
     def turns(self) -> tuple[Tensor, Tensor]:
@@ -67,12 +68,13 @@ class SlotMapping:
         row = (slots // self.page_size * (self.num_kv * self.page_size) + slots % self.page_size)[:, None]
         return row + torch.arange(self.num_kv, device=row.device) * self.page_size
 
-    def of_layer(self, has_other_rope: bool) -> SlotMapping:
+    def of_layer(self, has_other_rope: bool, window: int) -> SlotMapping:
         """Return the mapping for a layer with the first rope or with the other one."""
+        mapping = self.windowed if window and self.windowed is not None else self
         if not has_other_rope:
-            return self
-        assert self.other is not None
-        return self.other
+            return mapping
+        assert mapping.other is not None
+        return mapping.other
 
     def check(self, tokens: int, keys: Tensor, values: Tensor) -> None:
         """Assert that the mapping is for `tokens` tokens and a layer's keys and values [pages, K, P, D]."""

@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
+from fastgen.device.memory import Memory
 from fastgen.device.new_memory import memory_on
 from fastgen.kernels import fp8_pages
 from fastgen.kernels.page_copies import copy_pages
@@ -20,7 +21,7 @@ class KVPool:
     num_pages is allocated: no sequence holds page `spare`, and padding is written there.
 
     dtype: dtype of the numbers that attention multiplies. fp8: keys and values are stored in E4M3; `whole` is then
-    uint8 and includes the scales (fastgen.kernels.fp8_pages).
+    uint8 and includes the scales (fastgen.kernels.fp8_pages). memory: for the tensors; None: memory of its own.
     """
 
     def __init__(
@@ -33,25 +34,31 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         fp8: bool = False,
+        memory: Memory | None = None,
     ) -> None:
         self.page_size = page_size
         self.dtype, self.fp8 = dtype, fp8
         self.spare = num_pages
         shape = (2, num_layers, num_pages + 1, num_kv_heads)
-        self.memory = memory_on(device, huge_pages=False)  # a new sequence is often the first to touch its pages
+        # Without huge pages, since a new sequence is often the first to touch its pages.
+        self.memory = memory or memory_on(device, huge_pages=False)
         if fp8:
-            memory = self.memory.zeros((*shape, fp8_pages.head_bytes(page_size, head_size)), torch.uint8)
-            both = fp8_pages.numbers_of(memory, page_size, head_size)
+            whole = self.memory.zeros((*shape, fp8_pages.head_bytes(page_size, head_size)), torch.uint8)
+            both = fp8_pages.numbers_of(whole, page_size, head_size)
         else:
-            memory = both = self.memory.zeros((*shape, page_size, head_size), dtype)
+            whole = both = self.memory.zeros((*shape, page_size, head_size), dtype)
         self.keys, self.values = both.unbind(0)
-        self.whole = memory.flatten(3)
+        self.whole = whole.flatten(3)
 
     def part(self, first: int, end: int) -> KVPool:
         """Return the pool of layers first to end - 1, in the same memory."""
         part = copy.copy(self)
         part.whole, part.keys, part.values = self.whole[:, first:end], self.keys[first:end], self.values[first:end]
         return part
+
+    def slots_of_windows(self, slots: Tensor) -> Tensor | None:
+        """Return the slots of tokens, int64 [T], in layers with windows, if these have pages of their own."""
+        return None
 
     def wipe(self, fresh: Tensor) -> None:
         """Zero the values of pages `fresh`, int64 [n]. A masked key has weight 0, but 0 times a left-over NaN is

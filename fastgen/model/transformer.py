@@ -148,7 +148,7 @@ class Transformer:
     def project_qkv(self, part: StepPart, number: int, pool: KVPool) -> Tensor:
         """Return a layer's queries [T, H, D], and write its keys and values into the pool."""
         layer, keys, values = self.layers[number], pool.keys[number], pool.values[number]
-        mapping = part.mapping.of_layer(layer.has_other_rope)
+        mapping = part.mapping.of_layer(layer.has_other_rope, layer.window)
         with span("qkv"):
             if not (layer.head_norm or layer.wide_norm or pool.fp8 or self.config.partial_rope):
                 rope = Fused(rope=RopeWrite(mapping, keys, values))
@@ -241,10 +241,17 @@ class Transformer:
 
     def slot_mapping(self, pool: KVPool, positions: Tensor, slots: Tensor, real: int) -> SlotMapping:
         """Return the SlotMapping of tokens whose keys and values go into `pool`."""
-        num_kv, page_size = pool.keys.shape[2:4]
+        num_kv, page_size = pool.keys[0].shape[1:3]
         scales = None if self.query_scales is None else self.query_scales[positions]
-        first, *others = (SlotMapping(positions, slots, *pair, real, num_kv, page_size, scales) for pair in self.turns)
-        return replace(first, other=others[0]) if others else first
+
+        def mapping(slots: Tensor) -> SlotMapping:
+            first, *other = (
+                SlotMapping(positions, slots, *pair, real, num_kv, page_size, scales) for pair in self.turns
+            )
+            return replace(first, other=other[0]) if other else first
+
+        of_windows = pool.slots_of_windows(slots)
+        return mapping(slots) if of_windows is None else replace(mapping(slots), windowed=mapping(of_windows))
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Return logits, float32 [R, V], of rows x [R, hidden] of `forward`, in `out` if given; None on ranks above

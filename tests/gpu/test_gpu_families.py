@@ -77,6 +77,22 @@ def check_schedules(folder: Path, head_size: int) -> None:
         assert gen.stats.preemptions > 0
 
 
+@pytest.mark.parametrize(("family", "head_size"), [("exaone4", 64), ("olmo3", 64), ("muse", 128), ("gemma3", 256)])
+def test_freed_windows_change_no_bit(family: str, head_size: int, tmp_path: Path) -> None:
+    """In decodes from graphs, in chunks, from cached prefixes and after preemptions."""
+    folder, _ = make(family, head_size, tmp_path)
+    requests, options = random_requests(1000, 16, 280, 24), {**OPTIONS, "deterministic": True, "max_step_tokens": 128}
+    with Generator(folder, **options | {"prefix_cache": False}) as gen:
+        expected = alone(gen, requests)
+    with Generator(folder, **options, free_windows=True) as gen:
+        for _ in range(2):
+            assert answers(gen, requests) == expected
+        assert gen.stats.cached_tokens > 0
+        preempting(gen, steps=29)
+        assert answers(gen, requests) == expected
+        assert gen.stats.preemptions > 0
+
+
 @pytest.mark.parametrize(("family", "head_size"), [*itertools.product(FAMILIES, (64, 128)), ("gemma3", 256)])
 def test_a_family_is_as_near_to_float32_as_transformers_is(family: str, head_size: int, tmp_path: Path) -> None:
     folder, models = make(family, head_size, tmp_path)
