@@ -71,11 +71,7 @@ def measure(folder: Path, length: int, lanes: int, memory: float, free_windows: 
             gen.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
             times.append(time.perf_counter() - start)
         rate = fits * (TOKENS - 8) / (times[1] - times[0])
-        used = torch.cuda.mem_get_info()
-        return {
-            "free_windows": free_windows, "lanes": fits, "tokens_per_s": round(rate, 1), "times": times,
-            "cached_tokens": gen.stats.cached_tokens, "used_gb": round((used[1] - used[0]) / 1e9, 1),
-        }  # fmt: skip
+        return {"free_windows": free_windows, "lanes": fits, "tokens_per_s": round(rate, 1)}
 
 
 def main() -> None:
