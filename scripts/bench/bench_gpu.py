@@ -11,6 +11,7 @@
     python scripts/bench/bench.py gpu --kv-cache-dtype fp8             # keys and values in fp8
     python scripts/bench/bench.py gpu --arriving                       # work that arrives one by one
     python scripts/bench/bench.py gpu --arriving --only served         # a part of it; the file keeps the others
+    python scripts/bench/bench.py gpu --data --model smollm2-1.7b      # rewrite documents: bench_data.py
     python scripts/bench/bench.py gpu --model llama70 --tensor-parallel 4 --only headline,chat1
     python scripts/bench/bench.py gpu --smoke                          # tiny, on the CPU; writes nothing
 
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_arriving
+import bench_data
 import bench_step
 from bench_engine import ceilings, line, machine, measure_workload, merge, ready_generator, report_path
 from bench_limits import PLAIN, WORKLOADS
@@ -63,6 +65,7 @@ def bench_workloads(arguments: argparse.Namespace) -> None:
 KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "step": (bench_step.bench_step, "a decode step in its parts, and without each of them"),
     "arriving": (bench_arriving.bench_arriving, "work that arrives one by one: steps, refilled lanes, and served"),
+    "data": (bench_data.bench_data, "a job that rewrites documents, as datatrove's benchmark, with and without drafts"),
 }
 """What can be measured instead of the workloads, with one flag each."""
 
@@ -70,7 +73,7 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
 def only_known(names: list[str], kind: str | None) -> str:
     """Return what is wrong with the names of --only, or "". kind: one of KINDS, or None for the workloads."""
     workloads = (*WORKLOADS, *(REQUESTS if kind is None else ()))
-    known = bench_arriving.PARTS if kind == "arriving" else workloads
+    known = {"arriving": bench_arriving.PARTS, "data": tuple(bench_data.PARTS)}.get(kind or "", workloads)
     unknown = sorted(set(names) - set(known))
     return f"--only: no {', '.join(unknown)}; there are {', '.join(known)}" if unknown else ""
 
@@ -81,9 +84,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         prog="bench.py gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="mistral7", choices=list(MODELS))
-    parts = ",".join(bench_arriving.PARTS)
-    names = f"of {','.join([*WORKLOADS, *REQUESTS])} (default: {','.join(PLAIN)}); with --arriving, of {parts}"
+    parts, jobs = ",".join(bench_arriving.PARTS), ",".join(bench_data.PARTS)
+    names = f"of {','.join([*WORKLOADS, *REQUESTS])} (default: {','.join(PLAIN)})"
+    names += f"; with --arriving, of {parts}; with --data, of {jobs}"
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="NAMES", help=names)
+    parser.add_argument("--documents", type=int, help=f"of --data (default: {bench_data.DOCUMENTS})")
     parser.add_argument("--out", type=Path, help="folder for the JSON (default: scripts/results)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU; writes only with --out")
     parser.add_argument("--skip-ceilings", action="store_true", help="do not measure what the chip can do")

@@ -50,6 +50,7 @@ def test_workloads_run_small(options: str, file: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "keys"),
     [
+        ("--data --max-seqs 4", {"plain", "drafts", "missed"}),
         pytest.param("--step --only chat8 --quantization fp8", {"chat8"}, marks=pytest.mark.long),
         pytest.param("--arriving", {"steps", "masked", "refilled", "served"}, marks=pytest.mark.long),
     ],
