@@ -371,6 +371,8 @@ def test_outside_a_terminal_the_progress_is_a_line_now_and_then(
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "fggen: 2/8 rows"
     assert re.fullmatch(r"fggen: 4/8 rows, 1 errors, \d+\.\d tok/s, 00:00 left", lines[-1])
+    progress.tally.started -= 600  # for the two rows of this run
+    assert progress.line.endswith(" 20:00 left")
 
 
 def test_options_reach_the_generator(
