@@ -22,6 +22,7 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 ROOMS = (
     "__main__",
     "cli",
+    "data",
     "rl",
     "async_engine",
     "generator",

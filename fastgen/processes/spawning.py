@@ -85,6 +85,11 @@ def end_with_parent() -> None:
     and SIGTERM, which a terminal or a service manager may send to all processes: the parent handles them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    watch_parent()
+
+
+def watch_parent() -> None:
+    """End this process when its parent is gone."""
     threading.Thread(target=_watch, args=(os.getppid(),), name="fastgen-watch", daemon=True).start()
 
 

@@ -1,0 +1,1 @@
+"""fastgen inside other programs that make data."""
