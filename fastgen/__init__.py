@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastgen.async_engine.client import AsyncGenerator, EngineError
     from fastgen.generator import Generator
+    from fastgen.pool.generator_pool import GeneratorPool
     from fastgen.request import (
         Completion,
         Event,
@@ -25,6 +26,7 @@ __all__ = [
     "EngineError",
     "Event",
     "Generator",
+    "GeneratorPool",
     "Request",
     "RequestOutput",
     "SamplingParams",
@@ -37,6 +39,7 @@ _HOMES = {
     "AsyncGenerator": "fastgen.async_engine.client",
     "EngineError": "fastgen.async_engine.client",
     "Generator": "fastgen.generator",
+    "GeneratorPool": "fastgen.pool.generator_pool",
     "Speculation": "fastgen.speculation.options",
 }
 

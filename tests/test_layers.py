@@ -24,6 +24,7 @@ ROOMS = (
     "cli",
     "data",
     "rl",
+    "pool",
     "async_engine",
     "generator",
     "prefill_only",
@@ -52,6 +53,8 @@ ROOMS = (
 WITHOUT_TORCH = (
     "async_engine.client",
     "async_engine.loop",
+    "pool.generator_pool",
+    "pool.processes",
     "rl.bodies",
     "rl.http",
     "rl.remote",

@@ -60,7 +60,7 @@ _NAMES = tuple(field.name for field in fields(Event))
 _row: Callable[[Event], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 
-class _Numbered:
+class Numbered:
     """Message about one request or call. A process that cannot read it, for example because it has no class or function
     of the same name, gets an Answer with an error instead."""
 
@@ -72,7 +72,7 @@ class _Numbered:
         return _read, (type(self), self.number, pickle.dumps(values, protocol=5))
 
 
-def _read(kind: Callable[..., _Numbered], number: int, data: bytes) -> _Numbered:
+def _read(kind: Callable[..., Numbered], number: int, data: bytes) -> Numbered:
     try:
         return kind(*pickle.loads(data))  # noqa: S301 (from our own process)
     except Exception as error:
@@ -81,7 +81,7 @@ def _read(kind: Callable[..., _Numbered], number: int, data: bytes) -> _Numbered
 
 
 @dataclass(frozen=True, slots=True)
-class Submit(_Numbered):
+class Submit(Numbered):
     """Message to the engine: a request.
 
     params: parameters in which structured output is given as a grammar.
@@ -108,7 +108,7 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Call(_Numbered):
+class Call(Numbered):
     """Message to the engine: call a method between two steps: a method of the Generator, one of WEIGHT_METHODS, or one
     of OWN_METHODS."""
 
@@ -136,11 +136,22 @@ class EngineInfo:
     default_params: SamplingParams
     eos_ids: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, gen: Generator) -> EngineInfo:
+        return cls(
+            tokenizer=None if gen.tokenizer is None else str(gen.tokenizer.hf.name_or_path),
+            max_model_len=gen.max_model_len,
+            vocab_size=gen.model_config.vocab_size,
+            summary=gen.config.summary,
+            default_params=gen.default_params,
+            eos_ids=gen.model_config.eos_ids,
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class Answer(_Numbered):
+class Answer(Numbered):
     """Message from the engine: the result of a call, or the error of a call or a request. If the engine receives an
-    Answer because it cannot read a message (see _Numbered), it sends the Answer back."""
+    Answer because it cannot read a message (see Numbered), it sends the Answer back."""
 
     number: int
     result: Any = None
@@ -204,16 +215,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Report that the Generator is ready, and run until the client ends the loop. Raises what `turn` raises."""
-        gen = self._gen
-        info = EngineInfo(
-            tokenizer=None if gen.tokenizer is None else str(gen.tokenizer.hf.name_or_path),
-            max_model_len=gen.max_model_len,
-            vocab_size=gen.model_config.vocab_size,
-            summary=gen.config.summary,
-            default_params=gen.default_params,
-            eos_ids=gen.model_config.eos_ids,
-        )
-        self._send(info)
+        self._send(EngineInfo.of(self._gen))
         try:
             while not self._ended:
                 self.turn()

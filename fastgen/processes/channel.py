@@ -1,4 +1,5 @@
-"""Messages between two processes over a socket: between the ranks of a Generator, and between fgserve and its engines.
+"""Messages between two processes over a socket: between the ranks of a Generator, between fgserve and its engines, and
+between a pool and its processes.
 
 A message is any object that can be pickled; its length precedes it. At each end a thread receives, so that the end of a
 connection is noticed at once, whatever the rest of the process is doing. This module does not import torch.
@@ -179,6 +180,12 @@ class Peers:
         for channel in self._channels.values():
             with suppress(OSError):
                 channel.write(data)
+
+    def send_to(self, rank: int, message: object) -> None:
+        """Send a message to one of them, as `send` does."""
+        data = frame(message)
+        with suppress(OSError):
+            self._channels[rank].write(data)
 
     def receive(self, timeout: float | None = None) -> tuple[int, Any]:
         """Return (rank of the sender, message) for the next message or failure. Raises queue.Empty if none arrives

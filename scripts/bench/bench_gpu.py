@@ -88,6 +88,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     names = f"of {','.join([*WORKLOADS, *REQUESTS])} (default: {','.join(PLAIN)})"
     names += f"; with --arriving, of {parts}; with --data, of {jobs}"
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="NAMES", help=names)
+    parser.add_argument("--data-parallel", type=int, default=1, metavar="GPUS", help="of --data")
     parser.add_argument("--documents", type=int, help=f"of --data (default: {bench_data.DOCUMENTS})")
     parser.add_argument("--out", type=Path, help="folder for the JSON (default: scripts/results)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU; writes only with --out")

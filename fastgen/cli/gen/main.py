@@ -1,4 +1,4 @@
-"""The command fggen: the run of a job, in this process, on Ray or on a server."""
+"""The command fggen: the run of a job, in this process, in several, on Ray or on a server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fastgen.cli.gen.options import (
 )
 from fastgen.cli.gen.outputs import Lines, Output, ParquetParts, Stdout, begin, csv_columns, parquet_schema
 from fastgen.cli.gen.progress import Progress
-from fastgen.cli.gen.rows import CSV, PARQUET, Source, format_of, read_rows
+from fastgen.cli.gen.rows import CSV, PARQUET, Row, Source, format_of, read_rows
 from fastgen.cli.gen.work import (
     PROMPTS,
     Ask,
@@ -43,6 +43,7 @@ from fastgen.cli.gen.work import (
     check_added,
     fields_of,
     in_order,
+    parsed,
     state_by,
     work,
 )
@@ -54,6 +55,9 @@ from fastgen.text.tokenizer import TOKENIZER_OPTIONS
 if TYPE_CHECKING:
     from fastgen.cli.gen.server_backend import Calls
     from fastgen.generator import Generator
+    from fastgen.pool.child import Serve
+
+CHARACTERS_PER_TOKEN = 4  # of English, about
 
 
 def write_all(done_rows: Work, output: Output, progress: Progress, strict: bool = False) -> bool:
@@ -160,7 +164,7 @@ def _batch_state(record: Record) -> tuple[int, bool]:
 
 @contextmanager
 def _working(args: argparse.Namespace, source: Source, done: Sequence[int], seed: int) -> Iterator[Work]:
-    """Yield the work on the rows that are not done yet, in this process, on a server or on Ray."""
+    """Yield the work on the rows that are not done yet, in this process, in several, on a server or on Ray."""
     make, rows = partial(_make, args, source.batch, seed), source.rows(done)
     if args.url is not None:
         backend = needed("fastgen.cli.gen.server_backend", "openai", "--url")
@@ -171,6 +175,14 @@ def _working(args: argparse.Namespace, source: Source, done: Sequence[int], seed
     if args.ray:
         backend = needed("fastgen.cli.gen.ray_backend", "ray", "actors of Ray")
         yield backend.work_on_ray(args, make, rows, source.total - sum(done))
+        return
+    if (args.data_parallel or 1) > 1:
+        from fastgen.pool.processes import Processes
+
+        place = args.data_parallel, args.tensor_parallel or 1, args.device
+        processes = Processes("fastgen.cli.gen.main:serve_rows", (args, source.batch, seed), *place)
+        with closing(processes):
+            yield processes.run(((row.index, row) for row in rows), partial(_tokens, args))
         return
     with loading_model():
         gen, ask = make()
@@ -204,6 +216,21 @@ def _make(args: argparse.Namespace, batch: bool, seed: int) -> tuple[Generator, 
     if gen.tokenizer is None and not args.logprobs and not batch:
         raise ValueError("this model has no tokenizer files, so answers have no text; --logprobs gives their token ids")
     return gen, _ask(args, batch, seed, gen, params)
+
+
+def serve_rows(arguments: tuple[argparse.Namespace, bool, int], device: str | None) -> tuple[Generator, Serve]:
+    """Load the model in a process of --data-parallel; see `fastgen.pool.child.Serve`."""
+    args, batch, seed = arguments
+    args.device = device
+    gen, ask = _make(args, batch, seed)
+    return gen, lambda rows: ((done.index, done) for done in work(ask, rows, gen.stream))
+
+
+def _tokens(args: argparse.Namespace, row: Row) -> int:
+    """Estimate the tokens of a row, which is what --data-parallel balances."""
+    limits = [parsed(row.columns.get(name, getattr(args, name))) for name in ("n", "max_tokens")]
+    samples, longest = (limit if isinstance(limit, int) else None for limit in limits)
+    return len(str(row.columns)) // CHARACTERS_PER_TOKEN + (samples or 1) * (longest or 0)
 
 
 def _ask(args: argparse.Namespace, batch: bool, seed: int, model: Model, params: SamplingParams) -> Ask:

@@ -33,6 +33,10 @@ RAY = (
     Option("replicas", int, help="Generators, each in a Ray actor", unset="as many as fit on the GPUs, or 1", low=1),
     Option("replica_cpus", float, help="CPUs per replica; with less than 1, replicas share a CPU", unset="1", low=0),
 )
+DATA_PARALLEL = Option(
+    "data_parallel", int, help="Generators, each in a separate process on --tensor-parallel GPUs of this machine",
+    unset="1", low=1,
+)  # fmt: skip
 LIMIT = Option(
     "limit", int, help="work on the first rows only; a later run may have a higher limit", unset="all", low=1
 )
@@ -99,7 +103,7 @@ def make_parser() -> Parser:
     choice_help = "each answer is one of these texts; may be given several times (default: any text)"
     group.add_argument("--choice", metavar="TEXT", nargs="+", action="extend", help=choice_help)
     group = parser.add_argument_group("model")
-    for each in GENERATOR.values():
+    for each in (*GENERATOR.values(), DATA_PARALLEL):
         add_flag(group, each)
     group = parser.add_argument_group("Ray")
     ray_help = "run in Ray actors, on this machine or the cluster at RAY_ADDRESS (default: in this process)"
@@ -149,11 +153,14 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_place(args: argparse.Namespace) -> None:
-    """Raise ValueError for options of a server without --url, or of a model in this process or on Ray with it."""
+    """Raise ValueError for options of a server without --url, of a model here or on Ray with it, and of both of
+    these."""
+    if args.data_parallel and (args.ray or given(args, (option.name for option in RAY))):
+        raise ValueError("--data-parallel is for this machine, without Ray; leave it out, and give --replicas")
     if args.url is None:
         names, why = ["api_key", "concurrency", "priority"], "goes with --url"
     else:
-        names, why = [*GENERATOR, *(option.name for option in RAY)], "needs the model here, not at --url"
+        names, why = [*GENERATOR, *(each.name for each in (DATA_PARALLEL, *RAY))], "needs the model here, not at --url"
         names += [name for name in ("ray", "logprobs") if getattr(args, name)]
         api_url(args.url)
     if excess := list(given(args, names)):

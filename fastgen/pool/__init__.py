@@ -1,0 +1,1 @@
+"""Several Generators in processes of one machine that share a stream of work. The parent does not import torch."""
