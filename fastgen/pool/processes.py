@@ -62,6 +62,7 @@ class Processes:
         self._processes = {place: _Process(place) for place in range(count)}  # those that run
         self._returned: deque[tuple[int, Any]] = deque()  # items of processes that have ended
         self._above = 0  # above the numbers of all items so far
+        self._running = False
         start = {"make": make, "arguments": arguments, "device": device, "count": count, "ranks": ranks}
         try:
             for place in range(count):
@@ -81,17 +82,23 @@ class Processes:
         pair of its number and the error. The items are read as the Generators take them; None stands for no item yet.
         Closing the iterator ends the work.
 
-        Raises the error of the last process that ends, or EngineError if it died.
+        Raises the error of the last process that ends, EngineError if it died, and RuntimeError while another iterator
+        is not at its end.
         """
-        source, more = iter(items), True
+        if self._running:
+            raise RuntimeError("another stream of this pool is not at its end; read all of it, or close it")
+        source, more, self._running = iter(items), True, True
         try:
             while True:
+                if not self._processes:
+                    raise EngineError("the processes of this pool have ended; make a new one")
                 more = self._send(source, cost) and more
                 if any(process.held for process in self._processes.values()):
                     yield from self._receive()
                 elif not more:
                     return
         finally:
+            self._running = False
             if not self._exiting():
                 self._cancel()
 
@@ -156,4 +163,5 @@ class Processes:
 
     def close(self) -> None:
         """End the processes."""
+        self._processes.clear()
         end_processes(self._programs, self._peers.close)

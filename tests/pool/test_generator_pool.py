@@ -75,6 +75,8 @@ def test_a_request_fails_alone(pool: GeneratorPool) -> None:
 def test_a_stream_that_is_closed_aborts_its_requests(pool: GeneratorPool) -> None:
     stream = pool.stream(PROMPTS * 50, SamplingParams(max_tokens=100, ignore_eos=True))
     next(stream)
+    with pytest.raises(RuntimeError, match="another stream of this pool is not at its end"):
+        pool.generate(PROMPTS)
     stream.close()
     assert len(pool.generate(PROMPTS, SamplingParams(max_tokens=2))) == len(PROMPTS)
 
@@ -133,6 +135,8 @@ def test_requests_of_a_process_that_is_killed_go_to_the_others(
     os.kill(second, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"engine \d was killed by SIGKILL"):
         list(stream)
+    with pytest.raises(EngineError, match="the processes of this pool have ended; make a new one"):
+        pool.generate(PROMPTS)
 
 
 def pids(pool: GeneratorPool) -> list[int]:

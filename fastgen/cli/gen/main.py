@@ -228,9 +228,12 @@ def serve_rows(arguments: tuple[argparse.Namespace, bool, int], device: str | No
 
 def _tokens(args: argparse.Namespace, row: Row) -> int:
     """Estimate the tokens of a row, which is what --data-parallel balances."""
-    limits = [parsed(row.columns.get(name, getattr(args, name))) for name in ("n", "max_tokens")]
-    samples, longest = (limit if isinstance(limit, int) else None for limit in limits)
-    return len(str(row.columns)) // CHARACTERS_PER_TOKEN + (samples or 1) * (longest or 0)
+
+    def limit(name: str, unset: int) -> int:
+        own = parsed(row.columns.get(name))
+        return own if isinstance(own, int) else getattr(args, name) or unset
+
+    return len(str(row.columns)) // CHARACTERS_PER_TOKEN + limit("n", 1) * limit("max_tokens", 0)
 
 
 def _ask(args: argparse.Namespace, batch: bool, seed: int, model: Model, params: SamplingParams) -> Ask:
