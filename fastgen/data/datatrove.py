@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from datatrove.pipeline.inference.run_inference import InferenceConfig, InferenceRunner
 from datatrove.pipeline.inference.servers import InferenceServer
-from datatrove.pipeline.inference.types import InferenceError, ServerError
+from datatrove.pipeline.inference.types import InferenceError
 from datatrove.utils.logging import logger
 
 # fgserve, which also ends when the task is killed, so that the next attempt finds the GPU free.
@@ -68,10 +68,9 @@ class FastgenServer(InferenceServer):  # type: ignore[misc]
             response = await self._client.post(self.get_base_url() + path, json=payload)
         except httpx.TransportError as error:
             raise ConnectionError(str(error)) from error  # which datatrove tries again
-        if (status := response.status_code) in (429, 502, 503):  # it is full, or restarts its engine
+        status = response.status_code
+        if status == 429 or status >= 500:  # it is full, or restarts its engine
             raise ConnectionError(f"fgserve answers {status}: {response.text}")
-        if status >= 500:
-            raise ServerError(f"fgserve answers {status}: {response.text}")
         if status != 200:
             raise InferenceError(None, f"BadRequestError: {response.text}", payload)  # the checkpoints keep these
         return dict(response.json())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -53,6 +54,16 @@ def test_a_task_that_is_killed_goes_on_and_its_server_ends(tmp_path: Path) -> No
         kill_after(tmp_path, documents)
         assert len(written(tmp_path)) < DOCUMENTS
     assert start("", tmp_path).wait(120) == 0
+    check(tmp_path)
+
+
+def test_requests_are_sent_again_after_an_engine_has_died(tmp_path: Path) -> None:
+    task = start("", tmp_path)
+    until(lambda: done(tmp_path) >= 5 or task.poll() is not None, 60)
+    (server,) = children(task.pid)
+    (engine,) = children(server)
+    os.kill(engine, signal.SIGKILL)
+    assert task.wait(120) == 0
     check(tmp_path)
 
 
