@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import c_float, c_int, c_void_p
+from ctypes import c_bool, c_float, c_int, c_void_p
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from fastgen.kernels.native.library import library
+from fastgen.kernels.norm import RMSNorm
 from fastgen.kernels.rope import HeadNorm, SlotMapping
 
 LANES = 16  # numbers of a vector; sizes are multiples of it
 MOST_HEAD = 1024  # the largest head that the kernel can norm
 
 _ARGUMENTS = {
-    "norm": (c_void_p, c_void_p, c_void_p, c_float, c_int, c_int, c_void_p),
+    "norm": (c_void_p, c_void_p, c_void_p, c_float, c_bool, c_int, c_int, c_void_p),
     "rope_write": (c_void_p,) * 11,
     "attend": (c_void_p,) * 7,
 }
@@ -35,21 +36,21 @@ def function(name: str, dtype: torch.dtype) -> Callable[..., None] | None:
     return found
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor | None:
+def rms_norm(x: Tensor, norm: RMSNorm, delta: Tensor | None = None) -> Tensor | None:
     """See `fastgen.kernels.norm`."""
-    norm, (rows, size) = function("norm", x.dtype), x.shape
-    of_one_kind = weight.dtype == x.dtype and x.is_contiguous() and (delta is None or delta.is_contiguous())
-    if norm is None or size % LANES or not of_one_kind or x.requires_grad:
+    compute, (rows, size) = function("norm", x.dtype), x.shape
+    of_one_kind = norm.weight.dtype == x.dtype and x.is_contiguous() and (delta is None or delta.is_contiguous())
+    if compute is None or size % LANES or not of_one_kind or x.requires_grad:
         return None
     out = torch.empty_like(x)
     added = None if delta is None else delta.data_ptr()
-    norm(x.data_ptr(), added, weight.data_ptr(), eps, rows, size, out.data_ptr())
+    compute(x.data_ptr(), added, norm.weight.data_ptr(), norm.eps, norm.centered, rows, size, out.data_ptr())
     return out
 
 
 class _Rope(ctypes.Structure):
     _fields_ = (
-        *((name, c_int) for name in ("tokens", "real", "heads", "kv_heads", "size", "half", "page_size")),
+        *((name, c_int) for name in ("tokens", "real", "heads", "kv_heads", "size", "half", "page_size", "centered")),
         ("eps", c_float),
     )
 
@@ -65,8 +66,8 @@ def rope_write(
         return None
     tokens, kv_heads = len(qkv), mapping.num_kv
     heads = qkv.shape[1] // size - 2 * kv_heads
-    eps = 0.0 if norm is None else norm.eps
-    of = _Rope(tokens, mapping.real, heads, kv_heads, size, half, mapping.page_size, eps)
+    eps, centered = (0.0, False) if norm is None else (norm.eps, norm.centered)
+    of = _Rope(tokens, mapping.real, heads, kv_heads, size, half, mapping.page_size, centered, eps)
     queries = qkv.new_empty(tokens, heads, size)
     norms = (None, None) if norm is None else (norm.q.data_ptr(), norm.k.data_ptr())
     inputs = qkv, mapping.positions, mapping.slots, mapping.cos, mapping.sin

@@ -115,8 +115,9 @@ Vector exponential(Vector x) {
 
 // ---- norm ----
 
+// centered: the factor is 1 + weight, and only the product with it is rounded.
 template <class Number>
-void norm_row(Number *x, const Number *delta, const Number *weight, float eps, int size, Number *out) {
+void norm_row(Number *x, const Number *delta, const Number *weight, float eps, bool centered, int size, Number *out) {
     Vector squares{};
     for (int i = 0; i < size; i += LANES) {
         Vector each = load(x + i);
@@ -128,17 +129,22 @@ void norm_row(Number *x, const Number *delta, const Number *weight, float eps, i
     }
     float scale = 1 / std::sqrt(sum(squares) / size + eps);
     for (int i = 0; i < size; i += LANES) {
-        store(out + i, load(x + i) * scale);  // rounds, as transformers does before the product with the weight
-        store(out + i, load(out + i) * load(weight + i));
+        if (centered) {
+            store(out + i, load(x + i) * scale * (load(weight + i) + 1));
+        } else {
+            store(out + i, load(x + i) * scale);
+            store(out + i, load(out + i) * load(weight + i));
+        }
     }
 }
 
 template <class Number>
-void norm(Number *x, const Number *delta, const Number *weight, float eps, int rows, int size, Number *out) {
+void norm(Number *x, const Number *delta, const Number *weight, float eps, bool centered, int rows, int size,
+          Number *out) {
 #pragma omp parallel for if (rows * size > MANY)
     for (int row = 0; row < rows; row++) {
         int64_t at = int64_t(row) * size;
-        norm_row(x + at, delta ? delta + at : nullptr, weight, eps, size, out + at);
+        norm_row(x + at, delta ? delta + at : nullptr, weight, eps, centered, size, out + at);
     }
 }
 
@@ -164,7 +170,7 @@ void turn(const Number *x, const float *cos, const float *sin, int half, int siz
 }
 
 struct Rope {
-    int tokens, real, heads, kv_heads, size, half, page_size;
+    int tokens, real, heads, kv_heads, size, half, page_size, centered;
     float eps;
 };
 
@@ -194,7 +200,8 @@ void rope_write(const Rope &of, const Number *qkv, const int64_t *positions, con
             Number normed[1024];
             if (q_norm) {
                 std::memcpy(normed, x, sizeof(Number) * of.size);
-                norm_row<Number>(normed, nullptr, head < of.heads ? q_norm : k_norm, of.eps, of.size, normed);
+                norm_row<Number>(normed, nullptr, head < of.heads ? q_norm : k_norm, of.eps, of.centered, of.size,
+                                 normed);
                 x = normed;
             }
             if (head < of.heads)
@@ -297,13 +304,13 @@ struct Work {
         for (int i = 0; i < size; i += LANES) store(results + row * size + i, load(results + row * size + i) * factor);
     }
 
-    // Add the values of the block's first `count` keys, times their weights, to the results of N rows.
+    // Add the values of the block's keys from `begin` to `end`, times their weights, to the results of N rows.
     template <int N, int WIDE>
-    void add(int row, int column, int count) {
+    void add(int row, int column, int begin, int end) {
         Vector sums[N][WIDE];
         for (int r = 0; r < N; r++)
             for (int j = 0; j < WIDE; j++) sums[r][j] = load(results + (row + r) * size + column + j * LANES);
-        for (int key = 0; key < count; key++) {
+        for (int key = begin; key < end; key++) {
             Vector value[WIDE];
             for (int j = 0; j < WIDE; j++) value[j] = load(values[key] + column + j * LANES);
             for (int r = 0; r < N; r++)
@@ -314,10 +321,10 @@ struct Work {
     }
 
     template <int N>
-    void add_all(int row, int count) {
+    void add_all(int row, int begin, int end) {
         int column = 0;
-        for (; column + 4 * LANES <= size; column += 4 * LANES) add<N, 4>(row, column, count);
-        for (; column < size; column += LANES) add<N, 1>(row, column, count);
+        for (; column + 4 * LANES <= size; column += 4 * LANES) add<N, 4>(row, column, begin, end);
+        for (; column < size; column += LANES) add<N, 1>(row, column, begin, end);
     }
 };
 
@@ -340,6 +347,8 @@ void attend_tile(const Attention &of, const Tile &tile, int kv_head, const int32
     if (of.window) first = std::max<int64_t>(tile.position - of.window + 1, 0) / BLOCK * BLOCK;
     for (int64_t block = first; block < end; block += BLOCK) {
         int count = std::min<int64_t>(end - block, BLOCK);
+        // Keys before `begin` are hidden from all rows, and their pages may belong to another sequence by now.
+        int begin = of.window ? std::max<int64_t>(tile.position - of.window + 1 - block, 0) : 0;
         const float *keys_at[BLOCK];
         int64_t column = block / of.page_size, offset = block % of.page_size;
         for (int key = 0; key < count; key++, offset++) {
@@ -353,14 +362,14 @@ void attend_tile(const Attention &of, const Tile &tile, int kv_head, const int32
         in_groups(rows, [&](int row, auto n) { work.score<n.value>(row); });
         for (int row = 0; row < rows; row++) {
             int64_t position = tile.position + row / group;
-            int64_t begin = of.window ? position - of.window + 1 - block : 0;
-            int last = std::clamp<int64_t>(position + 1 - block, 0, count), start = std::clamp<int64_t>(begin, 0, BLOCK);
+            int64_t oldest = of.window ? position - of.window + 1 - block : 0;
+            int start = std::clamp<int64_t>(oldest, 0, BLOCK), last = std::clamp<int64_t>(position + 1 - block, 0, count);
             if (start < last)
                 work.weigh(row, start, last);
             else
                 std::fill_n(work.weights + row * BLOCK, BLOCK, 0.f);
         }
-        in_groups(rows, [&](int row, auto n) { work.add_all<n.value>(row, count); });
+        in_groups(rows, [&](int row, auto n) { work.add_all<n.value>(row, begin, count); });
     }
     for (int row = 0; row < rows; row++)
         for (int i = 0; i < size; i += LANES)
@@ -387,9 +396,9 @@ extern "C" {
 int threads() { return omp_get_max_threads(); }
 
 #define FUNCTIONS(NAME, NUMBER)                                                                                       \
-    void norm_##NAME(NUMBER *x, const NUMBER *delta, const NUMBER *weight, float eps, int rows, int size,             \
-                     NUMBER *out) {                                                                                   \
-        norm(x, delta, weight, eps, rows, size, out);                                                                 \
+    void norm_##NAME(NUMBER *x, const NUMBER *delta, const NUMBER *weight, float eps, bool centered, int rows,        \
+                     int size, NUMBER *out) {                                                                         \
+        norm(x, delta, weight, eps, centered, rows, size, out);                                                       \
     }                                                                                                                 \
     void rope_write_##NAME(const Rope *of, const NUMBER *qkv, const int64_t *positions, const int64_t *slots,         \
                            const float *cos, const float *sin, const NUMBER *q_norm, const NUMBER *k_norm,            \
