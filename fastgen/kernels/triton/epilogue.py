@@ -1,8 +1,8 @@
 """Epilogues of matrix products: bias, residual addition, SwiGLU and rope, for kernels in Triton and in Gluon.
 
 The epilogue of a fused product works on its float32 sums. It has two parts, so that its inputs can be loaded (`read_`)
-while the product is summed. After a product by cuBLAS, SwiGLU is a separate
-kernel, as GeGLU and the gate of attention always are.
+while the product is summed. After a product by cuBLAS, SwiGLU is a separate kernel, as GeGLU and the gate of attention
+always are.
 
 T tokens, N outputs. token: [TOKENS, 1], rows of the result. row: [ROWS], rows of the weight. Pairs of rows are given as
 positions `at` within the halves of heads `head`, both [ROWS / 2]. Rows beyond T and N are neither read nor stored.
@@ -145,21 +145,22 @@ def _gated(x: Tensor, gelu: bool) -> Tensor:
 
 
 @jit()
-def _gate_kernel(x_ptr, gate_ptr, out_ptr, SIZE, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Compute BLOCK of the SIZE numbers per program."""
+def _gate_kernel(x_ptr, gate_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Compute BLOCK of the N columns of a row per program."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, (x / (1 + tl.exp(-gate))).to(out_ptr.dtype.element_ty), mask=at < SIZE)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, here = tl.program_id(0).to(tl.int64) * N + column, column < N
+    x = tl.load(x_ptr + at, mask=here, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + at, mask=here, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (x / (1 + tl.exp(-gate))).to(out_ptr.dtype.element_ty), mask=here)
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    assert x.shape == gate.shape
+    (rows, size), out, pdl = x.shape, torch.empty_like(x), Chip.of(x.device).dependent_launch
+    assert gate.shape == x.shape
     assert x.is_contiguous()
     assert gate.is_contiguous()
-    out, pdl = torch.empty_like(x), Chip.of(x.device).dependent_launch
-    _gate_kernel[(-(-x.numel() // BLOCK),)](x, gate, out, x.numel(), BLOCK, pdl, num_warps=4, launch_pdl=pdl)
+    _gate_kernel[(rows, -(-size // BLOCK))](x, gate, out, size, BLOCK, pdl, num_warps=4, launch_pdl=pdl)
     return out
