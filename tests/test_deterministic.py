@@ -49,8 +49,14 @@ def test_a_kv_cache_in_fp8_changes_logprobs_a_little() -> None:
         assert gen.score(ids[:1])[0][1:] == found[0][1:]
     pairs = [pair for scores in zip(expected, found, strict=True) for pair in list(zip(*scores, strict=True))[1:]]
     apart = [abs(one - other) for one, other in pairs]
-    assert 0 < sum(apart) / len(apart) < 0.1
-    assert max(apart) < 1
+    assert 0 < sum(apart) / len(apart) < 0.2
+    answers = [len(output.completions[0].token_ids) for output in outputs]
+    of_answers = [
+        abs(one - other)
+        for count, *scores in zip(answers, expected, found, strict=True)
+        for one, other in zip(*(each[-count:] for each in scores), strict=True)
+    ]
+    assert max(of_answers) < 0.2
 
 
 def test_fp8_takes_a_byte_per_number_of_a_page(llama: Path) -> None:

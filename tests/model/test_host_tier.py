@@ -93,8 +93,11 @@ def test_each_layer_waits_for_its_own_pages(llama: Path, monkeypatch: pytest.Mon
     assert [each.waits for each in late.values()] == [1, 1, 1]
 
 
-def test_a_page_may_be_saved_given_out_and_loaded_elsewhere_in_one_step(llama: Path) -> None:
+def test_a_page_may_be_saved_given_out_and_loaded_elsewhere_in_one_step(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = make_runner(llama)
+    monkeypatch.setattr(type(runner.attention), "needs_clean_pages", True)
     add_host_tier(runner, 2)
     whole = runner.pool.whole
     whole.copy_(torch.randn(whole.shape, generator=torch.Generator().manual_seed(0)))
