@@ -4,6 +4,7 @@
     python scripts/bench/bench.py cpu --model llama-135m --dtype bfloat16  # true shapes, random weights; 5 minutes
     python scripts/bench/bench.py cpu --model qwen2.5-0.5b --only "batch 1,ragged 32" --pairs 2
     python scripts/bench/bench.py cpu --out x.json                         # writes the report too
+    python scripts/bench/bench.py cpu --peers --help                       # vLLM's CPU build and llama.cpp as well
     python scripts/bench/bench.py cpu --smoke                              # in seconds, to see that it runs
 
 Each engine runs in its own process, and the two take turns: a ratio is of one pair of runs, one right after the other.
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -33,13 +34,15 @@ from reports import MODELS, median_and_spread, processor, write_json
 
 @dataclass(frozen=True)
 class Workload:
-    """`sequences` prompts and answers. The lengths of prompts and the numbers of tokens to generate are drawn evenly
-    between the two numbers of `prompt` and of `answer`."""
+    """`sequences` prompts and `samples` answers to each: one is greedy, several are drawn at temperature 1. The lengths
+    of prompts and the numbers of tokens to generate are drawn evenly between the two numbers of `prompt` and of
+    `answer`."""
 
     sequences: int
     prompt: tuple[int, int]
     answer: tuple[int, int]
     seed: int = 0
+    samples: int = 1
 
     def lengths(self) -> list[tuple[int, int]]:
         """Return (prompt length, tokens to generate) of each sequence, whatever the seed."""
@@ -54,7 +57,11 @@ class Workload:
     @property
     def generated(self) -> int:
         """The number of tokens that are asked for."""
-        return sum(tokens for _, tokens in self.lengths())
+        return self.samples * sum(tokens for _, tokens in self.lengths())
+
+    @property
+    def temperature(self) -> float:
+        return 0.0 if self.samples == 1 else 1.0
 
     def shortened(self, most: int) -> Workload:
         """Return the workload with lengths of at most `most` tokens."""
@@ -95,9 +102,10 @@ def fastgen_runs(model: str | None, dtype: str, random_weights: bool) -> Run:
     generator = Generator(model, dtype=dtype, device="cpu", load=load, seed=0)
 
     def run(workload: Workload) -> None:
-        params = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True) for _, tokens in workload.lengths()]
+        chosen = SamplingParams(temperature=workload.temperature, n=workload.samples, ignore_eos=True)
+        params = [replace(chosen, max_tokens=tokens) for _, tokens in workload.lengths()]
         outputs = generator.generate(workload.prompts(generator.model_config.vocab_size), params)
-        assert sum(len(output.completions[0].token_ids) for output in outputs) == workload.generated
+        assert sum(len(each.token_ids) for output in outputs for each in output.completions) == workload.generated
 
     return run
 
@@ -121,8 +129,10 @@ def transformers_runs(model: str | None, dtype: str, random_weights: bool) -> Ru
         width, most = max(map(len, prompts)), max(tokens for _, tokens in workload.lengths())
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        length = {"min_new_tokens": most, "max_new_tokens": most, "pad_token_id": 0}
-        out = causal.generate(ids, attention_mask=mask, do_sample=False, temperature=None, **length)
+        options: dict[str, Any] = {"min_new_tokens": most, "max_new_tokens": most, "pad_token_id": 0}
+        if workload.samples > 1:
+            options |= {"do_sample": True, "top_k": 0, "num_return_sequences": workload.samples}
+        out = causal.generate(ids, attention_mask=mask, **({"do_sample": False, "temperature": None} | options))
         assert out.shape[1] == width + most
 
     return run
@@ -131,9 +141,8 @@ def transformers_runs(model: str | None, dtype: str, random_weights: bool) -> Ru
 ENGINES = {"fastgen": fastgen_runs, "transformers": transformers_runs}
 
 
-def serve_engine(name: str, model: str | None, dtype: str, random_weights: bool) -> None:
+def serve_engine(run: Run) -> None:
     """Run each workload that comes as a line of JSON on stdin; answer with its seconds in square brackets."""
-    run = ENGINES[name](model, dtype, random_weights)
     for line in sys.stdin:
         workload = Workload(**json.loads(line))
         start = time.perf_counter()
@@ -142,11 +151,17 @@ def serve_engine(name: str, model: str | None, dtype: str, random_weights: bool)
 
 
 class Engine:
-    """An engine in its own process."""
+    """An engine in its own process: `python script`, which calls `serve_engine` of an engine that `arguments` name.
 
-    def __init__(self, name: str, model: str | None, dtype: str, random_weights: bool) -> None:
-        command = [sys.executable, __file__, json.dumps([name, model, dtype, random_weights])]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment: variables to add to this process's.
+    """
+
+    def __init__(
+        self, arguments: Sequence[Any], script: str = __file__, python: str = sys.executable, **environment: str
+    ) -> None:
+        command = [python, script, json.dumps(arguments)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, text=True, env=os.environ | environment, **pipes)
 
     def rate(self, workload: Workload) -> float:
         """Run a workload; return tokens per second, of those that were asked for."""
@@ -210,7 +225,7 @@ def run_engines(arguments: argparse.Namespace, model: str | None, random_weights
     workloads = workloads_of(arguments)
     pairs = 1 if arguments.smoke else arguments.pairs
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    engines = {name: Engine(name, model, arguments.dtype, random_weights) for name in ENGINES}
+    engines = {name: Engine([name, model, arguments.dtype, random_weights]) for name in ENGINES}
     try:
         for engine in engines.values():
             for workload in workloads.values():
@@ -242,6 +257,11 @@ def names_of(text: str) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
+    if any(option.partition("=")[0] == "--peers" for option in argv):
+        import bench_peers
+
+        bench_peers.main(argv)
+        return
     parser = argparse.ArgumentParser(
         prog="bench.py cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -261,4 +281,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":  # started by Engine
-    serve_engine(*json.loads(sys.argv[1]))
+    engine, *engine_arguments = json.loads(sys.argv[1])
+    serve_engine(ENGINES[engine](*engine_arguments))
