@@ -21,6 +21,7 @@ import torch
 from fastgen.device.chip import Chip, current
 from fastgen.device.find import first_line, is_out_of_memory
 from fastgen.device.memory import device_memory, release_memory
+from fastgen.device.threads import FreeCores
 from fastgen.disk import naming_full_disk
 from fastgen.engine.features import Feature, StepFeatures, features_of
 from fastgen.engine.options import EngineConfig, GeneratorOptions
@@ -151,7 +152,8 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
         load_checkpoint(parameters.targets(stored=True), folder, progress=sys.stderr.isatty() and group.rank == 0)
     if update is not None:
         parameters.bases.merge(update, parameters.targets(), folder)
-    parameters.pack()
+    with FreeCores().step():  # the thread that imports transformers may need a core
+        parameters.pack()
     return Transformer(parameters, config.max_model_len)
 
 

@@ -257,11 +257,6 @@ def names_of(text: str) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    if any(option.partition("=")[0] == "--peers" for option in argv):
-        import bench_peers
-
-        bench_peers.main(argv)
-        return
     parser = argparse.ArgumentParser(
         prog="bench.py cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

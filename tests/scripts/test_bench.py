@@ -71,6 +71,16 @@ def test_the_other_programs_run_small(command: str, tmp_path: Path) -> None:
     assert all(point["errors"] == 0 for point in json.loads(path.read_text()).get("points", ()))
 
 
+@pytest.mark.long
+def test_peers_run_small_and_are_a_table(tmp_path: Path) -> None:
+    command = [SCRIPTS / "bench" / "bench.py", "cpu", "--peers", "transformers", "--smoke", "--out", tmp_path]
+    subprocess.run([sys.executable, *command], check=True, timeout=250)
+    (file,) = tmp_path.iterdir()
+    table = subprocess.check_output([sys.executable, SCRIPTS / "bench" / "reports.py", file], text=True)
+    assert table.startswith("| | fastgen | transformers | fastgen / best peer |")
+    assert table.count("\n") == 2 + len(json.loads(file.read_text())["rates"]) + 1
+
+
 @pytest.mark.parametrize(
     ("model", "gpus", "name", "known"),
     [
