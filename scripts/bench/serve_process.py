@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -28,13 +28,18 @@ TINY = Path(__file__).parents[2] / "fastgen" / "tiny"
 class Server:
     """fgserve at a free port of this machine, ready when the `with` block begins.
 
-    model: a folder or hub id; None: the bundled model. flags: of fgserve.
+    model: a folder or hub id; None: the bundled model. flags: of fgserve. environment: its environment variables; None:
+    this process's.
     """
 
-    def __init__(self, model: str | None, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: str | None, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
         models = [] if model is None else [model]
         command = [sys.executable, "-m", "fastgen.cli.serve.main", *models, "--port", "0", *flags]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+        )
         self.url = ""
         self._said: deque[str] = deque(maxlen=1000)
         self._listening = threading.Event()
