@@ -9,7 +9,6 @@ descriptor of its end of a socket. This module does not import torch.
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -119,8 +118,11 @@ def main() -> None:
     processes.end_with_parent()
     os.nice(NICENESS)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process when its CPU time is over
-    if sys.platform == "linux" and resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    if sys.platform == "linux":
+        import resource  # which Windows lacks
+
+        if resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY:
+            resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     with Connection(int(sys.argv[-1])) as connection:
         tokens = connection.recv().tokens()
         while True:

@@ -45,8 +45,9 @@ _STAT, _LOAD = Path("/proc/stat"), Path("/proc/loadavg")
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 _HAS_MKL = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-# Without MKL, the sums of F.linear depend on the number of threads, so this number is not changed.
-_SET_OPENMP = library_function(None, "omp_set_num_threads") if _HAS_MKL else None
+# Without MKL, the sums of F.linear depend on the number of threads, so this number is not changed. Windows has no table
+# of the functions of all loaded libraries.
+_SET_OPENMP = library_function(None, "omp_set_num_threads") if _HAS_MKL and sys.platform != "win32" else None
 _SET_MKL = mkl_function("MKL_Set_Num_Threads_Local")  # returns the number that was set, or 0
 
 
@@ -112,12 +113,12 @@ class FreeCores:
 
     def _times(self) -> tuple[float, float, float]:
         """Return the time, for how many seconds these cores have been busy, and for how many this process has run."""
-        busy = 0
+        busy = 0.0
         if _STAT.exists():
             lines = (line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu"))
             used = {name: sum(map(int, times[:8])) - int(times[3]) - int(times[4]) for name, *times in lines}
-            busy = sum(used.get(f"cpu{core}", 0) for core in _cores())
-        return time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), time.process_time()
+            busy = sum(used.get(f"cpu{core}", 0) for core in _cores()) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), busy, time.process_time()
 
 
 def _running_others() -> int:

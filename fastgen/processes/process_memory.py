@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from contextlib import suppress
 
 
@@ -18,5 +19,6 @@ def used_memory() -> int:
 
 def trim_heap() -> None:
     """Return free memory of the process's heap to the system. By itself, glibc keeps holes between used blocks."""
-    with suppress(AttributeError):  # the C library is not glibc
-        ctypes.CDLL(None).malloc_trim(0)
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # the C library is not glibc
+            ctypes.CDLL(None).malloc_trim(0)

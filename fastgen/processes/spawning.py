@@ -22,8 +22,12 @@ def spawn(program: Sequence[str], processes: list[subprocess.Popen[bytes]], *fil
 
     program: arguments for Python; the file descriptor of the process's end is appended as the last one. processes: the
     new process is appended here at once, so that it can be ended after an interrupt. files: open file descriptors that
-    the process inherits, with the same numbers.
+    the process inherits, with the same numbers. Raises RuntimeError on Windows, where processes do not inherit them.
     """
+    if sys.platform == "win32":
+        raise RuntimeError(
+            "on Windows, fastgen runs in one process: use Generator there, or WSL for AsyncGenerator and several GPUs"
+        )
     ours, its = socket.socketpair()
     with its:
         try:

@@ -86,7 +86,8 @@ def _renew_lock() -> None:
     _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)  # another thread may have held it, which the child does not have
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_renew_lock)  # another thread may have held it, which the child does not have
 
 
 def _raise_in(thread: int, kind: type[BaseException]) -> None:

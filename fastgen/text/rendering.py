@@ -143,7 +143,8 @@ def _check(attempts: list[_Attempt], memory: int) -> None:
 
 
 _watcher = _Watcher()
-os.register_at_fork(after_in_child=_watcher.__init__)  # type: ignore[misc]  # a fork has no other threads
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_watcher.__init__)  # type: ignore[misc]  # a fork has no other threads
 
 
 def _thread_clock() -> int | None:
