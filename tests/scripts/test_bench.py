@@ -61,7 +61,7 @@ def test_what_else_is_measured_runs_small(options: str, keys: set[str], tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("command", ["bench.py cpu", "bench_serve.py"])
+@pytest.mark.parametrize("command", ["bench.py cpu", "bench_serve.py", "bench_busy.py"])
 def test_the_other_programs_run_small(command: str, tmp_path: Path) -> None:
     script, *options = command.split()
     path = tmp_path / "report.json"
