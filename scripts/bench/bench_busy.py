@@ -105,10 +105,10 @@ def bench_fgserve(programs: int, rounds: int, tokens: int, folder: Path) -> dict
     """Return the tokens per second of each round, by THREADS."""
     rates: dict[str, list[float]] = {threads: [] for threads in THREADS}
     with Clients(1) as clients, ExitStack() as stack:
-        started = {
-            threads: Server(None, ["--device", "cpu"], environment(threads, folder)) for threads in THREADS
-        }  # all at once, since a start waits most of the time
-        servers = {threads: stack.enter_context(server) for threads, server in started.items()}
+        servers = {
+            threads: stack.enter_context(Server(None, ["--device", "cpu"], environment(threads, folder)))
+            for threads in THREADS
+        }
         for server in servers.values():
             measure_server(server.url, clients, 2, -1)  # warms up
         with busy(programs):
