@@ -15,6 +15,8 @@ from torch import Tensor
 
 from fastgen.device.processor import is_intel
 from fastgen.kernels.batch_invariant import Fused
+from fastgen.kernels.native.calls import LANES, function, swiglu
+from fastgen.model.few_rows import FEW_ROWS, FewRows, few_rows
 from fastgen.model.linear import Linear, PackedLinear, finish
 
 PACKED_ROW_TILE = 4
@@ -25,21 +27,32 @@ _ROWS = 16  # number of rows that oneDNN chooses a format for; the formats for 2
 
 @dataclass(eq=False)
 class OneDnnLinear(PackedLinear):
-    """A linear layer with a packed weight. packed: opaque tensor with torch's layout `torch._mkldnn`. `weight` has a
-    shape but no memory."""
+    """A linear layer with a packed weight. packed: opaque tensor with torch's layout `torch._mkldnn`. few: computes
+    products of few rows faster, with the same bits; None: oneDNN computes them too. `weight` has a shape but no
+    memory."""
 
     packed: Tensor = field(kw_only=True)
+    few: FewRows | None = field(kw_only=True)
 
     def product(self, x: Tensor, fused: Fused) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        y = self.multiply(x)
         return finish(y if fused.out_dtype is None else y.to(fused.out_dtype), fused)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return the layer of x [T, in], [T, out] in its dtype."""
+        if self.few is not None and len(x) <= FEW_ROWS[x.dtype]:
+            return self.few.product(x)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return y
 
     @classmethod
     def pack(cls, linear: Linear) -> OneDnnLinear:
         """Return a linear layer with its weight packed."""
         with torch.inference_mode():
             packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight, _ROWS)
-        return cls(linear.weight.new_empty(()).expand(linear.weight.shape), linear.bias, packed=packed)
+            few = few_rows(packed, linear.bias, *linear.weight.shape)
+        weight = linear.weight.new_empty(()).expand(linear.weight.shape)
+        return cls(weight, linear.bias, packed=packed, few=few)
 
     def unpack(self) -> Linear:
         return Linear(self.packed.to_dense(), self.bias)
@@ -47,28 +60,31 @@ class OneDnnLinear(PackedLinear):
 
 @dataclass(eq=False)
 class OneDnnGatedLinear(PackedLinear):
-    """The linear layer of gate and up with packed weights, whose products compute SwiGLU. gate, up: as `packed` above.
-    `weight` has a shape but no memory."""
+    """The linear layer of gate and up with packed weights, with SwiGLU. gate, up: the two layers. `weight` has a shape
+    but no memory."""
 
-    gate: Tensor = field(kw_only=True)
-    up: Tensor = field(kw_only=True)
+    gate: OneDnnLinear = field(kw_only=True)
+    up: OneDnnLinear = field(kw_only=True)
 
     def product(self, x: Tensor, fused: Fused) -> Tensor:
         assert fused.swiglu
-        of_gate, of_up = (None, None) if self.bias is None else self.bias.chunk(2)
-        gate = torch.ops.mkldnn._linear_pointwise(x, self.gate, of_gate, "swish", [], "")
-        y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self.up, of_up, "mul")
+        if len(self.gate.weight) % LANES == 0 and function("swiglu", x.dtype) is not None:
+            return swiglu(self.gate.multiply(x), self.up.multiply(x))
+        gate = torch.ops.mkldnn._linear_pointwise(x, self.gate.packed, self.gate.bias, "swish", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self.up.packed, self.up.bias, "mul")
         return y
 
     @classmethod
     def pack(cls, linear: Linear) -> OneDnnGatedLinear:
         """Return a linear layer with its weight packed in two halves."""
-        gate, up = (OneDnnLinear.pack(Linear(half, None)) for half in linear.weight.chunk(2))
+        biases = (None, None) if linear.bias is None else linear.bias.chunk(2)
+        halves = zip(linear.weight.chunk(2), biases, strict=True)
+        gate, up = (OneDnnLinear.pack(Linear(weight, bias)) for weight, bias in halves)
         weight = linear.weight.new_empty(()).expand(linear.weight.shape)
-        return cls(weight, linear.bias, gate=gate.packed, up=up.packed)
+        return cls(weight, linear.bias, gate=gate, up=up)
 
     def unpack(self) -> Linear:
-        return Linear(torch.cat((self.gate.to_dense(), self.up.to_dense())), self.bias)
+        return Linear(torch.cat((self.gate.packed.to_dense(), self.up.packed.to_dense())), self.bias)
 
 
 def packing(dtype: torch.dtype) -> type[PackedLinear] | None:

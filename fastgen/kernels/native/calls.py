@@ -1,11 +1,11 @@
-"""The norm and the rope of native.cpp on tensors. Each function returns None if the kernel cannot compute its
-arguments; torch then does."""
+"""The norm, the rope and the SwiGLU of native.cpp on tensors. The first two return None if the kernel cannot compute
+their arguments; torch then does."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import c_bool, c_float, c_int, c_void_p
+from ctypes import c_bool, c_float, c_int, c_int64, c_void_p
 from functools import cache
 
 import torch
@@ -22,6 +22,8 @@ _ARGUMENTS = {
     "norm": (c_void_p, c_void_p, c_void_p, c_float, c_bool, c_int, c_int, c_void_p),
     "rope_write": (c_void_p,) * 11,
     "attend": (c_void_p,) * 7,
+    "multiply": (c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p),
+    "swiglu": (c_void_p, c_void_p, c_int64, c_void_p),
 }
 
 
@@ -76,3 +78,13 @@ def rope_write(
         queries.data_ptr(),
     )  # fmt: skip
     return queries
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up for gate and up [T, N], each rounded to their dtype, as transformers does. There must be a
+    `function` for it, and N must be a multiple of LANES."""
+    compute, out = function("swiglu", gate.dtype), torch.empty_like(gate)
+    assert compute is not None
+    assert gate.shape[1] % LANES == 0
+    compute(gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr())
+    return out

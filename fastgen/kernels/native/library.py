@@ -1,7 +1,7 @@
 """Compiles native.cpp for this processor, and loads it.
 
-The library is compiled at first use, in about a second, and kept in the user's cache folder. Without a compiler, or if
-anything fails, torch's operations compute the same, more slowly and with other bits.
+The library is compiled at first use, in about a second, and kept in the user's cache folder. Without a compiler, torch
+computes the same, more slowly and with other bits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -25,26 +26,26 @@ log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
-COMPILERS = ("g++", "clang++", "c++")
 
 
 def compiler() -> str | None:
-    """Return the path of the C++ compiler: the one of the environment's CXX, or one of COMPILERS, or None."""
-    names = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
-    return next(filter(None, map(shutil.which, names)), None)
+    """Return the path of the C++ compiler: the one that the environment's CXX names, or g++; None without one, and on
+    systems and processors that the kernels were not tried on."""
+    tried = sys.platform == "linux" and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    return shutil.which(os.environ.get("CXX") or "g++") if tried else None
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled library, or None if it cannot be had on this machine."""
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX") or (found := compiler()) is None:
+    found = compiler()
+    if found is None:
         return None
     try:
-        path = compiled(found)
-        loaded = ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(str(compiled(found)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
-        log.warning("%s does not compile the kernels for this CPU; torch computes them, slower: %s", found, detail)
+        log.warning("the kernels for this CPU cannot be compiled; torch computes them, slower: %s", detail)
         return None
     return loaded if _has_torchs_threads(loaded) else None
 
@@ -57,7 +58,7 @@ def compiled(found: str) -> Path:
     version = subprocess.run([found, "--version"], capture_output=True, check=True).stdout
     parts = (SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), " ".join(sorted(features())).encode())
     name = f"native-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastgen"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "fastgen"
     if not (folder / name).exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:  # another process may compile at the same time
@@ -71,4 +72,4 @@ def _has_torchs_threads(loaded: ctypes.CDLL) -> bool:
     """Return whether a library runs on the same threads as torch. A second set of threads would wait actively beside
     the first one, and fastgen would not limit their number."""
     with at_most(1):
-        return bool(loaded.threads() == 1) or torch.get_num_threads() == 1
+        return bool(loaded.threads() == 1)

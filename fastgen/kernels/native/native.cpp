@@ -13,6 +13,9 @@
 #include <utility>
 #include <vector>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 #include <omp.h>
 
 namespace {
@@ -111,6 +114,21 @@ Vector exponential(Vector x) {
     y = y * (r * r) + r + 1.f;
     Words power = ((Words)shifted - (Words)round + 127) << 23;
     return x < -87.f ? Vector{} : y * (Vector)power;
+}
+
+#ifdef __AVX512F__
+constexpr int TOGETHER = 4;  // rows whose products are computed together
+#else
+constexpr int TOGETHER = 2;
+#endif
+
+// Call a function for groups of at most TOGETHER rows, with the first row and their number.
+template <class Function>
+void in_groups(int rows, Function call) {
+    int row = 0;
+    for (; row + TOGETHER <= rows; row += TOGETHER) call(row, std::integral_constant<int, TOGETHER>());
+    if (row + 2 <= rows) call(row, std::integral_constant<int, 2>()), row += 2;
+    if (row < rows) call(row, std::integral_constant<int, 1>());
 }
 
 // ---- norm ----
@@ -212,6 +230,86 @@ void rope_write(const Rope &of, const Number *qkv, const int64_t *positions, con
     }
 }
 
+// ---- products of few rows ----
+//
+// oneDNN keeps a weight [outputs, inputs] in blocks of 64 outputs, each as [inputs, 64], or in bfloat16 as [inputs / 2,
+// 64, 2]. It adds the products of `chunk` inputs in their order, then the sums of the chunks, and so do these functions.
+
+constexpr int WIDE = 4;  // vectors of a block of outputs
+
+template <int N>
+void add_products(const float *x, const float *weight, int inputs, int begin, int end, Vector (&sums)[N][WIDE]) {
+    for (int i = begin; i < end; i++) {
+        Vector each[WIDE];
+        for (int j = 0; j < WIDE; j++) each[j] = load(weight + (i * WIDE + j) * LANES);
+        for (int row = 0; row < N; row++)
+            for (int j = 0; j < WIDE; j++) sums[row][j] += x[row * inputs + i] * each[j];
+    }
+}
+
+#ifdef __AVX512BF16__
+template <int N>
+void add_products(const bfloat16 *x, const bfloat16 *weight, int inputs, int begin, int end,
+                  Vector (&sums)[N][WIDE]) {
+    for (int i = begin; i < end; i += 2) {
+        __m512bh each[WIDE];
+        for (int j = 0; j < WIDE; j++) each[j] = (__m512bh)_mm512_loadu_si512(weight + (i * WIDE + 2 * j) * LANES);
+        for (int row = 0; row < N; row++) {
+            int32_t pair;
+            std::memcpy(&pair, x + row * inputs + i, sizeof pair);
+            for (int j = 0; j < WIDE; j++)
+                sums[row][j] = (Vector)_mm512_dpbf16_ps((__m512)sums[row][j], (__m512bh)_mm512_set1_epi32(pair), each[j]);
+        }
+    }
+}
+#endif
+
+// The products of x [rows, inputs] and a block of outputs, of which the first `count` are real. bias: may be null.
+template <int N, class Number>
+void multiply_block(const Number *x, const Number *block, const Number *bias, int inputs, int chunk, int count,
+                    int outputs, Number *y) {
+    Vector totals[N][WIDE] = {};
+    for (int begin = 0; begin < inputs; begin += chunk) {
+        Vector sums[N][WIDE] = {};
+        add_products<N>(x, block, inputs, begin, std::min(begin + chunk, inputs), sums);
+        for (int row = 0; row < N; row++)
+            for (int j = 0; j < WIDE; j++) totals[row][j] = begin ? totals[row][j] + sums[row][j] : sums[row][j];
+    }
+    Number added[WIDE * LANES] = {}, found[WIDE * LANES];
+    if (bias) std::copy_n(bias, count, added);
+    for (int row = 0; row < N; row++) {
+        for (int j = 0; j < WIDE; j++)
+            store(found + j * LANES, bias ? totals[row][j] + load(added + j * LANES) : totals[row][j]);
+        std::copy_n(found, count, y + int64_t(row) * outputs);
+    }
+}
+
+template <class Number>
+void multiply(const Number *x, const Number *weight, const Number *bias, int rows, int inputs, int outputs, int chunk,
+              Number *y) {
+#pragma omp parallel for
+    for (int first = 0; first < outputs; first += WIDE * LANES) {
+        in_groups(rows, [&](int row, auto n) {
+            multiply_block<n.value>(x + int64_t(row) * inputs, weight + int64_t(first) * inputs,
+                                    bias ? bias + first : nullptr, inputs, chunk,
+                                    std::min(outputs - first, WIDE * LANES), outputs,
+                                    y + int64_t(row) * outputs + first);
+        });
+    }
+}
+
+// silu(gate) * up, rounded after each step as transformers does.
+template <class Number>
+void swiglu(const Number *gate, const Number *up, int64_t size, Number *out) {
+#pragma omp parallel for if (size > MANY)
+    for (int64_t i = 0; i < size; i += LANES) {
+        Vector x = load(gate + i);
+        Vector e = exponential(x < 0 ? x : -x);  // of -|x|
+        store(out + i, x * (x < 0 ? e : Vector{} + 1) / (1 + e));
+        store(out + i, load(out + i) * load(up + i));
+    }
+}
+
 // ---- attention ----
 
 // Query tokens of one sequence: `tokens` of them, from row `first` of the step, at positions from `position` on. lane:
@@ -224,21 +322,6 @@ struct Attention {
     int tiles, heads, kv_heads, size, page_size, columns, window, most_rows;
     float scale;
 };
-
-#ifdef __AVX512F__
-constexpr int TOGETHER = 4;  // rows whose products are computed together
-#else
-constexpr int TOGETHER = 2;
-#endif
-
-// Call a function for groups of at most TOGETHER rows, with the first row and their number.
-template <class Function>
-void in_groups(int rows, Function call) {
-    int row = 0;
-    for (; row + TOGETHER <= rows; row += TOGETHER) call(row, std::integral_constant<int, TOGETHER>());
-    if (row + 2 <= rows) call(row, std::integral_constant<int, 2>()), row += 2;
-    if (row < rows) call(row, std::integral_constant<int, 1>());
-}
 
 // The memory of one thread.
 struct Work {
@@ -410,6 +493,21 @@ int threads() { return omp_get_max_threads(); }
         attend(*of, tiles, pages, q, keys, values, out);                                                              \
     }
 
+#define PRODUCTS(NAME, NUMBER)                                                                                        \
+    void multiply_##NAME(const NUMBER *x, const NUMBER *weight, const NUMBER *bias, int rows, int inputs, int outputs, \
+                         int chunk, NUMBER *y) {                                                                      \
+        multiply(x, weight, bias, rows, inputs, outputs, chunk, y);                                                   \
+    }                                                                                                                 \
+    void swiglu_##NAME(const NUMBER *gate, const NUMBER *up, int64_t size, NUMBER *out) {                             \
+        swiglu(gate, up, size, out);                                                                                  \
+    }
+
+#ifdef __AVX512F__
+PRODUCTS(float32, float)
+#endif
+#ifdef __AVX512BF16__
+PRODUCTS(bfloat16, bfloat16)
+#endif
 FUNCTIONS(float32, float)
 FUNCTIONS(bfloat16, bfloat16)
 }
