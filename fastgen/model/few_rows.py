@@ -25,7 +25,7 @@ CHUNKS = (1024, 512, 256, 2048, 4096)
 SAMPLES = 2**18
 """Number of results that are compared. In bfloat16, sums in two orders differ in about one of 5,000."""
 
-_chunks: dict[tuple[object, ...], int | None] = {}  # by dtype and shape
+_chunks: dict[tuple[object, ...], int | None] = {}  # by oneDNN's description of a format, and whether there is a bias
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def few_rows(packed: Tensor, bias: Tensor | None, outputs: int, inputs: int) -> 
     if multiply is None or inputs % 2 or torch.ops.mkldnn._nbytes(packed) != size:
         return None
     address = torch.ops.mkldnn.data_ptr(packed)
-    key = packed.dtype, outputs, inputs, bias is None
+    # The format depends on the dtype, the shape, and the number of threads that packed the weight.
+    key = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).numpy()), bias is None
     if key not in _chunks:
         tried = [FewRows(packed, bias, address, outputs, inputs, min(chunk, inputs), multiply) for chunk in CHUNKS]
         _chunks[key] = next((each.chunk for each in tried if _has_bits_of_onednn(each)), None)

@@ -22,8 +22,8 @@ SIZE, PAGE, KV_HEADS = 32, 16, 2
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Assert that tensors differ by at most two roundings of their dtype."""
-    error = 2 * torch.finfo(found.dtype).eps
+    """Assert that tensors differ by a few roundings of their dtype."""
+    error = 8 * torch.finfo(found.dtype).eps
     torch.testing.assert_close(found, expected, atol=error, rtol=error)
 
 

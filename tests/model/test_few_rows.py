@@ -51,7 +51,7 @@ def test_swiglu_has_the_same_bits_among_few_and_among_many(dtype: torch.dtype, b
     many = packed.product(x, UNFUSED._replace(swiglu=True))
     gate, up = torch.nn.functional.linear(x, linear.weight, linear.bias).chunk(2, 1)
     expected = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(many, expected, atol=8 * torch.finfo(dtype).eps, rtol=8 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(many, expected, atol=32 * torch.finfo(dtype).eps, rtol=32 * torch.finfo(dtype).eps)
     assert torch.equal(packed.product(x[7:11], UNFUSED._replace(swiglu=True)), many[7:11])
     assert torch.equal(packed.unpack().weight, linear.weight)
 
@@ -64,3 +64,17 @@ def test_another_order_is_left_to_onednn(dtype: torch.dtype, monkeypatch: pytest
     assert packed.few is None
     x = torch.randn(20, 576).to(dtype)
     assert torch.equal(packed.product(x[:4], UNFUSED), packed.product(x, UNFUSED)[:4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_format_depends_on_the_threads_that_packed_the_weight(dtype: torch.dtype) -> None:
+    before, linear = torch.get_num_threads(), layer_of(128, 64, dtype)
+    x = torch.randn(4, 64).to(dtype)
+    try:
+        for threads in (1, 3, 16, 1):
+            torch.set_num_threads(threads)
+            packed = OneDnnLinear.pack(linear)
+            exact = torch.nn.functional.linear(x, linear.weight)
+            torch.testing.assert_close(packed.product(x, UNFUSED), exact, atol=0.2, rtol=1e-2)
+    finally:
+        torch.set_num_threads(before)
