@@ -14,9 +14,9 @@ from fastgen.device import processor
 def describe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return the file that is read instead of /proc/cpuinfo."""
     monkeypatch.setattr(processor, "_INFO", tmp_path / "cpuinfo")
-    processor._info.cache_clear()
+    processor.features.cache_clear()
     yield tmp_path / "cpuinfo"
-    processor._info.cache_clear()
+    processor.features.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 // Kernels for the CPU, compiled for the processor that runs them (see library.py).
 //
-// The bits of a row of a result depend only on the data of that row: not on the other rows, their number, the tiles they
-// are computed in, or the number of threads. So each row goes through the same instructions in the same order, in
-// vectors of 16 numbers, and no sum is divided among threads. Sums are in float32.
+// The bits of a row of a result depend only on the data of that row: not on the other rows, their number, the tiles
+// that they are computed in, or the number of threads. So each row goes through the same instructions in the same
+// order, in vectors of 16 numbers, and no sum is divided among threads. Sums are in float32.
 
 #include <algorithm>
 #include <cmath>
@@ -21,8 +21,9 @@
 namespace {
 
 constexpr int LANES = 16;
-constexpr int BLOCK = 64;  // keys of a block, whose softmax weights are computed together
-constexpr int MANY = 1 << 15;  // numbers that pay for a second thread
+constexpr int BLOCK = 64;        // keys of a block, whose softmax weights are computed together
+constexpr int MOST_HEAD = 1024;  // the largest head that can be normed, as in calls.py
+constexpr int MANY = 1 << 15;    // numbers that pay for a second thread
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -215,7 +216,7 @@ void rope_write(const Rope &of, const Number *qkv, const int64_t *positions, con
                 copy(x, of.size, values + at);
                 continue;
             }
-            Number normed[1024];
+            Number normed[MOST_HEAD];
             if (q_norm) {
                 std::memcpy(normed, x, sizeof(Number) * of.size);
                 norm_row<Number>(normed, nullptr, head < of.heads ? q_norm : k_norm, of.eps, of.centered, of.size,
@@ -232,8 +233,9 @@ void rope_write(const Rope &of, const Number *qkv, const int64_t *positions, con
 
 // ---- products of few rows ----
 //
-// oneDNN keeps a weight [outputs, inputs] in blocks of 64 outputs, each as [inputs, 64], or in bfloat16 as [inputs / 2,
-// 64, 2]. It adds the products of `chunk` inputs in their order, then the sums of the chunks, and so do these functions.
+// oneDNN keeps a weight [outputs, inputs] in blocks of 64 outputs, each as [inputs, 64], or in bfloat16 as
+// [inputs / 2, 64, 2]. It adds the products of `chunk` inputs in their order, then the sums of the chunks, and so do
+// these functions.
 
 constexpr int WIDE = 4;  // vectors of a block of outputs
 
@@ -255,10 +257,11 @@ void add_products(const bfloat16 *x, const bfloat16 *weight, int inputs, int beg
         __m512bh each[WIDE];
         for (int j = 0; j < WIDE; j++) each[j] = (__m512bh)_mm512_loadu_si512(weight + (i * WIDE + 2 * j) * LANES);
         for (int row = 0; row < N; row++) {
-            int32_t pair;
-            std::memcpy(&pair, x + row * inputs + i, sizeof pair);
+            int32_t bits;
+            std::memcpy(&bits, x + row * inputs + i, sizeof bits);
+            __m512bh pair = (__m512bh)_mm512_set1_epi32(bits);
             for (int j = 0; j < WIDE; j++)
-                sums[row][j] = (Vector)_mm512_dpbf16_ps((__m512)sums[row][j], (__m512bh)_mm512_set1_epi32(pair), each[j]);
+                sums[row][j] = (Vector)_mm512_dpbf16_ps((__m512)sums[row][j], pair, each[j]);
         }
     }
 }
@@ -446,7 +449,8 @@ void attend_tile(const Attention &of, const Tile &tile, int kv_head, const int32
         for (int row = 0; row < rows; row++) {
             int64_t position = tile.position + row / group;
             int64_t oldest = of.window ? position - of.window + 1 - block : 0;
-            int start = std::clamp<int64_t>(oldest, 0, BLOCK), last = std::clamp<int64_t>(position + 1 - block, 0, count);
+            int start = std::clamp<int64_t>(oldest, 0, BLOCK);
+            int last = std::clamp<int64_t>(position + 1 - block, 0, count);
             if (start < last)
                 work.weigh(row, start, last);
             else
