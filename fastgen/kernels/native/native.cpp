@@ -1,4 +1,4 @@
-// Kernels for the CPU, compiled for the processor that runs them (see library.py).
+// Kernels for CPUs with AVX-512, compiled for the processor that runs them (see library.py).
 //
 // The bits of a row of a result depend only on the data of that row: not on the other rows, their number, the tiles
 // that they are computed in, or the number of threads. So each row goes through the same instructions in the same
@@ -117,11 +117,7 @@ Vector exponential(Vector x) {
     return x < -87.f ? Vector{} : y * (Vector)power;
 }
 
-#ifdef __AVX512F__
 constexpr int TOGETHER = 4;  // rows whose products are computed together
-#else
-constexpr int TOGETHER = 2;
-#endif
 
 // Call a function for groups of at most TOGETHER rows, with the first row and their number.
 template <class Function>
@@ -506,9 +502,7 @@ int threads() { return omp_get_max_threads(); }
         swiglu(gate, up, size, out);                                                                                  \
     }
 
-#ifdef __AVX512F__
 PRODUCTS(float32, float)
-#endif
 #ifdef __AVX512BF16__
 PRODUCTS(bfloat16, bfloat16)
 #endif
