@@ -36,6 +36,7 @@ from fastgen.model.parameters import Parameters, checkpoint_shards
 from fastgen.model.quantization import Int4, explaining_sizes
 from fastgen.model.transformer import Transformer
 from fastgen.parallel.group import Group
+from fastgen.processes.process_memory import keep_heap
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,8 @@ def build_runner(model_config: ModelConfig, config: EngineConfig, folder: Path, 
             for feature in features:
                 feature.load(model, load)
         on_cpu = device.type == "cpu"
+        if on_cpu:
+            keep_heap()
         runner = make_runner(model, config, features) if on_cpu else _start_gpu(model, config, free, features)
         if not config.max_prefill_tokens:
             from fastgen.engine.largest_steps import measure_prefill_tokens  # only if it is to be measured
