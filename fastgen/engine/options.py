@@ -80,8 +80,8 @@ class GeneratorOptions(Options):
         "and the others are a check of its quant_method", unset="the checkpoint's",
     )  # fmt: skip
     kv_cache_dtype: Literal["auto", "fp8"] = option(
-        "auto", "dtype of the KV cache; auto is the model's dtype, and float32 on the CPU; fp8 is E4M3 with one scale "
-        "per token and KV head: at least twice as many tokens fit in the same memory",
+        "auto", "dtype of the KV cache; auto is the model's dtype, or float32 on a CPU without a kernel for it; fp8 is "
+        "E4M3 with one scale per token and KV head: at least twice as many tokens fit in the same memory",
     )  # fmt: skip
     device: str | None = option(
         None, "cpu, cuda or cuda:1, for example", unset="a GPU if torch can use one, else the CPU"
@@ -171,7 +171,7 @@ class EngineConfig(GeneratorOptions):
 
     num_pages: number of pages on each rank; 0 until a GPU's memory is measured (`with_pages`).
     max_prefill_tokens: 0 until the speed of prefills is measured, if the user asks for that.
-    kv_cache_dtype: "fp8", or a dtype: the same as `dtype` on a GPU, and float32 on the CPU.
+    kv_cache_dtype: "fp8", or a dtype: the same as `dtype`, or float32 on a CPU without a kernel for it.
     speculate: options of speculation, including max_rows and row_cost; None: no speculation.
     host_pages: number of pages of the host tier, on each rank.
     kernels: kind of kernels that run: "gluon" (in addition to Triton's), "triton" or "torch".
@@ -226,7 +226,7 @@ class EngineConfig(GeneratorOptions):
         context = options.max_model_len
         if context is not None and context > model.max_position:
             raise ValueError(f"max_model_len is {context}, above the model's {model.max_position} positions; lower it")
-        auto_kv = dtype if gpu else "float32"  # the dtype that the CPU's attention multiplies
+        auto_kv = dtype if gpu else _kv_dtype_on_cpu(dtype, model.head_size)
         kv_dtype = auto_kv if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
         if options.attention == "flash" and kv_dtype == "fp8":
             raise ValueError("attention is 'flash', whose kernels do not read fp8; leave it or kv_cache_dtype out")
@@ -331,6 +331,12 @@ def _auto_dtype(model: ModelConfig, gpu: bool) -> tuple[str, str]:
         return "float32", "the CPU has no fast products for this checkpoint's dtype"
     fast, reason = fast_bfloat16()
     return ("bfloat16", f"the checkpoint's; {reason}") if fast else ("float32", reason)
+
+
+def _kv_dtype_on_cpu(dtype: str, head_size: int) -> str:
+    from fastgen.model.attention.native import kv_dtype  # imports torch
+
+    return kv_dtype(dtype, head_size)
 
 
 def _deterministic(

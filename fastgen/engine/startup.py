@@ -182,6 +182,10 @@ def make_runner(model: Transformer, config: EngineConfig, features: list[Feature
         config.attention, pool, c.num_heads, c.windows, config.most_rows, config.max_model_len,
         config.deterministic, c.attention_scale,
     )  # fmt: skip
+    if device.type == "cpu":
+        from fastgen.model.native_layers import NativeLayers
+
+        model.in_one_call = NativeLayers.of(model.parameters, attention)
     runner = Runner(model, pool, attention, config, StepFeatures(model))
     for feature in features_of(config) if features is None else features:
         feature.attach(runner)

@@ -101,10 +101,20 @@ class Observer(Protocol):
         """Take the memory back, with the weights."""
 
 
+class LayersInOneCall(Protocol):
+    """Runs the layers of short steps faster than one after the other."""
+
+    def run(self, part: StepPart, numbers: Sequence[int]) -> bool:
+        """Run layers `numbers` as `Transformer.run_layers` does all but the last one. Return False, and do nothing, if
+        the step needs them one by one."""
+
+
 class Transformer:
-    """The model. parameters: this rank's parameters. context: number of positions in the rope tables."""
+    """The model. parameters: this rank's parameters. context: number of positions in the rope tables. in_one_call: runs
+    the layers of short steps; None: they run one by one."""
 
     observer: Observer | None = None
+    in_one_call: LayersInOneCall | None = None
 
     def __init__(self, parameters: Parameters, context: int) -> None:
         self.parameters = parameters
@@ -169,6 +179,8 @@ class Transformer:
         other.
         """
         *before, last = numbers
+        if self._run_in_one_call(parts, before):
+            before = []
         for number in before:
             for part in parts:
                 part.wait(number)
@@ -181,6 +193,12 @@ class Transformer:
         for part in parts:
             part.wait(last)
         return [self.project_qkv(part, last, pool) for part in parts]
+
+    def _run_in_one_call(self, parts: Sequence[StepPart], numbers: Sequence[int]) -> bool:
+        if self.in_one_call is None or self.observer is not None or len(parts) > 1:
+            return False
+        with span("layers"):
+            return self.in_one_call.run(parts[0], numbers)
 
     def finish(self, parts: Sequence[StepPart], queries: Sequence[Tensor], attention: Attention, number: int) -> Tensor:
         """Return the residual stream of all tokens after layer `number`, [T, hidden]. queries: from `run_layers`."""

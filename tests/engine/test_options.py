@@ -111,6 +111,16 @@ def test_dtype_auto_on_the_cpu_is_one_that_it_multiplies_fast_and_the_start_says
     assert config.summary.startswith(start)
 
 
+@pytest.mark.parametrize("kernel", [True, False])
+def test_keys_have_the_models_dtype_on_a_cpu_with_a_kernel_for_it(
+    kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastgen.model.attention.native.function", lambda *_: kernel or None)
+    assert make(LARGE, dtype="bfloat16").kv_cache_dtype == ("bfloat16" if kernel else "float32")
+    assert make(replace(LARGE, head_size=48), dtype="bfloat16").kv_cache_dtype == "float32"
+    assert make(LARGE, dtype="float32").kv_cache_dtype == "float32"
+
+
 def test_dtype_auto_is_the_checkpoints_on_a_gpu() -> None:
     assert make(device="cuda").dtype == make(device="cuda").kv_cache_dtype == "bfloat16"
     assert make(device="cuda", dtype="float16").dtype == "float16"
@@ -143,7 +153,7 @@ def test_the_pool_and_the_host_tier_have_the_size_that_was_asked_for(
 
 
 def test_the_default_pool_is_a_size_that_large_models_use_up() -> None:
-    config = make(replace(LARGE, max_position=131072))
+    config = make(replace(LARGE, max_position=131072), dtype="float32")
     assert config.num_pages == int(DEFAULT_KV_CACHE_GB * 1e9 / (2 * 32 * 8 * 128 * 64 * 4))
     assert config.max_model_len == (config.num_pages - 1) * 64, "below the model's, for the pool holds less"
 

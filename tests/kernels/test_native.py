@@ -75,7 +75,7 @@ def test_rope_agrees_with_its_twin(dtype: torch.dtype, half: int, normed: str) -
         norm = HeadNorm(torch.rand(size).to(dtype), torch.rand(size).to(dtype), 1e-6, centered=normed == "centered")
     mapping = mapping_of(tokens, 10, half)
     qkv = torch.randn(tokens, (3 + 2 * KV_HEADS) * size).to(dtype)
-    pools = [torch.zeros(2, 4, KV_HEADS, PAGE, size) for _ in range(2)]
+    pools = [torch.zeros(2, 4, KV_HEADS, PAGE, size, dtype=dtype) for _ in range(2)]
     found = calls.rope_write(qkv, mapping, *pools[0], norm)
     expected = rope_write.twin(qkv, mapping, *pools[1], norm)
     assert found is not None

@@ -24,6 +24,7 @@ _ARGUMENTS = {
     "attend": (c_void_p,) * 7,
     "multiply": (c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p),
     "swiglu": (c_void_p, c_void_p, c_int64, c_void_p),
+    "run_layers": (c_void_p, c_int, *(c_void_p,) * 9),
 }
 
 
@@ -50,11 +51,19 @@ def rms_norm(x: Tensor, norm: RMSNorm, delta: Tensor | None = None) -> Tensor | 
     return out
 
 
-class _Rope(ctypes.Structure):
+class Rope(ctypes.Structure):
+    """The struct of this name in native.cpp. eps, centered: of the norms of heads."""
+
     _fields_ = (
         *((name, c_int) for name in ("tokens", "real", "heads", "kv_heads", "size", "half", "page_size", "centered")),
         ("eps", c_float),
     )
+
+
+def rope_of(mapping: SlotMapping, tokens: int, heads: int, size: int, eps: float, centered: bool) -> Rope:
+    """Return the sizes of a step of `tokens` tokens and of a layer with this number of query heads."""
+    half, kv_heads = mapping.cos.shape[1], mapping.num_kv
+    return Rope(tokens, mapping.real, heads, kv_heads, size, half, mapping.page_size, centered, eps)
 
 
 def rope_write(
@@ -62,15 +71,14 @@ def rope_write(
 ) -> Tensor | None:
     """See `fastgen.kernels.rope`."""
     write, size, half = function("rope_write", qkv.dtype), keys.shape[3], mapping.cos.shape[1]
-    if write is None or keys.dtype != torch.float32 or not qkv.is_contiguous():
+    if write is None or keys.dtype != qkv.dtype or not qkv.is_contiguous():
         return None
     if size % LANES or half % LANES or size > MOST_HEAD or (norm is not None and norm.after_rope):
         return None
-    tokens, kv_heads = len(qkv), mapping.num_kv
-    heads = qkv.shape[1] // size - 2 * kv_heads
+    heads = qkv.shape[1] // size - 2 * mapping.num_kv
     eps, centered = (0.0, False) if norm is None else (norm.eps, norm.centered)
-    of = _Rope(tokens, mapping.real, heads, kv_heads, size, half, mapping.page_size, centered, eps)
-    queries = qkv.new_empty(tokens, heads, size)
+    of = rope_of(mapping, len(qkv), heads, size, eps, centered)
+    queries = qkv.new_empty(len(qkv), heads, size)
     norms = (None, None) if norm is None else (norm.q.data_ptr(), norm.k.data_ptr())
     inputs = qkv, mapping.positions, mapping.slots, mapping.cos, mapping.sin
     write(

@@ -9,13 +9,11 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
-#ifdef __AVX512BF16__
 #include <immintrin.h>
-#endif
 #include <omp.h>
 
 namespace {
@@ -55,7 +53,35 @@ void store(bfloat16 *to, Vector x) {  // rounds to the nearest, and to even numb
     std::memcpy(to, &halves, sizeof halves);
 }
 
-Vector all(float x) { return Vector{} + x; }
+Vector all(float x) { return (Vector)_mm512_set1_ps(x); }
+
+// Products are summed in words of 32 bits: a float, or a pair of bfloat16.
+template <class Number>
+constexpr int PACK = 4 / sizeof(Number);
+
+Vector words(const void *from) {
+    Vector x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
+Vector word(const void *from) {  // in all lanes
+    int32_t bits;
+    std::memcpy(&bits, from, sizeof bits);
+    return (Vector)_mm512_set1_epi32(bits);
+}
+
+template <class Number>
+Vector multiply_add(Vector sum, Vector a, Vector b) {
+    return sum + a * b;
+}
+
+#ifdef __AVX512BF16__
+template <>
+Vector multiply_add<bfloat16>(Vector sum, Vector a, Vector b) {  // the products of both numbers of a pair
+    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+#endif
 
 using Lanes = std::make_integer_sequence<int, LANES>;
 
@@ -119,13 +145,11 @@ Vector exponential(Vector x) {
 
 constexpr int TOGETHER = 4;  // rows whose products are computed together
 
-// Call a function for groups of at most TOGETHER rows, with the first row and their number.
-template <class Function>
-void in_groups(int rows, Function call) {
-    int row = 0;
-    for (; row + TOGETHER <= rows; row += TOGETHER) call(row, std::integral_constant<int, TOGETHER>());
-    if (row + 2 <= rows) call(row, std::integral_constant<int, 2>()), row += 2;
-    if (row < rows) call(row, std::integral_constant<int, 1>());
+// Call a function for groups of at most N rows, with the first row and their number.
+template <int N = TOGETHER, class Function>
+void in_groups(int rows, Function call, int row = 0) {
+    for (; row + N <= rows; row += N) call(row, std::integral_constant<int, N>());
+    if constexpr (N > 1) in_groups<N - 1>(rows, call, row);
 }
 
 // ---- norm ----
@@ -165,21 +189,18 @@ void norm(Number *x, const Number *delta, const Number *weight, float eps, bool 
 
 // ---- rope ----
 
-template <class Number, class Stored>
-void copy(const Number *x, int size, Stored *out) {
+template <class Number>
+void copy(const Number *x, int size, Number *out) {
     for (int i = 0; i < size; i += LANES) store(out + i, load(x + i));
 }
 
-// Turn the first 2 * half numbers of a head, rounded to Number, and copy the others. cos, sin: [half].
-template <class Number, class Stored>
-void turn(const Number *x, const float *cos, const float *sin, int half, int size, Stored *out) {
-    Number turned[2 * LANES];
+// Turn the first 2 * half numbers of a head, and copy the others. cos, sin: [half].
+template <class Number>
+void turn(const Number *x, const float *cos, const float *sin, int half, int size, Number *out) {
     for (int i = 0; i < half; i += LANES) {
         Vector a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
-        store(turned, a * c - b * s);
-        store(turned + LANES, b * c + a * s);
-        copy(turned, LANES, out + i);
-        copy(turned + LANES, LANES, out + half + i);
+        store(out + i, a * c - b * s);
+        store(out + half + i, b * c + a * s);
     }
     copy(x + 2 * half, size - 2 * half, out + 2 * half);
 }
@@ -191,7 +212,7 @@ struct Rope {
 
 template <class Number>
 void rope_write(const Rope &of, const Number *qkv, const int64_t *positions, const int64_t *slots, const float *cos,
-                const float *sin, const Number *q_norm, const Number *k_norm, float *keys, float *values,
+                const float *sin, const Number *q_norm, const Number *k_norm, Number *keys, Number *values,
                 Number *queries) {
     int all_heads = of.heads + 2 * of.kv_heads;
 #pragma omp parallel for if (of.tokens * all_heads * of.size > MANY)
@@ -235,65 +256,60 @@ void rope_write(const Rope &of, const Number *qkv, const int64_t *positions, con
 
 constexpr int WIDE = 4;  // vectors of a block of outputs
 
-template <int N>
-void add_products(const float *x, const float *weight, int inputs, int begin, int end, Vector (&sums)[N][WIDE]) {
-    for (int i = begin; i < end; i++) {
-        Vector each[WIDE];
-        for (int j = 0; j < WIDE; j++) each[j] = load(weight + (i * WIDE + j) * LANES);
-        for (int row = 0; row < N; row++)
-            for (int j = 0; j < WIDE; j++) sums[row][j] += x[row * inputs + i] * each[j];
-    }
-}
-
-#ifdef __AVX512BF16__
-template <int N>
-void add_products(const bfloat16 *x, const bfloat16 *weight, int inputs, int begin, int end,
-                  Vector (&sums)[N][WIDE]) {
-    for (int i = begin; i < end; i += 2) {
-        __m512bh each[WIDE];
-        for (int j = 0; j < WIDE; j++) each[j] = (__m512bh)_mm512_loadu_si512(weight + (i * WIDE + 2 * j) * LANES);
+template <int N, int W, class Number>
+void add_products(const Number *x, const Number *weight, int inputs, int begin, int end, Vector (&sums)[N][W]) {
+    for (int i = begin; i < end; i += PACK<Number>) {
+        Vector each[W];
+        for (int j = 0; j < W; j++) each[j] = words(weight + (i * WIDE + j * PACK<Number>) * LANES);
         for (int row = 0; row < N; row++) {
-            int32_t bits;
-            std::memcpy(&bits, x + row * inputs + i, sizeof bits);
-            __m512bh pair = (__m512bh)_mm512_set1_epi32(bits);
-            for (int j = 0; j < WIDE; j++)
-                sums[row][j] = (Vector)_mm512_dpbf16_ps((__m512)sums[row][j], pair, each[j]);
+            Vector number = word(x + row * inputs + i);
+            for (int j = 0; j < W; j++) sums[row][j] = multiply_add<Number>(sums[row][j], number, each[j]);
         }
     }
 }
-#endif
 
-// The products of x [rows, inputs] and a block of outputs, of which the first `count` are real. bias: may be null.
-template <int N, class Number>
+// The products of N rows x [N, inputs] and W vectors of a block of outputs, the first `count` of which are real. bias:
+// may be null.
+template <int N, int W, class Number>
 void multiply_block(const Number *x, const Number *block, const Number *bias, int inputs, int chunk, int count,
                     int outputs, Number *y) {
-    Vector totals[N][WIDE] = {};
+    Vector totals[N][W] = {};
     for (int begin = 0; begin < inputs; begin += chunk) {
-        Vector sums[N][WIDE] = {};
-        add_products<N>(x, block, inputs, begin, std::min(begin + chunk, inputs), sums);
+        Vector sums[N][W] = {};
+        add_products<N, W>(x, block, inputs, begin, std::min(begin + chunk, inputs), sums);
         for (int row = 0; row < N; row++)
-            for (int j = 0; j < WIDE; j++) totals[row][j] = begin ? totals[row][j] + sums[row][j] : sums[row][j];
+            for (int j = 0; j < W; j++) totals[row][j] = begin ? totals[row][j] + sums[row][j] : sums[row][j];
     }
-    Number added[WIDE * LANES] = {}, found[WIDE * LANES];
+    Number added[W * LANES] = {}, found[W * LANES];
     if (bias) std::copy_n(bias, count, added);
     for (int row = 0; row < N; row++) {
-        for (int j = 0; j < WIDE; j++)
+        for (int j = 0; j < W; j++)
             store(found + j * LANES, bias ? totals[row][j] + load(added + j * LANES) : totals[row][j]);
         std::copy_n(found, count, y + int64_t(row) * outputs);
     }
 }
 
+// Each thread computes as many halves of blocks as another, in whole blocks where it can.
 template <class Number>
 void multiply(const Number *x, const Number *weight, const Number *bias, int rows, int inputs, int outputs, int chunk,
               Number *y) {
-#pragma omp parallel for
-    for (int first = 0; first < outputs; first += WIDE * LANES) {
+    constexpr int HALF = WIDE / 2 * LANES;
+    auto compute = [&](int half, auto wide) {
+        int first = half * HALF, count = std::min(outputs - first, wide.value * LANES);
+        const Number *block = weight + int64_t(half / 2) * 2 * HALF * inputs + half % 2 * HALF * PACK<Number>;
         in_groups(rows, [&](int row, auto n) {
-            multiply_block<n.value>(x + int64_t(row) * inputs, weight + int64_t(first) * inputs,
-                                    bias ? bias + first : nullptr, inputs, chunk,
-                                    std::min(outputs - first, WIDE * LANES), outputs,
-                                    y + int64_t(row) * outputs + first);
+            multiply_block<n.value, wide.value>(x + int64_t(row) * inputs, block, bias ? bias + first : nullptr, inputs,
+                                                chunk, count, outputs, y + int64_t(row) * outputs + first);
         });
+    };
+#pragma omp parallel
+    {
+        int64_t halves = (outputs + HALF - 1) / HALF, threads = omp_get_num_threads();
+        int half = halves * omp_get_thread_num() / threads, end = halves * (omp_get_thread_num() + 1) / threads;
+        std::integral_constant<int, WIDE / 2> narrow;
+        if (half % 2 && half < end) compute(half++, narrow);
+        for (; half + 2 <= end; half += 2) compute(half, std::integral_constant<int, WIDE>());
+        if (half < end) compute(half, narrow);
     }
 }
 
@@ -304,7 +320,7 @@ void swiglu(const Number *gate, const Number *up, int64_t size, Number *out) {
     for (int64_t i = 0; i < size; i += LANES) {
         Vector x = load(gate + i);
         Vector e = exponential(x < 0 ? x : -x);  // of -|x|
-        store(out + i, x * (x < 0 ? e : Vector{} + 1) / (1 + e));
+        store(out + i, x * (x < 0 ? e : all(1)) / (1 + e));
         store(out + i, load(out + i) * load(up + i));
     }
 }
@@ -322,67 +338,110 @@ struct Attention {
     float scale;
 };
 
-// The memory of one thread.
+void store_weights(float *to, Vector x) { store(to, x); }
+
+#ifdef __AVX512BF16__
+void store_weights(bfloat16 *to, Vector x) {  // faster than `store`; numbers below 1e-38 become 0
+    __m256bh halves = _mm512_cvtneps_pbh((__m512)x);
+    std::memcpy(to, &halves, sizeof halves);
+}
+#endif
+
+// The memory of one thread. Keys of a block are kept as [size / PACK, BLOCK] words, and values as [BLOCK / PACK, size]
+// words, of which the pool has rows already if a word is one number.
+template <class Number>
 struct Work {
+    static constexpr int PACKED = PACK<Number>;
     int size;
-    std::vector<Vector> memory;  // begins at a multiple of a vector's size
-    float *queries, *results, *keys, *weights, *most, *total;
-    const float *values[BLOCK];
+    std::unique_ptr<Vector[]> memory;
+    float *results, *scores, *totals, *most, *keys, *pairs;
+    Number *queries;
+    const void *values[BLOCK / PACKED];  // the rows of values
 
     Work(int rows, int size) : size(size) {
         int64_t wide = int64_t(rows) * size, block = int64_t(BLOCK) * size;
-        memory.resize((2 * wide + block + int64_t(rows) * BLOCK + 2 * rows) / LANES + 1);
-        queries = (float *)memory.data();
-        results = queries + wide;
-        keys = results + wide;
-        weights = keys + block;
-        most = weights + int64_t(rows) * BLOCK;
-        total = most + rows;
+        memory.reset(new Vector[(2 * wide + 2 * block + int64_t(rows) * (BLOCK + LANES + 1)) / LANES + 1]);
+        results = (float *)memory.get();
+        queries = (Number *)(results + wide);
+        keys = results + 2 * wide;
+        pairs = keys + block;
+        scores = pairs + block;
+        totals = scores + int64_t(rows) * BLOCK;
+        most = totals + int64_t(rows) * LANES;
     }
 
-    // Set the keys and values of a block: `count` rows of memory at keys_at and values_at.
-    void read(const float *const *keys_at, int count) {
+    // The softmax weights of a row, in the place of its scores.
+    Number *weights(int row) { return (Number *)(scores + row * BLOCK); }
+
+    // Set the keys of a block: `count` rows of memory at `rows`.
+    void read_keys(const Number *const *rows, int count) {
         for (int key = 0; key < count; key += LANES)
-            for (int i = 0; i < size; i += LANES) {
+            for (int i = 0; i < size / PACKED; i += LANES) {
                 Vector tile[LANES];
                 for (int row = 0; row < LANES; row++)
-                    tile[row] = key + row < count ? load(keys_at[key + row] + i) : Vector{};
+                    tile[row] = key + row < count ? words(rows[key + row] + i * PACKED) : Vector{};
                 transpose(tile);
                 for (int row = 0; row < LANES; row++) store(keys + (i + row) * BLOCK + key, tile[row]);
             }
     }
 
-    // The scores of N rows: the products of their queries and the block's keys, which are stored as [size, BLOCK].
+    // Set the values of a block: rows of memory at `rows`, of which those from `begin` to `end` may be read.
+    void read_values(const Number *const *rows, int begin, int end) {
+        if constexpr (PACKED == 1) {
+            std::copy(rows + begin, rows + end, values + begin);
+        } else {
+            for (int key = begin & ~1; key < end; key += 2) {
+                float *pair = pairs + key / 2 * size;
+                for (int i = 0; i < size; i += LANES) {
+                    Words first = key < begin ? Words{} : (Words)load(rows[key] + i) >> 16;
+                    Words second = key + 1 < end ? (Words)load(rows[key + 1] + i) : Words{};
+                    store(pair + i, (Vector)(first | second));
+                }
+                values[key / 2] = pair;
+            }
+        }
+    }
+
+    // The scores of N rows: the products of their queries and the block's keys.
     template <int N>
     void score(int row) {
         Vector sums[N][BLOCK / LANES] = {};
-        for (int i = 0; i < size; i++) {
+        for (int i = 0; i < size / PACKED; i++) {
             Vector key[BLOCK / LANES];
             for (int j = 0; j < BLOCK / LANES; j++) key[j] = load(keys + i * BLOCK + j * LANES);
-            for (int r = 0; r < N; r++)
-                for (int j = 0; j < BLOCK / LANES; j++) sums[r][j] += queries[(row + r) * size + i] * key[j];
+            for (int r = 0; r < N; r++) {
+                Vector query = word(queries + (row + r) * size + i * PACKED);
+                for (int j = 0; j < BLOCK / LANES; j++) sums[r][j] = multiply_add<Number>(sums[r][j], query, key[j]);
+            }
         }
         for (int r = 0; r < N; r++)
-            for (int j = 0; j < BLOCK / LANES; j++) store(weights + (row + r) * BLOCK + j * LANES, sums[r][j]);
+            for (int j = 0; j < BLOCK / LANES; j++) store(scores + (row + r) * BLOCK + j * LANES, sums[r][j]);
     }
 
-    // Replace the scores of a row by softmax weights, relative to the largest score so far. Keys before `begin` and
-    // from `end` on are hidden.
-    void weigh(int row, int begin, int end) {
-        float *scores = weights + row * BLOCK, before = most[row];
-        std::fill_n(scores, begin, -std::numeric_limits<float>::infinity());
-        std::fill_n(scores + end, BLOCK - end, -std::numeric_limits<float>::infinity());
-        Vector peak = load(scores);
-        for (int j = LANES; j < BLOCK; j += LANES) peak = larger(peak, load(scores + j));
-        most[row] = std::max(before, largest(peak));
-        Vector sums{};
-        for (int j = 0; j < BLOCK; j += LANES) {
-            Vector weight = exponential(load(scores + j) - most[row]);
-            store(scores + j, weight);
-            sums += weight;
+    // Replace the scores of a row by softmax weights, relative to the largest score so far, rounded to Number. Keys
+    // before `begin` and from `end` on are hidden.
+    void weigh(int row, int begin, int end, float scale) {
+        float *score = scores + row * BLOCK;
+        if (begin > 0) std::fill_n(score, begin, -std::numeric_limits<float>::infinity());
+        if (end < BLOCK) std::fill_n(score + end, BLOCK - end, -std::numeric_limits<float>::infinity());
+        Vector peak = load(score);
+        for (int j = LANES; j < BLOCK; j += LANES) peak = larger(peak, load(score + j));
+        peak *= scale;
+        if (_mm512_cmp_ps_mask((__m512)peak, _mm512_set1_ps(most[row]), _CMP_NLE_UQ)) rescale(row, largest(peak));
+        Vector total = load(totals + row * LANES);
+        for (int j = 0; j < BLOCK; j += LANES) {  // a weight takes no more memory than the score
+            Vector weight = exponential(load(score + j) * scale - most[row]);
+            store_weights(weights(row) + j, weight);
+            total += weight;
         }
-        float factor = before == most[row] ? 1 : std::exp(before - most[row]);
-        total[row] = total[row] * factor + sum(sums);
+        store(totals + row * LANES, total);
+    }
+
+    // Make the weights of a row so far relative to a larger score.
+    void rescale(int row, float score) {
+        float factor = std::exp(most[row] - score);
+        most[row] = score;
+        store(totals + row * LANES, load(totals + row * LANES) * factor);
         for (int i = 0; i < size; i += LANES) store(results + row * size + i, load(results + row * size + i) * factor);
     }
 
@@ -392,11 +451,13 @@ struct Work {
         Vector sums[N][WIDE];
         for (int r = 0; r < N; r++)
             for (int j = 0; j < WIDE; j++) sums[r][j] = load(results + (row + r) * size + column + j * LANES);
-        for (int key = begin; key < end; key++) {
+        for (int key = begin / PACKED; key * PACKED < end; key++) {
             Vector value[WIDE];
-            for (int j = 0; j < WIDE; j++) value[j] = load(values[key] + column + j * LANES);
-            for (int r = 0; r < N; r++)
-                for (int j = 0; j < WIDE; j++) sums[r][j] += weights[(row + r) * BLOCK + key] * value[j];
+            for (int j = 0; j < WIDE; j++) value[j] = words((const float *)values[key] + column + j * LANES);
+            for (int r = 0; r < N; r++) {
+                Vector weight = word(weights(row + r) + key * PACKED);
+                for (int j = 0; j < WIDE; j++) sums[r][j] = multiply_add<Number>(sums[r][j], weight, value[j]);
+            }
         }
         for (int r = 0; r < N; r++)
             for (int j = 0; j < WIDE; j++) store(results + (row + r) * size + column + j * LANES, sums[r][j]);
@@ -412,18 +473,16 @@ struct Work {
 
 template <class Number>
 void attend_tile(const Attention &of, const Tile &tile, int kv_head, const int32_t *pages, const Number *q,
-                 const float *keys, const float *values, Number *out, Work &work) {
+                 const Number *keys, const Number *values, Number *out, Work<Number> &work) {
     int group = of.heads / of.kv_heads, rows = tile.tokens * group, size = of.size;
     auto of_row = [&](int row) {  // the place of a row's query and of its result
         return ((tile.first + row / group) * of.heads + kv_head * group + row % group) * size;
     };
     for (int row = 0; row < rows; row++) {
-        for (int i = 0; i < size; i += LANES) {
-            store(work.queries + row * size + i, load(q + of_row(row) + i) * of.scale);
-            store(work.results + row * size + i, Vector{});
-        }
+        std::copy_n(q + of_row(row), size, work.queries + row * size);
+        std::fill_n(work.results + row * size, size, 0.f);
+        store(work.totals + row * LANES, Vector{});
         work.most[row] = -std::numeric_limits<float>::infinity();
-        work.total[row] = 0;
     }
     int64_t end = tile.position + tile.tokens, first = 0;
     if (of.window) first = std::max<int64_t>(tile.position - of.window + 1, 0) / BLOCK * BLOCK;
@@ -431,45 +490,102 @@ void attend_tile(const Attention &of, const Tile &tile, int kv_head, const int32
         int count = std::min<int64_t>(end - block, BLOCK);
         // Keys before `begin` are hidden from all rows, and their pages may belong to another sequence by now.
         int begin = of.window ? std::max<int64_t>(tile.position - of.window + 1 - block, 0) : 0;
-        const float *keys_at[BLOCK];
+        const Number *keys_at[BLOCK], *values_at[BLOCK];
         int64_t column = block / of.page_size, offset = block % of.page_size;
         for (int key = 0; key < count; key++, offset++) {
             if (offset == of.page_size) column++, offset = 0;
             int64_t page = pages[tile.lane * of.columns + column];
             int64_t at = ((page * of.kv_heads + kv_head) * of.page_size + offset) * size;
             keys_at[key] = keys + at;
-            work.values[key] = values + at;
+            values_at[key] = values + at;
         }
-        work.read(keys_at, count);
-        in_groups(rows, [&](int row, auto n) { work.score<n.value>(row); });
+        work.read_keys(keys_at, count);
+        work.read_values(values_at, begin, count);
+        in_groups(rows, [&](int row, auto n) { work.template score<n.value>(row); });
         for (int row = 0; row < rows; row++) {
             int64_t position = tile.position + row / group;
             int64_t oldest = of.window ? position - of.window + 1 - block : 0;
             int start = std::clamp<int64_t>(oldest, 0, BLOCK);
             int last = std::clamp<int64_t>(position + 1 - block, 0, count);
             if (start < last)
-                work.weigh(row, start, last);
+                work.weigh(row, start, last, of.scale);
             else
-                std::fill_n(work.weights + row * BLOCK, BLOCK, 0.f);
+                std::fill_n(work.scores + row * BLOCK, BLOCK, 0.f);
         }
-        in_groups(rows, [&](int row, auto n) { work.add_all<n.value>(row, begin, count); });
+        in_groups(rows, [&](int row, auto n) { work.template add_all<n.value>(row, begin, count); });
     }
-    for (int row = 0; row < rows; row++)
-        for (int i = 0; i < size; i += LANES)
-            store(out + of_row(row) + i, load(work.results + row * size + i) / work.total[row]);
+    for (int row = 0; row < rows; row++) {
+        float total = sum(load(work.totals + row * LANES));
+        for (int i = 0; i < size; i += LANES) store(out + of_row(row) + i, load(work.results + row * size + i) / total);
+    }
 }
 
 template <class Number>
-void attend(const Attention &of, const Tile *tiles, const int32_t *pages, const Number *q, const float *keys,
-            const float *values, Number *out) {
+void attend(const Attention &of, const Tile *tiles, const int32_t *pages, const Number *q, const Number *keys,
+            const Number *values, Number *out) {
     int pairs = of.tiles * of.kv_heads;
 #pragma omp parallel if (pairs > 1)
     {
-        Work work(of.most_rows, of.size);
+        Work<Number> work(of.most_rows, of.size);
 #pragma omp for schedule(dynamic)
         for (int pair = 0; pair < pairs; pair++)
             attend_tile(of, tiles[pair / of.kv_heads], pair % of.kv_heads, pages, q, keys, values, out, work);
     }
+}
+
+// ---- layers ----
+
+// A linear layer with a packed weight. chunk: see `multiply`.
+struct Product {
+    const void *weight, *bias;
+    int inputs, outputs, chunk;
+};
+
+struct Layer {
+    const void *input_norm, *post_norm, *q_norm, *k_norm;  // the latter two: null without norms of heads
+    void *keys, *values;
+    Product qkv, o, gate, up, down;
+    int window;
+};
+
+template <class Number>
+void apply(const Product &of, const Number *x, int rows, Number *y) {
+    multiply(x, (const Number *)of.weight, (const Number *)of.bias, rows, of.inputs, of.outputs, of.chunk, y);
+}
+
+// Run `count` layers over a residual stream x [rope.tokens, hidden], with the operations and roundings of the functions
+// above, in the order of transformer.py.
+template <class Number>
+void run_layers(const Layer *layers, int count, const Rope &rope, Attention attention, const Tile *tiles,
+                const int32_t *pages, const int64_t *positions, const int64_t *slots, const float *cos,
+                const float *sin, Number *x) {
+    const Layer &first = layers[0];
+    int rows = rope.tokens, hidden = first.qkv.inputs, inner = first.gate.outputs, heads = rope.heads * rope.size;
+    int64_t width = 2 * hidden + first.qkv.outputs + 2 * heads + 2 * inner;
+    std::unique_ptr<Number[]> memory(new Number[rows * width]);
+    Number *normed = memory.get(), *sum = normed + rows * hidden, *qkv = sum + rows * hidden;
+    Number *queries = qkv + rows * first.qkv.outputs, *attended = queries + rows * heads;
+    Number *gate = attended + rows * heads, *up = gate + rows * inner;
+    auto norm_of = [&](const void *weight, const Number *delta) {
+        norm(x, delta, (const Number *)weight, rope.eps, rope.centered, rows, hidden, normed);
+    };
+    for (int number = 0; number < count; number++) {
+        const Layer &of = layers[number];
+        Number *keys = (Number *)of.keys, *values = (Number *)of.values;
+        norm_of(of.input_norm, number ? sum : nullptr);
+        apply(of.qkv, normed, rows, qkv);
+        rope_write(rope, qkv, positions, slots, cos, sin, (const Number *)of.q_norm, (const Number *)of.k_norm, keys,
+                   values, queries);
+        attention.window = of.window;
+        attend(attention, tiles, pages, queries, keys, values, attended);
+        apply(of.o, attended, rows, sum);
+        norm_of(of.post_norm, sum);
+        apply(of.gate, normed, rows, gate);
+        apply(of.up, normed, rows, up);
+        swiglu(gate, up, int64_t(rows) * inner, gate);
+        apply(of.down, gate, rows, sum);
+    }
+    for (int i = 0; i < rows * hidden; i += LANES) store(x + i, load(x + i) + load(sum + i));
 }
 
 }  // namespace
@@ -485,27 +601,28 @@ int threads() { return omp_get_max_threads(); }
     }                                                                                                                 \
     void rope_write_##NAME(const Rope *of, const NUMBER *qkv, const int64_t *positions, const int64_t *slots,         \
                            const float *cos, const float *sin, const NUMBER *q_norm, const NUMBER *k_norm,            \
-                           float *keys, float *values, NUMBER *queries) {                                             \
+                           NUMBER *keys, NUMBER *values, NUMBER *queries) {                                           \
         rope_write(*of, qkv, positions, slots, cos, sin, q_norm, k_norm, keys, values, queries);                      \
     }                                                                                                                 \
     void attend_##NAME(const Attention *of, const Tile *tiles, const int32_t *pages, const NUMBER *q,                 \
-                       const float *keys, const float *values, NUMBER *out) {                                         \
+                       const NUMBER *keys, const NUMBER *values, NUMBER *out) {                                       \
         attend(*of, tiles, pages, q, keys, values, out);                                                              \
-    }
-
-#define PRODUCTS(NAME, NUMBER)                                                                                        \
-    void multiply_##NAME(const NUMBER *x, const NUMBER *weight, const NUMBER *bias, int rows, int inputs, int outputs, \
-                         int chunk, NUMBER *y) {                                                                      \
+    }                                                                                                                 \
+    void multiply_##NAME(const NUMBER *x, const NUMBER *weight, const NUMBER *bias, int rows, int inputs,             \
+                         int outputs, int chunk, NUMBER *y) {                                                         \
         multiply(x, weight, bias, rows, inputs, outputs, chunk, y);                                                   \
     }                                                                                                                 \
     void swiglu_##NAME(const NUMBER *gate, const NUMBER *up, int64_t size, NUMBER *out) {                             \
         swiglu(gate, up, size, out);                                                                                  \
+    }                                                                                                                 \
+    void run_layers_##NAME(const Layer *layers, int count, const Rope *rope, const Attention *attention,              \
+                           const Tile *tiles, const int32_t *pages, const int64_t *positions, const int64_t *slots,   \
+                           const float *cos, const float *sin, NUMBER *x) {                                           \
+        run_layers(layers, count, *rope, *attention, tiles, pages, positions, slots, cos, sin, x);                    \
     }
 
-PRODUCTS(float32, float)
-#ifdef __AVX512BF16__
-PRODUCTS(bfloat16, bfloat16)
-#endif
 FUNCTIONS(float32, float)
+#ifdef __AVX512BF16__
 FUNCTIONS(bfloat16, bfloat16)
+#endif
 }

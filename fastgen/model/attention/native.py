@@ -21,15 +21,27 @@ from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.kv_pool import KVPool
 
-TILE_ROWS = 64
+TILE_ROWS = 96
 """Approximate number of query rows of a tile of a prefill: so many share a block of keys."""
 
 
-class _Attention(ctypes.Structure):
+class Shape(ctypes.Structure):
+    """The struct Attention in native.cpp."""
+
     _fields_ = (
         *((each, c_int) for each in ("tiles", "heads", "kv_heads", "size", "page_size", "columns", "window", "rows")),
         ("scale", c_float),
     )
+
+
+def has_attention(dtype: torch.dtype, head_size: int) -> bool:
+    """Return whether the kernel can be had on this machine for keys of a dtype and heads of a size."""
+    return head_size * dtype.itemsize % (4 * LANES) == 0 and function("attend", dtype) is not None
+
+
+def kv_dtype(dtype: str, head_size: int) -> str:
+    """Return the dtype of keys and values on the CPU, one that its attention multiplies, for a model in `dtype`."""
+    return dtype if has_attention(getattr(torch, dtype), head_size) else "float32"
 
 
 @dataclass(frozen=True)
@@ -60,8 +72,7 @@ class NativeAttention:
     @staticmethod
     def fits(pool: KVPool) -> bool:
         """Return whether the kernel can be had on this machine and reads this pool."""
-        can_read = pool.keys.dtype == torch.float32 and pool.keys.shape[-1] % LANES == 0
-        return can_read and function("attend", torch.float32) is not None
+        return has_attention(pool.keys.dtype, pool.keys.shape[-1])
 
     def plan(self, layout: StepLayout) -> NativePlan:
         """Cut the query tokens of each sequence into tiles, the ones with the most keys first."""
@@ -83,17 +94,19 @@ class NativeAttention:
         return self.plan(StepLayout(ones, kv_lens.long().numpy(), len(lanes), lanes.numpy(), page_table))
 
     def attend(self, plan: NativePlan, layer: int, q: Tensor, window: int) -> Tensor:
-        dtype, attend, q = q.dtype, function("attend", q.dtype), q.contiguous()
-        if attend is None:  # float16
-            attend, q = function("attend", torch.float32), q.float()
+        dtype, attend, q = q.dtype, function("attend", self.pool.keys.dtype), q.to(self.pool.keys.dtype).contiguous()
         assert attend is not None
-        of = _Attention(
-            len(plan.tiles), self._heads, self._kv_heads, q.shape[2], self.pool.page_size, plan.page_table.shape[1],
-            window, plan.tokens * (self._heads // self._kv_heads), self._scale,
-        )  # fmt: skip
+        of = self.shape(plan, window)
         out = torch.empty_like(q)
         attend(
             ctypes.addressof(of), plan.tiles.ctypes.data, plan.page_table.data_ptr(), q.data_ptr(),
             *self._layers[layer], out.data_ptr(),
         )  # fmt: skip
         return out.to(dtype)
+
+    def shape(self, plan: NativePlan, window: int) -> Shape:
+        """Return the sizes of a step's attention in a layer."""
+        return Shape(
+            len(plan.tiles), self._heads, self._kv_heads, self.pool.keys.shape[-1], self.pool.page_size,
+            plan.page_table.shape[1], window, plan.tokens * (self._heads // self._kv_heads), self._scale,
+        )  # fmt: skip
