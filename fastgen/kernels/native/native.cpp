@@ -3,6 +3,9 @@
 // The bits of a row of a result depend only on the data of that row: not on the other rows, their number, the tiles
 // that they are computed in, or the number of threads. So each row goes through the same instructions in the same
 // order, in vectors of 16 numbers, and no sum is divided among threads. Sums are in float32.
+//
+// All threads of a team call a function together, and each computes a share. At its end they wait for each other; only
+// after `multiply` they do not.
 
 #include <algorithm>
 #include <cmath>
@@ -180,7 +183,7 @@ void norm_row(Number *x, const Number *delta, const Number *weight, float eps, b
 template <class Number>
 void norm(Number *x, const Number *delta, const Number *weight, float eps, bool centered, int rows, int size,
           Number *out) {
-#pragma omp parallel for if (rows * size > MANY)
+#pragma omp for
     for (int row = 0; row < rows; row++) {
         int64_t at = int64_t(row) * size;
         norm_row(x + at, delta ? delta + at : nullptr, weight, eps, centered, size, out + at);
@@ -215,7 +218,7 @@ void rope_write(const Rope &of, const Number *qkv, const int64_t *positions, con
                 const float *sin, const Number *q_norm, const Number *k_norm, Number *keys, Number *values,
                 Number *queries) {
     int all_heads = of.heads + 2 * of.kv_heads;
-#pragma omp parallel for if (of.tokens * all_heads * of.size > MANY)
+#pragma omp for
     for (int token = 0; token < of.tokens; token++) {
         const Number *row = qkv + int64_t(token) * all_heads * of.size;
         const float *c = cos + positions[token] * of.half, *s = sin + positions[token] * of.half;
@@ -302,21 +305,18 @@ void multiply(const Number *x, const Number *weight, const Number *bias, int row
                                                 chunk, count, outputs, y + int64_t(row) * outputs + first);
         });
     };
-#pragma omp parallel
-    {
-        int64_t halves = (outputs + HALF - 1) / HALF, threads = omp_get_num_threads();
-        int half = halves * omp_get_thread_num() / threads, end = halves * (omp_get_thread_num() + 1) / threads;
-        std::integral_constant<int, WIDE / 2> narrow;
-        if (half % 2 && half < end) compute(half++, narrow);
-        for (; half + 2 <= end; half += 2) compute(half, std::integral_constant<int, WIDE>());
-        if (half < end) compute(half, narrow);
-    }
+    int64_t halves = (outputs + HALF - 1) / HALF, threads = omp_get_num_threads();
+    int half = halves * omp_get_thread_num() / threads, end = halves * (omp_get_thread_num() + 1) / threads;
+    std::integral_constant<int, WIDE / 2> narrow;
+    if (half % 2 && half < end) compute(half++, narrow);
+    for (; half + 2 <= end; half += 2) compute(half, std::integral_constant<int, WIDE>());
+    if (half < end) compute(half, narrow);
 }
 
 // silu(gate) * up, rounded after each step as transformers does.
 template <class Number>
 void swiglu(const Number *gate, const Number *up, int64_t size, Number *out) {
-#pragma omp parallel for if (size > MANY)
+#pragma omp for
     for (int64_t i = 0; i < size; i += LANES) {
         Vector x = load(gate + i);
         Vector e = exponential(x < 0 ? x : -x);  // of -|x|
@@ -523,14 +523,10 @@ void attend_tile(const Attention &of, const Tile &tile, int kv_head, const int32
 template <class Number>
 void attend(const Attention &of, const Tile *tiles, const int32_t *pages, const Number *q, const Number *keys,
             const Number *values, Number *out) {
-    int pairs = of.tiles * of.kv_heads;
-#pragma omp parallel if (pairs > 1)
-    {
-        Work<Number> work(of.most_rows, of.size);
+    Work<Number> work(of.most_rows, of.size);
 #pragma omp for schedule(dynamic)
-        for (int pair = 0; pair < pairs; pair++)
-            attend_tile(of, tiles[pair / of.kv_heads], pair % of.kv_heads, pages, q, keys, values, out, work);
-    }
+    for (int pair = 0; pair < of.tiles * of.kv_heads; pair++)
+        attend_tile(of, tiles[pair / of.kv_heads], pair % of.kv_heads, pages, q, keys, values, out, work);
 }
 
 // ---- layers ----
@@ -553,17 +549,21 @@ void apply(const Product &of, const Number *x, int rows, Number *y) {
     multiply(x, (const Number *)of.weight, (const Number *)of.bias, rows, of.inputs, of.outputs, of.chunk, y);
 }
 
+// The number of Numbers that `run_layers` needs as memory.
+int64_t layer_memory(const Layer &of, const Rope &rope) {
+    return int64_t(rope.tokens) *
+           (2 * of.qkv.inputs + of.qkv.outputs + 2 * rope.heads * rope.size + 2 * of.gate.outputs);
+}
+
 // Run `count` layers over a residual stream x [rope.tokens, hidden], with the operations and roundings of the functions
 // above, in the order of transformer.py.
 template <class Number>
 void run_layers(const Layer *layers, int count, const Rope &rope, Attention attention, const Tile *tiles,
                 const int32_t *pages, const int64_t *positions, const int64_t *slots, const float *cos,
-                const float *sin, Number *x) {
+                const float *sin, Number *x, Number *memory) {
     const Layer &first = layers[0];
     int rows = rope.tokens, hidden = first.qkv.inputs, inner = first.gate.outputs, heads = rope.heads * rope.size;
-    int64_t width = 2 * hidden + first.qkv.outputs + 2 * heads + 2 * inner;
-    std::unique_ptr<Number[]> memory(new Number[rows * width]);
-    Number *normed = memory.get(), *sum = normed + rows * hidden, *qkv = sum + rows * hidden;
+    Number *normed = memory, *sum = normed + rows * hidden, *qkv = sum + rows * hidden;
     Number *queries = qkv + rows * first.qkv.outputs, *attended = queries + rows * heads;
     Number *gate = attended + rows * heads, *up = gate + rows * inner;
     auto norm_of = [&](const void *weight, const Number *delta) {
@@ -574,17 +574,22 @@ void run_layers(const Layer *layers, int count, const Rope &rope, Attention atte
         Number *keys = (Number *)of.keys, *values = (Number *)of.values;
         norm_of(of.input_norm, number ? sum : nullptr);
         apply(of.qkv, normed, rows, qkv);
+#pragma omp barrier
         rope_write(rope, qkv, positions, slots, cos, sin, (const Number *)of.q_norm, (const Number *)of.k_norm, keys,
                    values, queries);
         attention.window = of.window;
         attend(attention, tiles, pages, queries, keys, values, attended);
         apply(of.o, attended, rows, sum);
+#pragma omp barrier
         norm_of(of.post_norm, sum);
         apply(of.gate, normed, rows, gate);
         apply(of.up, normed, rows, up);
+#pragma omp barrier
         swiglu(gate, up, int64_t(rows) * inner, gate);
         apply(of.down, gate, rows, sum);
+#pragma omp barrier
     }
+#pragma omp for
     for (int i = 0; i < rows * hidden; i += LANES) store(x + i, load(x + i) + load(sum + i));
 }
 
@@ -594,31 +599,37 @@ extern "C" {
 
 int threads() { return omp_get_max_threads(); }
 
+#define TEAM(CONDITION) _Pragma(STRING(omp parallel if (CONDITION)))
+#define STRING(...) #__VA_ARGS__
+
 #define FUNCTIONS(NAME, NUMBER)                                                                                       \
     void norm_##NAME(NUMBER *x, const NUMBER *delta, const NUMBER *weight, float eps, bool centered, int rows,        \
                      int size, NUMBER *out) {                                                                         \
-        norm(x, delta, weight, eps, centered, rows, size, out);                                                       \
+        TEAM(rows * size > MANY) norm(x, delta, weight, eps, centered, rows, size, out);                              \
     }                                                                                                                 \
     void rope_write_##NAME(const Rope *of, const NUMBER *qkv, const int64_t *positions, const int64_t *slots,         \
                            const float *cos, const float *sin, const NUMBER *q_norm, const NUMBER *k_norm,            \
                            NUMBER *keys, NUMBER *values, NUMBER *queries) {                                           \
+        TEAM(of->tokens * (of->heads + of->kv_heads) * of->size > MANY)                                               \
         rope_write(*of, qkv, positions, slots, cos, sin, q_norm, k_norm, keys, values, queries);                      \
     }                                                                                                                 \
     void attend_##NAME(const Attention *of, const Tile *tiles, const int32_t *pages, const NUMBER *q,                 \
                        const NUMBER *keys, const NUMBER *values, NUMBER *out) {                                       \
-        attend(*of, tiles, pages, q, keys, values, out);                                                              \
+        TEAM(of->tiles * of->kv_heads > 1) attend(*of, tiles, pages, q, keys, values, out);                           \
     }                                                                                                                 \
     void multiply_##NAME(const NUMBER *x, const NUMBER *weight, const NUMBER *bias, int rows, int inputs,             \
                          int outputs, int chunk, NUMBER *y) {                                                         \
-        multiply(x, weight, bias, rows, inputs, outputs, chunk, y);                                                   \
+        TEAM(true) multiply(x, weight, bias, rows, inputs, outputs, chunk, y);                                        \
     }                                                                                                                 \
     void swiglu_##NAME(const NUMBER *gate, const NUMBER *up, int64_t size, NUMBER *out) {                             \
-        swiglu(gate, up, size, out);                                                                                  \
+        TEAM(size > MANY) swiglu(gate, up, size, out);                                                                \
     }                                                                                                                 \
     void run_layers_##NAME(const Layer *layers, int count, const Rope *rope, const Attention *attention,              \
                            const Tile *tiles, const int32_t *pages, const int64_t *positions, const int64_t *slots,   \
                            const float *cos, const float *sin, NUMBER *x) {                                           \
-        run_layers(layers, count, *rope, *attention, tiles, pages, positions, slots, cos, sin, x);                    \
+        std::unique_ptr<NUMBER[]> memory(new NUMBER[layer_memory(layers[0], *rope)]);                                 \
+        TEAM(true)                                                                                                    \
+        run_layers(layers, count, *rope, *attention, tiles, pages, positions, slots, cos, sin, x, memory.get());      \
     }
 
 FUNCTIONS(float32, float)
