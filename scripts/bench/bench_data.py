@@ -7,13 +7,14 @@ of fineweb-edu, each after the prompt "tutorial", in a context of 8,192 tokens a
 - answers: log-normal with mean 359, the mean of FinePhrase, which SmolLM2 1.7B wrote (486e9 tokens in 1.35e9 answers);
   the sigma of 0.6 is our guess. Each runs to its length, at most 4,096.
 - plain: without speculation. drafts, missed: with drafts from the text itself. Random weights at temperature 0 soon
-  repeat themselves, so `drafts` accepts nearly all of them, which is the most that they can gain; `missed` draws at
-  temperature 1 and accepts nearly none, which is what they cost. A real model is in between.
+  repeat themselves, so `drafts` accepts nearly all of them; `missed` draws at temperature 1 and accepts nearly none. A
+  GPU drafts nothing while more than 32 sequences run: both then show what it costs to have speculation on.
 
 With --data-parallel N, a GeneratorPool runs the job on N GPUs, and only the rate of the whole job is measured.
 
-The steady rate is that from the first finished answer until the last document was read, while all lanes are in use. It
-needs several times as many documents as lanes.
+The steady rate is that of the time in which all lanes are in use: from when as many answers have ended as sequences
+run, until the last document was read. It needs several times as many documents as lanes. With --seconds N, the job ends
+after N seconds of it, and only the steady rate is measured.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 from bench_engine import Watch, dummy_folder, engine_options, ready_generator, write_report
@@ -49,11 +51,12 @@ def bench_data(arguments: argparse.Namespace) -> None:
         speculate, temperature = PARTS[part]
         with ready_generator(arguments, speculate=speculate, max_model_len=context) as (gen, ready):
             vocab_size, stats = gen.model_config.vocab_size, lambda gen=gen: gen.stats.generated_tokens
-            job = {"ready_seconds": ready, **measure_job(gen, Job(vocab_size, documents, temperature, small, stats))}
-        steady = job["steady_tokens_per_second"]
-        more = f", {steady:.1f} while documents were left" if steady else ""
-        print(f"{part}: {job['tokens_per_second']:.1f} tok/s{more}; {job['lanes']} lanes", flush=True)
-        write_report(arguments, "data", {part: job}, show=False, keep=True)
+            job = Job(vocab_size, documents, temperature, small, stats)
+            found = {"ready_seconds": ready, **measure_job(gen, job, arguments.seconds)}
+        names = {"tokens_per_second": "tok/s", "steady_tokens_per_second": "tok/s with all lanes in use"}
+        rates = [f"{found[name]:.1f} {words}" for name, words in names.items() if found[name]]
+        print(f"{part}: {', '.join(rates)}; {found['lanes']} lanes", flush=True)
+        write_report(arguments, "data", {part: found}, show=False, keep=True)
 
 
 class Job:
@@ -80,29 +83,37 @@ class Job:
         self.read_all = time.perf_counter(), self._generated()
 
 
-def measure_job(gen: Generator, job: Job) -> dict[str, Any]:
-    """Return the figures of a job."""
-    before, first_end = gen.stats, None
-    with Watch(gen) as watch:
+def measure_job(gen: Generator, job: Job, limit: float | None) -> dict[str, Any]:
+    """Return the figures of a job. limit: seconds of the steady rate after which it ends, or None for all of it."""
+    before, begun, stopped = gen.stats, None, False
+    ends: list[float] = []
+    with Watch(gen) as watch, closing(gen.stream(job.requests())) as outputs:
         start = time.perf_counter()
-        for output in gen.stream(job.requests()):
+        for output in outputs:
             if output.error is not None:
                 raise RuntimeError(f"a document failed: {output.error}")
-            first_end = first_end or (time.perf_counter(), gen.stats.generated_tokens)
+            now, stats = time.perf_counter(), gen.stats
+            ends.append(now - start)
+            if begun is None and len(ends) >= stats.running:
+                begun = now, stats.generated_tokens
+            if stopped := begun is not None and limit is not None and now - begun[0] >= limit:
+                break
         seconds = time.perf_counter() - start
-    after = gen.stats
-    tokens = sum(answer for _, answer in job.lengths)
-    if after.generated_tokens - before.generated_tokens != tokens:
-        raise RuntimeError(f"{after.generated_tokens - before.generated_tokens} tokens instead of {tokens}")
-    assert first_end is not None
-    steady = [end - begin for begin, end in zip(first_end, job.read_all, strict=True)]
-    names = ("steps", "preemptions", "cached_tokens", "drafted", "accepted")
+        after = gen.stats
+    tokens = after.generated_tokens - before.generated_tokens
+    if not stopped and tokens != (asked := sum(answer for _, answer in job.lengths)):
+        raise RuntimeError(f"{tokens} tokens instead of {asked}")
+    assert begun is not None
+    end = job.read_all if job.read_all[0] else (start + seconds, after.generated_tokens)
+    steady = [last - first for first, last in zip(begun, end, strict=True)]
+    names = ("prompt_tokens", "steps", "preemptions", "cached_tokens", "drafted", "accepted")
     return {
-        "documents": len(job.lengths),
-        "prompt_tokens": after.prompt_tokens - before.prompt_tokens,
+        "documents": len(ends),
         "generated_tokens": tokens,
         "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
+        "tokens_per_second": None if stopped else tokens / seconds,
+        "ended_at": None if stopped else tenths(ends),
+        "steady_seconds": max(steady[0], 0.0),
         "steady_tokens_per_second": steady[1] / steady[0] if steady[0] > 0 else None,
         "lanes": watch.lanes,
         **{name: getattr(after, name) - getattr(before, name) for name in names},
@@ -112,19 +123,27 @@ def measure_job(gen: Generator, job: Job) -> dict[str, Any]:
 def measure_pool(arguments: argparse.Namespace, documents: int) -> dict[str, Any]:
     """Return the figures of the part `plain` with a GeneratorPool."""
     job = Job(settings(arguments.model, arguments.smoke)["vocab_size"], documents, 0.0, arguments.smoke)
-    tokens = sum(answer for _, answer in job.lengths)
+    tokens, drawn = sum(answer for _, answer in job.lengths), 0
+    ends: list[float] = []
     with dummy_folder(arguments.model, arguments.smoke) as folder:
         options = {**engine_options(arguments), "data_parallel": arguments.data_parallel}
         with GeneratorPool(folder, **options) as pool:
             pool.generate([[7] * 128] * 64, SamplingParams(max_tokens=16, ignore_eos=True))
             start = time.perf_counter()
-            drawn = sum(len(output.completions[0].token_ids) for output in pool.stream(job.requests()))
-            seconds = time.perf_counter() - start
+            for output in pool.stream(job.requests()):
+                drawn += len(output.completions[0].token_ids)
+                ends.append(time.perf_counter() - start)
     if drawn != tokens:
         raise RuntimeError(f"{drawn} tokens instead of {tokens}")
     return {
         "documents": documents,
         "generated_tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
+        "seconds": ends[-1],
+        "tokens_per_second": tokens / ends[-1],
+        "ended_at": tenths(ends),
     }
+
+
+def tenths(ends: list[float]) -> list[float]:
+    """Return when each tenth of the answers had ended. ends: of each answer, in ascending order."""
+    return [round(ends[-(-len(ends) * tenth // 10) - 1], 2) for tenth in range(1, 11)]

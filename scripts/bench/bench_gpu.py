@@ -90,6 +90,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="NAMES", help=names)
     parser.add_argument("--data-parallel", type=int, default=1, metavar="GPUS", help="of --data")
     parser.add_argument("--documents", type=int, help=f"of --data (default: {bench_data.DOCUMENTS})")
+    parser.add_argument("--seconds", type=float, help="of --data: end after so many seconds of the steady rate")
     parser.add_argument("--out", type=Path, help="folder for the JSON (default: scripts/results)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU; writes only with --out")
     parser.add_argument("--skip-ceilings", action="store_true", help="do not measure what the chip can do")

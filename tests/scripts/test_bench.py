@@ -18,9 +18,10 @@ import bench_engine  # noqa: E402
 import bench_gpu  # noqa: E402
 import bench_limits  # noqa: E402
 import bench_step  # noqa: E402
+import bench_windows  # noqa: E402
 import serve_load  # noqa: E402
 
-from fastgen.model.config import parse_config  # noqa: E402
+from fastgen.model.config import parse_config, read_config  # noqa: E402
 
 
 def smoke(out: Path, options: str) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def test_workloads_run_small(options: str, file: str, tmp_path: Path) -> None:
     ("options", "keys"),
     [
         ("--data --max-seqs 4", {"plain", "drafts", "missed"}),
+        ("--data --max-seqs 4 --only plain --seconds 0", {"plain"}),
         pytest.param("--step --only chat8 --quantization fp8", {"chat8"}, marks=pytest.mark.long),
         pytest.param("--arriving", {"steps", "masked", "refilled", "served"}, marks=pytest.mark.long),
     ],
@@ -58,6 +60,22 @@ def test_workloads_run_small(options: str, file: str, tmp_path: Path) -> None:
 def test_what_else_is_measured_runs_small(options: str, keys: set[str], tmp_path: Path) -> None:
     report = smoke(tmp_path, options)
     assert keys <= set(report)
+
+
+def test_more_lanes_fit_where_windows_are_freed(tmp_path: Path) -> None:
+    """EXAONE 4 with 16 of its layers, 4 of them without a window, in a quarter of an H200's memory."""
+    (tmp_path / "config.json").write_text(json.dumps({**bench_windows._SHARED, **bench_windows.MODELS["exaone"]}))
+    config = read_config(tmp_path)
+    lanes = {freed: bench_windows.room(config, 16000, 15.75e9, freed, 256) for freed in (False, True)}
+    assert lanes == {False: (14, 156), True: (32, 192)}
+    assert bench_windows.room(config, 16000, 15.75e9, False, 8) == (8, 144)
+
+
+def test_windows_run_small(tmp_path: Path) -> None:
+    bench_windows.main(["--smoke", "--out", str(tmp_path / "windows.json")])
+    kept, freed = json.loads((tmp_path / "windows.json").read_text())["modes"]
+    assert (kept["free_windows"], freed["free_windows"]) == (False, True)
+    assert 0 < kept["lanes"] < freed["lanes"]
 
 
 @pytest.mark.long
