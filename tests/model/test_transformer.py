@@ -89,8 +89,20 @@ def test_flags_mean_what_transformers_means(flag: str, checkpoint: Checkpoint) -
     check_logits(checkpoint(name, num_hidden_layers=2, **config))
 
 
+# Families that transformers computes as Llama, or not at all: (fields of a Llama, fields that are put into its file).
+# TeleChat3's own code grows cos and sin by 0.07 log(factor) instead of 0.1 log(factor).
+_TELECHAT3 = {"factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+LLAMAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "iquest": ({}, {"architectures": ["IQuestCoderForCausalLM"], "model_type": "iquestcoder"}),
+    "telechat3": (
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": {
+            **_TELECHAT3, "rope_type": "yarn", "attention_factor": 1 + 0.07 * math.log(4)}},
+        {"architectures": ["Telechat3ForCausalLM"], "model_type": "telechat3",
+         "rope_parameters": {**_TELECHAT3, "rope_type": "telechat3-yarn"}}),
+}  # fmt: skip
+
 # Families of which tests of the engine run few, or none.
-IN_SHAPES = ("cwm", "hunyuan", "hyperclovax", "phi4_mini", "gemma3", *VISION)
+IN_SHAPES = ("cwm", "hunyuan", "hyperclovax", "phi4_mini", "gemma3", *VISION, *LLAMAS)
 SHAPES: dict[str, dict[str, Any]] = {
     "a KV head per head": {"num_key_value_heads": 4},
     "one KV head": {"num_key_value_heads": 1},
@@ -112,9 +124,19 @@ def in_shape(config: dict[str, Any], shape: str) -> dict[str, Any]:
     return with_fitting_rope(changed)
 
 
+def put_into_file(folder: Path, fields: dict[str, Any]) -> None:
+    """Change fields of a checkpoint's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
 def check_shape(name: str, shape: str, folder: Path) -> None:
     if name in VISION:
         model = save_random_with_vision(name, folder, in_shape(VISION[name][1], shape))
+    elif name in LLAMAS:
+        fields, own = LLAMAS[name]
+        model = save_random("Llama", in_shape(fields, shape), folder)
+        put_into_file(folder, own)
     else:
         model = save_random(FAMILIES[name][0], in_shape(FAMILIES[name][1], shape), folder)
     for prompt, logits in zip(PROMPTS, prefill_logits(folder, PROMPTS), strict=True):
@@ -180,21 +202,14 @@ def test_longrope_is_stretched_in_a_context_above_the_original(
                 assert found[1:] == pytest.approx(exact.flatten().tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["Telechat3ForCausalLM", "TeleChat3ForCausalLM"])
-def test_telechat3_is_llama_with_another_factor_of_yarn(
-    architecture: str, checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    """transformers does not have it: its own code grows cos and sin by 0.07 log(factor) instead of 0.1 log(factor)."""
-    rope = {"factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-    folder = checkpoint("Llama", rope_parameters={
-        **rope, "rope_type": "yarn", "attention_factor": 1 + 0.07 * math.log(4)})  # fmt: skip
-    config = json.loads((folder / "config.json").read_text())
-    own = {"architectures": [architecture], "model_type": "telechat3",
-           "rope_parameters": {**rope, "rope_type": "telechat3-yarn"}}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps({**config, **own}))
-    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    for prompt, logits in zip(PROMPTS, prefill_logits(tmp_path, PROMPTS), strict=True):
-        torch.testing.assert_close(logits, hf_logits(folder, prompt), atol=1e-4, rtol=0)
+def test_telechat3_as_vllm_spells_it(tmp_path: Path) -> None:
+    fields, own = LLAMAS["telechat3"]
+    save_random("Llama", {**SIZES, **fields}, tmp_path)
+    put_into_file(tmp_path, own)
+    expected = prefill_logits(tmp_path, PROMPTS)
+    put_into_file(tmp_path, {"architectures": ["TeleChat3ForCausalLM"]})
+    for found, logits in zip(prefill_logits(tmp_path, PROMPTS), expected, strict=True):
+        assert torch.equal(found, logits)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
