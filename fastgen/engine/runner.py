@@ -235,15 +235,13 @@ class Runner:
         state = self.lanes.state
         begin_step(sent.lanes, sent.kv_lens, sent.decode_lens, sent.ids, state.last_token, self.lanes.kv_lens)
         parts = self._parts(step, sequences, sent, layout)
-        model.embed(parts)
-        last = len(model.layers) - 1
-        queries = model.run_layers(parts, self.pool, self.attention, range(last + 1))
-        # Only the rows that tokens are drawn from go through all of the last layer.
         if step.all_rows or (draws == total and not len(sequences.forks)):
-            x = model.finish(parts, queries, self.attention, last)
+            x = model.forward(parts, self.pool, self.attention)
             step.logits = model.logits(x[sent.rows]) if draws else None
             return x if step.all_rows else None
-        if draws:
+        model.embed(parts)
+        queries = model.run_layers(parts, self.pool, self.attention, range(len(model.layers)))
+        if draws:  # only the rows that tokens are drawn from go through all of the last layer
             x, q = _select(parts, queries, sent.rows, sequences)
             plan = self.attention.plan_decode(sent.sources, sent.ends, self.lanes.page_table)
             step.logits = model.logits(model.finish_rows(x, q, sent.rows, plan, self.attention))

@@ -105,8 +105,8 @@ class LayersInOneCall(Protocol):
     """Runs the layers of short steps faster than one after the other."""
 
     def run(self, part: StepPart, numbers: Sequence[int]) -> bool:
-        """Run layers `numbers` as `Transformer.run_layers` does all but the last one. Return False, and do nothing, if
-        the step needs them one by one."""
+        """Run layers `numbers`, all of them to their end. Return False, and do nothing, if the step needs them one by
+        one."""
 
 
 class Transformer:
@@ -139,6 +139,8 @@ class Transformer:
         """
         numbers = range(len(self.layers)) if layers is None else layers
         self.embed(parts)
+        if self._run_in_one_call(parts, numbers):
+            return parts[0].residual.whole()[: len(parts[0].token_ids)]
         queries = self.run_layers(parts, pool, attention, numbers)
         return self.finish(parts, queries, attention, numbers[-1])
 
