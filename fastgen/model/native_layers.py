@@ -61,7 +61,6 @@ class NativeLayers:
     def __init__(self, parameters: Parameters, attention: NativeAttention) -> None:
         self._parameters, self._attention = parameters, attention
         self._run = function("run_layers", parameters.dtype)
-        self._most = FEW_ROWS.get(parameters.dtype, 0)
         self._table: _Table | None = None
 
     @classmethod
@@ -79,7 +78,7 @@ class NativeLayers:
         write their keys and values. Return False, and do nothing, for a step that has to run layer by layer."""
         mapping, plan = part.mapping, part.plan
         plain = mapping.windowed is None and mapping.query_scales is None and not part.arrivals and part.kept is None
-        table = self._layers() if plain and numbers and mapping.real <= self._most else None
+        table = self._layers() if plain and numbers and mapping.real <= FEW_ROWS else None
         if table is None:
             return False
         assert isinstance(plan, NativePlan)

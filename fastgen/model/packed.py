@@ -40,7 +40,7 @@ class OneDnnLinear(PackedLinear):
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return the layer of x [T, in], [T, out] in its dtype."""
-        if self.few is not None and len(x) <= FEW_ROWS[x.dtype]:
+        if self.few is not None and len(x) <= FEW_ROWS:
             return self.few.product(x)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return y

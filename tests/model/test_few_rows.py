@@ -34,11 +34,11 @@ def test_a_row_has_the_same_bits_among_few_and_among_many(
     linear = layer_of(outputs, inputs, dtype, bias)
     packed = OneDnnLinear.pack(linear)
     assert packed.few is not None
-    x = torch.randn(64, inputs).to(dtype)
+    x = torch.randn(few_rows.FEW_ROWS + 30, inputs).to(dtype)  # so many that oneDNN multiplies them
     many = packed.product(x, UNFUSED)
     exact = torch.nn.functional.linear(x, linear.weight, linear.bias)
     torch.testing.assert_close(many, exact, atol=20 * torch.finfo(dtype).eps * inputs**0.5, rtol=1e-2)
-    for first, rows in ((0, 2), (5, 4), (20, few_rows.FEW_ROWS[dtype]), (3, few_rows.FEW_ROWS[dtype] + 1)):
+    for first, rows in ((0, 1), (0, 2), (5, 4), (9, 143), (20, few_rows.FEW_ROWS), (3, few_rows.FEW_ROWS + 1)):
         assert torch.equal(packed.product(x[first : first + rows], UNFUSED), many[first : first + rows])
 
 
@@ -47,11 +47,11 @@ def test_a_row_has_the_same_bits_among_few_and_among_many(
 def test_swiglu_has_the_same_bits_among_few_and_among_many(dtype: torch.dtype, bias: bool) -> None:
     linear = layer_of(2 * 96, 576, dtype, bias)
     packed = OneDnnGatedLinear.pack(linear)
-    x = torch.randn(64, 576).to(dtype) / 24
+    x = torch.randn(few_rows.FEW_ROWS + 30, 576).to(dtype) / 24
     many = packed.product(x, UNFUSED._replace(swiglu=True))
     gate, up = torch.nn.functional.linear(x, linear.weight, linear.bias).chunk(2, 1)
     expected = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(many, expected, atol=32 * torch.finfo(dtype).eps, rtol=32 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(many, expected, atol=128 * torch.finfo(dtype).eps, rtol=1e-2)
     assert torch.equal(packed.product(x[7:11], UNFUSED._replace(swiglu=True)), many[7:11])
     assert torch.equal(packed.unpack().weight, linear.weight)
 

@@ -23,6 +23,7 @@ namespace {
 
 constexpr int LANES = 16;
 constexpr int BLOCK = 64;        // keys of a block, whose softmax weights are computed together
+constexpr int QUERY_ROWS = 4;    // query rows that go through a block together
 constexpr int MOST_HEAD = 1024;  // the largest head that can be normed, as in calls.py
 constexpr int MANY = 1 << 15;    // numbers that pay for a second thread
 
@@ -146,10 +147,8 @@ Vector exponential(Vector x) {
     return x < -87.f ? Vector{} : y * (Vector)power;
 }
 
-constexpr int TOGETHER = 4;  // rows whose products are computed together
-
 // Call a function for groups of at most N rows, with the first row and their number.
-template <int N = TOGETHER, class Function>
+template <int N, class Function>
 void in_groups(int rows, Function call, int row = 0) {
     for (; row + N <= rows; row += N) call(row, std::integral_constant<int, N>());
     if constexpr (N > 1) in_groups<N - 1>(rows, call, row);
@@ -257,7 +256,9 @@ void rope_write(const Rope &of, const Number *qkv, const int64_t *positions, con
 // [inputs / 2, 64, 2]. It adds the products of `chunk` inputs in their order, then the sums of the chunks, and so do
 // these functions.
 
-constexpr int WIDE = 4;  // vectors of a block of outputs
+constexpr int WIDE = 4;           // vectors of a block of outputs
+constexpr int PRODUCT_ROWS = 6;  // rows that are computed together: the more, the less often a weight is loaded
+constexpr int MOST_ROWS = 128;   // rows for which a block of a weight is read from memory once
 
 template <int N, int W, class Number>
 void add_products(const Number *x, const Number *weight, int inputs, int begin, int end, Vector (&sums)[N][W]) {
@@ -271,21 +272,23 @@ void add_products(const Number *x, const Number *weight, int inputs, int begin, 
     }
 }
 
-// The products of N rows x [N, inputs] and W vectors of a block of outputs, the first `count` of which are real. bias:
-// may be null.
-template <int N, int W, class Number>
-void multiply_block(const Number *x, const Number *block, const Number *bias, int inputs, int chunk, int count,
-                    int outputs, Number *y) {
-    Vector totals[N][W] = {};
-    for (int begin = 0; begin < inputs; begin += chunk) {
-        Vector sums[N][W] = {};
-        add_products<N, W>(x, block, inputs, begin, std::min(begin + chunk, inputs), sums);
-        for (int row = 0; row < N; row++)
-            for (int j = 0; j < W; j++) totals[row][j] = begin ? totals[row][j] + sums[row][j] : sums[row][j];
-    }
+// The products of rows x [rows, inputs], at most MOST_ROWS, and W vectors of a block of outputs, the first `count` of
+// which are real. A chunk of the block stays in the cache for all rows. bias: may be null.
+template <int W, class Number>
+void multiply_block(const Number *x, int rows, const Number *block, const Number *bias, int inputs, int chunk,
+                    int count, int outputs, Number *y) {
+    Vector totals[MOST_ROWS][W];
+    for (int begin = 0; begin < inputs; begin += chunk)
+        in_groups<PRODUCT_ROWS>(rows, [&](int row, auto n) {
+            Vector sums[n.value][W] = {};
+            add_products<n.value, W>(x + int64_t(row) * inputs, block, inputs, begin, std::min(begin + chunk, inputs),
+                                     sums);
+            for (int r = 0; r < n.value; r++)
+                for (int j = 0; j < W; j++) totals[row + r][j] = begin ? totals[row + r][j] + sums[r][j] : sums[r][j];
+        });
     Number added[W * LANES] = {}, found[W * LANES];
     if (bias) std::copy_n(bias, count, added);
-    for (int row = 0; row < N; row++) {
+    for (int row = 0; row < rows; row++) {
         for (int j = 0; j < W; j++)
             store(found + j * LANES, bias ? totals[row][j] + load(added + j * LANES) : totals[row][j]);
         std::copy_n(found, count, y + int64_t(row) * outputs);
@@ -300,10 +303,10 @@ void multiply(const Number *x, const Number *weight, const Number *bias, int row
     auto compute = [&](int half, auto wide) {
         int first = half * HALF, count = std::min(outputs - first, wide.value * LANES);
         const Number *block = weight + int64_t(half / 2) * 2 * HALF * inputs + half % 2 * HALF * PACK<Number>;
-        in_groups(rows, [&](int row, auto n) {
-            multiply_block<n.value, wide.value>(x + int64_t(row) * inputs, block, bias ? bias + first : nullptr, inputs,
-                                                chunk, count, outputs, y + int64_t(row) * outputs + first);
-        });
+        for (int64_t row = 0; row < rows; row += MOST_ROWS)
+            multiply_block<wide.value>(x + row * inputs, std::min<int>(rows - row, MOST_ROWS), block,
+                                       bias ? bias + first : nullptr, inputs, chunk, count, outputs,
+                                       y + row * outputs + first);
     };
     int64_t halves = (outputs + HALF - 1) / HALF, threads = omp_get_num_threads();
     int half = halves * omp_get_thread_num() / threads, end = halves * (omp_get_thread_num() + 1) / threads;
@@ -501,7 +504,7 @@ void attend_tile(const Attention &of, const Tile &tile, int kv_head, const int32
         }
         work.read_keys(keys_at, count);
         work.read_values(values_at, begin, count);
-        in_groups(rows, [&](int row, auto n) { work.template score<n.value>(row); });
+        in_groups<QUERY_ROWS>(rows, [&](int row, auto n) { work.template score<n.value>(row); });
         for (int row = 0; row < rows; row++) {
             int64_t position = tile.position + row / group;
             int64_t oldest = of.window ? position - of.window + 1 - block : 0;
@@ -512,7 +515,7 @@ void attend_tile(const Attention &of, const Tile &tile, int kv_head, const int32
             else
                 std::fill_n(work.scores + row * BLOCK, BLOCK, 0.f);
         }
-        in_groups(rows, [&](int row, auto n) { work.template add_all<n.value>(row, begin, count); });
+        in_groups<QUERY_ROWS>(rows, [&](int row, auto n) { work.template add_all<n.value>(row, begin, count); });
     }
     for (int row = 0; row < rows; row++) {
         float total = sum(load(work.totals + row * LANES));
