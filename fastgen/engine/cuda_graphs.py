@@ -20,11 +20,13 @@ from fastgen.processes.errors import DepartedError
 
 Key = TypeVar("Key")
 
-PREFILL_SIZES = (16, 32, 64, 96, 128, 192, *range(256, 2305, 128))
-"""Numbers of tokens of the steps with prefills that are captured, multiples of ROW_TILE.
+PREFILL_SIZES = (16, 32, 64, 96, 128, 192, *range(256, 2305, 128), *range(2560, 4097, 256), *range(4608, 8193, 512))
+"""Numbers of tokens of the steps with prefills that can be captured, multiples of ROW_TILE. Sizes above 256 are whole
+tiles of the kernels for many tokens, so padding adds no tiles."""
 
-Sizes above 256 are whole tiles of the kernels for many tokens, so padding adds no tiles. A larger step is launched
-kernel by kernel; on one GPU and with most models, the GPU then takes longer than the host."""
+PREFILL_TOKENS = 2304
+"""Number of tokens up to which steps of any model are captured. A larger step is launched kernel by kernel, unless the
+model is small: else the GPU takes longer than the host."""
 
 
 def batch_sizes(most: int) -> list[int]:

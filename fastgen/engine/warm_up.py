@@ -14,7 +14,7 @@ import torch
 
 from fastgen.device.chip import Chip, current
 from fastgen.engine import halves
-from fastgen.engine.cuda_graphs import Graphs, batch_sizes, prefill_sizes, shared_sizes
+from fastgen.engine.cuda_graphs import PREFILL_TOKENS, Graphs, batch_sizes, prefill_sizes, shared_sizes
 from fastgen.engine.features import make_requested
 from fastgen.engine.largest_steps import largest_batches
 from fastgen.engine.prefill_graphs import PrefillGraphs
@@ -28,6 +28,8 @@ from fastgen.model.linear import Linear
 from fastgen.model.transformer import Transformer
 from fastgen.request import Batch, LaneStart, Prefill, SamplingParams
 
+LAUNCH_SECONDS = 0.5e-3  # that the host takes at least to launch the kernels of a layer of a step with prefills
+FLOPS = 6e14  # rate of long products in bfloat16 on an H100 or H200
 FLASH_TOKENS = 256  # up to which steps are captured, with our own kernels, if flash-attn computes prefills
 
 
@@ -164,7 +166,9 @@ def capture(runner: Runner, sizes: list[int] | None = None, prefills: list[int] 
 
 def captured_prefills(runner: Runner) -> list[int]:
     """Return the numbers of tokens for which steps with prefills are captured."""
-    most = runner.config.max_step_tokens
+    c = runner.model.config
+    host_bound = int(LAUNCH_SECONDS * c.num_layers * FLOPS / (2 * c.num_parameters))
+    most = min(runner.config.max_step_tokens, max(host_bound, PREFILL_TOKENS))
     if runner.config.attention == "flash":
         most = min(most, FLASH_TOKENS)
     if runner.group.exchange is not None:

@@ -23,7 +23,7 @@ from test_schedules import answers
 from test_sharing import REQUESTS, each_apart, host_gb
 
 from fastgen import Generator, SamplingParams
-from fastgen.engine.cuda_graphs import PREFILL_SIZES, prefill_sizes
+from fastgen.engine.cuda_graphs import PREFILL_SIZES, PREFILL_TOKENS, prefill_sizes
 from fastgen.engine.host_pages import PageMoves
 from fastgen.engine.prompt_scores import ScorePlan
 from fastgen.engine.runner import Runner
@@ -49,7 +49,7 @@ def test_sizes_rise_and_fill_tiles() -> None:
     assert all(size % ROW_TILE == 0 for size in PREFILL_SIZES)
     assert prefill_sizes(PREFILL_SIZES[0] - 1) == []
     assert prefill_sizes(PREFILL_SIZES[1]) == list(PREFILL_SIZES[:2])
-    assert prefill_sizes(4096) == list(PREFILL_SIZES)
+    assert prefill_sizes(8192) == list(PREFILL_SIZES)
     assert all(size % 128 == 0 for size in PREFILL_SIZES if size > 256), "whole tiles of the kernels for many tokens"
 
 
@@ -204,6 +204,16 @@ def test_steps_that_are_cut_in_two_have_none(llama: Path, monkeypatch: pytest.Mo
     assert captured_prefills(runner) == [16, 32, 64, 96, 128, 192, 256]
     runner.group.exchange = cast(Any, object())
     assert captured_prefills(runner) == [16, 32, 64, 96, 128]
+
+
+def test_long_steps_have_them_if_the_model_is_small(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(llama, max_step_tokens=8192)
+    assert captured_prefills(runner)[-1] == 8192
+    layers, size = runner.model.config.num_layers, runner.model.config.num_parameters
+    monkeypatch.setattr("fastgen.engine.warm_up.LAUNCH_SECONDS", 3000 * 2 * size / (6e14 * layers))
+    assert captured_prefills(runner)[-1] == 2816
+    monkeypatch.setattr("fastgen.engine.warm_up.LAUNCH_SECONDS", 0.0)
+    assert captured_prefills(runner)[-1] == PREFILL_TOKENS == 2304
 
 
 def test_with_flash_attn_only_steps_of_few_tokens_have_them(llama: Path) -> None:
