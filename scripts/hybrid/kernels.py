@@ -248,13 +248,29 @@ def _outputs(
     tl.store(results + at, tl.dot(weights, w, acc).to(q.dtype), mask=exists[:, None])
 
 
+@triton.jit(do_not_specialize=["N", "rows"])
+def _prepare_rows(k, q, count, keys, queries, N, rows, HEADS: tl.constexpr, D: tl.constexpr):
+    """Normalize keys and queries (L, N, HEADS, D) of N new tokens of each lane; keys go to the lanes' blocks."""
+    row = tl.program_id(0) * 16 + tl.arange(0, 16)
+    across = tl.program_id(1) * D + tl.arange(0, D)[None, :]
+    exists = row < rows
+    at = row[:, None] * (HEADS * D) + across
+    if tl.program_id(2) == 0:
+        lane = row // N
+        start = tl.load(count + lane, mask=exists, other=0)
+        place = (lane * 64 + start + row % N).to(tl.int64)
+        tl.store(keys + place[:, None] * (HEADS * D) + across, _normalized(k + at, exists, 1.0), mask=exists[:, None])
+    else:
+        tl.store(queries + at, _normalized(q + at, exists, D**-0.5), mask=exists[:, None])
+
+
 @triton.jit(do_not_specialize=["N"])
 def _mix(
-    k, q, g, beta, count, keys, strengths, decays, inverse, queries, weights,
+    g, beta, count, keys, queries, strengths, decays, inverse, weights,
     N, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add N rows of each lane's block, which has room for them, to keys, strengths, decays and T, from k and q
-    (L, N, K, D), not normalized, g and beta (L, N, H). Write queries, normalized, and weights (L, N, H, 64)."""
+    """Add N rows of each lane's block to strengths, decays and T, from its keys, queries (L, N, K, D), and g and beta
+    (L, N, H). Write the weights (L, N, H, 64) of the block's tokens in the new tokens' outputs."""
     head, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     dim, step, tile = tl.arange(0, D), tl.arange(0, 16), tl.arange(0, 64)
     width: tl.constexpr = H // GROUP * D
@@ -268,19 +284,14 @@ def _mix(
         row = part * 16 + step
         old, fresh = row < start, (row >= start) & (row < start + N)
         source = lane * N + row - start
-        mine = tl.load(lane_keys + row[:, None] * width, mask=old[:, None], other=0.0)
+        mine = tl.load(lane_keys + row[:, None] * width, mask=(old | fresh)[:, None], other=0.0)
+        query = tl.load(queries + source[:, None] * width + across, mask=fresh[:, None], other=0.0)
         decay = tl.load(decays + gates + row * H, mask=old, other=0.0)
         strength = tl.load(strengths + gates + row * H, mask=old, other=0.0)
         strength = tl.where(fresh, tl.load(beta + source * H + head, mask=fresh, other=0.0), strength)
-        at = source[:, None] * width + across
-        mine = tl.where(fresh[:, None], _normalized(k + at, fresh, 1.0), mine)
-        query = _normalized(q + at, fresh, D**-0.5)
         for place in range(tl.maximum(start, part * 16), tl.minimum(start + N, part * 16 + 16)):
             total = total + tl.load(g + (lane * N + place - start) * H + head)
             decay = tl.where(row == place, total, decay)
-        # Programs of one head of keys write the same keys and queries, and read only what they wrote.
-        tl.store(lane_keys + row[:, None] * width, mine, mask=fresh[:, None])
-        tl.store(queries + at, query, mask=fresh[:, None])
         tl.store(decays + gates + row * H, decay, mask=fresh)
         tl.store(strengths + gates + row * H, strength, mask=fresh)
         target = weights + (source * H + head)[:, None] * 64
@@ -390,8 +401,10 @@ class Tiles:
     advance_columns: int = 32
     mix_warps: int = 1
     mix_stages: int = 2
+    mix_registers: int | None = None
     apply_columns: int = 64
     apply_warps: int = 4
+    apply_registers: int | None = None
 
 
 DEFAULT = Tiles()
@@ -464,20 +477,36 @@ def decode(
 
     q, k: (L, N, K, D) bfloat16, not normalized; v: (L, N, H, D) bfloat16; g, beta: (L, N, H) float32. `buffers`
     are like q, (L, N, H, 64) bfloat16, and the outputs."""
+    number, new = k.shape[:2]
+    buffers = buffers or (torch.empty_like(q), v.new_empty(number, new, v.shape[2], BLOCK), torch.empty_like(v))
+    for launch in decode_launches(q, k, v, g, beta, lanes, tiles, buffers):
+        launch()
+    return buffers[2]
+
+
+def decode_launches(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lanes: Lanes, tiles: Tiles,
+    buffers: tuple[Tensor, Tensor, Tensor],
+) -> list[Callable[[], object]]:  # fmt: skip
+    """Return the launches of `decode`."""
+    queries, weights, results = buffers
     number, new, key_heads = k.shape[:3]
     heads = v.shape[2]
-    buffers = buffers or (torch.empty_like(q), v.new_empty(number, new, heads, BLOCK), torch.empty_like(v))
-    queries, weights, results = buffers
     shape = {"H": heads, "GROUP": heads // key_heads, "D": SIZE}
-    _mix[(heads, number)](
-        k, q, g, beta, lanes.count, lanes.keys, lanes.strengths, lanes.decays, lanes.inverse, queries, weights, new,
-        **shape, STAGES=tiles.mix_stages, num_warps=tiles.mix_warps,
-    )  # fmt: skip
-    _apply[(SIZE // tiles.apply_columns, heads, number)](
-        queries, v, weights, lanes.count, lanes.state16, lanes.keys, lanes.strengths, lanes.decays, lanes.residuals,
-        lanes.writes, lanes.inverse, results, new, **shape, DV=tiles.apply_columns, num_warps=tiles.apply_warps,
-    )  # fmt: skip
-    return results
+    return [
+        lambda: _prepare_rows[(triton.cdiv(number * new, 16), key_heads, 2)](
+            k, q, lanes.count, lanes.keys, queries, new, number * new, key_heads, SIZE
+        ),
+        lambda: _mix[(heads, number)](
+            g, beta, lanes.count, lanes.keys, queries, lanes.strengths, lanes.decays, lanes.inverse, weights, new,
+            **shape, STAGES=tiles.mix_stages, num_warps=tiles.mix_warps, maxnreg=tiles.mix_registers,
+        ),
+        lambda: _apply[(SIZE // tiles.apply_columns, heads, number)](
+            queries, v, weights, lanes.count, lanes.state16, lanes.keys, lanes.strengths, lanes.decays,
+            lanes.residuals, lanes.writes, lanes.inverse, results, new, **shape, DV=tiles.apply_columns,
+            num_warps=tiles.apply_warps, maxnreg=tiles.apply_registers,
+        ),
+    ]  # fmt: skip
 
 
 def advance(lanes: Lanes, full: Tensor, tiles: Tiles = DEFAULT) -> None:

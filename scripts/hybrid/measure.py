@@ -41,8 +41,22 @@ TILES: dict[str, list[dict[str, int]]] = {
         for columns, warps, stages in ((32, 4, 2), (32, 4, 3), (16, 4, 2), (64, 8, 2), (32, 2, 2))
     ],
     "_outputs": [{"output_columns": columns, "output_warps": warps} for columns, warps in ((64, 4), (128, 8), (64, 2))],
-    "_mix": [{"mix_warps": warps, "mix_stages": stages} for warps, stages in ((1, 1), (1, 2), (4, 1))],
-    "_apply": [{"apply_columns": columns, "apply_warps": warps} for columns, warps in ((32, 4), (64, 4), (128, 8))],
+    "_mix": [
+        {"mix_warps": warps, "mix_stages": stages, "mix_registers": registers}
+        for warps, stages, registers in ((1, 1, 255), (1, 2, 255), (1, 1, 168), (2, 1, 128), (4, 2, 255))
+    ],
+    "_apply": [
+        {"apply_columns": columns, "apply_warps": warps, "apply_registers": registers}
+        for columns, warps, registers in (
+            (32, 2, 255),
+            (64, 2, 255),
+            (64, 4, 255),
+            (64, 4, 128),
+            (128, 4, 255),
+            (128, 8, 128),
+            (32, 4, 96),
+        )
+    ],
 }
 PREFILL = ("_prepare", "_sum_decays", "_invert", "_scan", "_outputs")
 COMPILERS = 7  # processes that compile at the same time
@@ -203,11 +217,15 @@ def decode_time(number: int, tiles: Tiles) -> dict[str, float]:
     buffers = torch.empty_like(q), v.new_empty(number, 1, HEADS, BLOCK), torch.empty_like(v)
     size = sum(least_bytes(layer.count.tolist()) for layer in layers) / copies
     each = graph_time(lambda: [kernels.decode(*rows, layer, tiles, buffers) for layer in layers]) / copies
+    parts: dict[str, float] = {}
+    for place, name in enumerate(("_prepare_rows", "_mix", "_apply")):
+        chosen = [kernels.decode_launches(*rows, layer, tiles, buffers)[place] for layer in layers]
+        parts[name] = graph_time(lambda: [launch() for launch in chosen]) / copies  # noqa: B023
     full = torch.arange(math.ceil(number / BLOCK), device="cuda")
     move = graph_time(lambda: [kernels.launch_advance(layer, full, tiles) for layer in layers]) / copies
     share = min(1.0, number / BLOCK)
     return {"decode": each, "advance": move, "with_advance": each + share * move, "bytes": size,
-            "bandwidth": size / each * 1e6}  # fmt: skip
+            "bandwidth": size / each * 1e6, **parts}  # fmt: skip
 
 
 def decode_tiles(tiles: Tiles, number: int) -> tuple[Tiles, dict[str, float]]:
