@@ -76,6 +76,7 @@ def _products_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not os.environ.get("TRITON_INTERPRET"), reason="on a GPU, scripts/hybrid/measure.py checks more")
 @pytest.mark.usefixtures("_products_in_steps")
+@pytest.mark.long
 def test_prefills_decodes_and_drafts_of_the_kernels_have_the_same_bits() -> None:
     import schedules
 
