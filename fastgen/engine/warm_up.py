@@ -167,7 +167,7 @@ def capture(runner: Runner, sizes: list[int] | None = None, prefills: list[int] 
 def captured_prefills(runner: Runner) -> list[int]:
     """Return the numbers of tokens for which steps with prefills are captured."""
     c = runner.model.config
-    # In so many tokens, the host takes longer to launch the kernels of a step than the GPU to run them.
+    # Up to this number of tokens, the host takes longer to launch a step's kernels than the GPU to run them.
     host_bound = int(LAUNCH_SECONDS * c.num_layers * FLOPS / (2 * c.num_parameters))
     most = min(runner.config.max_step_tokens, max(host_bound, PREFILL_TOKENS))
     if runner.config.attention == "flash":

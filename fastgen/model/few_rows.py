@@ -1,8 +1,8 @@
 """Products of few rows on the CPU, by native.cpp on a weight that oneDNN has packed.
 
-For a few rows, oneDNN takes up to twice the time of reading the weight. The kernel reads oneDNN's own format, and adds
-in oneDNN's order, so that a row has the same bits among few rows and among many. Neither is documented: both are tried
-with the weight itself, and a weight for which they do not hold is left to oneDNN.
+For one row, oneDNN takes 1.4 to 1.7 times as long as this kernel, and from 256 rows on about as long. The kernel reads
+oneDNN's own format, and adds in oneDNN's order, so that a row has the same bits among few rows and among many. Neither
+is documented: both are tried with the weight itself, and a weight for which they do not hold is left to oneDNN.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Sequence
 from ctypes import c_int, c_void_p
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -112,7 +111,7 @@ class NativeLayers:
     def _layer(self, number: int, layer: Layer) -> list[_Layer]:
         """Return the layer, or none if oneDNN has to multiply one of its weights."""
         halves = (layer.gate_up.gate, layer.gate_up.up) if isinstance(layer.gate_up, OneDnnGatedLinear) else ()
-        linears: list[Any] = [layer.qkv, layer.o, *halves, layer.down]
+        linears: list[Linear] = [layer.qkv, layer.o, *halves, layer.down]
         few = [each.few for each in linears if isinstance(each, OneDnnLinear) and each.few is not None]
         if len(few) != 5:
             return []

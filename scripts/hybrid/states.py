@@ -5,7 +5,7 @@ block. A state takes as much memory as 25 pages (Qwen3.5-9B), so only those like
 
 - at the last page border before a prompt's last token, for other samples of it;
 - at the last page border of a finished sequence, for the next turn;
-- where a prompt leaves a cached prefix that has no state there: others will share this prefix, too.
+- where a prompt leaves a cached prefix that has no state there: others will share this prefix as well.
 
 The second is the lane's state at that moment, and so is the first unless the prompt fills its block; otherwise a chunk
 of the prefill ends there. Pages and states share one budget, least recently used first. What runs is not counted.

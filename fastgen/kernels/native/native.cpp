@@ -69,7 +69,7 @@ Vector words(const void *from) {
     return x;
 }
 
-Vector word(const void *from) {  // in all lanes
+Vector word(const void *from) {  // the same in all lanes
     int32_t bits;
     std::memcpy(&bits, from, sizeof bits);
     return (Vector)_mm512_set1_epi32(bits);
