@@ -33,6 +33,7 @@ BY_OPTION = {
     "host_pages": "fastgen.engine.host_tier:HostTierFeature",
     "free_windows": "fastgen.engine.free_windows:FreeWindowsFeature",
     "speculate": "fastgen.speculation.feature:SpeculationFeature",
+    "recurrent": "fastgen.recurrent.feature:RecurrentFeature",
 }
 """The Feature that a field of EngineConfig asks for, unless it is 0 or None."""
 

@@ -75,9 +75,9 @@ class EarlierOutputs(Protocol):
 class PlanFeature:
     """The hooks of a feature in the scheduler; see engine.step.StepFeature for the hooks in the runner.
 
-    `Scheduler.schedule` calls `plan_rows` of the feature with `plans_rows`, then `chunk` for each prefill chunk, then
-    `payload` once. `Scheduler.update` calls `update` first, `accepts` of the feature with `makes_masks` for each token
-    of a masked step, and `finish` and `leave` for sequences that end.
+    `Scheduler.schedule` calls `plan_rows` of the feature with `plans_rows`, then `cut` and `chunk` for each prefill
+    chunk, then `payload` once. `Scheduler.update` calls `update` first, `accepts` of the feature with `makes_masks` for
+    each token of a masked step, and `finish` and `leave` for sequences that end.
 
     history: the outputs that it keeps of earlier requests, if it does. makes_masks: it fills the masks of masked steps.
     plans_rows: decodes may have several rows. At most one feature does either. in_flight: number of steps of several
@@ -106,6 +106,10 @@ class PlanFeature:
         many of a sequence's wanted rows its pages have room for.
         """
         return ()
+
+    def cut(self, sequence: Sequence, count: int) -> int:
+        """Return how many of the next `count` known tokens of a sequence are its next prefill chunk, at least one."""
+        return count
 
     def chunk(self, chunk: Prefill, num_sequences: int) -> None:
         """Note a prefill chunk of the next batch. num_sequences: how many run or wait."""

@@ -13,12 +13,14 @@ from typing import Any, Literal
 
 from fastgen.device.processor import fast_bfloat16, has_amx
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
+from fastgen.model.recurrent_config import Recurrent
 from fastgen.option import Options, option, options_of
 from fastgen.text.syntax_names import ReasoningParser, ToolCallParser
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_SEQS = 8192  # limit of the kernels that list the work of a step
 MAX_GB = 1e9  # limit of memory sizes: 10^18 bytes
+KEPT_STATES = 32  # of recurrent layers for prefixes, at least; as many as lanes if these are more
 LANE_BYTES = 22  # memory per lane and token of the vocabulary: penalty counts, logits and temporaries of the sampler
 DEFAULT_KV_CACHE_GB = 4.0  # on the CPU; on a GPU the free memory is measured
 PREFILL_TILE = 128  # tokens of a tile in the kernels for many tokens
@@ -43,6 +45,19 @@ class FeatureOptions(Options):
         """Return these options with all values filled in; None if the feature cannot run. The arguments are those of
         GeneratorOptions and EngineConfig; gpu: the device is not the CPU."""
         return self
+
+
+@dataclass(frozen=True)
+class RecurrentStates(FeatureOptions):
+    """What the recurrent layers of a hybrid model need; see fastgen/recurrent. slots: number of states that are kept
+    for prefixes."""
+
+    shape: Recurrent
+    slots: int
+
+    @property
+    def kv_layers(self) -> int:
+        return -len(self.shape.layers)  # they have no KV
 
 
 @dataclass(frozen=True)
@@ -193,6 +208,7 @@ class EngineConfig(GeneratorOptions):
     deterministic: bool = field()
     free_windows: FeatureOptions | None = None  # type: ignore[assignment]
     speculate: FeatureOptions | None = None
+    recurrent: FeatureOptions | None = None
     host_pages: int
     kernels: str
     context_given: bool
@@ -235,6 +251,9 @@ class EngineConfig(GeneratorOptions):
         features = {
             name: given.choose(gpu, kernels, max_step_tokens) for name, given in feature_options(options).items()
         }
+        if model.recurrent:
+            slots = max(max_seqs, KEPT_STATES) if options.prefix_cache else 0
+            features["recurrent"] = RecurrentStates(model.recurrent, slots)
         bytes_of_token = token_bytes(model, kv_dtype, sum(each.kv_layers for each in features.values() if each))
         page_bytes = bytes_of_token * options.page_size * options.tensor_parallel  # on all ranks
         chosen: dict[str, Any] = {
@@ -411,10 +430,13 @@ def _step_size(
     if memory:
         budget = _even_budget(8192 if memory > 60e9 else 4096 if memory > 30e9 else 2048, processors)
     if max_seqs is None:
-        lanes = 256
+        lanes = 256 if model.recurrent is None else 32
         if memory:
             room = 0.9 * memory - model.weight_bytes(DTYPE_BYTES[dtype])
-            fit = int(room / (256 * token_bytes(model, kv_dtype) + LANE_BYTES * model.vocab_size))
+            lane_bytes = LANE_BYTES * model.vocab_size
+            if model.recurrent is not None:
+                lane_bytes += 4 * model.recurrent.state_bytes  # of a lane, its block's tokens, and a kept state
+            fit = int(room / (256 * token_bytes(model, kv_dtype) + lane_bytes))
             lanes = min(1 << max(fit, 1).bit_length() - 1, 1024)
         max_seqs = max(min(lanes, max_step_tokens or budget), 1)
     if max_step_tokens is None:

@@ -41,7 +41,7 @@ class PrefillGraphs:
     ) -> None:  # fmt: skip
         self.sizes = sizes
         self._model, self._pool, self._attention, self._lanes, self._logits = model, pool, attention, lanes, logits
-        most, like, heads = sizes[-1], model.parameters.embedding, model.config.num_heads
+        most, like, heads = sizes[-1], model.parameters.embedding, model.query_rows
         self._memory = StepMemory(lanes.padding, attention, sizes, like.device)
         self._x = like.new_zeros(most, model.config.hidden_size)
         self._q = like.new_zeros(most, heads, model.config.head_size)

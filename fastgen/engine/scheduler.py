@@ -201,15 +201,22 @@ class Scheduler:
     def _schedule_prefills(self, budget: int) -> list[Prefill]:
         """Admit sequences, and schedule `budget` tokens of those in their prefill, or all if these are fewer."""
         chunks: list[Prefill] = []
+        done: set[Sequence] = set()  # those with a chunk, as soon as a feature has cut one: a lane has one in a step
         self._pause = max(0, self._pause - 1)
         reserve = budget - budget // 2
         while budget:
             while self._may_prefill() and self._admit():
                 pass
-            if not self.prefilling:
+            left = [each for each in self.prefilling if each not in done] if done else self.prefilling
+            if not left:
                 break
-            sequence, count = next_chunk(self.prefilling, budget, reserve)
+            sequence, wanted = next_chunk(left, budget, reserve)
+            count = wanted
+            for feature in self._features:
+                count = feature.cut(sequence, count)
             chunks.append(self._chunk(sequence, count))
+            if done or count < wanted:
+                done |= {self.lanes[chunk.lane] for chunk in chunks}
             budget -= count
         return chunks
 

@@ -241,7 +241,7 @@ def measure_pages(model: Transformer, config: EngineConfig, free: int, features:
         warm_up.run_largest_steps(probe)  # again, since the graphs may have taken its memory
     left = device_memory(config.device)  # torch keeps the memory of the largest step
     graphs = warm_up.count_graphs(probe)
-    model.observer = None  # it holds tensors of the probe
+    model.observer = model.recurrence = None  # they hold tensors of the probe
     del probe
     gc.collect()
     release_memory(config.device)

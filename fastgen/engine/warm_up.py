@@ -103,12 +103,16 @@ def products_of(model: Transformer, mapping: SlotMapping, pool: KVPool) -> list[
     """Return one linear layer per kind, with the operations that are fused with it for one token at `mapping`. A layer
     that is in fp8 in some layers of the model and not in others is two kinds."""
     head, layers = model.parameters.lm_head, model.layers
-    apart = layers[0].head_norm or layers[0].wide_norm or pool.fp8 or model.config.partial_rope
+    apart = layers[-1].head_norm or layers[-1].wide_norm or pool.fp8 or model.config.partial_rope
     rope = None if apart else RopeWrite(mapping, pool.keys[0], pool.values[0])
     zeros = model.parameters.norm.weight.new_zeros(1, model.config.hidden_size)
     adds = Fused(add=zeros if model.config.adds_products else None)
     fused = Fused(rope=rope), adds, Fused(swiglu=model.config.swiglu), adds, UNFUSED  # in the order of Layer.linears
-    kinds = {(at, type(linear)): (linear, fused[at]) for layer in layers for at, linear in enumerate(layer.linears)}
+    kinds = {
+        (at, layer.delta is None, type(linear)): (linear, fused[at])
+        for layer in layers
+        for at, linear in enumerate(layer.linears)
+    }
     return [*kinds.values(), (head, Fused(out_dtype=torch.float32))]
 
 

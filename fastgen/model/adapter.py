@@ -27,8 +27,8 @@ from fastgen.model.weight_updates import WeightUpdate
 from fastgen.model.weights import Shard, text_name, write
 
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])(?:\.[^.]+)?\.weight")  # adapters in memory have a name
-LINEARS = "_proj.weight", "_linear.weight"
-"""Ends of the names of the weights that an adapter can change."""
+LINEARS = "_proj.weight", "_linear.weight", *(f".in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
+"""Ends of the names of the weights that an adapter can change. The last ones are of recurrent layers."""
 _FILES = "adapter_config.json", "adapter_model.safetensors"
 
 _HARMLESS = {

@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fastgen.model.config_fields import integer, number_of, unsupported
 from fastgen.model.families import FAMILIES, TEXT_TYPES, WRAPPERS, Family
 from fastgen.model.quantization import Int4, Quantization, method_of
+from fastgen.model.recurrent_config import Recurrent, read_recurrent
 from fastgen.option import Option
 
 BUNDLED_NAME = "fastgen-tiny"
@@ -39,8 +41,6 @@ _ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "telechat3-yarn": _YARN,
 }
 _DTYPES = ("bfloat16", "float16", "float32")
-_LARGEST = 3e38  # float32 holds no larger number
-_MOST = 2**24  # maximum of sizes in config.json
 _MOST_LAYERS = 2**12
 _QUANTIZATION_FILES = {
     "hf_quant_config.json": "modelopt", "quant_config.json": "awq", "quantize_config.json": "gptq"
@@ -124,6 +124,8 @@ class ModelConfig:
     bare_norm: bool = False  # embeddings and `qk_norm` have norms without weights; the last norm is not centered (Muse)
     post_norm_eps: float | None = None  # epsilon of the norms of the outputs of attention and MLP; None: norm_eps
     output_gate: bool = False  # the output of attention is multiplied by sigmoid(gate_proj(x)) before o
+    head_gate: bool = False  # it is multiplied by the sigmoid of a gate, which q_proj has for each head
+    recurrent: Recurrent | None = None  # layers without attention
     has_vision: bool = False  # it is the text model inside a model with vision, whose other parts are not loaded
 
     def __post_init__(self) -> None:
@@ -154,8 +156,12 @@ class ModelConfig:
     @property
     def _layer_parameters(self) -> int:
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
-        attention += self.hidden_size * self.head_size * self.num_heads * self.output_gate
-        return self.num_layers * (attention + self.hidden_size * (self.gate_up_size + self.intermediate_size))
+        attention += self.hidden_size * self.head_size * self.num_heads * (self.output_gate + self.head_gate)
+        mlp = self.num_layers * self.hidden_size * (self.gate_up_size + self.intermediate_size)
+        if (r := self.recurrent) is None:
+            return mlp + self.num_layers * attention
+        recurrent = len(r.layers) * self.hidden_size * (r.outputs + r.value_size)
+        return mlp + recurrent + (self.num_layers - len(r.layers)) * attention
 
     def weight_bytes(self, item_size: int) -> float:
         """Return the size of the weights in bytes. item_size: bytes per weight that is not quantized."""
@@ -201,6 +207,8 @@ class ModelConfig:
         Option("tensor_parallel", int, 1, low=1).check(ranks)
         if ranks == 1:
             return self
+        if self.recurrent:
+            raise ValueError("models with recurrent layers run on one GPU; take tensor_parallel=1")
         if self.wide_norm:
             raise ValueError("the norms of q and k of this model need all heads on one rank; take tensor_parallel=1")
         sizes = {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size,
@@ -251,6 +259,9 @@ def _quantized(config: ModelConfig, method: str | None, option: str | None) -> M
     if not fits:
         state = "is not quantized" if method is None else f"has quant_method={method!r}"
         raise ValueError(f"quantization={option!r} does not fit the checkpoint, which {state}; leave quantization out")
+    if config.recurrent and (option or config.quantization):
+        remedy = "leave quantization out" if config.quantization is None else "take a checkpoint that is not quantized"
+        raise ValueError(f"models with recurrent layers cannot be quantized; {remedy}")
     return replace(config, quantization=config.quantization or Quantization()) if option == "fp8" else config
 
 
@@ -271,12 +282,12 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     family, has_vision = _family(text), text is not config
     config = {**family.absent, **text}
     _refuse_foreign(config, family)
-    num_layers = _integer(config, "num_hidden_layers", high=_MOST_LAYERS)
-    num_heads = _integer(config, "num_attention_heads")
+    num_layers = integer(config, "num_hidden_layers", high=_MOST_LAYERS)
+    num_heads = integer(config, "num_attention_heads")
     config["layer_types"] = _layer_types(config, family, num_layers)
     windows = _windows(config, family, num_layers)
     rope, other_rope, other_layers = _ropes(config, family, windows)
-    hidden_size = _integer(config, "hidden_size")
+    hidden_size = integer(config, "hidden_size")
     flags: dict[str, Any] = {**(family.tensors or {}), **_multipliers(config, family, hidden_size)}
     attention_bias = family.attention_bias and bool(config.get("attention_bias"))
     quantization = _quantization(config, family) if method_of(config) else None
@@ -285,14 +296,14 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
             f"{quantization.name} of {flags['qkv_tensor']}, one tensor of several modules, is not supported"
         )
     return ModelConfig(
-        vocab_size=_integer(config, "vocab_size"),
+        vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_integer(config, family.inner),
+        intermediate_size=integer(config, family.inner),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_integer(config, "num_key_value_heads", num_heads),
+        num_kv_heads=integer(config, "num_key_value_heads", num_heads),
         head_size=_head_size(config, hidden_size, num_heads),
-        max_position=_integer(config, "max_position_embeddings"),
+        max_position=integer(config, "max_position_embeddings"),
         norm_eps=number_of(config, "rms_norm_eps", 1e-6, low=0, high=1),
         rope=rope,
         qkv_bias=family.qkv_bias or attention_bias,
@@ -307,7 +318,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         other_rope=other_rope,
         other_layers=other_layers,
         post_norm=family.post_norm,
-        peri_norm=family.centered_norm or (family.mup and bool(config["use_post_norm"])),
+        peri_norm=(family.centered_norm and not family.recurrent) or (family.mup and bool(config["use_post_norm"])),
         wide_norm=family.wide_norm,
         norm_after_rope=family.norm_after_rope,
         gated=family.gated,
@@ -316,6 +327,8 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         scaled_embedding=family.scaled_embedding,
         bare_norm=family.bare_norm,
         output_gate=family.output_gate,
+        head_gate=family.recurrent,
+        recurrent=read_recurrent(config, num_layers) if family.recurrent else None,
         has_vision=has_vision,
         **flags,
     )
@@ -370,7 +383,7 @@ def _refuse_foreign(config: dict[str, Any], family: Family) -> None:
 
 def _head_size(config: dict[str, Any], hidden_size: int, num_heads: int) -> int:
     if config.get("head_dim") is not None:
-        return _integer(config, "head_dim")
+        return integer(config, "head_dim")
     if hidden_size % num_heads:
         raise ValueError(
             f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}, and there is no head_dim"
@@ -386,10 +399,10 @@ def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[i
     """
     switch = config.get(family.window)
     on = switch is not None and switch is not False and config.get("sliding_window") is not None
-    size = _integer(config, "sliding_window") if on else 0
+    size = integer(config, "sliding_window") if on else 0
     types = config.get("layer_types") if family.layer_types else None
     if types is None or not family.window:
-        first = _integer(config, "max_window_layers", low=0) if size and "max_window_layers" in family.absent else 0
+        first = integer(config, "max_window_layers", low=0) if size and "max_window_layers" in family.absent else 0
         return tuple(size if layer >= first else 0 for layer in range(num_layers))
     if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise unsupported("layer_types", types, f"{num_layers} of full_attention or sliding_attention are")
@@ -405,7 +418,7 @@ def _multipliers(config: dict[str, Any], family: Family, hidden_size: int) -> di
     if "query_pre_attn_scalar" in family.absent:
         scales["attention_scale"] = number_of(config, "query_pre_attn_scalar", low=1e-6, high=1e6) ** -0.5
     if "qk_scale_factor" in family.absent:  # of queries, which change in no other way before attention
-        head_size = _head_size(config, hidden_size, _integer(config, "num_attention_heads"))
+        head_size = _head_size(config, hidden_size, integer(config, "num_attention_heads"))
         scales["attention_scale"] = number_of(config, "qk_scale_factor") * head_size**-0.5
         scales["logits_divisor"] = 1 / number_of(config, "output_multiplier", low=1e-6, high=1e6)
         scales["post_norm_eps"] = number_of(config, "post_norm_eps", low=0, high=1)
@@ -431,7 +444,7 @@ def _layer_types(config: dict[str, Any], family: Family, num_layers: int) -> lis
         types: list[str] = config["layer_types"]
         return types
     if family.pattern and config.get("sliding_window") is not None:
-        period = family.pattern if isinstance(family.pattern, int) else _integer(config, family.pattern)
+        period = family.pattern if isinstance(family.pattern, int) else integer(config, family.pattern)
         first = (num_layers - 1) % period if family.from_last else 0 if family.full_first else period - 1
         full = [*range(first, num_layers, period)]
     elif family.no_rope and config.get("use_sliding_window"):
@@ -474,7 +487,7 @@ def _ropes(
 def _layers_without_rope(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     turned = config.get("no_rope_layers")  # 1 for a layer with rope
     if turned is None:
-        interval = _integer(config, "no_rope_layer_interval", 4)
+        interval = integer(config, "no_rope_layer_interval", 4)
         turned = [(layer + 1) % interval for layer in range(num_layers)]
     if len(turned) < num_layers:
         raise unsupported("no_rope_layers", turned, f"one number per layer is needed, {num_layers} in all")
@@ -512,10 +525,10 @@ def _rope(config: dict[str, Any], partial: bool = False) -> RopeConfig:
         numbers.setdefault("attention_factor", 0.07 * math.log(max(numbers["factor"], 1.0)) + 1)
     # Some configs also have this field at the top level, which transformers prefers.
     field = "original_max_position_embeddings"
-    original = _integer(config, field, _integer(given, field, 0, low=0), low=0)
+    original = integer(config, field, integer(given, field, 0, low=0), low=0)
     if kind == "longrope":
         numbers |= _long_rope(config, given, rotary)
-        longest = _integer(config, "max_position_embeddings")
+        longest = integer(config, "max_position_embeddings")
         numbers.setdefault("factor", longest / (original or longest))
         if original == 1:
             raise unsupported(field, original, "2 or more is")
@@ -531,7 +544,7 @@ def _rope(config: dict[str, Any], partial: bool = False) -> RopeConfig:
 
 def _long_rope(config: dict[str, Any], given: dict[str, Any], rotary: float) -> dict[str, tuple[float, ...]]:
     """Return the factors of longrope. given: rope_parameters. rotary: rotated part of the dimensions of a head."""
-    size = _head_size(config, _integer(config, "hidden_size"), _integer(config, "num_attention_heads"))
+    size = _head_size(config, integer(config, "hidden_size"), integer(config, "num_attention_heads"))
     fields = {}
     for name in ("short_factor", "long_factor"):
         values = given.get(name)
@@ -561,28 +574,3 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold a JSON object but {type(content).__name__}")
     return content
-
-
-def _integer(config: dict[str, Any], field: str, default: int | None = None, low: int = 1, high: int = _MOST) -> int:
-    """Return an integer field, or the default if it is absent or null. Raises ValueError for other values."""
-    value = default if config.get(field) is None else config[field]
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{field}={value!r} is missing or not an integer from {low} to {high}")
-    return value
-
-
-def number_of(
-    config: dict[str, Any], field: str, default: float | None = None, low: float = -_LARGEST, high: float = _LARGEST
-) -> float:
-    """Return a number field, an int or a float as in the file; see `_integer`."""
-    value = default if config.get(field) is None else config[field]
-    if value is None or type(value) not in (int, float) or not low <= value <= high:
-        raise ValueError(f"{field}={value!r} is missing or not a number from {low:g} to {high:g}")
-    return value
-
-
-def unsupported(field: str, value: object, instead: str = "") -> ValueError:
-    """Return the error for a field of a config.json. instead: what is supported."""
-    shown = repr(value)
-    shown = shown if len(shown) <= 200 else shown[:200] + "..."
-    return ValueError(f"{field}={shown} is not supported" + (f"; {instead}" if instead else ""))

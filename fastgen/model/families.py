@@ -43,6 +43,7 @@ class Family:
     centered_norm: bool = False  # see ModelConfig
     bare_norm: bool = False  # see ModelConfig
     output_gate: bool = False  # see ModelConfig
+    recurrent: bool = False  # "layer_types" says which layers are recurrent; the others have ModelConfig's head_gate
     scaled_embedding: bool = False  # embeddings are multiplied by the root of their size; see ModelConfig
     foreign: tuple[str, ...] = ()  # fields that are supported only if they are null, false, 0 or empty
 
@@ -53,6 +54,7 @@ WRAPPERS = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "exaone4_5": "Exaone4_5_ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "muse_glimmer": "MuseGlimmerForConditionalGeneration",
 }
 """{model_type: architecture} of models with vision whose text model runs."""
@@ -69,6 +71,12 @@ _CWM_ROPE = {
     "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+_QWEN3_5 = Family(
+    "qwen3_5_text",
+    {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+     "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768,
+     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "partial_rotary_factor": 0.25},
+    qk_norm=True, partial_rope=True, centered_norm=True, recurrent=True, foreign=("attention_bias",))  # fmt: skip
 _TELECHAT3 = Family("telechat3", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True)
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", {"eos_token_id": 2}, attention_bias=True, mlp_bias=True),
@@ -88,6 +96,8 @@ FAMILIES = {
     "Qwen3VLForConditionalGeneration": Family(
         "qwen3_vl_text", {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0}, attention_bias=True,
         qk_norm=True),
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "SmolLM3ForCausalLM": Family(
         "smollm3",
         {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0, "eos_token_id": 128001},

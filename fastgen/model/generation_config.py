@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from fastgen.model.config import number_of, read_json
+from fastgen.model.config import read_json
+from fastgen.model.config_fields import number_of
 from fastgen.names import advice
 from fastgen.request import SAMPLING_OPTIONS
 

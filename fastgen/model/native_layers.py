@@ -69,7 +69,7 @@ class NativeLayers:
         if not isinstance(attention, NativeAttention) or attention.pool.keys.dtype != parameters.dtype:
             return None
         sizes = c.hidden_size, c.intermediate_size, c.rotary_size // 2
-        whole = parameters.group.size == 1 and c.swiglu and not any(size % LANES for size in sizes)
+        whole = parameters.group.size == 1 and c.swiglu and not c.head_gate and not any(size % LANES for size in sizes)
         return cls(parameters, attention) if whole and all(map(_is_plain, parameters.layers)) else None
 
     def run(self, part: StepPart, numbers: Sequence[int]) -> bool:
@@ -125,7 +125,7 @@ class NativeLayers:
 
 def _is_plain(layer: Layer) -> bool:
     """Return whether a layer has the operations of Llama, and at most norms of heads in addition."""
-    more = layer.wide_norm, layer.o_gate, layer.o_end, layer.down_end
+    more = layer.delta, layer.wide_norm, layer.o_gate, layer.o_end, layer.down_end
     norms = layer.input_norm, layer.post_norm
     after_rope = layer.head_norm is not None and layer.head_norm.after_rope
     return not any(more) and all(norms) and not layer.has_other_rope and not after_rope

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 from operator import attrgetter
@@ -25,6 +25,7 @@ from fastgen.model.config import ModelConfig
 from fastgen.model.linear import ROW_TILE, Linear
 from fastgen.model.packed import PACKED_ROW_TILE, pack, packing, unpack
 from fastgen.model.quantization import Int4, Quantization
+from fastgen.model.recurrent_config import DELTA_HEAD, DELTA_TAPS
 from fastgen.model.weights import EMBEDDING, HEAD, Part, Shard
 from fastgen.parallel.group import Group
 
@@ -47,7 +48,7 @@ class Module:
     rank holds the whole weight. bias: the module has a bias [outputs]. parts: number of KV heads, into which k and v
     can be split; with more ranks, neighbouring ranks hold the same part. 0: there is one part per rank. first, total:
     modules of one name are one tensor of `total` rows, in which this module's rows begin at `first`; total 0: the
-    tensor has no other rows.
+    tensor has no other rows. bare: the tensor is `name` itself.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Module:
     parts: int = 0
     first: int = 0
     total: int = 0
+    bare: bool = False
 
     def part(self, rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
         """Return (start in dimension `split`, shape) of the part of the weight that a rank holds."""
@@ -100,17 +102,18 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
         places = {"post_attention_layernorm": "o_end.norm", "post_feedforward_layernorm": "down_end.norm"}
     if c.peri_norm:
         places |= {"post_norm1": "o_end.norm", "post_norm2": "down_end.norm"}
-    if c.centered_norm:
+    if c.centered_norm and c.peri_norm:
         places = {"input_layernorm": "input_norm", "post_attention_layernorm": "o_end.norm",
                   "pre_feedforward_layernorm": "post_norm", "post_feedforward_layernorm": "down_end.norm"}  # fmt: skip
     norms = [Module(layer + name, f"{place}.weight", (hidden,)) for name, place in places.items()]
-    if (c.qk_norm and not c.bare_norm) or c.wide_norm:
+    recurrent = c.recurrent is not None and number in c.recurrent.layers
+    if not recurrent and ((c.qk_norm and not c.bare_norm) or c.wide_norm):
         place, sizes = ("head_norm", (head, head)) if c.qk_norm else ("wide_norm", (heads, kv_heads * head))
         of_heads = ("query_layernorm", "key_layernorm") if c.norm_after_rope else ("q_norm", "k_norm")
         for name, size in zip(of_heads, sizes, strict=True):
             norms.append(Module(attention + name, f"{place}.{name[0]}", (size,)))
     qkv = [
-        Module(attention + "q_proj", "qkv", (heads, hidden), ROWS, c.qkv_bias),
+        Module(attention + "q_proj", "qkv", (heads * (2 if c.head_gate else 1), hidden), ROWS, c.qkv_bias),
         Module(attention + "k_proj", "qkv", (kv_heads * head, hidden), ROWS, c.qkv_bias, kv_heads),
         Module(attention + "v_proj", "qkv", (kv_heads * head, hidden), ROWS, c.qkv_bias, kv_heads),
     ]
@@ -120,10 +123,22 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
         qkv = _together(layer + c.qkv_tensor, qkv)
     if c.gate_up_tensor:
         gate_up = _together(layer + c.gate_up_tensor, gate_up)
+    out = Module(attention + "o_proj", "o", (hidden, heads), COLUMNS, c.o_bias)
+    if recurrent and (r := c.recurrent) is not None:
+        delta = layer + "linear_attn."
+        norms += [
+            Module(delta + "conv1d", "delta.taps", (r.channels, 1, DELTA_TAPS)),
+            Module(delta + "dt_bias", "delta.step", (r.value_heads,), bare=True),
+            Module(delta + "A_log", "delta.decay", (r.value_heads,), bare=True),
+            Module(delta + "norm", "delta.norm", (DELTA_HEAD,)),
+        ]
+        outputs = {"qkv": r.channels, "z": r.value_size, "b": r.value_heads, "a": r.value_heads}
+        qkv = [Module(f"{delta}in_proj_{name}", "qkv", (size, hidden), ROWS) for name, size in outputs.items()]
+        out = Module(delta + "out_proj", "o", (hidden, r.value_size), COLUMNS)
     return [
         *norms,
         *qkv,
-        Module(attention + "o_proj", "o", (hidden, heads), COLUMNS, c.o_bias),
+        out,
         *([Module(attention + "gate_proj", "o_gate", (heads, hidden), ROWS)] if c.output_gate else []),
         *gate_up,
         Module(layer + c.down_tensor, "down", (hidden, inner), COLUMNS, c.mlp_bias),
@@ -131,10 +146,22 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
 
 
 @dataclass(eq=False)
+class DeltaWeights:
+    """The small parameters of a recurrent layer with C channels and H value heads (see `Recurrent`): taps [C, 1, 4] of
+    the convolution, step [H] (dt_bias), decay [H] (A_log), norm [D] of its output."""
+
+    taps: Tensor
+    step: Tensor
+    decay: Tensor
+    norm: Tensor
+
+
+@dataclass(eq=False)
 class Layer:
     """The parameters of a layer. qkv stacks the rows of q, k and v; gate_up stacks the rows of gate and up, or has only
     those of up. o_gate: its sigmoid multiplies the output of attention. o_end, down_end: what happens to the outputs of
-    o and down before they are added to the residual stream."""
+    o and down before they are added to the residual stream. delta: of a recurrent layer, whose qkv has all that follows
+    from the layer's input; o is its out_proj."""
 
     input_norm: RMSNorm | None
     qkv: Linear
@@ -149,6 +176,7 @@ class Layer:
     o_end: BranchEnd | None
     down_end: BranchEnd | None
     o_gate: Linear | None = None
+    delta: DeltaWeights | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -244,8 +272,10 @@ class Parameters:
         ends = {name: BranchEnd(norm.get(f"{name}.norm"), self.config.branch_scale) for name in ("o_end", "down_end")}
         if self.config.adds_products:
             ends.clear()
-        head_norm = wide_norm = None
-        if self.config.qk_norm:
+        head_norm = wide_norm = delta = None
+        if "delta.norm" in norms:
+            delta = DeltaWeights(*(norms[f"delta.{each.name}"] for each in fields(DeltaWeights)))
+        elif self.config.qk_norm:
             places = [f"head_norm.{name}" for name in "qk"]
             if self.bare_norm is not None:
                 norms |= {place: self.bare_norm.weight.new_zeros(self.config.head_size) for place in places}
@@ -262,6 +292,7 @@ class Parameters:
             has_other_rope=number in self.config.other_layers,
             o_end=ends.get("o_end"),
             down_end=ends.get("down_end"),
+            delta=delta,
             **linears,
         )
 
@@ -294,7 +325,9 @@ class Parameters:
             quantized = None
             if self._quantized is not None and module.place in LINEARS:
                 quantized = self._quantized.shards(place, module.name, part, parts, rows, form)
-            shards |= quantized or {f"{module.name}.weight": Shard(weight[rows], *part[:3], parts=parts)}
+            shards |= quantized or {
+                module.name if module.bare else f"{module.name}.weight": Shard(weight[rows], *part[:3], parts=parts)
+            }
             if self._has_bias(module):
                 start = start if module.split == ROWS else 0
                 shards[f"{module.name}.bias"] = Shard(place.bias[rows], whole[:1], 0, start, parts=parts)
@@ -340,7 +373,10 @@ class Parameters:
     @property
     def distinct(self) -> list[int]:
         """Indices of one representative layer per kind; the other layers launch the same kernels in decodes."""
-        kinds = {(layer.window, *map(type, layer.linears)): number for number, layer in enumerate(self.layers)}
+        kinds = {
+            (layer.window, layer.delta is None, *map(type, layer.linears)): number
+            for number, layer in enumerate(self.layers)
+        }
         return sorted(kinds.values())
 
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fastgen.model.config import ModelConfig, parse_config, unsupported
+from fastgen.model.config import ModelConfig, parse_config
+from fastgen.model.config_fields import unsupported
 
 log = logging.getLogger(__name__)
 

@@ -65,25 +65,26 @@ def _only_for_types(node: ast.stmt) -> bool:
 
 
 def reduced(edges: set[tuple[str, str]], all_edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Return the edges between whose ends there is no longer path."""
+    """Return the edges between whose ends there is no longer path, unless that path comes back to where it began."""
 
-    def reachable(start: str) -> set[str]:
-        seen: set[str] = set()
-        left = [start]
+    def reaches(start: str, target: str, without: str) -> bool:
+        seen, left = {start, without}, [start]
         while left:
-            for source, target in all_edges:
-                if source == left[-1] and target not in seen:
-                    seen.add(target)
-                    left.insert(0, target)
-            left.pop()
-        return seen
+            middle = left.pop()
+            if middle == target:
+                return True
+            following = {end for origin, end in all_edges if origin == middle} - seen
+            seen |= following
+            left += following
+        return False
 
-    below = {source: reachable(source) for source, _ in all_edges}
     return {
         (source, target)
         for source, target in edges
         if not any(
-            target in below.get(middle, set()) for origin, middle in all_edges if origin == source and middle != target
+            reaches(middle, target, source)
+            for origin, middle in all_edges
+            if origin == source and middle not in (source, target)
         )
     }
 

@@ -447,6 +447,11 @@ def _runner_of(gen: Generator) -> Runner:
         raise TypeError(f"a Policy needs a Generator of this process, not {gen!r}; make one for it")
     if gen.model_config.quantization is not None:
         raise ValueError("the Generator's weights are quantized, which has no gradients; leave quantization out")
+    if gen.model_config.recurrent is not None:
+        raise ValueError(
+            "a Policy cannot train models with recurrent layers; train this model in another way, and call the "
+            "Generator's update_weights"
+        )
     rope = gen.model_config.rope
     if rope.is_long_in(gen.max_model_len):
         raise ValueError(
