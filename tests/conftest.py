@@ -30,7 +30,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported: kernels then run on CPU tensors
 
-from families import FAMILIES, SIZES, VOCAB, load_reference, save_random
+from families import FAMILIES, HYBRIDS, SIZES, VOCAB, load_reference, save_random
 from invariants import check_scheduler
 
 from fastgen import Generator
@@ -158,7 +158,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Path:
     """A checkpoint without a tokenizer, of each family in turn."""
-    name, config = FAMILIES[request.param]
+    name, config = (FAMILIES | HYBRIDS)[request.param]
     return checkpoint(name, **config)
 
 

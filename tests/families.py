@@ -59,6 +59,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                              "qk_scale_factor": 2.0, "output_multiplier": 1.5, "final_logit_softcapping": 6.0,
                              "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
 }  # fmt: skip
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5", {
+        "head_dim": 32, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"], "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}}),
+}  # fmt: skip
+
+"""Families with recurrent layers, with which some options and a Policy do not work."""
 
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -89,6 +97,8 @@ VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                 "final_logit_softcapping": 20.0}, _MUSE),
     "exaone4_5": ("Exaone4_5_", FAMILIES["exaone4"][1] | {"model_type": "exaone4_5_text", "head_dim": 16},
                   {**_QWEN, "num_key_value_heads": 2}),
+    "qwen3_5_vl": ("Qwen3_5", HYBRIDS["qwen3_5"][1] | {"rope_parameters": {
+        **_MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}}, {**_QWEN, "num_position_embeddings": 4}),
 }  # fmt: skip
 """Models with vision: (class of transformers, fields of the text, fields of vision)."""
 
@@ -147,5 +157,8 @@ def _save(name: str, settings: Any, folder: Path, dtype: torch.dtype) -> Any:
         for parameter in model.parameters():  # transformers begins with biases of 0 and norms of 1
             if parameter.dim() == 1:
                 parameter.data += torch.randn_like(parameter) * 0.2
+        for name, parameter in model.named_parameters():
+            if name.endswith("dt_bias"):  # with theirs, states forget almost all at each token
+                parameter.data.uniform_(-6, 1)
     model.to(dtype).save_pretrained(folder)
     return model

@@ -33,6 +33,7 @@ ROOMS = (
     "start",
     "ranks",
     "speculation",
+    "recurrent",
     "engine",
     "model",
     "parallel",

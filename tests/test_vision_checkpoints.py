@@ -92,6 +92,8 @@ def test_adapters_have_the_names_of_the_whole_model(given: str | list[str], made
 def test_the_form_of_mistral_in_fp8(made: tuple[Path, Any], tmp_path: Path) -> None:
     """One scale per tensor, static scales of activations that are not read, and vision that is not quantized."""
     folder, _ = made
+    if read_config(folder).recurrent:
+        pytest.skip("models with recurrent layers are not quantized")
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": FP8}))
     tensors = load_file(folder / "model.safetensors")

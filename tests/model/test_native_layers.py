@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Checkpoint, random_ids
+from conftest import HYBRIDS, Checkpoint, random_ids
 from handmade import make_runner, siblings
 
 from fastgen import Generator, SamplingParams
@@ -34,6 +34,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "norms of heads": ("Qwen3", {"head_dim": 32, "num_attention_heads": 8}),
 }
+
+# Gates of heads, without recurrent layers.
+GATED = {**HYBRIDS["qwen3_5"][1], "layer_types": ["full_attention"] * 3, "head_dim": 128}
 
 
 def count_calls(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -79,6 +82,7 @@ def test_a_model_with_more_operations_runs_layer_by_layer(checkpoint: Checkpoint
         ("Olmo3", {}),
         ("Granite", {"head_dim": 32, "residual_multiplier": 0.3}),
         ("Llama", {"head_dim": 8}),
+        ("Qwen3_5", GATED),
     ):
         assert make_runner(checkpoint(kind, **fields), dtype=DTYPES[0]).model.in_one_call is None
 

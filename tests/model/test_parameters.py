@@ -7,8 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from conftest import Checkpoint, new_weights
+from conftest import FAMILIES, HYBRIDS, Checkpoint, new_weights
 
 from fastgen.model.config import read_config
 from fastgen.model.parameters import Parameters, checkpoint_shards
@@ -68,6 +69,7 @@ def test_ranks_hold_parts_of_each_module_of_a_fused_tensor(checkpoint: Checkpoin
         assert torch.equal(parameters.targets()[inner].view, torch.cat([gate.chunk(4)[rank], up.chunk(4)[rank]]))
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS], indirect=True)
 def test_the_table_has_the_tensors_of_transformers(family: Path) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in new_weights(family).items()}
     assert {name: shard.shape for name, shard in checkpoint_shards(read_config(family)).items()} == shapes

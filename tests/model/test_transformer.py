@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import FAMILIES, SIZES, Checkpoint, hf_logits, random_ids
+from conftest import FAMILIES, HYBRIDS, SIZES, Checkpoint, hf_logits, random_ids
 from families import VISION, save_random, save_random_with_vision, with_fitting_rope
 from handmade import make_runner
 from safetensors.torch import load_file, save_file
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastgen import Generator, SamplingParams
 from fastgen.model.attention.interface import StepLayout
+from fastgen.model.config import read_config
 from fastgen.model.linear import ROW_TILE
 from fastgen.model.transformer import StepPart
 
@@ -53,11 +54,18 @@ def prefill_logits(folder: Path, prompts: list[list[int]], dtype: str = "float32
     return list(torch.split(logits[: len(positions)], lens.tolist()))
 
 
+def tolerance(folder: Path) -> float:
+    """Return the largest difference of logits. With recurrent layers, these small models in float32 are up to 2e-4 from
+    float64, in transformers as well."""
+    return 5e-4 if read_config(folder).recurrent else 1e-4
+
+
 def check_logits(folder: Path) -> None:
     for prompt, logits in zip(PROMPTS, prefill_logits(folder, PROMPTS), strict=True):
-        torch.testing.assert_close(logits, hf_logits(folder, prompt), atol=1e-4, rtol=0)
+        torch.testing.assert_close(logits, hf_logits(folder, prompt), atol=tolerance(folder), rtol=0)
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS], indirect=True)
 def test_prefill_logits_are_those_of_transformers(family: Path) -> None:
     check_logits(family)
 
@@ -121,6 +129,8 @@ def in_shape(config: dict[str, Any], shape: str) -> dict[str, Any]:
     changed = {**config, **SHAPES[shape]}
     if changed["tie_word_embeddings"] is None:
         changed["tie_word_embeddings"] = not config["tie_word_embeddings"]
+    if "linear_attention" in changed.get("layer_types", ()):
+        changed["layer_types"] = ["linear_attention"] * (changed["num_hidden_layers"] - 1) + ["full_attention"]
     return with_fitting_rope(changed)
 
 
@@ -141,7 +151,8 @@ def check_shape(name: str, shape: str, folder: Path) -> None:
         model = save_random(FAMILIES[name][0], in_shape(FAMILIES[name][1], shape), folder)
     for prompt, logits in zip(PROMPTS, prefill_logits(folder, PROMPTS), strict=True):
         with torch.inference_mode():
-            torch.testing.assert_close(logits, model(torch.tensor([prompt])).logits[0], atol=1e-4, rtol=0)
+            expected = model(torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(logits, expected, atol=tolerance(folder), rtol=0)
 
 
 @pytest.mark.parametrize("name", IN_SHAPES)
