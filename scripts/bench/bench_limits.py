@@ -130,11 +130,13 @@ class Costs:
 
     @classmethod
     def of(cls, model: ModelConfig, kv_dtype: str = "bfloat16") -> Costs:
+        embedding = model.vocab_size * model.hidden_size
+        attention_layers = model.num_layers - (len(model.recurrent.layers) if model.recurrent else 0)
         return cls(
-            layers=model.num_layers * sum(out * size_in for out, size_in in product_shapes(model)),
-            head=model.vocab_size * model.hidden_size,
-            attention=4 * model.num_layers * model.num_heads * model.head_size,
-            kv=2 * model.num_layers * model.num_kv_heads * model.head_size * (1 if kv_dtype == "fp8" else DTYPE_BYTES),
+            layers=model.num_parameters - embedding * (1 if model.shares_head else 2),
+            head=embedding,
+            attention=4 * attention_layers * model.num_heads * model.head_size,
+            kv=2 * attention_layers * model.num_kv_heads * model.head_size * (1 if kv_dtype == "fp8" else DTYPE_BYTES),
             layer_bytes=model.quantization.weight_bytes if model.quantization else DTYPE_BYTES,
             fp8=model.quantization is not None and model.quantization.name == "fp8",
         )
@@ -152,7 +154,7 @@ def limit(costs: Costs, workload: Workload, rates: Rates, lanes: int) -> float:
 
     The limit counts the FLOPs of the prompts (lm_head only for their last tokens). For each decode step it counts the
     longer of two times, reading all weights once and multiplying by them, and adds the time to read the lanes' KV once.
-    Nothing else is counted.
+    Nothing else is counted, and nothing of the states of recurrent layers.
 
     Shared tokens count once: in the prefill, and in each step, where all samples of a prompt are assumed to decode at
     the same time.
