@@ -71,6 +71,7 @@ def test_more_lanes_fit_where_windows_are_freed(tmp_path: Path) -> None:
     assert bench_windows.room(config, 16000, 15.75e9, False, 8) == (8, 144)
 
 
+@pytest.mark.long
 def test_windows_run_small(tmp_path: Path) -> None:
     bench_windows.main(["--smoke", "--out", str(tmp_path / "windows.json")])
     kept, freed = json.loads((tmp_path / "windows.json").read_text())["modes"]
