@@ -49,8 +49,8 @@ class FeatureOptions(Options):
 
 @dataclass(frozen=True)
 class RecurrentStates(FeatureOptions):
-    """What the recurrent layers of a hybrid model need; see fastgen/recurrent. slots: number of states that are kept
-    for prefixes."""
+    """The recurrent layers of a hybrid model (see fastgen/recurrent), and the number of slots in which their states
+    are kept for prefixes."""
 
     shape: Recurrent
     slots: int

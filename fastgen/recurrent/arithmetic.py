@@ -12,7 +12,7 @@ gates of all rows.
 Decodes multiply tiles of 16 rows, of which row 0 is the token's key and row 8 its query. All kernels add the products
 of one output in the same order, in steps of the matrix instruction (16 tokens or dimensions of 2 bytes, 8 of tf32), and
 zeros add nothing. Every other sum goes through `tl.fma` or has one summand that is not zero, so that no layout changes
-it. So lengths of keys and queries are on the diagonal of a product, too.
+it. For this reason, the squared lengths of keys and queries are taken from the diagonal of a product, too.
 
 The lists of a step (`on_gpu.lists_of`) begin with the numbers of chunks and of blocks. A chunk has 8 numbers: its lane,
 its first position, its end, the row of its first token in the step, its first block, and three zeros. A block has 2:

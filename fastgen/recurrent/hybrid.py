@@ -41,18 +41,25 @@ class HybridPool(KVPool):
 
 @dataclass(frozen=True)
 class HybridPlan:
-    """own: of attention. recurrent: of the recurrent layers."""
+    """The plans of a step: `own` of attention, `recurrent` of the recurrent layers."""
 
     own: Any
     recurrent: Any
 
 
 class Mixer(Protocol):
-    """An implementation of recurrent layers. The plans have its own type; see Attention and CapturableAttention."""
+    """An implementation of recurrent layers. Its plans have their own type; see Attention."""
 
     def plan(self, layout: StepLayout) -> Any: ...
 
     def plan_decode(self, lanes: Tensor, kv_lens: Tensor) -> Any: ...
+
+    def mix(self, plan: Any, number: int, layer: Layer, x: Tensor) -> Tensor:
+        """Return the input of o of the `number`-th recurrent layer; see Recurrence.run."""
+
+
+class CapturableMixer(Mixer, Protocol):
+    """A Mixer whose steps with prefills a CUDA graph can hold; see CapturableAttention."""
 
     def lists(self, layout: StepLayout) -> list[NDArray[np.int32]]: ...
 
@@ -60,14 +67,11 @@ class Mixer(Protocol):
 
     def plan_lists(self, lanes: Tensor, kv_lens: Tensor, lists: Sequence[Tensor]) -> Any: ...
 
-    def mix(self, plan: Any, number: int, layer: Layer, x: Tensor) -> Tensor:
-        """Return the input of o of the `number`-th recurrent layer; see Recurrence.run."""
-
 
 class HybridAttention:
     """The attention of a hybrid model (see Attention), whose plans are those of its recurrent layers as well."""
 
-    def __init__(self, pool: HybridPool, own: CapturableAttention, mixer: Mixer) -> None:
+    def __init__(self, pool: HybridPool, own: CapturableAttention, mixer: CapturableMixer) -> None:
         self.pool, self._own, self._mixer = pool, own, mixer
         self.needs_clean_pages, self.prefixes = own.needs_clean_pages, own.prefixes
 
@@ -119,10 +123,13 @@ class StateMover(StepFeature[StateMoves]):
         self._lanes, self._kept, self._device = lanes, kept, device
 
     def before(self, step: Launched, payload: StateMoves) -> None:
-        assert self._kept is not None or not (payload.saves or payload.restores)
-        if self._kept is not None and payload.saves:
+        if self._kept is None:
+            assert not payload.saves, "nothing is kept"
+            assert not payload.restores, "nothing is kept"
+            return
+        if payload.saves:
             self._kept.save(*self._send(payload.saves))
-        if self._kept is not None and payload.restores:
+        if payload.restores:
             self._kept.restore(*self._send(payload.restores))
 
     def drawn(self, step: Launched, payload: StateMoves, tokens: Tensor) -> None:
@@ -145,7 +152,7 @@ def attach(runner: Runner, options: RecurrentStates) -> None:
     model, own, shape = runner.model, runner.pool, options.shape
     lanes = LaneStates.empty(shape, runner.config.max_seqs + 1, model.parameters.dtype, own.memory)
     pool, mixer = HybridPool(own, shape), make_mixer(runner, shape, lanes)
-    attention = HybridAttention(pool, cast(CapturableAttention, runner.attention), mixer)
+    attention = HybridAttention(pool, cast(CapturableAttention, runner.attention), cast(CapturableMixer, mixer))
     runner.pool, runner.attention = pool, attention
     model.recurrence = RecurrentLayers(mixer, shape.layers)
     kept = KeptStates(lanes, options.slots, own.memory) if options.slots else None

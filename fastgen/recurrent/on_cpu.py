@@ -20,13 +20,10 @@ function, have the same bits whatever the others are, if shapes and places are t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgen.model.attention.interface import StepLayout
@@ -52,15 +49,6 @@ class CpuMixer:
 
     def plan_decode(self, lanes: Tensor, kv_lens: Tensor) -> Runs:
         return [(lane, length - 1, 1) for lane, length in zip(lanes.tolist(), kv_lens.tolist(), strict=True)]
-
-    def lists(self, layout: StepLayout) -> list[NDArray[np.int32]]:
-        raise AssertionError("a CPU has no graphs")
-
-    def list_sizes(self, tokens: int) -> list[int]:
-        raise AssertionError("a CPU has no graphs")
-
-    def plan_lists(self, lanes: Tensor, kv_lens: Tensor, lists: Sequence[Tensor]) -> Runs:
-        raise AssertionError("a CPU has no graphs")
 
     def mix(self, plan: Runs, number: int, layer: Layer, x: Tensor) -> Tensor:
         assert layer.delta is not None

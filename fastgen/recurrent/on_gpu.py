@@ -102,11 +102,11 @@ class GpuMixer:
             mixed, gates, heads, shape.channels, shape.outputs, 1024, power_of_two(heads), num_warps=4,
         )  # fmt: skip
         few = rows <= FEW_LANES
-        columns, dims, stages = (64, 32, 3) if few else (128, 32, 3)
+        columns = 64 if few else 128
         decode_kernels.decode_kernel[(size // columns, heads, rows)](
             mixed, gates, plan.lanes, plan.kv_lens, lanes.rounded, lanes.keys, lanes.factors, lanes.strengths,
-            lanes.decays, lanes.residuals, lanes.writes, lanes.inverse, results, heads, group, size, columns, dims,
-            PART, stages, num_warps=4 if few else 2, maxnreg=128 if few else 200,
+            lanes.decays, lanes.residuals, lanes.writes, lanes.inverse, results, heads, group, size, columns, 32,
+            PART, 3, num_warps=4 if few else 2, maxnreg=128 if few else 200,
         )  # fmt: skip
         decode_kernels.advance_kernel[(size // 32, heads, rows)](
             plan.lanes, plan.kv_lens, lanes.state, lanes.rounded, lanes.keys, lanes.factors, lanes.decays, lanes.writes,

@@ -102,11 +102,11 @@ class StateKeeper(PlanFeature):
     """Plans the moves of states. options: of the feature."""
 
     def __init__(self, options: RecurrentStates) -> None:
-        self._slots = options.slots
+        self._num_slots = options.slots
 
     def make_allocator(self, config: EngineConfig) -> PageAllocator:
         self._border = math.lcm(BLOCK, config.page_size)
-        self._pages = StateAllocator(config.num_pages, config.page_size, self._slots)
+        self._pages = StateAllocator(config.num_pages, config.page_size, self._num_slots)
         return self._pages
 
     def reset(self, lanes: LaneTable) -> None:
@@ -126,7 +126,7 @@ class StateKeeper(PlanFeature):
 
     def _ends_of(self, sequence: Sequence) -> list[int]:
         """Return where the chunks of a sequence's prefill have to end."""
-        if not self._slots:
+        if not self._num_slots:
             return []
         tokens, start, ends = sequence.token_ids, sequence.computed, set[int]()
         cached = self._pages.cached_pages(tokens, min(sequence.cacheable_len, sequence.prefill_len - 1))
@@ -165,7 +165,7 @@ class StateKeeper(PlanFeature):
         self._due.pop(sequence.lane, None)
         border = sequence.computed // BLOCK * BLOCK
         # Pages that are not indexed may be of earlier weights.
-        if self._slots and border and border % self._border == 0 and sequence.indexed != NOT_INDEXED:
+        if self._num_slots and border and border % self._border == 0 and sequence.indexed != NOT_INDEXED:
             ended = self._pages.node_at(sequence.token_ids, border)
             if ended is not None:
                 self._due[sequence.lane] = ended

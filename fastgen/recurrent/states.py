@@ -1,5 +1,5 @@
-"""What sequences keep of recurrent layers on the device: a state and the rows of their current block, by lane; and the
-states that are kept for prefixes, by slot.
+"""The memory of recurrent layers on the device. Each lane holds a sequence's state and the rows of its current block;
+each slot holds a state that is kept for prefixes.
 
 Shape letters: R recurrent layers, L lanes, K key heads, H value heads, D head size (128), C channels.
 """
@@ -24,7 +24,7 @@ MOVED = 1 << 28  # bytes of states that are moved at once, unless one lane has m
 class LaneStates:
     """The states of all lanes, which may hold anything before a sequence begins.
 
-    A sequence's position p is in row p % 64 of its block; rows from there on belong to no token yet.
+    A sequence's position p is in row p % 64 of its block. Rows after that of the last token are not used yet.
     """
 
     state: Tensor  # [R, L, H, D, D] float32: at the start of the current block

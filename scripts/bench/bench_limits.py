@@ -65,7 +65,7 @@ MORE = {
 WORKLOADS = PLAIN | MORE | SHARED
 SMOKE_SHAPE = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-               "max_position_embeddings": 512}  # fmt: skip
+               "max_position_embeddings": 512, "full_attention_interval": 2}  # fmt: skip
 
 
 def settings(model: str, smoke: bool, int4: bool = False) -> dict[str, Any]:
