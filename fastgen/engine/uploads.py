@@ -120,7 +120,7 @@ class StepMemory:
         """Write a step in the order of the current stream; the host does not wait. lists: none for a step without
         prefill chunks."""
         parts, padding = self._parts[len(arrays.ids)], self._lanes
-        lists = lists or [np.zeros(1, INT32)] * (len(parts.starts) - len(arrays))  # a list begins with its length
+        lists = lists or [np.zeros(length, INT32) for length in parts.lengths[len(arrays) :]]  # lists of nothing
         draw = [x[0] for x in arrays[:3]] if len(arrays.rows) else [0, padding, 1]
         fills = [*draw, padding, padding, 0, 0, 0, 0, -1]
         host = parts.pack([*arrays, *lists], self._memory.device, fills)

@@ -10,9 +10,8 @@ from fastgen.recurrent.arithmetic import convolved, decayed, diagonal, gates_of,
 def _block(lists, number):
     """Return whether a block exists, its first position, and its chunk's lane, start, end, and first row in the
     step."""
-    chunks = tl.load(lists)
-    exists = (chunks > 0) & (number < tl.load(lists + 1))  # of a list of nothing, only the first number is written
-    block = lists + 2 + chunks * 8 + number * 2
+    exists = number < tl.load(lists + 1)
+    block = lists + 2 + tl.load(lists) * 8 + number * 2
     chunk = lists + 2 + tl.load(block, mask=exists, other=0) * 8
     first = tl.load(block + 1, mask=exists, other=0)
     lane = tl.load(chunk).to(tl.int64)

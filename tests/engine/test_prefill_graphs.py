@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from called_graphs import Called, capturable
 from conftest import FEW, Checkpoint, check_idle, random_ids
 from handmade import make_runner, mover, run, start, table
@@ -27,6 +28,7 @@ from fastgen.engine.cuda_graphs import PREFILL_SIZES, PREFILL_TOKENS, prefill_si
 from fastgen.engine.host_pages import PageMoves
 from fastgen.engine.prompt_scores import ScorePlan
 from fastgen.engine.runner import Runner
+from fastgen.engine.uploads import StepArrays, StepMemory
 from fastgen.engine.warm_up import capture, captured_prefills
 from fastgen.model.linear import ROW_TILE
 from fastgen.request import Batch, Prefill
@@ -134,6 +136,17 @@ def test_padding_has_no_slot_and_no_lane(llama: Path, monkeypatch: pytest.Monkey
         assert not sent.kv_lens[count:].any()
         for draws in (sent.rows, sent.sources, sent.ends):
             assert set(draws[count:].tolist()) == {int(draws[0])}, "the first draw again"
+
+
+def test_a_step_without_chunks_sends_lists_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header of a list has counters as well as the number of its entries, so that no number of it may remain from
+    what the memory held before."""
+    attention = SimpleNamespace(list_sizes=lambda tokens: [256 + tokens])
+    memory = StepMemory(3, cast(Any, attention), [16], torch.device("cpu"))
+    monkeypatch.setattr(torch, "empty", lambda size, **options: torch.full((size,), 255, **options))
+    memory.send(StepArrays.empty(16), [])
+    _, (sent,) = memory.tensors(16)
+    assert not sent.any()
 
 
 def test_decodes_draw_and_embed_their_last_tokens(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
