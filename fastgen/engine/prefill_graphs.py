@@ -51,7 +51,7 @@ class PrefillGraphs:
 
     def rehearse(self, layers: Sequence[int]) -> None:
         """Run a step of padding of each size through these layers, one of each kind, which compiles the kernels."""
-        for size in self.sizes:
+        for size in reversed(self.sizes):  # the largest first, whose memory the others use again
             self._memory.send(StepArrays.empty(size), [])
             for shared in self.layers:
                 self._run_layers(size, shared, [*layers, layers[-1]])  # of the last, only the queries are computed

@@ -85,6 +85,15 @@ def test_the_schedule_never_shows(folder: Path, requests: Requests) -> None:
             assert gen.stats.preemptions > 0
 
 
+def test_a_start_keeps_little_more_memory_than_its_largest_step_takes(folder: Path) -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with Generator(folder, **OPTIONS, max_seqs=256):
+        kept, largest = torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
+    print(f"{kept / 1e9:.2f} GB for {largest / 1e9:.2f}")
+    assert kept < 2.5 * largest
+
+
 @torch.inference_mode()
 def logprobs(model: Any, ids: list[int]) -> Tensor:
     """Return what transformers gives all tokens but the first, in float64."""
@@ -92,18 +101,19 @@ def logprobs(model: Any, ids: list[int]) -> Tensor:
     return rows.gather(1, torch.tensor(ids)[1:, None])[:, 0]
 
 
-def test_errors_are_not_above_those_of_transformers(folder: Path, requests: Requests) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_errors_are_not_above_those_of_transformers(folder: Path, requests: Requests, dtype: str) -> None:
     prompts = [ids for ids, _ in requests]
-    with Generator(folder, **OPTIONS) as gen:
+    with Generator(folder, **OPTIONS | {"dtype": dtype}) as gen:
         outputs = [output.completions[0] for output in gen.generate(prompts, GREEDY)]
         sequences = [ids + output.token_ids for ids, output in zip(prompts, outputs, strict=True)]
         scored = gen.score(sequences)
-    models = {dtype: load_reference(folder, dtype).to("cuda") for dtype in (torch.float32, torch.bfloat16)}
+    exact, rounded = (load_reference(folder, each).to("cuda") for each in (torch.float32, getattr(torch, dtype)))
     ours: dict[str, list[Tensor]] = {"prefill": [], "decode": []}
     theirs: dict[str, list[Tensor]] = {"prefill": [], "decode": []}
     for ids, output, scores in zip(sequences, outputs, scored, strict=True):
-        right, drawn = logprobs(models[torch.float32], ids), len(output.token_ids)
-        its = logprobs(models[torch.bfloat16], ids) - right
+        right, drawn = logprobs(exact, ids), len(output.token_ids)
+        its = logprobs(rounded, ids) - right
         ours["prefill"].append(torch.tensor(scores).double()[1:] - right)
         ours["decode"].append(torch.tensor(output.raw_logprobs).double() - right[-drawn:])
         theirs["prefill"].append(its)
