@@ -45,9 +45,9 @@ def test_one_generate_on_a_cpu_loads_few_lines(loaded: tuple[dict[str, int], dic
 
 @pytest.mark.parametrize(
     "door",
-    ["fastgen.speculation", "fastgen.recurrent", "fastgen.ranks", "fastgen.parallel.rank_group",
-     "fastgen.kernels.triton", "fastgen.kernels.hopper", "fastgen.text.tools", "fastgen.engine.warm_up",
-     "fastgen.cli", "fastgen.rl", "fastgen.pool", "fastgen.async_engine"],
+    ["fastgen.speculation", "fastgen.recurrent", "fastgen.model.recurrent_config", "fastgen.ranks",
+     "fastgen.parallel.rank_group", "fastgen.kernels.triton", "fastgen.kernels.hopper", "fastgen.text.tools",
+     "fastgen.engine.warm_up", "fastgen.cli", "fastgen.rl", "fastgen.pool", "fastgen.async_engine"],
 )  # fmt: skip
 def test_a_feature_is_loaded_only_when_it_is_used(loaded: tuple[dict[str, int], dict[str, int]], door: str) -> None:
     assert [name for name in loaded[1] if f"{name}.".startswith(f"{door}.")] == []

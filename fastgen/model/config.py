@@ -11,13 +11,15 @@ import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastgen.model.config_fields import integer, number_of, unsupported
 from fastgen.model.families import FAMILIES, TEXT_TYPES, WRAPPERS, Family
 from fastgen.model.quantization import Int4, Quantization, method_of
-from fastgen.model.recurrent_config import Recurrent, read_recurrent
 from fastgen.option import Option
+
+if TYPE_CHECKING:  # for hybrids only
+    from fastgen.model.recurrent_config import Recurrent
 
 BUNDLED_NAME = "fastgen-tiny"
 
@@ -328,10 +330,16 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         bare_norm=family.bare_norm,
         output_gate=family.output_gate,
         head_gate=family.recurrent,
-        recurrent=read_recurrent(config, num_layers) if family.recurrent else None,
+        recurrent=_recurrent(config, num_layers) if family.recurrent else None,
         has_vision=has_vision,
         **flags,
     )
+
+
+def _recurrent(config: dict[str, Any], num_layers: int) -> Recurrent | None:
+    from fastgen.model.recurrent_config import read_recurrent
+
+    return read_recurrent(config, num_layers)
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from fastgen.model.config import ModelConfig
 from fastgen.model.linear import ROW_TILE, Linear
 from fastgen.model.packed import PACKED_ROW_TILE, pack, packing, unpack
 from fastgen.model.quantization import Int4, Quantization
-from fastgen.model.recurrent_config import DELTA_HEAD, DELTA_TAPS
 from fastgen.model.weights import EMBEDDING, HEAD, Part, Shard
 from fastgen.parallel.group import Group
 
@@ -125,6 +124,8 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
         gate_up = _together(layer + c.gate_up_tensor, gate_up)
     out = Module(attention + "o_proj", "o", (hidden, heads), COLUMNS, c.o_bias)
     if recurrent and (r := c.recurrent) is not None:
+        from fastgen.model.recurrent_config import DELTA_HEAD, DELTA_TAPS
+
         delta = layer + "linear_attn."
         norms += [
             Module(delta + "conv1d", "delta.taps", (r.channels, 1, DELTA_TAPS)),
