@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastgen.device.processor import fast_bfloat16, has_amx
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
-from fastgen.model.recurrent_config import Recurrent
 from fastgen.option import Options, option, options_of
 from fastgen.text.syntax_names import ReasoningParser, ToolCallParser
+
+if TYPE_CHECKING:  # for hybrids only
+    from fastgen.model.recurrent_config import Recurrent
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_SEQS = 8192  # limit of the kernels that list the work of a step
@@ -433,10 +435,11 @@ def _step_size(
         lanes = 256 if model.recurrent is None else 32
         if memory:
             room = 0.9 * memory - model.weight_bytes(DTYPE_BYTES[dtype])
-            lane_bytes = LANE_BYTES * model.vocab_size
+            lane_bytes, layers = float(LANE_BYTES * model.vocab_size), 0
             if model.recurrent is not None:
-                lane_bytes += 4 * model.recurrent.state_bytes  # of a lane, its block's tokens, and a kept state
-            fit = int(room / (256 * token_bytes(model, kv_dtype) + lane_bytes))
+                layers -= len(model.recurrent.layers)
+                lane_bytes += 3.3 * model.recurrent.state_bytes  # at most 2.3 of a lane, 1 of a kept state
+            fit = int(room / (256 * token_bytes(model, kv_dtype, layers) + lane_bytes))
             lanes = min(1 << max(fit, 1).bit_length() - 1, 1024)
         max_seqs = max(min(lanes, max_step_tokens or budget), 1)
     if max_step_tokens is None:
