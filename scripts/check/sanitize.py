@@ -45,6 +45,7 @@ PARTS = {
     "products": ("kernels/test_kernels_batch_invariant.py", "twin or rope_fused or any_tile", 2),
     "products on Hopper": ("gpu/test_gpu_deterministic.py", "product_is_right", 1),
     "fp8": ("kernels/test_kernels_fp8.py", "quantize or norm or product_is", 1),
+    "recurrent layers": ("recurrent/test_delta_kernels.py", "mixed_steps or padding", 3),
     "pages": ("model/test_kv_pool.py", "copied_between", 1),
     "norms, adapters": ("kernels/test_kernels.py", "rms_norm or over_ranks or gate or pool or advance or merged", 1),
 }  # fmt: skip
@@ -66,7 +67,8 @@ class Share:
         print(f"\nTESTS {len(items)}")
 
     def pytest_runtest_logfinish(self) -> None:
-        modules = [module for name, module in sys.modules.items() if name.startswith("fastgen.kernels.")]
+        rooms = ("fastgen.kernels.", "fastgen.recurrent.")
+        modules = [module for name, module in sys.modules.items() if name.startswith(rooms)]
         for module in modules:
             for name, kernel in vars(module).items():
                 if getattr(kernel, "_compiled", None) and kernel.__module__ == module.__name__:
@@ -78,14 +80,19 @@ def run_part(name: str, place: int) -> int:
     """Run a share of the tests of a part in this process, which a sanitizer watches."""
     import torch
 
+    from fastgen.device import new_memory
     from fastgen.device.memory import Memory
     from fastgen.model import kv_pool
 
     class Allocated(Memory):
-        def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+        def __init__(self, device: torch.device) -> None:
+            super().__init__()
+            self._device = device
 
-    kv_pool.memory_on = lambda device, huge_pages=True: Allocated()
+        def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=self._device)
+
+    new_memory.memory_on = kv_pool.memory_on = lambda device, huge_pages=True: Allocated(device)
     path, tests, shares = PARTS[name]
     options = ["-k", tests, "-n", "0", "-vv", "-s", "-o", "timeout=0", "-p", "no:cacheprovider"]
     return pytest.main([str(ROOT / "tests" / path), *options], [Share(place, shares)])

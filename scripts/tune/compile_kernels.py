@@ -78,6 +78,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "architectures": ["MuseGlimmerForConditionalGeneration"], "text_config": {
             "model_type": "muse_glimmer_text", "sliding_window": 100}},
     "partial rope": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75},
+    "recurrent layers": {  # of Qwen3.5 9B; in the next one, of 27B
+        "architectures": ["Qwen3_5ForCausalLM"], "head_dim": 256, "num_hidden_layers": 2, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "full_attention_interval": 2, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32},
+    "recurrent layers, 3 value heads a key head": {
+        "architectures": ["Qwen3_5ForCausalLM"], "head_dim": 256, "num_hidden_layers": 2, "full_attention_interval": 2,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 48},
 }  # fmt: skip
 ACCEPTED: dict[str, dict[str, int]] = {
     # A tile's queries, sums and scores fill all 255 registers; 5 query heads per KV head spill most, also in the loop
@@ -105,16 +112,27 @@ ACCEPTED: dict[str, dict[str, int]] = {
     # A few numbers per program, outside of loops; with Triton 3.8.0 and later versions nothing.
     "triton.norm._rms_norm_kernel": dict.fromkeys(CHIPS, 8),
     "triton.rope._rope_kernel": {"RTX A5000": 24, "RTX 4090": 24},
+    # Tiles of 64 tokens and states of 128 x 128, tuned on an H200.
+    "fastgen.recurrent.prefill_kernels.scan_kernel": {
+        "A100": 760, "RTX A5000": 696, "RTX 4090": 696, "RTX 5090": 784,
+    },
+    "fastgen.recurrent.prefill_kernels.outputs_kernel": {
+        "A100": 504, "RTX A5000": 560, "RTX 4090": 560, "RTX 5090": 544,
+    },
+    "fastgen.recurrent.decode_kernels.decode_kernel": {
+        "A100": 16, "RTX A5000": 24, "RTX 4090": 24, "H200": 8, "B200": 80, "RTX 5090": 56,
+    },
     "drafts._follow_kernel": {"RTX 5090": 16},  # in results of earlier states
     "drafts._recall_kernel": {"RTX 5090": 16},
 }  # fmt: skip
-"""Maximum number of bytes that a thread of a kernel in fastgen.kernels may spill on a chip: the largest in the results
+"""Maximum number of bytes that a thread of a kernel may spill on a chip: the largest in the results
 of Triton 3.6.0 to 3.9.0, and for products also in runs of this state, whose results are not kept. All other kernels
 must spill nothing."""
 DTYPES = ("bfloat16", "float16", "float32")
 KERNEL = itemgetter("kernel")
 ENGINE = {"load": "dummy", "device": "cpu", "num_pages": 128, "max_seqs": 32, "max_step_tokens": 512, "seed": 0,
           "speculate": "auto"}  # fmt: skip
+WITHOUT_DRAFTS = ("recurrent layers", "recurrent layers, 3 value heads a key head")  # nor quantization
 
 
 class Target:
@@ -199,6 +217,7 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
     from fastgen.kernels import attention, batch_invariant, fp8
     from fastgen.model import linear, parameters
     from fastgen.model.attention.paged import PagedAttention
+    from fastgen.recurrent import hybrid, on_gpu
 
     def call(self: Kernel, *args: Any, **options: Any) -> Any:
         result = self.launch(*args, **options)
@@ -229,7 +248,12 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
             config = replace(config, kv_cache_dtype=config.dtype)
         return make_runner(model, config, features)
 
+    class Mixer(on_gpu.GpuMixer):
+        def mix(self, *what: Any) -> torch.Tensor:
+            return super().mix(*what).zero_()
+
     startup.make_runner = with_kv_of_a_gpu
+    hybrid.make_mixer = lambda runner, shape, lanes: Mixer(shape, lanes, runner.config.max_seqs, 1e-6)
     yield compiled
 
 
@@ -242,7 +266,7 @@ def run_all(models: list[str], dtypes: tuple[str, ...], chip: Chip) -> list[dict
                     compiled.what = f"{name}, {dtype}{', deterministic' * deterministic}"
                     run(name, dtype, deterministic)
         if chip.capability == (9, 0):
-            for name in models:
+            for name in set(models) - set(WITHOUT_DRAFTS):
                 compiled.what = f"{name}, bfloat16, fp8"
                 run(name, "bfloat16", True, quantization="fp8")
         for dtype in dtypes[:2]:
@@ -311,7 +335,10 @@ def run(name: str, dtype: str, deterministic: bool, **options: Any) -> None:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**SIZES, **MODELS[name]}))
-        with Generator(folder, dtype=dtype, deterministic=deterministic, **ENGINE, **options) as gen:
+        options = {**ENGINE, "dtype": dtype, "deterministic": deterministic, **options}
+        if name in WITHOUT_DRAFTS:
+            del options["speculate"]
+        with Generator(folder, **options) as gen:
             model: Any = gen._runner.model
             for linear in (model.parameters.lm_head, *(linear for layer in model.layers for linear in layer.linears)):
                 linear.batch_invariant |= deterministic  # as on a GPU

@@ -1,4 +1,5 @@
-"""recurrent/on_gpu.py and its kernels in Triton's interpreter, compared with on_cpu.py: steps of decodes and chunks."""
+"""recurrent/on_gpu.py and its kernels, on a GPU or in Triton's interpreter, compared with on_cpu.py: steps of decodes
+and chunks."""
 
 from __future__ import annotations
 
@@ -24,9 +25,12 @@ pytest.importorskip("triton")
 from fastgen.recurrent.on_gpu import HEADER, GpuMixer, MixPlan
 
 pytestmark = pytest.mark.skipif(
-    not os.environ.get("TRITON_INTERPRET"), reason="on a GPU, tests/gpu/test_gpu_hybrid.py runs them"
+    not (os.environ.get("TRITON_INTERPRET") or torch.cuda.is_available()), reason="needs a GPU or Triton's interpreter"
 )
 CPU = torch.device("cpu")
+DEVICE, DTYPE, ERROR = (CPU, torch.float32, 1e-5)
+if not os.environ.get("TRITON_INTERPRET"):
+    DEVICE, DTYPE, ERROR = torch.device("cuda"), torch.bfloat16, 2e-2  # rounded in other places than on the CPU
 EPS = 1e-6
 LANES = 5
 PADDING = LANES - 1
@@ -36,15 +40,21 @@ Plan = Callable[[Any, StepLayout, int], Any]
 
 
 def make_layer(shape: Recurrent) -> Any:
+    """Return a layer on the CPU."""
     taps = torch.randn(shape.channels, 1, DELTA_TAPS) / 2
     step, decay = torch.empty(shape.value_heads).uniform_(-6, 1), torch.empty(shape.value_heads).uniform_(0.01, 16)
-    return SimpleNamespace(delta=DeltaWeights(taps, step, decay.log(), 1 + 0.1 * torch.randn(DELTA_HEAD)))
+    norm = 1 + 0.1 * torch.randn(DELTA_HEAD)
+    return SimpleNamespace(delta=DeltaWeights(*(each.to(DTYPE) for each in (taps, step, decay.log(), norm))))
 
 
-def make_lanes(shape: Recurrent) -> LaneStates:
+def on(device: torch.device, layer: Any) -> Any:
+    return SimpleNamespace(delta=DeltaWeights(*(each.to(device) for each in vars(layer.delta).values())))
+
+
+def make_lanes(shape: Recurrent, device: torch.device) -> LaneStates:
     """States that hold anything, as before sequences begin: NaN, which shows if it is read. The lane of padding has
     finite numbers, as on a GPU."""
-    lanes = LaneStates.empty(shape, LANES, torch.float32, memory_on(CPU))
+    lanes = LaneStates.empty(shape, LANES, DTYPE, memory_on(device))
     for tensor in vars(lanes).values():
         tensor.fill_(torch.nan)
         tensor[:, PADDING] = 7
@@ -67,7 +77,7 @@ def from_lists(mixer: GpuMixer, layout: StepLayout, rows: int) -> MixPlan:
     lanes, lens = torch.full((MAX_SEQS,), PADDING), torch.zeros(MAX_SEQS, dtype=torch.int32)
     lanes[: layout.decodes] = torch.from_numpy(layout.lanes[: layout.decodes])
     lens[: layout.decodes] = torch.from_numpy(layout.kv_lens[: layout.decodes])
-    return mixer.plan_lists(lanes, lens, [found])
+    return mixer.plan_lists(*(each.to(DEVICE) for each in (lanes, lens)), [found.to(DEVICE)])
 
 
 def drive(mixer: Any, layer: Any, sequences: list[Tensor], seed: int, plan: Plan = planned) -> list[Tensor]:
@@ -87,7 +97,7 @@ def drive(mixer: Any, layer: Any, sequences: list[Tensor], seed: int, plan: Plan
         counts = [1] * len(decodes) + list(chunks)
         ends = [done[each] + count for each, count in zip(order, counts, strict=True)]
         rows = [sequences[at][end - count : end] for at, count, end in zip(order, counts, ends, strict=True)]
-        padding = torch.full((MAX_SEQS, sequences[0].shape[1]), torch.nan)
+        padding = sequences[0].new_full((MAX_SEQS, sequences[0].shape[1]), torch.nan)
         x = torch.cat([*rows, padding]) if plan is from_lists else torch.cat(rows)
         layout = layout_of([lanes[each] for each in order], counts, ends, len(decodes))
         mixed = mixer.mix(plan(mixer, layout, len(x)), 0, layer, x)[: sum(counts)]
@@ -97,20 +107,28 @@ def drive(mixer: Any, layer: Any, sequences: list[Tensor], seed: int, plan: Plan
     return [torch.cat(parts) for parts in outputs]
 
 
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Return the error of a tensor, relative to what is expected."""
+    expected = expected.double()
+    return float((found.cpu().double() - expected).norm() / expected.norm())
+
+
 def check(shape: Recurrent, lengths: tuple[int, ...], seed: int, plan: Plan) -> None:
     torch.manual_seed(seed)
     layer = make_layer(shape)
-    sequences = [torch.randn(length, shape.outputs) for length in lengths]
-    ours, theirs = make_lanes(shape), make_lanes(shape)
+    sequences = [torch.randn(length, shape.outputs).to(DTYPE) for length in lengths]
+    ours, theirs = make_lanes(shape, DEVICE), make_lanes(shape, CPU)
     expected = drive(CpuMixer(shape, theirs, EPS), layer, sequences, seed + 100)
-    found = drive(GpuMixer(shape, ours, MAX_SEQS, EPS), layer, sequences, seed, plan)
+    found = drive(
+        GpuMixer(shape, ours, MAX_SEQS, EPS), on(DEVICE, layer), [x.to(DEVICE) for x in sequences], seed, plan
+    )
     for got, wanted in zip(found, expected, strict=True):
-        assert (got - wanted).norm() < 1e-5 * wanted.norm()
+        assert difference(got, wanted) < ERROR
     for tensor in vars(ours).values():
         assert (tensor[:, PADDING] == 7).all(), "a lane of padding was written"
     for name in ("state", "border_inputs"):
         mine, its = (getattr(lanes, name).nan_to_num(7) for lanes in (ours, theirs))  # one lane has no sequence
-        assert (mine - its).norm() < 1e-5 * its.norm()
+        assert difference(mine, its) < ERROR
 
 
 @pytest.mark.parametrize("plan", [planned, from_lists])
@@ -128,20 +146,22 @@ def test_many_steps_have_the_outputs_and_states_of_the_cpu(shape: str, seed: int
 
 def test_a_step_of_padding_changes_nothing() -> None:
     shape = SHAPES["grouped"]
-    lanes = make_lanes(shape)
+    lanes = make_lanes(shape, DEVICE)
     mixer = GpuMixer(shape, lanes, MAX_SEQS, EPS)
     (size,) = mixer.list_sizes(8)
-    lists = torch.full((size,), 12345, dtype=torch.int32)
+    lists = torch.full((size,), 12345, dtype=torch.int32, device=DEVICE)
     lists[:HEADER] = 0
-    plan = mixer.plan_lists(torch.zeros(MAX_SEQS, dtype=torch.int64), torch.zeros(MAX_SEQS, dtype=torch.int32), [lists])
+    decodes = torch.zeros(MAX_SEQS, dtype=torch.int64, device=DEVICE)
+    plan = mixer.plan_lists(decodes, decodes.int(), [lists])
     for tensor in vars(lanes).values():
         tensor.fill_(7)
-    mixer.mix(plan, 0, make_layer(shape), torch.full((8, shape.outputs), torch.nan))
+    x = torch.full((8, shape.outputs), torch.nan, dtype=DTYPE, device=DEVICE)
+    mixer.mix(plan, 0, on(DEVICE, make_layer(shape)), x)
     assert all((tensor == 7).all() for tensor in vars(lanes).values())
 
 
 def test_lists_name_chunks_and_their_blocks() -> None:
-    mixer = GpuMixer(SHAPES["grouped"], make_lanes(SHAPES["grouped"]), MAX_SEQS, EPS)
+    mixer = GpuMixer(SHAPES["grouped"], make_lanes(SHAPES["grouped"], DEVICE), MAX_SEQS, EPS)
     layout = layout_of([2, 0, 3], [1, 70, 6], [9, 130, 6], 1)  # a decode; positions 60 to 129; positions 0 to 5
     (lists,) = mixer.lists(layout)
     assert lists[:2].tolist() == [2, 4]
@@ -152,7 +172,7 @@ def test_lists_name_chunks_and_their_blocks() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 200])
 def test_lists_of_any_step_fit_into_their_size(tokens: int) -> None:
-    mixer = GpuMixer(SHAPES["grouped"], make_lanes(SHAPES["grouped"]), MAX_SEQS, EPS)
+    mixer = GpuMixer(SHAPES["grouped"], make_lanes(SHAPES["grouped"], DEVICE), MAX_SEQS, EPS)
     draw = random.Random(tokens)
     for _ in range(200):
         cuts = sorted(draw.sample(range(1, tokens), min(draw.randrange(MAX_SEQS), tokens - 1)))
