@@ -27,7 +27,7 @@ class ChatTemplate:
 
     def __init__(self, hf: Any, tool_call_parser: str | None) -> None:
         self._hf, self._tool_call_parser = hf, tool_call_parser
-        self._part_roles: dict[tuple[str, str], bool] = {}  # what `_reads_parts` has found
+        self._part_roles: dict[tuple[str, str, bool], bool] = {}  # what `_reads_parts` has found
 
     @property
     def syntax(self) -> Syntax | None:
@@ -46,27 +46,34 @@ class ChatTemplate:
 
         return template_calls(plain(messages), self.syntax, lambda sample: self.render(plain(sample), variables))
 
-    def _reads_parts(self, variables: Mapping[str, Any], role: str) -> bool:
-        """Return whether the chat template reads the content of messages of this role as parts, and loses texts.
-        variables: those that the template may need."""
-        key = (str(self._hf.chat_template), role)
+    def _reads_parts(self, variables: Mapping[str, Any], role: str, several: bool) -> bool:
+        """Return whether the chat template gets the content of messages of this role as parts: if it loses texts, and
+        also if it takes texts, but `several` parts are given, which it joins in its own way. variables: those that the
+        template may need."""
+        key = (str(self._hf.chat_template), role, several)
         if key in self._part_roles:
             return self._part_roles[key]
-        as_user = role != "user" and self._reads_parts(variables, "user")
-
-        def shows(content: Any) -> bool | None:  # None: the template takes no such conversation
-            begun = [{"role": "system", "content": "a" if isinstance(content, str) else [_text_part("a")]}]
-            for before in ([],) if role == "system" else ([], begun):  # some templates ask for a system message
-                messages = [*before, *_probing(role, content, as_user)]
-                with suppress(ValueError):
-                    return PROBE in self.render(messages, variables, add_generation_prompt=False)
-            return None
-
+        as_user = role != "user" and self._reads_parts(variables, "user", False)
+        shows = partial(self._shows, variables, role, as_user)
         as_text, as_parts = shows(PROBE), shows([_text_part(PROBE)])
         parts = not as_text and bool(as_parts or as_user)
+        if several and as_text:
+            parts = bool(shows([_text_part(PROBE)] * 2))
         if as_text is not None or as_parts is not None:
             self._part_roles[key] = parts
         return parts
+
+    def _shows(self, variables: Mapping[str, Any], role: str, as_user: bool, content: Any) -> bool | None:
+        """Return whether the chat template writes the texts of a message with this content, PROBE or parts of it, one
+        after the other; None if it takes no such conversation. as_user: users' messages have parts."""
+        texts = [content] if isinstance(content, str) else content
+        written = re.compile(r"\s*".join([PROBE] * len(texts)))
+        begun = [{"role": "system", "content": "a" if isinstance(content, str) else [_text_part("a")]}]
+        for before in ([],) if role == "system" else ([], begun):  # some templates ask for a system message
+            messages = [*before, *_probing(role, content, as_user)]
+            with suppress(ValueError):
+                return bool(written.search(self.render(messages, variables, add_generation_prompt=False)))
+        return None
 
     def render(
         self,
@@ -124,9 +131,9 @@ def _text_part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _plain_message(message: Any, template: str, reads_parts: Callable[[str], bool]) -> dict[str, Any]:
+def _plain_message(message: Any, template: str, reads_parts: Callable[[str, bool], bool]) -> dict[str, Any]:
     """Return a message for a chat template, with its content as a single text, or as parts if `reads_parts` is true of
-    its role. Raises ValueError.
+    its role and of whether it has several parts. Raises ValueError.
 
     Reasoning of the message, as `reasoning_content`, `reasoning` or parts {"type": "thinking"}, is given to the
     template in the form that it reads, and left out if it reads none.
@@ -139,9 +146,10 @@ def _plain_message(message: Any, template: str, reads_parts: Callable[[str], boo
     plain = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
     if content is not None:
         plain["content"] = content_text(content)
-        if content and isinstance(content, str | list | tuple) and reads_parts(_usual_role(message["role"])):
+        if content and isinstance(content, str | list | tuple):
             texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-            plain["content"] = list(map(_text_part, texts))
+            if reads_parts(_usual_role(message["role"]), len(texts) > 1):
+                plain["content"] = list(map(_text_part, texts))
     if not reasoning:
         return plain
     read = (name for name in REASONING_FIELDS if re.search(rf"\.{name}\b|['\"]{name}['\"]", template))

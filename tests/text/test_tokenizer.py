@@ -274,6 +274,7 @@ def test_files_that_cannot_be_read_are_an_error_with_their_folder(broken: str, t
 EACH = "{% for m in messages %}[{{ m.role }}]"
 LOOP = "{% for p in m.content %}{{ p.text }}{% endfor %}"
 STRING = "{{ m.content if m.content is string else raise_exception('a text is needed') }}"
+EITHER = "{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}"
 LISTED = "{{ raise_exception('parts are needed') if m.content is string }}"
 
 
@@ -295,7 +296,7 @@ LISTED = "{{ raise_exception('parts are needed') if m.content is string }}"
         ("{% if m.role == 'user' %}" + LOOP + "{% else %}" + STRING + "{% endif %}", ("user",)),
         ("{% if m.role == 'user' %}" + LISTED + LOOP + "{% else %}" + STRING + "{% endif %}", ("user",)),
         ("{% if m.role == 'user' %}" + STRING + "{% else %}" + LISTED + LOOP + "{% endif %}", ("system", "assistant")),
-        ("{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}", ()),
+        (EITHER, ()),
         ("{{ m.content }}", ()),
         ("{{ m.content | upper }}", ()),
         (STRING, ()),
@@ -330,12 +331,29 @@ def test_parts_are_found_with_the_variables_that_a_template_needs(
     assert tokenizer.render_chat([{"role": "user", "content": "hello"}], {"day": "1"}) == "[user]hello"
 
 
-def test_several_parts_come_as_they_are(talker: Path) -> None:
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (LOOP, "the dog"),
+        (EITHER, "the dog"),
+        ("{{ m.content if m.content is string else m.content | map(attribute='text') | join('\n\n') }}", "the\n\n dog"),
+        ("{{ m.content }}", "the\n dog"),
+        ("{{ m.content if m.content is string else m.content | tojson }}", "the\n dog"),
+        ("{{ m.content if m.content is string else m.content[0].text }}", "the\n dog"),
+        (STRING, "the\n dog"),
+    ],
+)
+def test_several_parts_come_as_they_are(talker: Path, template: str, expected: str, role: str) -> None:
+    """So that a template joins them in its own way, as under transformers, also if it takes texts as well (Qwen3.5). To
+    one that cannot read them, they are lines."""
     tokenizer = Tokenizer(talker)
-    message = {"role": "user", "content": [{"type": "text", "text": text} for text in ("a", "b")]}
-    for template, expected in ((LOOP, "[user]ab"), ("{{ m.content }}", "[user]a\nb")):
-        tokenizer.hf.chat_template = EACH + template + "{% endfor %}"
-        assert tokenizer.render_chat([message]) == expected
+    tokenizer.hf.chat_template = EACH + template + "{% endfor %}"
+    message = {"role": role, "content": [{"type": "text", "text": text} for text in ("the", " dog")]}
+    messages = [{"role": "user", "content": "fox"}, message] if role == "assistant" else [message]
+    assert tokenizer.render_chat(messages).endswith(f"[{role}]{expected}")
+    alone = {"role": role, "content": [{"type": "text", "text": "fox"}]}
+    assert tokenizer.render_chat([*messages[:-1], alone]).endswith(f"[{role}]fox"), "what was found is of several parts"
 
 
 def test_results_of_tools_come_in_the_form_that_the_template_reads(talker: Path) -> None:
