@@ -47,7 +47,7 @@ class Module:
     rank holds the whole weight. bias: the module has a bias [outputs]. parts: number of KV heads, into which k and v
     can be split; with more ranks, neighbouring ranks hold the same part. 0: there is one part per rank. first, total:
     modules of one name are one tensor of `total` rows, in which this module's rows begin at `first`; total 0: the
-    tensor has no other rows. bare: the tensor is `name` itself.
+    tensor has no other rows. bare: the tensor is `name` itself. exact: it stays in float32, whatever the model's dtype.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Module:
     first: int = 0
     total: int = 0
     bare: bool = False
+    exact: bool = False
 
     def part(self, rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
         """Return (start in dimension `split`, shape) of the part of the weight that a rank holds."""
@@ -130,8 +131,8 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
         norms += [
             Module(delta + "conv1d", "delta.taps", (r.channels, 1, DELTA_TAPS)),
             Module(delta + "dt_bias", "delta.step", (r.value_heads,), bare=True),
-            Module(delta + "A_log", "delta.decay", (r.value_heads,), bare=True),
-            Module(delta + "norm", "delta.norm", (DELTA_HEAD,)),
+            Module(delta + "A_log", "delta.decay", (r.value_heads,), bare=True, exact=True),
+            Module(delta + "norm", "delta.norm", (DELTA_HEAD,), exact=True),
         ]
         outputs = {"qkv": r.channels, "z": r.value_size, "b": r.value_heads, "a": r.value_heads}
         qkv = [Module(f"{delta}in_proj_{name}", "qkv", (size, hidden), ROWS) for name, size in outputs.items()]
@@ -149,7 +150,8 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
 @dataclass(eq=False)
 class DeltaWeights:
     """The small parameters of a recurrent layer with C channels and H value heads (see `Recurrent`): taps [C, 1, 4] of
-    the convolution, step [H] (dt_bias), decay [H] (A_log), norm [D] of its output."""
+    the convolution, step [H] (dt_bias), decay [H] (A_log), norm [D] of its output. The last two are in float32, as
+    Qwen3.5 publishes them: a decay is applied at every token, so its rounding would change how long a state lasts."""
 
     taps: Tensor
     step: Tensor
@@ -261,7 +263,11 @@ class Parameters:
 
     def _layer(self, number: int) -> Layer:
         table, eps, centered = layer_table(self._whole, number), self.config.norm_eps, self.config.centered_norm
-        norms = {module.place: self._new(*module.shape) for module in table if module.split is None}
+        norms = {
+            module.place: self._new(*module.shape, dtype=torch.float32 if module.exact else None)
+            for module in table
+            if module.split is None
+        }
         linears = {
             place: self._linear(modules, self._quantized)
             for place in LINEARS

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from fastgen import Generator, SamplingParams
@@ -92,6 +93,24 @@ def test_adapters_change_the_projections_of_recurrent_layers(
     torch.testing.assert_close(torch.tensor(logprobs), logprobs_of(weights, folder, answer), atol=2e-4, rtol=0)
     gen.update_adapter(None)
     assert draw(gen) == before
+
+
+@pytest.mark.parametrize("name", ["A_log", "norm.weight"])
+def test_what_qwen3_5_publishes_in_float32_is_not_rounded(folder: Path, name: str) -> None:
+    """The decays and the norm of outputs, in a model in bfloat16: a change below its precision has an effect."""
+    found = load_file(folder / "model.safetensors")
+    given = {key: tensor.bfloat16().float() for key, tensor in found.items() if key.endswith(f"linear_attn.{name}")}
+    assert len(given) == 3
+    scores = []
+    with Generator(folder, device="cpu", dtype="bfloat16", max_seqs=4) as gen:
+        for factor in (1, 1 + 2**-10):
+            changed = {key: tensor * factor for key, tensor in given.items()}
+            assert all(torch.equal(changed[key].bfloat16().float(), given[key]) for key in given)
+            gen.update_weights(changed, partial=True)
+            scores.append(gen.score([PROMPT])[0])
+        gen.update_weights(given, partial=True)
+        assert gen.score([PROMPT])[0] == scores[0]
+    assert scores[0] != scores[1]
 
 
 def test_a_policy_refuses_a_hybrid_model(gen: Generator) -> None:
