@@ -4,6 +4,7 @@ from typing import Any
 
 from fastgen.model.config import RopeConfig
 from fastgen.model.quantization import Quantization
+from fastgen.model.recurrent_config import Recurrent
 
 LLAMA3_ROPE = {
     "factor": 8.0,
@@ -119,6 +120,23 @@ QWEN3_VL = {
     "rope_theta": 5000000, "use_cache": True, "vocab_size": 151936,
 }  # fmt: skip
 QWEN_VISION = {"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_size": 1152, "model_type": "qwen3_vl"}
+QWEN3_5_LAYERS = [*["linear_attention"] * 3, "full_attention"]
+QWEN3_5 = {
+    "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16",
+    "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu",
+    "initializer_range": 0.02, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+    "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+    "rms_norm_eps": 1e-06, "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 10000000,
+        "rope_type": "default"},
+    "use_cache": True, "vocab_size": 248320,
+}  # fmt: skip
+QWEN3_5_WRAPPER = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5",
+    "video_token_id": 248057, "vision_end_token_id": 248054, "vision_start_token_id": 248053,
+    "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [], "model_type": "qwen3_5"},
+}  # fmt: skip
 MISTRAL_FP8 = {
     "activation_scheme": "static", "dequantize": False, "quant_method": "fp8", "weight_block_size": None,
     "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
@@ -544,5 +562,30 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
          "eos_ids": (128003,), "norm_eps": 1e-5,
          "rope": RopeConfig("yarn", 10000.0, 20.0, original_max_position=4096, mscale=1.0)},
         4_619_189_760,
+    ),
+    "Qwen/Qwen3.5-2B": (
+        {**QWEN3_5_WRAPPER, "text_config": {
+            **QWEN3_5, "hidden_size": 2048, "intermediate_size": 6144, "layer_types": QWEN3_5_LAYERS * 6,
+            "linear_num_value_heads": 16, "mlp_only_layers": [], "num_attention_heads": 8, "num_hidden_layers": 24,
+            "num_key_value_heads": 2, "tie_word_embeddings": True},
+         "tie_word_embeddings": True, "transformers_version": "4.57.0.dev0"},
+        None,
+        {"tied": True, "head_gate": True, "head_size": 256, "eos_ids": (248044,), "max_position": 262144,
+         "rope": RopeConfig(theta=1e7, rotary=0.25), "windows": (0,) * 24, "has_vision": True,
+         "recurrent": Recurrent(tuple(layer for layer in range(24) if layer % 4 < 3), 16, 16)},
+        1_881_825_088,
+    ),
+    "Qwen/Qwen3.6-27B": (
+        {**QWEN3_5_WRAPPER, "language_model_only": False, "text_config": {
+            **QWEN3_5, "bos_token_id": 248044, "hidden_size": 5120, "intermediate_size": 17408,
+            "layer_types": QWEN3_5_LAYERS * 16, "linear_num_value_heads": 48, "num_attention_heads": 24,
+            "num_hidden_layers": 64, "num_key_value_heads": 4, "output_gate_type": "swish", "pad_token_id": None,
+            "partial_rotary_factor": 0.25, "tie_word_embeddings": False},
+         "tie_word_embeddings": False, "transformers_version": "4.57.1"},
+        {"bos_token_id": 248044, "do_sample": True, "eos_token_id": [248046, 248044], "temperature": 1.0, "top_k": 20,
+         "top_p": 0.95},
+        {"tied": False, "num_heads": 24, "num_kv_heads": 4, "eos_ids": (248046, 248044), "centered_norm": True,
+         "recurrent": Recurrent(tuple(layer for layer in range(64) if layer % 4 < 3), 16, 48), "dtype": "bfloat16"},
+        26_895_998_464,
     ),
 }  # fmt: skip

@@ -53,6 +53,8 @@ def read_recurrent(config: dict[str, Any], num_layers: int) -> Recurrent | None:
         raise unsupported("layer_types", types, "those that end with full_attention are")
     if config.get("attn_output_gate") is False:
         raise unsupported("attn_output_gate", False, "only true is")
+    if (gate := config.get("output_gate_type")) not in (None, "swish", "silu"):
+        raise unsupported("output_gate_type", gate, "only swish is")
     sizes = {
         "linear_key_head_dim": DELTA_HEAD,
         "linear_value_head_dim": DELTA_HEAD,

@@ -21,14 +21,18 @@ from fastgen.model.rope import rope_tables
 
 def count_parameters(c: ModelConfig) -> int:
     q_size, kv_size = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
-    attention = c.hidden_size * (q_size + 2 * kv_size) + q_size * c.hidden_size
+    attention = c.hidden_size * ((1 + c.head_gate) * q_size + 2 * kv_size) + q_size * c.hidden_size
     attention += c.qkv_bias * (q_size + 2 * kv_size) + c.o_bias * c.hidden_size
     attention += (c.qk_norm and not c.bare_norm) * 2 * c.head_size + c.output_gate * c.hidden_size * q_size
     attention += c.wide_norm * (q_size + kv_size)
     inner = (1 + c.gated) * c.intermediate_size  # outputs of gate and up
     mlp = c.hidden_size * (inner + c.intermediate_size) + c.mlp_bias * (inner + c.hidden_size)
     embeddings = c.vocab_size * c.hidden_size * (1 if c.tied else 2)
-    return embeddings + c.num_layers * (attention + mlp + (4 if c.peri_norm else 2) * c.hidden_size) + c.hidden_size
+    total = embeddings + c.num_layers * (attention + mlp + (4 if c.peri_norm else 2) * c.hidden_size) + c.hidden_size
+    if (r := c.recurrent) is not None:  # products, taps of the convolution, A_log, dt_bias and norm
+        products = c.hidden_size * (r.outputs + r.value_size)
+        total += len(r.layers) * (products + 4 * r.channels + 2 * r.value_heads + 128 - attention)
+    return total
 
 
 def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
