@@ -32,6 +32,7 @@ MAX_ECHOED = 4_000_000
 # and gigabytes of memory.
 MAX_COUNTED = 100_000
 THINKING = "enable_thinking"  # the variable of chat templates that turns thinking on or off
+EFFORT = "reasoning_effort"  # the variable of some chat templates that says how much to think
 
 GenerationRequest = ChatRequest | CompletionRequest
 GenerationReply = ChatReply | CompletionReply
@@ -205,6 +206,8 @@ def encode_chat(
     thinks = request.thinks if isinstance(request, ChatRequest) else None
     if thinks is not None and THINKING in str(tokenizer.hf.chat_template):
         variables.setdefault(THINKING, thinks)
+    if thinks and isinstance(request, ChatRequest) and _takes_effort(tokenizer, variables, request.effort):
+        variables.setdefault(EFFORT, request.effort)
     try:
         messages = calling.template_messages(request.messages or ())
         continued = bool(request.continue_final_message)
@@ -219,6 +222,18 @@ def encode_chat(
             encode_chat(plain, tokenizer, calling, most)  # raises if the messages are wrong
             raise refused(error, "chat_template_kwargs") from None
         raise refused(error, "messages") from None
+
+
+def _takes_effort(tokenizer: Tokenizer, variables: dict[str, Any], effort: str | None) -> bool:
+    """Return whether the chat template reads an effort, and takes this one: Qwen3.8 has no high. variables: others that
+    it may need."""
+    if effort is None or EFFORT not in str(tokenizer.hf.chat_template):
+        return False
+    try:
+        tokenizer.render_chat([{"role": "user", "content": "a"}], {**variables, EFFORT: effort})
+    except ValueError:  # then its default is the best that it has
+        return False
+    return True
 
 
 def _with_special(ids: list[int], tokenizer: Tokenizer) -> list[int]:

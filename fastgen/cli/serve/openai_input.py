@@ -398,7 +398,8 @@ class ChatRequest(GenerationFields):
     separate_reasoning: bool | None = None
     reasoning: Reasoning | None = None
     reasoning_effort: str | None = Field(
-        None, description="none turns thinking off, and low or more turns it on, if the chat template can"
+        None,
+        description="none turns thinking off, and low or more turns it on, if the template can; some read more of it",
     )
     enable_thinking: bool | None = None
     thinking: Thinking | None = None
@@ -434,9 +435,13 @@ class ChatRequest(GenerationFields):
         """True or False to turn thinking on or off, and None to leave it to the chat template."""
         asked = self.reasoning or Reasoning()
         stated = None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type)
-        effort = asked.effort or self.reasoning_effort
-        implied = None if effort in (None, "minimal") else effort != "none"
+        implied = None if self.effort in (None, "minimal") else self.effort != "none"
         return next((on for on in (self.enable_thinking, asked.enabled, stated, implied) if on is not None), None)
+
+    @property
+    def effort(self) -> str | None:
+        """The effort of reasoning."""
+        return (self.reasoning and self.reasoning.effort) or self.reasoning_effort
 
     @property
     def budget(self) -> int | None:

@@ -18,7 +18,9 @@ from pydantic import TypeAdapter
 from serve_stub import SCRIPT
 from serving import STUB, Server
 
+from fastgen.cli.serve.engine_input import encode_chat
 from fastgen.cli.serve.openai_input import ChatRequest
+from fastgen.cli.serve.tools import Calling
 from fastgen.text.detokenizer import Detokenizer
 from fastgen.text.tokenizer import Tokenizer
 
@@ -180,6 +182,35 @@ def test_thinking_is_turned_off_and_earlier_reasoning_is_given_back(server: Serv
         assert "<|assistant|><think>hm</think>42<|end|>" in prompt_of(
             server, tokenizer, messages=[*ASKED, said, *ASKED]
         )
+
+
+@pytest.mark.parametrize(
+    ("fields", "passed"),
+    [
+        ({"reasoning_effort": "low"}, "low"),
+        ({"reasoning": {"effort": "xhigh"}}, "xhigh"),
+        ({"reasoning_effort": "high"}, "usual"),  # which the template refuses
+        ({"reasoning_effort": "minimal"}, "usual"),
+        ({"enable_thinking": True}, "usual"),
+        ({"reasoning_effort": "low", "enable_thinking": False}, "off"),
+        ({"reasoning_effort": "none"}, "off"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "xhigh"}}, "xhigh"),
+    ],
+)
+def test_a_template_gets_an_effort_that_it_takes(folders: dict[str, Path], fields: dict[str, Any], passed: str) -> None:
+    """As Qwen3.8's, which knows low, medium and xhigh."""
+    tokenizer = Tokenizer(folders["opener"])
+    refusal = "{{ raise_exception('no such effort') if reasoning_effort not in ('usual', 'low', 'xhigh') }}"
+    tokenizer.hf.chat_template = (
+        "{{ raise_exception('no tools') if not tools }}"
+        + "{% if enable_thinking is false %}off{% else %}"
+        + "{% set reasoning_effort = reasoning_effort | default('usual') %}"
+        + refusal
+        + "{{ reasoning_effort }}{% endif %}{# <tool_call> #}"
+    )
+    request = ChatRequest.model_validate({"messages": ASKED, "tools": [TOOL], **fields})
+    calling = Calling(tokenizer, request.tools or [])
+    assert tokenizer.decode(encode_chat(request, tokenizer, calling)) == passed
 
 
 # ------------------------------------------------------------------------------------------------- responses
