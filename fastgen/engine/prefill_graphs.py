@@ -60,6 +60,7 @@ class PrefillGraphs:
 
     def capture(self) -> None:
         """Capture all graphs, after `rehearse`."""
+        self._memory.send(StepArrays.empty(self.sizes[-1]), [])  # the largest step runs before its capture
         for shared, graphs in self.layers.items():
             graphs.capture(partial(self._run_layers, shared=shared), compiled=True)
         self.ends.capture(self._finish, compiled=True)

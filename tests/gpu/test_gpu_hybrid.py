@@ -91,7 +91,7 @@ def test_a_start_keeps_little_more_memory_than_its_largest_step_takes(folder: Pa
     with Generator(folder, **OPTIONS, max_seqs=256):
         kept, largest = torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
     print(f"{kept / 1e9:.2f} GB for {largest / 1e9:.2f}")
-    assert kept < 2.5 * largest
+    assert kept < 4 * largest
 
 
 @torch.inference_mode()
