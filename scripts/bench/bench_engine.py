@@ -242,7 +242,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of Generator, from the command line and by default."""
     names = (
         "max_seqs", "max_step_tokens", "attention", "page_size", "memory_fraction", "max_model_len", "quantization",
-        "kv_cache_dtype", "deterministic",
+        "kv_cache_dtype",
     )  # fmt: skip
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     device, dtype = ("cpu", "float32") if arguments.smoke else ("cuda", "bfloat16")
@@ -278,11 +278,10 @@ def slug(gpu: str) -> str:
 
 
 def report_path(arguments: argparse.Namespace, gpu: str, part: str = "") -> Path:
-    """Return MODEL-GPU-tpN-fp8-kv-fp8-deterministic-PART.json; each part is there only where it applies."""
+    """Return MODEL-GPU-tpN-fp8-kv-fp8-PART.json; each part is there only where it applies."""
     several = f"tp{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else ""
     numbers = arguments.quantization or "", "kv-fp8" if arguments.kv_cache_dtype == "fp8" else ""
-    bits = "deterministic" if arguments.deterministic else ""
-    parts = (arguments.model, slug(gpu), several, *numbers, bits, part)
+    parts = (arguments.model, slug(gpu), several, *numbers, part)
     folder: Path = arguments.out or RESULTS
     return folder / f"{'-'.join(filter(None, parts))}.json"
 

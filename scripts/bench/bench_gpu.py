@@ -9,7 +9,6 @@
     python scripts/bench/bench.py gpu --quantization fp8               # linear layers in fp8
     python scripts/bench/bench.py gpu --quantization int4              # linear layers in int4, groups of 128
     python scripts/bench/bench.py gpu --kv-cache-dtype fp8             # keys and values in fp8
-    python scripts/bench/bench.py gpu --deterministic                  # the same bits under any schedule, everywhere
     python scripts/bench/bench.py gpu --arriving                       # work that arrives one by one
     python scripts/bench/bench.py gpu --arriving --only served         # a part of it; the file keeps the others
     python scripts/bench/bench.py gpu --data --model smollm2-1.7b      # rewrite documents: bench_data.py
@@ -106,7 +105,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options.add_argument("--quantization", choices=["fp8", "int4"], help="the file's name has -fp8 or -int4")
     options.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="... -kv-fp8")
     options.add_argument("--memory-fraction", type=float)
-    options.add_argument("--deterministic", action="store_true", default=None, help="... -deterministic")
     arguments = parser.parse_args(argv)
     kind = arguments.kind
     if arguments.only and (wrong := only_known(arguments.only, kind)):
