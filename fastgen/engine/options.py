@@ -27,7 +27,6 @@ LANE_BYTES = 22  # memory per lane and token of the vocabulary: penalty counts, 
 DEFAULT_KV_CACHE_GB = 4.0  # on the CPU; on a GPU the free memory is measured
 PREFILL_TILE = 128  # tokens of a tile in the kernels for many tokens
 MIN_PREFILL_TOKENS = 256  # a smaller step takes about as long on a GPU, since it reads all weights
-DECODE_KEYS, DECODE_GROUP = 64, 32  # block size and maximum number of query heads per KV head of Gluon's decode kernel
 
 
 class FeatureOptions(Options):
@@ -154,7 +153,7 @@ class GeneratorOptions(Options):
     )  # fmt: skip
     deterministic: bool | None = option(
         None, "tokens and logprobs do not depend on the schedule, bit for bit; always the case on the H100s or H200s "
-        "of one host in bfloat16 or float16 with heads of 64 to 128",
+        "of one host in bfloat16 or float16",
         unset="on there and on the CPU (in bfloat16 only without AMX), off elsewhere",
     )  # fmt: skip
     speculate: Any = option(
@@ -368,7 +367,7 @@ def _deterministic(
 
     dtypes: dtype of the computation and of the KV cache.
     """
-    always = gpu and _has_fast_kernels(model, options, dtypes, kernels)
+    always = gpu and _has_fast_products(model, options, dtypes[0], kernels)
     if always and options.deterministic is False:
         raise ValueError(
             "deterministic=False on a Hopper GPU: its kernels give the same bits under any schedule, and there are "
@@ -395,16 +394,11 @@ def _deterministic(
     return options.deterministic
 
 
-def _has_fast_kernels(model: ModelConfig, options: GeneratorOptions, dtypes: tuple[str, str], kernels: str) -> bool:
-    """Return whether Gluon kernels compute products and decodes (see `fastgen.kernels.hopper.decode.streams`). Their
-    results do not depend on the schedule, and no other kernel is faster."""
-    dtype, kv_dtype = dtypes
-    fp8 = kv_dtype == "fp8"
-    heads = 64 <= model.head_size <= 128 and model.head_size % (16 if fp8 else 8) == 0
-    group = model.num_heads // model.num_kv_heads <= DECODE_GROUP
-    shapes = heads and group and options.page_size % DECODE_KEYS == 0 and _aligned(model)
-    fast = ("bfloat16",) if fp8 else ("bfloat16", "float16")
-    return kernels == "gluon" and dtype in fast and options.attention in ("auto", "paged") and shapes
+def _has_fast_products(model: ModelConfig, options: GeneratorOptions, dtype: str, kernels: str) -> bool:
+    """Return whether Gluon kernels compute the products. Their results do not depend on the schedule, as those of
+    fastgen's attention, and cuBLAS would save at most 2 % of the time."""
+    two_bytes = dtype in ("bfloat16", "float16")
+    return kernels == "gluon" and two_bytes and options.attention in ("auto", "paged") and _aligned(model)
 
 
 def _aligned(model: ModelConfig) -> bool:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 CONTEXT = 2048
 VOCAB = 1024
 OPTIONS: dict[str, Any] = {
-    "device": "cuda", "dtype": "bfloat16", "deterministic": True, "max_model_len": CONTEXT, "memory_fraction": 0.3,
+    "device": "cuda", "dtype": "bfloat16", "max_model_len": CONTEXT, "memory_fraction": 0.3,
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
 LINEAR, FULL = "linear_attention", "full_attention"

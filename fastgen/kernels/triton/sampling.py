@@ -353,7 +353,8 @@ def draw(
             *read_from, *known, work.record, work.tops, listed, vocab, chunk, sub, padded_subs, BINS, LISTED, pdl,
             maxnreg=CUT_REGISTERS, **options,
         )  # fmt: skip
-    kept = torch.empty(count, vocab, dtype=torch.bool, device=device) if keep else None
+    # While kernels are compiled ahead none of them writes, and the host would take seconds to list chance tokens.
+    kept = torch.zeros(count, vocab, dtype=torch.bool, device=device) if keep else None
     _draw_kernel[grid](
         *read_from, *known, work.record, work.tops, work.chunks, state.last_token, state.counts, *written, int(keep),
         out if kept is None else kept, vocab, chunk, sub, padded_chunks, padded_subs, True, pdl,
