@@ -325,8 +325,7 @@ def draw(
     chunk, sub = layout.CHUNK, layout.SUB
     chunks = -(-vocab // chunk)
     padded_chunks, padded_subs = power_of_two(chunks), power_of_two(-(-vocab // sub))
-    grid = (chunks, count)
-    options, known = _options(device), (lanes, positions, state.table)
+    grid, options, known = (chunks, count), _options(device), (lanes, positions, state.table)
     pdl = "launch_pdl" in options
     if not (edits or truncated or keep):
         _draw_kernel[grid](
@@ -353,7 +352,7 @@ def draw(
             *read_from, *known, work.record, work.tops, listed, vocab, chunk, sub, padded_subs, BINS, LISTED, pdl,
             maxnreg=CUT_REGISTERS, **options,
         )  # fmt: skip
-    # While kernels are compiled ahead none of them writes, and the host would take seconds to list chance tokens.
+    # Zeros, or the host would list millions of chance tokens while kernels are only compiled.
     kept = torch.zeros(count, vocab, dtype=torch.bool, device=device) if keep else None
     _draw_kernel[grid](
         *read_from, *known, work.record, work.tops, work.chunks, state.last_token, state.counts, *written, int(keep),
