@@ -57,6 +57,22 @@ def test_swiglu_has_the_same_bits_among_few_and_among_many(dtype: torch.dtype, b
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs", [32, 96, 130, 576])
+def test_no_number_of_threads_changes_a_bit(dtype: torch.dtype, outputs: int) -> None:
+    """If there are many threads for a few outputs, the rows are divided as well."""
+    packed, before = OneDnnLinear.pack(layer_of(outputs, 64, dtype)), torch.get_num_threads()
+    assert packed.few is not None
+    x = torch.randn(few_rows.FEW_ROWS - 5, 64).to(dtype)
+    expected = packed.few.product(x)
+    try:
+        for threads in (1, 3, 7, 40):
+            torch.set_num_threads(threads)
+            assert torch.equal(packed.few.product(x), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_another_order_is_left_to_onednn(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "_chunks", {})
     monkeypatch.setattr(few_rows, "CHUNKS", (32,))

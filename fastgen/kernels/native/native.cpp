@@ -75,6 +75,12 @@ Vector word(const void *from) {  // the same in all lanes
     return (Vector)_mm512_set1_epi32(bits);
 }
 
+// Return x from a register. Left to itself, the compiler may load it from memory in each instruction that reads it.
+Vector in_register(Vector x) {
+    asm("" : "+v"(x));
+    return x;
+}
+
 template <class Number>
 Vector multiply_add(Vector sum, Vector a, Vector b) {
     return sum + a * b;
@@ -145,6 +151,21 @@ Vector exponential(Vector x) {
     y = y * (r * r) + r + 1.f;
     Words power = ((Words)shifted - (Words)round + 127) << 23;
     return x < -87.f ? Vector{} : y * (Vector)power;
+}
+
+// 2 to the power of x <= 1, with an error of about one unit in the last place; 0 below -150. The polynomial is that of
+// Cephes, single/exp2f.c.
+Vector power_of_2(Vector x) {
+    x = (Vector)_mm512_max_ps(_mm512_set1_ps(-200.f), (__m512)x);  // a NaN stays
+    __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    Vector r = x - (Vector)whole;
+    Vector y = all(1.535336188319500e-4f) * r + 1.339887440266574e-3f;
+    y = y * r + 9.618437357674640e-3f;
+    y = y * r + 5.550332471162809e-2f;
+    y = y * r + 2.402264791363012e-1f;
+    y = y * r + 6.931472028550421e-1f;
+    y = y * r + 1.f;
+    return (Vector)_mm512_scalef_ps((__m512)y, whole);
 }
 
 // Call a function for groups of at most N rows, with the first row and their number.
@@ -264,7 +285,7 @@ template <int N, int W, class Number>
 void add_products(const Number *x, const Number *weight, int inputs, int begin, int end, Vector (&sums)[N][W]) {
     for (int i = begin; i < end; i += PACK<Number>) {
         Vector each[W];
-        for (int j = 0; j < W; j++) each[j] = words(weight + (i * WIDE + j * PACK<Number>) * LANES);
+        for (int j = 0; j < W; j++) each[j] = in_register(words(weight + (i * WIDE + j * PACK<Number>) * LANES));
         for (int row = 0; row < N; row++) {
             Vector number = word(x + row * inputs + i);
             for (int j = 0; j < W; j++) sums[row][j] = multiply_add<Number>(sums[row][j], number, each[j]);
@@ -295,25 +316,33 @@ void multiply_block(const Number *x, int rows, const Number *block, const Number
     }
 }
 
-// Each thread computes as many halves of blocks as another, in whole blocks where it can.
+// Each thread computes as many halves of blocks as another, in whole blocks where it can. If there are few of them for
+// so many threads, the rows are divided into bands as well.
 template <class Number>
 void multiply(const Number *x, const Number *weight, const Number *bias, int rows, int inputs, int outputs, int chunk,
               Number *y) {
     constexpr int HALF = WIDE / 2 * LANES;
-    auto compute = [&](int half, auto wide) {
+    int64_t halves = (outputs + HALF - 1) / HALF, threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    int64_t bands = std::clamp<int64_t>(4 * threads / halves, 1, (rows + MOST_ROWS - 1) / MOST_ROWS);
+    auto compute = [&](int64_t band, int half, auto wide) {
         int first = half * HALF, count = std::min(outputs - first, wide.value * LANES);
         const Number *block = weight + int64_t(half / 2) * 2 * HALF * inputs + half % 2 * HALF * PACK<Number>;
-        for (int64_t row = 0; row < rows; row += MOST_ROWS)
-            multiply_block<wide.value>(x + row * inputs, std::min<int>(rows - row, MOST_ROWS), block,
+        int64_t last = rows * (band + 1) / bands;
+        for (int64_t row = rows * band / bands; row < last; row += MOST_ROWS)
+            multiply_block<wide.value>(x + row * inputs, std::min<int>(last - row, MOST_ROWS), block,
                                        bias ? bias + first : nullptr, inputs, chunk, count, outputs,
                                        y + row * outputs + first);
     };
-    int64_t halves = (outputs + HALF - 1) / HALF, threads = omp_get_num_threads();
-    int half = halves * omp_get_thread_num() / threads, end = halves * (omp_get_thread_num() + 1) / threads;
     std::integral_constant<int, WIDE / 2> narrow;
-    if (half % 2 && half < end) compute(half++, narrow);
-    for (; half + 2 <= end; half += 2) compute(half, std::integral_constant<int, WIDE>());
-    if (half < end) compute(half, narrow);
+    std::integral_constant<int, WIDE> whole;
+    int64_t unit = bands * halves * thread / threads, end = bands * halves * (thread + 1) / threads;
+    while (unit < end) {
+        int64_t band = unit / halves, half = unit % halves, stop = std::min(end - band * halves, halves);
+        if (half % 2) compute(band, half++, narrow);
+        for (; half + 2 <= stop; half += 2) compute(band, half, whole);
+        if (half < stop) compute(band, half, narrow);
+        unit = band * halves + stop;
+    }
 }
 
 // silu(gate) * up, rounded after each step as transformers does.
@@ -405,20 +434,29 @@ struct Work {
         }
     }
 
-    // The scores of N rows: the products of their queries and the block's keys.
-    template <int N>
+    // The scores of N rows: the products of their queries and the first W * LANES keys of the block.
+    template <int N, int W>
     void score(int row) {
-        Vector sums[N][BLOCK / LANES] = {};
+        Vector sums[N][W] = {};
         for (int i = 0; i < size / PACKED; i++) {
-            Vector key[BLOCK / LANES];
-            for (int j = 0; j < BLOCK / LANES; j++) key[j] = load(keys + i * BLOCK + j * LANES);
+            Vector key[W];
+            for (int j = 0; j < W; j++) key[j] = in_register(load(keys + i * BLOCK + j * LANES));
             for (int r = 0; r < N; r++) {
                 Vector query = word(queries + (row + r) * size + i * PACKED);
-                for (int j = 0; j < BLOCK / LANES; j++) sums[r][j] = multiply_add<Number>(sums[r][j], query, key[j]);
+                for (int j = 0; j < W; j++) sums[r][j] = multiply_add<Number>(sums[r][j], query, key[j]);
             }
         }
         for (int r = 0; r < N; r++)
-            for (int j = 0; j < BLOCK / LANES; j++) store(scores + (row + r) * BLOCK + j * LANES, sums[r][j]);
+            for (int j = 0; j < W; j++) store(scores + (row + r) * BLOCK + j * LANES, sums[r][j]);
+    }
+
+    // The scores of N rows, none of which sees the block's keys from `end` on.
+    template <int N>
+    void score_all(int row, int end) {
+        if (end > 3 * LANES) return score<N, 4>(row);
+        if (end > 2 * LANES) return score<N, 3>(row);
+        if (end > LANES) return score<N, 2>(row);
+        if (end > 0) score<N, 1>(row);
     }
 
     // Replace the scores of a row by softmax weights, relative to the largest score so far, rounded to Number. Keys
@@ -433,7 +471,7 @@ struct Work {
         if (_mm512_cmp_ps_mask((__m512)peak, _mm512_set1_ps(most[row]), _CMP_NLE_UQ)) rescale(row, largest(peak));
         Vector total = load(totals + row * LANES);
         for (int j = 0; j < BLOCK; j += LANES) {  // a weight takes no more memory than the score
-            Vector weight = exponential(load(score + j) * scale - most[row]);
+            Vector weight = power_of_2(load(score + j) * scale - most[row]);
             store_weights(weights(row) + j, weight);
             total += weight;
         }
@@ -442,7 +480,7 @@ struct Work {
 
     // Make the weights of a row so far relative to a larger score.
     void rescale(int row, float score) {
-        float factor = std::exp(most[row] - score);
+        float factor = std::exp2(most[row] - score);
         most[row] = score;
         store(totals + row * LANES, load(totals + row * LANES) * factor);
         for (int i = 0; i < size; i += LANES) store(results + row * size + i, load(results + row * size + i) * factor);
@@ -478,6 +516,7 @@ template <class Number>
 void attend_tile(const Attention &of, const Tile &tile, int kv_head, const int32_t *pages, const Number *q,
                  const Number *keys, const Number *values, Number *out, Work<Number> &work) {
     int group = of.heads / of.kv_heads, rows = tile.tokens * group, size = of.size;
+    float scale = of.scale * 1.44269504f;  // weights are powers of 2
     auto of_row = [&](int row) {  // the place of a row's query and of its result
         return ((tile.first + row / group) * of.heads + kv_head * group + row % group) * size;
     };
@@ -504,18 +543,23 @@ void attend_tile(const Attention &of, const Tile &tile, int kv_head, const int32
         }
         work.read_keys(keys_at, count);
         work.read_values(values_at, begin, count);
-        in_groups<QUERY_ROWS>(rows, [&](int row, auto n) { work.template score<n.value>(row); });
+        auto end_of = [&](int row) {  // of the keys that a row sees
+            return std::clamp<int64_t>(tile.position + row / group + 1 - block, 0, count);
+        };
+        in_groups<QUERY_ROWS>(rows, [&](int row, auto n) {
+            work.template score_all<n.value>(row, end_of(row + n.value - 1));
+        });
         for (int row = 0; row < rows; row++) {
-            int64_t position = tile.position + row / group;
-            int64_t oldest = of.window ? position - of.window + 1 - block : 0;
-            int start = std::clamp<int64_t>(oldest, 0, BLOCK);
-            int last = std::clamp<int64_t>(position + 1 - block, 0, count);
+            int64_t oldest = of.window ? tile.position + row / group - of.window + 1 - block : 0;
+            int start = std::clamp<int64_t>(oldest, 0, BLOCK), last = end_of(row);
             if (start < last)
-                work.weigh(row, start, last, of.scale);
+                work.weigh(row, start, last, scale);
             else
                 std::fill_n(work.scores + row * BLOCK, BLOCK, 0.f);
         }
-        in_groups<QUERY_ROWS>(rows, [&](int row, auto n) { work.template add_all<n.value>(row, begin, count); });
+        in_groups<QUERY_ROWS>(rows, [&](int row, auto n) {
+            work.template add_all<n.value>(row, begin, end_of(row + n.value - 1));
+        });
     }
     for (int row = 0; row < rows; row++) {
         float total = sum(load(work.totals + row * LANES));

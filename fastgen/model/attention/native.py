@@ -21,7 +21,7 @@ from fastgen.model.attention.interface import StepLayout
 from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.kv_pool import KVPool
 
-TILE_ROWS = 96
+TILE_ROWS = 192
 """Approximate number of query rows of a tile of a prefill: so many share a block of keys."""
 
 
