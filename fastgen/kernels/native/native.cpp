@@ -309,10 +309,12 @@ void multiply_block(const Number *x, int rows, const Number *block, const Number
         });
     Number added[W * LANES] = {}, found[W * LANES];
     if (bias) std::copy_n(bias, count, added);
+    bool whole = count == W * LANES;
     for (int row = 0; row < rows; row++) {
+        Number *to = y + int64_t(row) * outputs, *first = whole ? to : found;
         for (int j = 0; j < W; j++)
-            store(found + j * LANES, bias ? totals[row][j] + load(added + j * LANES) : totals[row][j]);
-        std::copy_n(found, count, y + int64_t(row) * outputs);
+            store(first + j * LANES, bias ? totals[row][j] + load(added + j * LANES) : totals[row][j]);
+        if (!whole) std::copy_n(found, count, to);
     }
 }
 
