@@ -47,12 +47,13 @@ def read_recurrent(config: dict[str, Any], num_layers: int) -> Recurrent | None:
     if types is None:
         period = integer(config, "full_attention_interval", 4)
         types = ["full_attention" if not (layer + 1) % period else "linear_attention" for layer in range(num_layers)]
-    if len(types) != num_layers or not set(types) <= {"full_attention", "linear_attention"}:
+    kinds = "full_attention", "linear_attention"
+    if not isinstance(types, list) or len(types) != num_layers or not all(each in kinds for each in types):
         raise unsupported("layer_types", types, f"{num_layers} of full_attention or linear_attention are")
     if types[-1] != "full_attention":
         raise unsupported("layer_types", types, "those that end with full_attention are")
-    if config.get("attn_output_gate") is False:
-        raise unsupported("attn_output_gate", False, "only true is")
+    if (gate := config.get("attn_output_gate")) not in (None, True):
+        raise unsupported("attn_output_gate", gate, "only true is")
     if (gate := config.get("output_gate_type")) not in (None, "swish", "silu"):
         raise unsupported("output_gate_type", gate, "only swish is")
     sizes = {

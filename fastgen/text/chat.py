@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from fastgen.text.tools.parser import SAMPLE, Syntax
 
 REASONING_FIELDS = ("reasoning_content", "reasoning")  # of an assistant's message
 PROBE = "8307946152"  # a content that shows whether a chat template writes it
+MOST_KNOWN = 1024  # findings about templates that are kept; clients choose the variables
 
 
 class ChatTemplate:
@@ -27,7 +29,7 @@ class ChatTemplate:
 
     def __init__(self, hf: Any, tool_call_parser: str | None) -> None:
         self._hf, self._tool_call_parser = hf, tool_call_parser
-        self._part_roles: dict[tuple[str, str, bool], bool] = {}  # what `_reads_parts` has found
+        self._part_roles: dict[tuple[object, ...], bool] = {}  # what `_reads_parts` has found last
 
     @property
     def syntax(self) -> Syntax | None:
@@ -50,7 +52,7 @@ class ChatTemplate:
         """Return whether the chat template gets the content of messages of this role as parts: if it loses texts, and
         also if it takes texts, but `several` parts are given, which it joins in its own way. variables: those that the
         template may need."""
-        key = (str(self._hf.chat_template), role, several)
+        key = (str(self._hf.chat_template), _digest(variables), role, several)
         if key in self._part_roles:
             return self._part_roles[key]
         as_user = role != "user" and self._reads_parts(variables, "user", False)
@@ -60,19 +62,21 @@ class ChatTemplate:
         if several and as_text:
             parts = bool(shows([_text_part(PROBE)] * 2))
         if as_text is not None or as_parts is not None:
+            if len(self._part_roles) >= MOST_KNOWN:
+                self._part_roles.clear()
             self._part_roles[key] = parts
         return parts
 
     def _shows(self, variables: Mapping[str, Any], role: str, as_user: bool, content: Any) -> bool | None:
-        """Return whether the chat template writes the texts of a message with this content, PROBE or parts of it, one
-        after the other; None if it takes no such conversation. as_user: users' messages have parts."""
-        texts = [content] if isinstance(content, str) else content
-        written = re.compile(r"\s*".join([PROBE] * len(texts)))
+        """Return whether the chat template writes all texts of a message with this content, PROBE or parts of it, and
+        not the parts themselves; None if it takes no such conversation. as_user: users' messages have parts."""
+        texts = 1 if isinstance(content, str) else len(content)
         begun = [{"role": "system", "content": "a" if isinstance(content, str) else [_text_part("a")]}]
         for before in ([],) if role == "system" else ([], begun):  # some templates ask for a system message
             messages = [*before, *_probing(role, content, as_user)]
             with suppress(ValueError):
-                return bool(written.search(self.render(messages, variables, add_generation_prompt=False)))
+                text = self.render(messages, variables, add_generation_prompt=False)
+                return text.count(PROBE) >= texts and not re.search(rf"""['"]text['"]: *['"]{PROBE}""", text)
         return None
 
     def render(
@@ -103,6 +107,14 @@ class ChatTemplate:
                 "this model's chat template does not use tools, so the model would not see them; leave tools out, "
                 "describe them in a message, or give the tokenizer a template with tools"
             )
+
+
+def _digest(variables: Mapping[str, Any]) -> bytes:
+    """Return what stands for the variables of a template, which may be long. Raises ValueError."""
+    try:
+        return hashlib.sha256(repr(sorted(variables.items())).encode()).digest()
+    except RecursionError:
+        raise ValueError("the tools or other variables are nested too deep; make them flatter") from None
 
 
 def _probing(role: str, content: Any, parts: bool) -> list[dict[str, Any]]:
@@ -175,9 +187,11 @@ def _split_reasoning(message: Mapping[str, Any]) -> tuple[str, Any]:
 
 def content_text(content: Any) -> Any:
     """Return the content of a message. A list of text parts ({"type": "text", "text": ...}) is joined by newlines.
-    Raises ValueError for parts of other types."""
-    if not isinstance(content, list | tuple):
+    Raises ValueError for other content."""
+    if isinstance(content, str):
         return content
+    if not isinstance(content, list | tuple):
+        raise ValueError(f"a message's content must be a text or a list of parts, and not {content!r:.80}")
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             form = '{"type": "text", "text": ...}'

@@ -140,3 +140,21 @@ def test_a_decode_gets_the_bits_of_a_prefill_in_batches_of_any_size(kind: Kind, 
         for members in (everyone, everyone[::3], everyone[:2], everyone[3:8], *([member] for member in everyone)):
             for member, out in zip(members, steps.attend(members, begin=-1), strict=True):
                 assert torch.equal(out[0], chunks[member][-1])
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler for this CPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 3, 5])
+def test_no_token_reads_a_later_one(dtype: torch.dtype, group: int) -> None:
+    """Not even with a weight of 0, which would make a NaN of the later token one of this token as well."""
+    steps = Steps(NativeAttention, Ragged(64, group, 16, dtype, query_lens=[70]))
+    (whole,) = steps.attend([0])
+    assert not whole.isnan().any()
+    first, pages = steps.case.kv_lens[0] - 70, steps.case.table[steps.case.lanes[0]].tolist()
+    for token in (69, 65, 62, 33, 3, 1):
+        page, place = pages[(first + token) // 16], (first + token) % 16
+        for pool in (steps.pool.keys, steps.pool.values):
+            pool[LAYER][page, :, place] = torch.nan
+        (found,) = steps.attend([0])
+        assert torch.equal(found[:token], whole[:token]), token
+        assert found[token:].isnan().all()

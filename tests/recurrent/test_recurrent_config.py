@@ -75,6 +75,8 @@ def test_the_size_of_the_weights_is_known_before_they_are_read(folder: Path) -> 
         ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval=0 is missing or not an integer"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"attn_output_gate": False}, "attn_output_gate=False is not supported; only true is"),
+        ({"attn_output_gate": 0}, "attn_output_gate=0 is not supported; only true is"),
+        ({"layer_types": [["linear_attention"]]}, "layer_types=[['linear_attention']] is not supported"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' is not supported; only swish is"),
         ({"quantization_config": FP8}, "take a checkpoint that is not quantized"),
     ],

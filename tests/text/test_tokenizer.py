@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from fastgen.model.loader import BUNDLED
+from fastgen.text.chat import PROBE
 from fastgen.text.detokenizer import Detokenizer, OutputText, StopFinder
 from fastgen.text.tokenizer import BROKEN, CLEARLY_MORE, Tokenizer, encode_prompt
 
@@ -251,6 +252,8 @@ def test_ids_in_any_sequence_are_a_prompt(ids: Any) -> None:
             "must be .*, and not {'type': 'image_url'}",
         ),
         ([{"role": "user", "content": ["hello"]}], ValueError, "and not 'hello'"),
+        ([{"role": "user", "content": {"a": 1}}], ValueError, "must be a text or a list of parts, and not {'a': 1}"),
+        ([{"role": "user", "content": 7}], ValueError, "must be a text or a list of parts, and not 7"),
     ],
 )
 def test_other_prompts_are_refused(tokenizer: Tokenizer, prompt: Any, kind: type[Exception], message: str) -> None:
@@ -342,8 +345,10 @@ def test_parts_are_found_with_the_variables_that_a_template_needs(
         ("{{ m.content if m.content is string else m.content | tojson }}", "the\n dog"),
         ("{{ m.content if m.content is string else m.content[0].text }}", "the\n dog"),
         (STRING, "the\n dog"),
+        ("{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ loop.index }}: {{ p.text }}"
+         "{{ ' | ' if not loop.last }}{% endfor %}{% endif %}", "1: the | 2:  dog"),
     ],
-)
+)  # fmt: skip
 def test_several_parts_come_as_they_are(talker: Path, template: str, expected: str, role: str) -> None:
     """So that a template joins them in its own way, as under transformers, also if it takes texts as well (Qwen3.5). To
     one that cannot read them, they are lines."""
@@ -354,6 +359,19 @@ def test_several_parts_come_as_they_are(talker: Path, template: str, expected: s
     assert tokenizer.render_chat(messages).endswith(f"[{role}]{expected}")
     alone = {"role": role, "content": [{"type": "text", "text": "fox"}]}
     assert tokenizer.render_chat([*messages[:-1], alone]).endswith(f"[{role}]fox"), "what was found is of several parts"
+
+
+def test_what_one_conversation_shows_of_a_template_does_not_change_others(talker: Path) -> None:
+    """A variable may change how the template reads content, or contain the text that it is tried with."""
+    tokenizer = Tokenizer(talker)
+    tokenizer.hf.chat_template = (
+        EACH + "{% if flat %}{{ m.content }}{% else %}" + LOOP + "{% endif %}{% endfor %}{{ x }}"
+    )
+    messages = [{"role": "user", "content": "hello"}]
+    for variables, expected in (({}, "hello"), ({"flat": True}, "hello"), ({"x": PROBE}, None), ({}, "hello")):
+        for flat in ({}, {"flat": True}):
+            written = tokenizer.render_chat(messages, {**variables, **flat})
+            assert expected is None or written == f"[user]{expected}"
 
 
 def test_results_of_tools_come_in_the_form_that_the_template_reads(talker: Path) -> None:

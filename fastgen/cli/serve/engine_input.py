@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -206,34 +207,28 @@ def encode_chat(
     thinks = request.thinks if isinstance(request, ChatRequest) else None
     if thinks is not None and THINKING in str(tokenizer.hf.chat_template):
         variables.setdefault(THINKING, thinks)
-    if thinks and isinstance(request, ChatRequest) and _takes_effort(tokenizer, variables, request.effort):
-        variables.setdefault(EFFORT, request.effort)
-    try:
-        messages = calling.template_messages(request.messages or ())
-        continued = bool(request.continue_final_message)
-        begins = request.add_generation_prompt is not False and not continued
+    effort = request.effort if isinstance(request, ChatRequest) else None
+    messages, continued = request.messages or (), bool(request.continue_final_message)
+    begins = request.add_generation_prompt is not False and not continued
+
+    def encode(variables: dict[str, Any]) -> list[int]:
         ids = tokenizer.encode_chat(
-            messages, most, variables=variables, add_generation_prompt=begins, continue_final_message=continued
-        )
+            calling.template_messages(messages), most, variables=variables, add_generation_prompt=begins,
+            continue_final_message=continued,
+        )  # fmt: skip
         return _with_special(ids, tokenizer) if request.add_special_tokens else ids
+
+    if effort is not None and EFFORT not in variables and EFFORT in str(tokenizer.hf.chat_template):
+        with suppress(ValueError):  # if the template refuses this effort, its default is the best that it has
+            return encode({**variables, EFFORT: effort})
+    try:
+        return encode(variables)
     except ValueError as error:
         if request.chat_template_kwargs:
             plain = request.model_copy(update={"chat_template_kwargs": None})
             encode_chat(plain, tokenizer, calling, most)  # raises if the messages are wrong
             raise refused(error, "chat_template_kwargs") from None
         raise refused(error, "messages") from None
-
-
-def _takes_effort(tokenizer: Tokenizer, variables: dict[str, Any], effort: str | None) -> bool:
-    """Return whether the chat template reads an effort, and takes this one: Qwen3.8 has no high. variables: others that
-    it may need."""
-    if effort is None or EFFORT not in str(tokenizer.hf.chat_template):
-        return False
-    try:
-        tokenizer.render_chat([{"role": "user", "content": "a"}], {**variables, EFFORT: effort})
-    except ValueError:  # then its default is the best that it has
-        return False
-    return True
 
 
 def _with_special(ids: list[int], tokenizer: Tokenizer) -> list[int]:

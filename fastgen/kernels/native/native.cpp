@@ -488,7 +488,8 @@ struct Work {
         for (int i = 0; i < size; i += LANES) store(results + row * size + i, load(results + row * size + i) * factor);
     }
 
-    // Add the values of the block's keys from `begin` to `end`, times their weights, to the results of N rows.
+    // Add the values of the block's keys from `begin` to `end`, times their weights, to the results of N rows. Hidden
+    // keys are not read, since a weight of 0 times infinity is NaN.
     template <int N, int WIDE>
     void add(int row, int column, int begin, int end) {
         Vector sums[N][WIDE];
@@ -497,6 +498,8 @@ struct Work {
         for (int key = begin / PACKED; key * PACKED < end; key++) {
             Vector value[WIDE];
             for (int j = 0; j < WIDE; j++) value[j] = words((const float *)values[key] + column + j * LANES);
+            if (key * PACKED + PACKED > end)  // the second number of a pair is hidden
+                for (int j = 0; j < WIDE; j++) value[j] = (Vector)((Words)value[j] & 0xFFFF);
             for (int r = 0; r < N; r++) {
                 Vector weight = word(weights(row + r) + key * PACKED);
                 for (int j = 0; j < WIDE; j++) sums[r][j] = multiply_add<Number>(sums[r][j], weight, value[j]);
@@ -560,7 +563,10 @@ void attend_tile(const Attention &of, const Tile &tile, int kv_head, const int32
                 std::fill_n(work.scores + row * BLOCK, BLOCK, 0.f);
         }
         in_groups<QUERY_ROWS>(rows, [&](int row, auto n) {
-            work.template add_all<n.value>(row, begin, end_of(row + n.value - 1));
+            int least = end_of(row) / work.PACKED * work.PACKED;  // of the keys that all of them see
+            work.template add_all<n.value>(row, begin, least);
+            for (int each = row; each < row + n.value; each++)
+                if (int end = end_of(each); end > least) work.template add_all<1>(each, std::max(begin, least), end);
         });
     }
     for (int row = 0; row < rows; row++) {

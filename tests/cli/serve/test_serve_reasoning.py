@@ -213,6 +213,15 @@ def test_a_template_gets_an_effort_that_it_takes(folders: dict[str, Path], field
     assert tokenizer.decode(encode_chat(request, tokenizer, calling)) == passed
 
 
+def test_a_template_with_only_an_effort_gets_none_as_well(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer(folders["opener"])
+    first = "{{ raise_exception('system first') if messages[0].role != 'system' }}"
+    tokenizer.hf.chat_template = first + "{{ reasoning_effort | default('usual') }}"
+    for fields, passed in (({}, "usual"), ({"reasoning_effort": "none"}, "none"), ({"reasoning_effort": "low"}, "low")):
+        request = ChatRequest.model_validate({"messages": [{"role": "system", "content": "a"}, *ASKED], **fields})
+        assert tokenizer.decode(encode_chat(request, tokenizer, Calling(tokenizer, []))) == passed
+
+
 # ------------------------------------------------------------------------------------------------- responses
 
 
