@@ -395,8 +395,8 @@ def _deterministic(
 
 
 def _has_fast_products(model: ModelConfig, options: GeneratorOptions, dtype: str, kernels: str) -> bool:
-    """Return whether Gluon kernels compute the products. Their results do not depend on the schedule, as those of
-    fastgen's attention, and cuBLAS would save at most 2 % of the time."""
+    """Return whether Gluon kernels compute the products. Like attention, they give results that do not depend on the
+    schedule. In Qwen3.5 9B, cuBLAS saved at most 2 % of the time."""
     two_bytes = dtype in ("bfloat16", "float16")
     return kernels == "gluon" and two_bytes and options.attention in ("auto", "paged") and _aligned(model)
 
@@ -432,7 +432,7 @@ def _step_size(
             lane_bytes, layers = float(LANE_BYTES * model.vocab_size), 0
             if model.recurrent is not None:
                 layers -= len(model.recurrent.layers)
-                lane_bytes += 3.3 * model.recurrent.state_bytes  # at most 2.3 of a lane, 1 of a kept state
+                lane_bytes += 3.3 * model.recurrent.state_bytes  # a lane takes up to 2.3 states, a kept state 1
             fit = int(room / (256 * token_bytes(model, kv_dtype, layers) + lane_bytes))
             lanes = min(1 << max(fit, 1).bit_length() - 1, 1024)
         max_seqs = max(min(lanes, max_step_tokens or budget), 1)

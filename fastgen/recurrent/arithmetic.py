@@ -9,10 +9,10 @@ positions, whose rows before the chunk are those that the lane keeps, and whose 
 `outputs`, and `keep`, which leaves the last block to the lane. At the end of both, `gate` computes the norm and the
 gates of all rows.
 
-Decodes multiply tiles of 16 rows, of which row 0 is the token's key and row 8 its query. All kernels add the products
-of one output in the same order, in steps of the matrix instruction (16 tokens or dimensions of 2 bytes, 8 of tf32), and
+Decodes multiply tiles of 16 rows: row 0 is the token's key, and row 8 its query. All kernels add the products of one
+output in the same order, in steps of the matrix instruction (16 tokens or dimensions of 2 bytes, 8 of tf32), and
 zeros add nothing. Every other sum goes through `tl.fma` or has one summand that is not zero, so that no layout changes
-it. For this reason, the squared lengths of keys and queries are taken from the diagonal of a product, too.
+it. This is also why the squared lengths of keys and queries are taken from the diagonal of a product.
 
 The lists of a step (`on_gpu.lists_of`) begin with the numbers of chunks and of blocks. A chunk has 8 numbers: its lane,
 its first position, its end, the row of its first token in the step, its first block, and three zeros. A block has 2:

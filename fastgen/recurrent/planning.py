@@ -71,7 +71,7 @@ class StateAllocator(PageAllocator):
 
     def take_slot(self, node: Node, pinned: set[int]) -> int | None:
         """Return a slot for the state at a node: a free one, or the least recently used one that is not pinned. None if
-        the node has a state or is not in the prefix cache any more, or if there is no slot."""
+        the node already has a state, if it has left the prefix cache, or if all slots are pinned."""
         if node in self._slots or node.page < 0 or self._nodes[node.page] is not node:
             return None
         if not self._free_slots:

@@ -11,6 +11,7 @@ import torch
 from fastgen.engine.features import read_options
 from fastgen.engine.options import DEFAULT_KV_CACHE_GB, EngineConfig, GeneratorOptions
 from fastgen.model.config import ModelConfig, RopeConfig
+from fastgen.model.recurrent_config import Recurrent
 from fastgen.speculation.options import Speculation
 
 MODEL = ModelConfig(
@@ -265,6 +266,14 @@ def test_lanes_and_budget_suit_the_model_and_the_gpu(memory: float, lanes: int, 
     assert (config.attention, config.num_pages) == ("paged", 0), "the pool is measured"
     assert make(LARGE, device="cuda", memory=memory, max_seqs=7).max_seqs == 7
     assert make(LARGE, device="cuda", memory=memory, max_step_tokens=33).max_seqs == 33
+
+
+def test_a_lane_of_a_hybrid_has_states_and_little_kv() -> None:
+    shape = Recurrent(tuple(range(24)), 16, 32)  # of Qwen3.5 9B
+    model = replace(LARGE, recurrent=shape, num_kv_heads=4, head_size=256, num_heads=16, vocab_size=248320)
+    assert make(model, device="cuda", memory=150e9).max_seqs == 512
+    assert make(model, device="cuda", memory=80e9).max_seqs == 256
+    assert make(model).max_seqs == 32
 
 
 @pytest.mark.parametrize(("processors", "budget"), [(132, 8448), (114, 7296), (108, 6912), (78, 9984), (0, 8192)])
