@@ -197,6 +197,17 @@ def test_plain_draws(vocab: int, dtype: torch.dtype) -> None:
     Draw(randn(len(params), vocab).to(dtype), params).check()
 
 
+def test_the_last_tokens_of_gemmas_vocabulary_are_drawn() -> None:
+    """Gemma 3 has 2**18 + 64 tokens."""
+    logits = randn(4, 2**18 + 64)
+    logits[:, 2**18 + 3 :: 7] = 30.0
+    params = [GREEDY, SamplingParams(top_k=5), SamplingParams(top_p=0.9), SamplingParams(min_p=0.5)]
+    out = Draw(logits, params).check()
+    assert out.tokens[0] == 2**18 + 3
+    assert (out.tokens > 2**18).all()
+    assert (out.tokens[1] - 2**18) // 7 < 5  # the lowest ids of equal tokens
+
+
 def test_tokens_of_no_probability_are_not_drawn() -> None:
     logits = randn(16)
     logits[:, :700] = logits[:, VOCAB - 899 :] = -200.0

@@ -17,6 +17,7 @@ from fastgen import Generator
 from fastgen.model.config import ModelConfig, parse_config, read_config
 from fastgen.model.generation_config import sampling_defaults
 from fastgen.model.rope import rope_tables
+from fastgen.model.sampler import MAX_VOCAB
 
 
 def count_parameters(c: ModelConfig) -> int:
@@ -61,6 +62,7 @@ def test_known_models(name: str, tmp_path: Path) -> None:
     assert {field: getattr(parsed, field) for field in expected} == expected
     assert parsed.dtype == "bfloat16"
     assert count_parameters(parsed) == parameters
+    assert parsed.vocab_size <= MAX_VOCAB, "the sampler takes it"
     assert parse_config(as_transformers_5(config), generation) == parsed
 
 

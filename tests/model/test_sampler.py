@@ -416,8 +416,8 @@ def test_a_long_list_of_biases_takes_no_more_memory() -> None:
 
 
 def test_a_vocabulary_that_rank_keys_cannot_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="at most 262144"):
-        LaneState(1, 2**18 + 1, CPU)
+    with pytest.raises(ValueError, match="at most 1048576"):
+        LaneState(1, 2**20 + 1, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -152,23 +152,24 @@ def as_mass(weights):
 
 @jit()
 def rank_keys(x, ids):
-    """Return distinct int64 keys of 51 bits. Larger logits have larger keys, and among equal logits, lower ids do."""
+    """Return distinct int64 keys, whose last 20 bits are for the id. Larger logits have larger keys, and among equal
+    logits, lower ids do."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats are in reverse order
-    return (ordered.to(tl.int64) << 18) | (0x3FFFF - ids)
+    return (ordered.to(tl.int64) << 20) | (0xFFFFF - ids)
 
 
 @jit()
 def key_logits(keys):
     """Return the logits of rank keys."""
-    ordered = (keys >> 18).to(tl.int32)
+    ordered = (keys >> 20).to(tl.int32)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @jit()
 def key_ids(keys):
     """Return the token ids of rank keys."""
-    return 0x3FFFF - (keys & 0x3FFFF)
+    return 0xFFFFF - (keys & 0xFFFFF)
 
 
 @jit()

@@ -195,7 +195,7 @@ def find_key(
     top_p = top_p_of(entry)
     held = tl.load(record + layout.TOTAL)
     highest = rank_keys(best, 0)
-    threshold = rank_keys(floor, 0x3FFFF)
+    threshold = rank_keys(floor, 0xFFFFF)
     stage = tl.where(k_bin < BINS, 0, 1)
     while stage < tl.where(top_p < 1, 2, 1):  # first top-k, then top-p
         counted = stage == 0
