@@ -20,7 +20,6 @@ from fastgen import Generator, RequestOutput, SamplingParams
 from fastgen.engine.warm_up import capture
 from fastgen.kernels.drafts import StepDraws
 from fastgen.kernels.noise import gumbel
-from fastgen.model.packed import PACKED_ROW_TILE
 from fastgen.speculation.drafting import Drafting
 from fastgen.speculation.head import Head
 from fastgen.speculation.planning import DraftPlan
@@ -451,7 +450,7 @@ def call_graphs(gen: Generator, monkeypatch: pytest.MonkeyPatch) -> Called:
     runner = gen._runner
     capturable(monkeypatch)
     capture(runner, None, [16, 64])  # type: ignore[arg-type]
-    runner.graphs[False].keys = [PACKED_ROW_TILE, 2 * PACKED_ROW_TILE]  # type: ignore[attr-defined]  # as in test_cuda_graphs
+    runner.graphs[False].keys = [4, 8]  # type: ignore[attr-defined]  # as in test_cuda_graphs
     graphs = head_of(gen).graphs
     assert isinstance(graphs, Called)
     graphs.keys = [2, 4, 8]

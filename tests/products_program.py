@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from fastgen.device.memory import Memory
 from fastgen.device.mkl_packed import PACKS
 from fastgen.device.processor import has_amx
 from fastgen.kernels.batch_invariant import Fused
@@ -16,8 +17,10 @@ from fastgen.model.attention.interface import StepLayout
 from fastgen.model.kv_pool import KVPool
 from fastgen.model.linear import Linear, PackedLinear
 from fastgen.model.mkl_linear import MklLinear
-from fastgen.model.packed import PACKED_ROW_TILE, pack, packing, unpack
+from fastgen.model.onednn_linear import OneDnnLinear
+from fastgen.model.packed import pack, packing, unpack
 
+new = Memory().zeros
 FEW = "few" in sys.argv
 SHAPES = [
     (16, 64), (128, 64), (256, 704), (392, 96), (520, 300), (896, 4864), (37, 41), (4, 2048),
@@ -25,17 +28,17 @@ SHAPES = [
     (96, 1000),
 ]  # fmt: skip
 SHAPES = [*SHAPES[:5], (128, 4864), *SHAPES[6:8]] if FEW else SHAPES
-ROWS = [1, 3, 16, 64] if FEW else [1, 2, 3, 5, 8, 16, 25, 64, 150]  # in units of PACKED_ROW_TILE
+ROWS = [1, 3, 16, 64] if FEW else [1, 2, 3, 5, 8, 16, 25, 64, 150]  # in units of row_tile
 
 
 def check(kind: type[PackedLinear], outputs: int, inputs: int, dtype: torch.dtype) -> None:
     weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
-    plain, x = Linear(weight, bias), torch.randn(ROWS[-1] * PACKED_ROW_TILE, inputs).to(dtype)
+    plain, x = Linear(weight, bias), torch.randn(ROWS[-1] * kind.row_tile, inputs).to(dtype)
     torch.set_num_threads(16)
-    packed = kind.pack(plain)
-    gated = pack(plain, gated=outputs % 2 == 0) if kind is packing(dtype) else packed
+    packed = kind.pack(plain, new)
+    gated = kind.pack_gated(plain, new) if outputs % 2 == 0 else packed
     for each in (packed, gated):
-        assert pack(each) is each
+        assert pack(each, new) is each
         assert torch.equal(unpack(each).weight, weight)
     expected, stream = packed.apply(x), torch.randn(len(x), outputs).to(dtype)
     exact = F.linear(x.double(), weight.double(), bias.double())
@@ -55,7 +58,7 @@ def check(kind: type[PackedLinear], outputs: int, inputs: int, dtype: torch.dtyp
     for threads in (1, 16) if FEW else (1, 2, 4, 16):
         torch.set_num_threads(threads)
         for rows in ROWS:
-            part = slice(rows * PACKED_ROW_TILE)
+            part = slice(rows * kind.row_tile)
             if outputs % 2 == 0:
                 assert torch.equal(gated.apply(x[part], Fused(swiglu=True)), hidden[part]), (outputs, threads, rows)
             assert torch.equal(packed.apply(x[part]), expected[part]), (kind, outputs, inputs, threads, rows)
@@ -108,8 +111,8 @@ def check_attention(head_size: int, kv_heads: int, page_size: int) -> None:
 
 torch.manual_seed(0)
 for dtype in (torch.float32,) if has_amx() else (torch.float32, torch.bfloat16):
-    chosen, other = packing(dtype), MklLinear if PACKS and dtype == torch.float32 else None
-    for kind in dict.fromkeys(kind for kind in (chosen, other) if kind is not None):  # in one order, so with one seed
+    kinds = packing(dtype), OneDnnLinear, MklLinear if PACKS and dtype == torch.float32 else None
+    for kind in dict.fromkeys(kind for kind in kinds if kind is not None):  # in one order, so with one seed
         for shape in SHAPES:
             check(kind, *shape, dtype)
 for head_size in (12, 64, 264) if FEW else (12, 24, 40, 64, 72, 100, 120, 128, 264):

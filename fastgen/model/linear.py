@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,9 @@ from fastgen.kernels.rope import rope_write
 
 ROW_TILE = 16
 """Multiple to which steps and logits are padded on the CPU: BLAS then sums all rows in one order."""
+
+NewTensor = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Makes a tensor of zeros of a shape and a dtype."""
 
 
 @dataclass(eq=False)
@@ -62,16 +67,31 @@ class Linear:
 
 
 class PackedLinear(Linear, ABC):
-    """A linear layer on the CPU whose weight is stored in the order of a library's products; see packed.py."""
+    """A linear layer on the CPU whose weight is kept in the order in which its products read it; see packed.py."""
+
+    row_tile: ClassVar[int] = 4
+    """Multiple to which steps and logits are padded. Libraries sum a single row in another order, and take no more time
+    for 4 rows than for 2."""
 
     @classmethod
     @abstractmethod
-    def pack(cls, linear: Linear) -> PackedLinear:
-        """Return a linear layer with its weight packed."""
+    def pack(cls, linear: Linear, new: NewTensor) -> PackedLinear:
+        """Return a linear layer with its weight packed. new: may make the memory of the packed weight."""
+
+    @classmethod
+    def pack_gated(cls, linear: Linear, new: NewTensor) -> PackedLinear:
+        """Return the layer of gate and up with its weight packed, to be applied with SwiGLU only."""
+        return cls.pack(linear, new)
 
     @abstractmethod
     def unpack(self) -> Linear:
         """Return a linear layer with a plain weight."""
+
+
+def halves(linear: Linear) -> list[Linear]:
+    """Return the layers of gate and up, as views."""
+    biases = (None, None) if linear.bias is None else linear.bias.chunk(2)
+    return [Linear(*each) for each in zip(linear.weight.chunk(2), biases, strict=True)]
 
 
 def finish(y: Tensor, fused: Fused) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastgen.device import mkl_packed
 from fastgen.device.threads import at_most
 from fastgen.kernels.batch_invariant import Fused
-from fastgen.model.linear import Linear, PackedLinear, finish
+from fastgen.model.linear import Linear, NewTensor, PackedLinear, finish
 
 PACKING_THREADS = 8
 """Maximum number of threads that pack a weight. Later products of few rows use at most this number of threads."""
@@ -35,9 +35,8 @@ class MklLinear(PackedLinear):
         return finish(y if self.bias is None else y.add_(self.bias), fused)
 
     @classmethod
-    def pack(cls, linear: Linear) -> MklLinear:
-        """Return a linear layer with its weight packed."""
-        packed = linear.weight.new_empty(mkl_packed.pack_size(*linear.weight.shape))
+    def pack(cls, linear: Linear, new: NewTensor) -> MklLinear:
+        packed = new([mkl_packed.pack_size(*linear.weight.shape)], torch.float32)
         with at_most(PACKING_THREADS):
             mkl_packed.pack(linear.weight, packed)
         return cls(linear.weight.new_empty(()).expand(linear.weight.shape), linear.bias, packed=packed)

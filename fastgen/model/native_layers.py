@@ -1,4 +1,4 @@
-"""Steps of few tokens on the CPU, whose layers run in one call of native.cpp.
+"""Steps on the CPU whose layers run in one call of native.cpp.
 
 A layer takes a dozen calls from Python, which take longer than the arithmetic if a step has one token and the model is
 small. The call computes the same functions in the same order, with the same bits.
@@ -18,9 +18,8 @@ from fastgen.kernels.native.calls import LANES, function, rope_of
 from fastgen.kernels.norm import RMSNorm
 from fastgen.model.attention.interface import Attention
 from fastgen.model.attention.native import NativeAttention, NativePlan
-from fastgen.model.few_rows import FEW_ROWS, FewRows
 from fastgen.model.linear import Linear
-from fastgen.model.packed import OneDnnGatedLinear, OneDnnLinear
+from fastgen.model.native_linear import NativeGatedLinear, NativeLinear
 from fastgen.model.parameters import Layer, Parameters
 from fastgen.model.transformer import StepPart
 
@@ -28,12 +27,13 @@ from fastgen.model.transformer import StepPart
 class _Product(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "bias")),
-        *((name, c_int) for name in ("inputs", "outputs", "chunk")),
+        *((name, c_int) for name in ("inputs", "outputs")),
     )
 
     @classmethod
-    def of(cls, few: FewRows) -> _Product:
-        return cls(few.address, _address(few.bias), few.inputs, few.outputs, few.chunk)
+    def of(cls, linear: NativeLinear) -> _Product:
+        outputs, inputs = linear.weight.shape
+        return cls(linear.packed.data_ptr(), _address(linear.bias), inputs, outputs)
 
 
 class _Layer(ctypes.Structure):
@@ -77,7 +77,7 @@ class NativeLayers:
         write their keys and values. Return False, and do nothing, for a step that has to run layer by layer."""
         mapping, plan = part.mapping, part.plan
         plain = mapping.windowed is None and mapping.query_scales is None and not part.arrivals and part.kept is None
-        table = self._layers() if plain and numbers and mapping.real <= FEW_ROWS else None
+        table = self._layers() if plain and numbers else None
         if table is None:
             return False
         assert isinstance(plan, NativePlan)
@@ -96,7 +96,7 @@ class NativeLayers:
         return True
 
     def _layers(self) -> _Table | None:
-        """Return the table for the present weights, or None if oneDNN has to multiply one of them."""
+        """Return the table for the present weights, or None if native.cpp does not multiply all of them."""
         layers = self._parameters.layers
         first = layers[0].qkv
         if self._table is None or self._table.first is not first:
@@ -109,18 +109,17 @@ class NativeLayers:
         return self._table
 
     def _layer(self, number: int, layer: Layer) -> list[_Layer]:
-        """Return the layer, or none if oneDNN has to multiply one of its weights."""
-        halves = (layer.gate_up.gate, layer.gate_up.up) if isinstance(layer.gate_up, OneDnnGatedLinear) else ()
-        linears: list[Linear] = [layer.qkv, layer.o, *halves, layer.down]
-        few = [each.few for each in linears if isinstance(each, OneDnnLinear) and each.few is not None]
-        if len(few) != 5:
+        """Return the layer, or none if native.cpp does not multiply all of its weights."""
+        halves = (layer.gate_up.gate, layer.gate_up.up) if isinstance(layer.gate_up, NativeGatedLinear) else ()
+        linears = [each for each in (layer.qkv, layer.o, *halves, layer.down) if isinstance(each, NativeLinear)]
+        if len(linears) != 5:
             return []
         assert layer.input_norm is not None
         assert layer.post_norm is not None
         head = (None, None) if layer.head_norm is None else (layer.head_norm.q, layer.head_norm.k)
         pool = self._attention.pool
         tensors = layer.input_norm.weight, layer.post_norm.weight, *head, pool.keys[number], pool.values[number]
-        return [_Layer(*map(_address, tensors), *map(_Product.of, few), layer.window)]
+        return [_Layer(*map(_address, tensors), *map(_Product.of, linears), layer.window)]
 
 
 def _is_plain(layer: Layer) -> bool:

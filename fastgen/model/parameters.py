@@ -7,7 +7,7 @@ split them. Layers are created from these tables, and `Parameters.targets` uses 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -23,7 +23,7 @@ from fastgen.kernels.norm import BranchEnd, RMSNorm, WideNorm
 from fastgen.kernels.rope import HeadNorm
 from fastgen.model.config import ModelConfig
 from fastgen.model.linear import ROW_TILE, Linear
-from fastgen.model.packed import PACKED_ROW_TILE, pack, packing, unpack
+from fastgen.model.packed import pack, packing, unpack
 from fastgen.model.quantization import Int4, Quantization
 from fastgen.model.weights import EMBEDDING, HEAD, Part, Shard
 from fastgen.parallel.group import Group
@@ -214,8 +214,9 @@ class Parameters:
         self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU, padding to row_tile suffices
         self._quantized = None if config.quantization is None else quantized_layers(config.quantization)
         plain = config.quantization is None or isinstance(config.quantization, Int4)  # dequantized on the CPU
-        self._packs = device.type == "cpu" and packing(dtype) is not None and plain
-        self.row_tile = 1 if device.type != "cpu" else PACKED_ROW_TILE if self._packs else ROW_TILE
+        packed = packing(dtype) if device.type == "cpu" and plain else None
+        self._packs = packed is not None
+        self.row_tile = 1 if device.type != "cpu" else ROW_TILE if packed is None else packed.row_tile
         norm, embedding, *head = model_table(config)
         self.norm = RMSNorm(self._new(*norm.shape), config.norm_eps, config.centered_norm and not config.bare_norm)
         self.bare_norm: RMSNorm | None = None  # of embeddings
@@ -359,9 +360,12 @@ class Parameters:
         if (quantized := self._quantized) is not None:
             self._replace(lambda linear: quantized.prepare(linear, self._new))
         if self._packs:
-            for layer in self.layers:
-                layer.gate_up = pack(layer.gate_up, self.config.swiglu)
-            self._replace(pack)
+            from fastgen.device.arena import Arena
+
+            new = Arena(self.memory).zeros
+            for holder, place in self._places():
+                gated = place == "gate_up" and self.config.swiglu
+                setattr(holder, place, pack(getattr(holder, place), new, gated))
 
     def unpack(self) -> None:
         """Undo `pack` one weight at a time, even if it failed midway, so that `targets` can be called again."""
@@ -372,10 +376,15 @@ class Parameters:
             self._replace(self._quantized.restore)
 
     def _replace(self, change: Callable[[Linear], Linear]) -> None:
-        self.lm_head = change(self.lm_head)
+        for holder, place in self._places():
+            setattr(holder, place, change(getattr(holder, place)))
+
+    def _places(self) -> Iterator[tuple[Parameters | Layer, str]]:
+        """Yield the holder and the attribute of each linear layer."""
+        yield self, "lm_head"
         for layer in self.layers:
             for place, _ in zip(LINEARS, layer.linears, strict=False):
-                setattr(layer, place, change(getattr(layer, place)))
+                yield layer, place
 
     @property
     def distinct(self) -> list[int]:

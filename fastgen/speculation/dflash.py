@@ -101,7 +101,7 @@ class DFlashWeights(LayeredWeights):
         packs = [type(x) for x in qkvs]
         self._parameters.pack()
         if [type(layer.qkv) for layer in self._parameters.layers] != packs:
-            self.kv = [pack(linear) for linear in self.kv]
+            self.kv = [pack(linear, self._parameters.memory.zeros) for linear in self.kv]
 
 
 class DFlash(LayeredHead):

@@ -21,7 +21,6 @@ from fastgen.engine.cuda_graphs import batch_sizes, shared_sizes
 from fastgen.engine.warm_up import capture
 from fastgen.model.attention.shared import SharedPrefixes
 from fastgen.model.linear import ROW_TILE
-from fastgen.model.packed import PACKED_ROW_TILE
 from fastgen.speculation.drafting import Drafting
 from fastgen.speculation.options import Speculation
 from fastgen.speculation.planning import DraftPlan
@@ -89,7 +88,7 @@ def test_speculative_steps_from_graphs_give_the_same_bits(
         runner = gen._runner
         capturable(monkeypatch)
         capture(runner, None, [])
-        runner.graphs[False].keys = [PACKED_ROW_TILE, 2 * PACKED_ROW_TILE]  # as in `with_graphs`
+        runner.graphs[False].keys = [4, 8]  # as in `with_graphs`
         drafting = runner.features[DraftPlan]
         assert isinstance(drafting, Drafting)
         assert isinstance(drafting.graphs, Called)

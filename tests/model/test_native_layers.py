@@ -12,17 +12,12 @@ from handmade import make_runner, siblings
 
 from fastgen import Generator, SamplingParams
 from fastgen.engine.runner import Runner
-from fastgen.kernels.native.calls import function
-from fastgen.model import few_rows, native_layers
+from fastgen.model import packed
 from fastgen.model.native_layers import NativeLayers
-from fastgen.model.packed import OneDnnLinear, packing
+from fastgen.model.native_linear import NativeLinear
 from fastgen.model.transformer import StepPart
 
-DTYPES = [
-    dtype
-    for dtype in ("float32", "bfloat16")
-    if packing(getattr(torch, dtype)) is OneDnnLinear and function("run_layers", getattr(torch, dtype)) is not None
-]
+DTYPES = [dtype for dtype in ("float32", "bfloat16") if packed.packing(getattr(torch, dtype)) is NativeLinear]
 pytestmark = pytest.mark.skipif(not DTYPES, reason="the kernels do not run on this CPU")
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,13 +64,18 @@ def test_a_step_in_one_call_has_the_bits_of_one_layer_by_layer(
     assert found == siblings(other, random_ids(7), forked=True, steps=40)[0]
 
 
-def test_a_long_step_runs_layer_by_layer(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_long_step_in_one_call_has_the_bits_of_one_layer_by_layer(
+    dtype: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind, fields = MODELS["llama"]
-    monkeypatch.setattr(native_layers, "FEW_ROWS", 256)
-    runner = make_runner(checkpoint(kind, **fields), dtype=DTYPES[0], max_step_tokens=512)
+    folder, options = checkpoint(kind, **fields), {"dtype": dtype, "max_step_tokens": 512, "max_model_len": 512}
+    runner, other = (make_runner(folder, **options) for _ in range(2))
     calls = count_calls(runner, monkeypatch)
-    siblings(runner, random_ids(256), forked=False, steps=1)
-    assert calls == [True, False, True]
+    found = siblings(runner, random_ids(500), forked=False, steps=3)
+    assert all(calls)
+    other.model.in_one_call = None
+    assert found == siblings(other, random_ids(500), forked=False, steps=3)
 
 
 def test_a_model_with_more_operations_runs_layer_by_layer(checkpoint: Checkpoint) -> None:
@@ -91,8 +91,7 @@ def test_a_model_with_more_operations_runs_layer_by_layer(checkpoint: Checkpoint
 def test_weights_that_onednn_multiplies_run_layer_by_layer(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(few_rows, "_chunks", {})
-    monkeypatch.setattr(few_rows, "CHUNKS", (8,))
+    monkeypatch.setattr(packed, "_is_native", lambda dtype: False)
     kind, fields = MODELS["llama"]
     runner = make_runner(checkpoint(kind, **fields), dtype=DTYPES[0])
     calls = count_calls(runner, monkeypatch)

@@ -22,7 +22,7 @@ _ARGUMENTS = {
     "norm": (c_void_p, c_void_p, c_void_p, c_float, c_bool, c_int, c_int, c_void_p),
     "rope_write": (c_void_p,) * 11,
     "attend": (c_void_p,) * 7,
-    "multiply": (c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p),
+    "multiply": (c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p),
     "swiglu": (c_void_p, c_void_p, c_int64, c_void_p),
     "run_layers": (c_void_p, c_int, *(c_void_p,) * 9),
 }

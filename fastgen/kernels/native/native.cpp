@@ -271,12 +271,13 @@ void rope_write(const Rope &of, const Number *qkv, const int64_t *positions, con
     }
 }
 
-// ---- products of few rows ----
+// ---- products ----
 //
-// oneDNN keeps a weight [outputs, inputs] in blocks of 64 outputs, each as [inputs, 64], or in bfloat16 as
-// [inputs / 2, 64, 2]. It adds the products of `chunk` inputs in their order, then the sums of the chunks, and so do
-// these functions.
+// A weight [outputs, inputs] is kept in blocks of 64 outputs, each as [inputs, 64], or in bfloat16 as
+// [inputs / 2, 64, 2] (native_linear.py). The products of CHUNK inputs are added in their order, then the sums of the
+// chunks, for any number of rows.
 
+constexpr int CHUNK = 1024;
 constexpr int WIDE = 4;           // vectors of a block of outputs
 constexpr int PRODUCT_ROWS = 6;  // rows that are computed together: the more, the less often a weight is loaded
 constexpr int MOST_ROWS = 128;   // rows for which a block of a weight is read from memory once
@@ -296,13 +297,13 @@ void add_products(const Number *x, const Number *weight, int inputs, int begin, 
 // The products of rows x [rows, inputs], at most MOST_ROWS, and W vectors of a block of outputs, the first `count` of
 // which are real. A chunk of the block stays in the cache for all rows. bias: may be null.
 template <int W, class Number>
-void multiply_block(const Number *x, int rows, const Number *block, const Number *bias, int inputs, int chunk,
-                    int count, int outputs, Number *y) {
+void multiply_block(const Number *x, int rows, const Number *block, const Number *bias, int inputs, int count,
+                    int outputs, Number *y) {
     Vector totals[MOST_ROWS][W];
-    for (int begin = 0; begin < inputs; begin += chunk)
+    for (int begin = 0; begin < inputs; begin += CHUNK)
         in_groups<PRODUCT_ROWS>(rows, [&](int row, auto n) {
             Vector sums[n.value][W] = {};
-            add_products<n.value, W>(x + int64_t(row) * inputs, block, inputs, begin, std::min(begin + chunk, inputs),
+            add_products<n.value, W>(x + int64_t(row) * inputs, block, inputs, begin, std::min(begin + CHUNK, inputs),
                                      sums);
             for (int r = 0; r < n.value; r++)
                 for (int j = 0; j < W; j++) totals[row + r][j] = begin ? totals[row + r][j] + sums[r][j] : sums[r][j];
@@ -321,8 +322,7 @@ void multiply_block(const Number *x, int rows, const Number *block, const Number
 // Each thread computes as many halves of blocks as another, in whole blocks where it can. If there are few of them for
 // so many threads, the rows are divided into bands as well.
 template <class Number>
-void multiply(const Number *x, const Number *weight, const Number *bias, int rows, int inputs, int outputs, int chunk,
-              Number *y) {
+void multiply(const Number *x, const Number *weight, const Number *bias, int rows, int inputs, int outputs, Number *y) {
     constexpr int HALF = WIDE / 2 * LANES;
     int64_t halves = (outputs + HALF - 1) / HALF, threads = omp_get_num_threads(), thread = omp_get_thread_num();
     int64_t bands = std::clamp<int64_t>(4 * threads / halves, 1, (rows + MOST_ROWS - 1) / MOST_ROWS);
@@ -332,7 +332,7 @@ void multiply(const Number *x, const Number *weight, const Number *bias, int row
         int64_t last = rows * (band + 1) / bands;
         for (int64_t row = rows * band / bands; row < last; row += MOST_ROWS)
             multiply_block<wide.value>(x + row * inputs, std::min<int>(last - row, MOST_ROWS), block,
-                                       bias ? bias + first : nullptr, inputs, chunk, count, outputs,
+                                       bias ? bias + first : nullptr, inputs, count, outputs,
                                        y + row * outputs + first);
     };
     std::integral_constant<int, WIDE / 2> narrow;
@@ -586,10 +586,10 @@ void attend(const Attention &of, const Tile *tiles, const int32_t *pages, const 
 
 // ---- layers ----
 
-// A linear layer with a packed weight. chunk: see `multiply`.
+// A linear layer with a packed weight.
 struct Product {
     const void *weight, *bias;
-    int inputs, outputs, chunk;
+    int inputs, outputs;
 };
 
 struct Layer {
@@ -601,7 +601,7 @@ struct Layer {
 
 template <class Number>
 void apply(const Product &of, const Number *x, int rows, Number *y) {
-    multiply(x, (const Number *)of.weight, (const Number *)of.bias, rows, of.inputs, of.outputs, of.chunk, y);
+    multiply(x, (const Number *)of.weight, (const Number *)of.bias, rows, of.inputs, of.outputs, y);
 }
 
 // The number of Numbers that `run_layers` needs as memory.
@@ -673,8 +673,8 @@ int threads() { return omp_get_max_threads(); }
         TEAM(of->tiles * of->kv_heads > 1) attend(*of, tiles, pages, q, keys, values, out);                           \
     }                                                                                                                 \
     void multiply_##NAME(const NUMBER *x, const NUMBER *weight, const NUMBER *bias, int rows, int inputs,             \
-                         int outputs, int chunk, NUMBER *y) {                                                         \
-        TEAM(true) multiply(x, weight, bias, rows, inputs, outputs, chunk, y);                                        \
+                         int outputs, NUMBER *y) {                                                                    \
+        TEAM(true) multiply(x, weight, bias, rows, inputs, outputs, y);                                               \
     }                                                                                                                 \
     void swiglu_##NAME(const NUMBER *gate, const NUMBER *up, int64_t size, NUMBER *out) {                             \
         TEAM(size > MANY) swiglu(gate, up, size, out);                                                                \
