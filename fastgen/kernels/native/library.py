@@ -25,7 +25,7 @@ from fastgen.device.threads import at_most
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("native.cpp")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 
 
 def compiler() -> str | None:

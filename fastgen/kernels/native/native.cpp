@@ -81,9 +81,13 @@ Vector in_register(Vector x) {
     return x;
 }
 
+// a * b + c, rounded once. If it were written so, the compiler would choose, and GCC from 13 on rounds sums of one row
+// in another way than those of four (-mtune, "avoid FMA chains"), so that the schedule would show.
+Vector fma(Vector a, Vector b, Vector c) { return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+
 template <class Number>
 Vector multiply_add(Vector sum, Vector a, Vector b) {
-    return sum + a * b;
+    return fma(a, b, sum);
 }
 
 #ifdef __AVX512BF16__
@@ -141,14 +145,12 @@ void transpose(Vector (&rows)[LANES]) {
 // Cephes (https://www.netlib.org/cephes/), single/expf.c.
 Vector exponential(Vector x) {
     const Vector round = all(12582912.f);  // 1.5 * 2**23: the sum's lowest bits are the rounded number
-    Vector shifted = x * 1.44269504f + round, n = shifted - round;
-    Vector r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    Vector y = all(1.9875691500e-4f) * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * (r * r) + r + 1.f;
+    Vector shifted = fma(x, all(1.44269504f), round), n = shifted - round;
+    Vector r = fma(n, all(2.12194440e-4f), fma(n, all(-0.693359375f), x));
+    Vector y = all(1.9875691500e-4f);
+    for (float each : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        y = fma(y, r, all(each));
+    y = fma(y, r * r, r) + 1.f;
     Words power = ((Words)shifted - (Words)round + 127) << 23;
     return x < -87.f ? Vector{} : y * (Vector)power;
 }
@@ -159,12 +161,10 @@ Vector power_of_2(Vector x) {
     x = (Vector)_mm512_max_ps(_mm512_set1_ps(-200.f), (__m512)x);  // a NaN stays
     __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     Vector r = x - (Vector)whole;
-    Vector y = all(1.535336188319500e-4f) * r + 1.339887440266574e-3f;
-    y = y * r + 9.618437357674640e-3f;
-    y = y * r + 5.550332471162809e-2f;
-    y = y * r + 2.402264791363012e-1f;
-    y = y * r + 6.931472028550421e-1f;
-    y = y * r + 1.f;
+    Vector y = all(1.535336188319500e-4f);
+    for (float each : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f, 2.402264791363012e-1f,
+                       6.931472028550421e-1f, 1.f})
+        y = fma(y, r, all(each));
     return (Vector)_mm512_scalef_ps((__m512)y, whole);
 }
 
@@ -187,7 +187,7 @@ void norm_row(Number *x, const Number *delta, const Number *weight, float eps, b
             store(x + i, each + load(delta + i));
             each = load(x + i);
         }
-        squares += each * each;
+        squares = fma(each, each, squares);
     }
     float scale = 1 / std::sqrt(sum(squares) / size + eps);
     for (int i = 0; i < size; i += LANES) {
@@ -473,7 +473,7 @@ struct Work {
         if (_mm512_cmp_ps_mask((__m512)peak, _mm512_set1_ps(most[row]), _CMP_NLE_UQ)) rescale(row, largest(peak));
         Vector total = load(totals + row * LANES);
         for (int j = 0; j < BLOCK; j += LANES) {  // a weight takes no more memory than the score
-            Vector weight = power_of_2(load(score + j) * scale - most[row]);
+            Vector weight = power_of_2(fma(load(score + j), all(scale), all(-most[row])));
             store_weights(weights(row) + j, weight);
             total += weight;
         }
