@@ -17,8 +17,9 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from fastgen.engine.admission import LaneTable
+from fastgen.engine.feature_options import FeatureOptions
 from fastgen.engine.interface import EarlierOutputs, PlanFeature
-from fastgen.engine.options import EngineConfig, FeatureOptions, GeneratorOptions
+from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.pages import PageAllocator
 from fastgen.engine.stats import Stats
 from fastgen.model.config import ModelConfig

@@ -9,56 +9,21 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from fastgen.device.processor import fast_bfloat16, has_amx
+from fastgen.engine.feature_options import FeatureOptions
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.option import Options, option, options_of
 from fastgen.text.syntax_names import ReasoningParser, ToolCallParser
 
-if TYPE_CHECKING:  # for hybrids only
-    from fastgen.model.recurrent_config import Recurrent
-
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_SEQS = 8192  # limit of the kernels that list the work of a step
 MAX_GB = 1e9  # limit of memory sizes: 10^18 bytes
-KEPT_STATES = 32  # of recurrent layers for prefixes, at least; as many as lanes if these are more
 LANE_BYTES = 22  # memory per lane and token of the vocabulary: penalty counts, logits and temporaries of the sampler
 DEFAULT_KV_CACHE_GB = 4.0  # on the CPU; on a GPU the free memory is measured
 PREFILL_TILE = 128  # tokens of a tile in the kernels for many tokens
 MIN_PREFILL_TOKENS = 256  # a smaller step takes about as long on a GPU, since it reads all weights
-
-
-class FeatureOptions(Options):
-    """The options of a feature: what the value of an option that asks for it stands for; see engine/features.py."""
-
-    @property
-    def kv_layers(self) -> int:
-        """The number of layers that the feature needs in the KV pool, in addition to the model's."""
-        return 0
-
-    @property
-    def most_rows(self) -> int:
-        """Maximum number of rows in its steps of decodes; 0: as without the feature."""
-        return 0
-
-    def choose(self, gpu: bool, kernels: str, max_step_tokens: int) -> FeatureOptions | None:
-        """Return these options with all values filled in; None if the feature cannot run. The arguments are those of
-        GeneratorOptions and EngineConfig; gpu: the device is not the CPU."""
-        return self
-
-
-@dataclass(frozen=True)
-class RecurrentStates(FeatureOptions):
-    """The recurrent layers of a hybrid model (see fastgen/recurrent), and the number of slots in which their states
-    are kept for prefixes."""
-
-    shape: Recurrent
-    slots: int
-
-    @property
-    def kv_layers(self) -> int:
-        return -len(self.shape.layers)  # they have no KV
 
 
 @dataclass(frozen=True)
@@ -253,8 +218,9 @@ class EngineConfig(GeneratorOptions):
             name: given.choose(gpu, kernels, max_step_tokens) for name, given in feature_options(options).items()
         }
         if model.recurrent:
-            slots = max(max_seqs, KEPT_STATES) if options.prefix_cache else 0
-            features["recurrent"] = RecurrentStates(model.recurrent, slots)
+            from fastgen.engine.recurrent_states import RecurrentStates
+
+            features["recurrent"] = RecurrentStates.of(model.recurrent, max_seqs, options.prefix_cache)
         bytes_of_token = token_bytes(model, kv_dtype, sum(each.kv_layers for each in features.values() if each))
         page_bytes = bytes_of_token * options.page_size * options.tensor_parallel  # on all ranks
         chosen: dict[str, Any] = {
@@ -429,11 +395,10 @@ def _step_size(
         lanes = 256 if model.recurrent is None else 32
         if memory:
             room = 0.9 * memory - model.weight_bytes(DTYPE_BYTES[dtype])
-            lane_bytes, layers = float(LANE_BYTES * model.vocab_size), 0
-            if model.recurrent is not None:
-                layers -= len(model.recurrent.layers)
-                lane_bytes += 3.3 * model.recurrent.state_bytes  # a lane takes up to 2.3 states, a kept state 1
-            fit = int(room / (256 * token_bytes(model, kv_dtype, layers) + lane_bytes))
+            recurrent = model.recurrent
+            without_kv, state_bytes = (len(recurrent.layers), recurrent.state_bytes) if recurrent else (0, 0)
+            lane_bytes = LANE_BYTES * model.vocab_size + 3.3 * state_bytes  # it has up to 2.3, and one is kept
+            fit = int(room / (256 * token_bytes(model, kv_dtype, -without_kv) + lane_bytes))
             lanes = min(1 << max(fit, 1).bit_length() - 1, 1024)
         max_seqs = max(min(lanes, max_step_tokens or budget), 1)
     if max_step_tokens is None:

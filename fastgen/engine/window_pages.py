@@ -12,7 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fastgen.engine.options import EngineConfig, FeatureOptions
+from fastgen.engine.feature_options import FeatureOptions
+from fastgen.engine.options import EngineConfig
 from fastgen.engine.pages import Node, PageAllocator
 
 BLOCK = 64  # attention reads whole blocks of so many keys

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -23,60 +23,18 @@ from fastgen.kernels.norm import BranchEnd, RMSNorm, WideNorm
 from fastgen.kernels.rope import HeadNorm
 from fastgen.model.config import ModelConfig
 from fastgen.model.linear import ROW_TILE, Linear
+from fastgen.model.modules import COLUMNS, ROWS, Module, together
 from fastgen.model.packed import pack, packing, unpack
 from fastgen.model.quantization import Int4, Quantization
 from fastgen.model.weights import EMBEDDING, HEAD, Part, Shard
 from fastgen.parallel.group import Group
 
-if TYPE_CHECKING:  # for adapters and quantized models only
+if TYPE_CHECKING:  # for adapters, hybrids and quantized models only
     from fastgen.model.adapter import AdapterBases
+    from fastgen.model.delta_weights import DeltaWeights
     from fastgen.model.quantized_layers import QuantizedLayers
 
-ROWS, COLUMNS = 0, 1  # dimensions of a weight [outputs, inputs]
 LINEARS = "qkv", "o", "gate_up", "down", "o_gate"  # the linear layers of a Layer, the last of which few models have
-
-
-@dataclass(frozen=True)
-class Module:
-    """A module of Hugging Face's model, with a weight and possibly a bias.
-
-    name: name of the module; its tensors are `name`.weight and `name`.bias. place: attribute of Layer or of Parameters
-    that holds the weight, either a tensor or a linear layer. Modules with the same place are stacked row by row into
-    one fused layer, in the order of the table. shape: shape of the whole weight, [outputs, inputs], or [size] for a
-    norm. split: dimension of the weight that is split into equal parts over the ranks, ROWS or COLUMNS; None if each
-    rank holds the whole weight. bias: the module has a bias [outputs]. parts: number of KV heads, into which k and v
-    can be split; with more ranks, neighbouring ranks hold the same part. 0: there is one part per rank. first, total:
-    modules of one name are one tensor of `total` rows, in which this module's rows begin at `first`; total 0: the
-    tensor has no other rows. bare: the tensor is `name` itself. exact: it stays in float32, whatever the model's dtype.
-    """
-
-    name: str
-    place: str
-    shape: tuple[int, ...]
-    split: int | None = None
-    bias: bool = False
-    parts: int = 0
-    first: int = 0
-    total: int = 0
-    bare: bool = False
-    exact: bool = False
-
-    def part(self, rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
-        """Return (start in dimension `split`, shape) of the part of the weight that a rank holds."""
-        if self.split is None:
-            return 0, self.shape
-        shape, parts = list(self.shape), min(ranks, self.parts or ranks)
-        shape[self.split] //= parts
-        return rank * parts // ranks * shape[self.split], tuple(shape)
-
-
-def _together(name: str, modules: list[Module]) -> list[Module]:
-    """Return modules whose weights are one tensor of this name."""
-    ends = [*accumulate(module.shape[0] for module in modules)]
-    return [
-        replace(module, name=name, first=end - module.shape[0], total=ends[-1])
-        for module, end in zip(modules, ends, strict=True)
-    ]
 
 
 def model_table(c: ModelConfig) -> list[Module]:
@@ -106,8 +64,8 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
         places = {"input_layernorm": "input_norm", "post_attention_layernorm": "o_end.norm",
                   "pre_feedforward_layernorm": "post_norm", "post_feedforward_layernorm": "down_end.norm"}  # fmt: skip
     norms = [Module(layer + name, f"{place}.weight", (hidden,)) for name, place in places.items()]
-    recurrent = c.recurrent is not None and number in c.recurrent.layers
-    if not recurrent and ((c.qk_norm and not c.bare_norm) or c.wide_norm):
+    recurrent = None if c.recurrent is None or number not in c.recurrent.layers else c.recurrent
+    if recurrent is None and ((c.qk_norm and not c.bare_norm) or c.wide_norm):
         place, sizes = ("head_norm", (head, head)) if c.qk_norm else ("wide_norm", (heads, kv_heads * head))
         of_heads = ("query_layernorm", "key_layernorm") if c.norm_after_rope else ("q_norm", "k_norm")
         for name, size in zip(of_heads, sizes, strict=True):
@@ -120,23 +78,15 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
     names = ("gate_proj", "up_proj") if c.gated else ("up_proj",)
     gate_up = [Module(mlp + name, "gate_up", (inner, hidden), ROWS, c.mlp_bias) for name in names]
     if c.qkv_tensor:
-        qkv = _together(layer + c.qkv_tensor, qkv)
+        qkv = together(layer + c.qkv_tensor, qkv)
     if c.gate_up_tensor:
-        gate_up = _together(layer + c.gate_up_tensor, gate_up)
+        gate_up = together(layer + c.gate_up_tensor, gate_up)
     out = Module(attention + "o_proj", "o", (hidden, heads), COLUMNS, c.o_bias)
-    if recurrent and (r := c.recurrent) is not None:
-        from fastgen.model.recurrent_config import DELTA_HEAD, DELTA_TAPS
+    if recurrent is not None:
+        from fastgen.model.delta_weights import delta_table
 
-        delta = layer + "linear_attn."
-        norms += [
-            Module(delta + "conv1d", "delta.taps", (r.channels, 1, DELTA_TAPS)),
-            Module(delta + "dt_bias", "delta.step", (r.value_heads,), bare=True),
-            Module(delta + "A_log", "delta.decay", (r.value_heads,), bare=True, exact=True),
-            Module(delta + "norm", "delta.norm", (DELTA_HEAD,), exact=True),
-        ]
-        outputs = {"qkv": r.channels, "z": r.value_size, "b": r.value_heads, "a": r.value_heads}
-        qkv = [Module(f"{delta}in_proj_{name}", "qkv", (size, hidden), ROWS) for name, size in outputs.items()]
-        out = Module(delta + "out_proj", "o", (hidden, r.value_size), COLUMNS)
+        small, qkv, out = delta_table(layer, hidden, recurrent)
+        norms += small
     return [
         *norms,
         *qkv,
@@ -145,18 +95,6 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
         *gate_up,
         Module(layer + c.down_tensor, "down", (hidden, inner), COLUMNS, c.mlp_bias),
     ]
-
-
-@dataclass(eq=False)
-class DeltaWeights:
-    """The small parameters of a recurrent layer with C channels and H value heads (see `Recurrent`): taps [C, 1, 4] of
-    the convolution, step [H] (dt_bias), decay [H] (A_log), norm [D] of its output. The last two are in float32, as
-    Qwen3.5 publishes them: a decay is applied at every token, so its rounding would change how long a state lasts."""
-
-    taps: Tensor
-    step: Tensor
-    decay: Tensor
-    norm: Tensor
 
 
 @dataclass(eq=False)
@@ -282,7 +220,9 @@ class Parameters:
             ends.clear()
         head_norm = wide_norm = delta = None
         if "delta.norm" in norms:
-            delta = DeltaWeights(*(norms[f"delta.{each.name}"] for each in fields(DeltaWeights)))
+            from fastgen.model.delta_weights import DeltaWeights
+
+            delta = DeltaWeights.among(norms)
         elif self.config.qk_norm:
             places = [f"head_norm.{name}" for name in "qk"]
             if self.bare_norm is not None:

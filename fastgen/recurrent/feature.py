@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastgen.engine.features import Feature
-from fastgen.engine.options import EngineConfig, RecurrentStates
+from fastgen.engine.options import EngineConfig
+from fastgen.engine.recurrent_states import RecurrentStates
 from fastgen.engine.stats import Stats
 from fastgen.recurrent.planning import StateKeeper
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgen.device.pinned import upload_together
-from fastgen.engine.options import EngineConfig, RecurrentStates
+from fastgen.engine.options import EngineConfig
+from fastgen.engine.recurrent_states import RecurrentStates
 from fastgen.engine.runner import Runner
 from fastgen.engine.step import Launched, StepFeature
 from fastgen.model.attention.interface import CapturableAttention, StepLayout

@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.parameters import DeltaWeights, Layer
+from fastgen.model.delta_weights import DeltaWeights
+from fastgen.model.parameters import Layer
 from fastgen.model.recurrent_config import DELTA_HEAD, DELTA_TAPS, Recurrent
 from fastgen.recurrent.planning import BLOCK
 from fastgen.recurrent.states import PART, LaneStates

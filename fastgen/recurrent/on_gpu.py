@@ -13,7 +13,8 @@ from torch import Tensor
 from fastgen.device.chip import power_of_two
 from fastgen.device.pinned import upload
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.parameters import DeltaWeights, Layer
+from fastgen.model.delta_weights import DeltaWeights
+from fastgen.model.parameters import Layer
 from fastgen.model.recurrent_config import DELTA_HEAD, Recurrent
 from fastgen.recurrent import decode_kernels, prefill_kernels
 from fastgen.recurrent.planning import BLOCK

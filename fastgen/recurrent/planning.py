@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 from fastgen.engine.admission import LaneTable
 from fastgen.engine.interface import PlanFeature
-from fastgen.engine.options import EngineConfig, RecurrentStates
+from fastgen.engine.options import EngineConfig
 from fastgen.engine.pages import NOT_INDEXED, Node, PageAllocator
+from fastgen.engine.recurrent_states import RecurrentStates
 from fastgen.request import Batch, Sequence
 
 BLOCK = 64  # tokens from one state to the next

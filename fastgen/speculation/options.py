@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fastgen.engine.options import FeatureOptions
+from fastgen.engine.feature_options import FeatureOptions
 from fastgen.option import option
 from fastgen.speculation.heads import HeadConfig
 

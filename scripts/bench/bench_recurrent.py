@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastgen.device.new_memory import memory_on
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.parameters import DeltaWeights
+from fastgen.model.delta_weights import DeltaWeights
 from fastgen.model.recurrent_config import DELTA_HEAD, Recurrent
 from fastgen.recurrent.on_cpu import CpuMixer
 from fastgen.recurrent.on_gpu import GpuMixer

@@ -11,8 +11,9 @@ from hash_model import JUNK, VOCAB, HashRunner, Launched, kv_values, make_config
 from random_requests import random_estimate, random_request
 from simulation import BY_PRIORITY, Simulation, request
 
-from fastgen.engine.options import EngineConfig, RecurrentStates
+from fastgen.engine.options import EngineConfig
 from fastgen.engine.pages import Node
+from fastgen.engine.recurrent_states import RecurrentStates
 from fastgen.engine.scheduler import Scheduler
 from fastgen.model.recurrent_config import Recurrent
 from fastgen.recurrent import planning
