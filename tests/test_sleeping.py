@@ -37,8 +37,9 @@ class FakeGPU:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
-    """A fake GPU that replaces the CPU's memory; in bfloat16 it holds all weights."""
+    """A fake GPU that replaces the CPU's memory, and holds all weights, which a GPU does not pack."""
     made = FakeGPU()
+    monkeypatch.setattr("fastgen.model.parameters.packing", lambda dtype, deterministic: None)
     for module in ("kv_pool", "parameters"):
         monkeypatch.setattr(f"fastgen.model.{module}.memory_on", made.memory)
     yield made

@@ -325,6 +325,12 @@ def _kv_dtype_on_cpu(dtype: str, head_size: int) -> str:
     return kv_dtype(dtype, head_size)
 
 
+def _multiplies_on_cpu(dtype: str) -> bool:
+    from fastgen.kernels.native.calls import multiplies  # imports torch
+
+    return multiplies(dtype)
+
+
 def _deterministic(
     model: ModelConfig, options: GeneratorOptions, dtypes: tuple[str, str], gpu: bool, kernels: str
 ) -> bool:
@@ -342,10 +348,10 @@ def _deterministic(
     by_amx = not gpu and dtypes[0] == "bfloat16" and has_amx()
     if options.deterministic is None:
         return always or not (gpu or by_amx)
-    if options.deterministic and by_amx:
+    if options.deterministic and by_amx and not _multiplies_on_cpu(dtypes[0]):
         raise ValueError(
-            "deterministic=True needs dtype='float32' on this CPU, whose products in bfloat16 (AMX) depend on the "
-            "batch; pass that, or leave deterministic out"
+            "deterministic=True in bfloat16 needs a C++ compiler on this CPU, since the products of libraries (AMX) "
+            "depend on the batch; install g++, pass dtype='float32', or leave deterministic out"
         )
     if options.deterministic and gpu:
         if options.attention not in ("auto", "paged"):

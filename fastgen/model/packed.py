@@ -4,7 +4,7 @@ On processors with AVX-512, fastgen's own kernels compute them (native_linear.py
 oneDNN (onednn_linear.py). Their bits depend neither on the number of rows, padded to `row_tile`, nor on the number of
 threads. Intel's processors are different: in float32, and with AMX in bfloat16, oneDNN sums rows in an order that
 depends on their number. There MKL computes the products in float32 (mkl_linear.py); in bfloat16 with AMX they are
-oneDNN's, and not deterministic.
+oneDNN's, which are much faster, unless they have to be deterministic.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from fastgen.device.processor import has_amx, is_intel
 from fastgen.model.linear import Linear, NewTensor, PackedLinear
 
 
-def packing(dtype: torch.dtype) -> type[PackedLinear] | None:
+def packing(dtype: torch.dtype, deterministic: bool = False) -> type[PackedLinear] | None:
     """Return the class of packed layers for a dtype on this processor, or None if none has been tested on it. The
-    module of each kind loads where it is chosen."""
+    module of each kind loads where it is chosen. deterministic: see `Parameters`."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         return None
     if dtype == torch.float32 and is_intel():
@@ -25,7 +25,7 @@ def packing(dtype: torch.dtype) -> type[PackedLinear] | None:
         from fastgen.model.mkl_linear import MklLinear
 
         return MklLinear if PACKS else None
-    if _is_native(dtype):
+    if _is_native(dtype, deterministic):
         from fastgen.model.native_linear import NativeLinear
 
         return NativeLinear
@@ -36,10 +36,10 @@ def packing(dtype: torch.dtype) -> type[PackedLinear] | None:
     return None
 
 
-def _is_native(dtype: torch.dtype) -> bool:
+def _is_native(dtype: torch.dtype, deterministic: bool) -> bool:
     from fastgen.kernels.native.calls import function
 
-    by_amx = dtype == torch.bfloat16 and has_amx()
+    by_amx = dtype == torch.bfloat16 and has_amx() and not deterministic
     return not by_amx and function("multiply", dtype) is not None
 
 
@@ -49,13 +49,11 @@ def _has_onednn(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
-def pack(linear: Linear, new: NewTensor, gated: bool = False) -> Linear:
-    """Return a packed form of a linear layer. There must be a `packing` for its dtype. new: makes the memory of the
-    packed weight. gated: the layer is only applied with SwiGLU."""
+def pack(linear: Linear, kind: type[PackedLinear], new: NewTensor, gated: bool = False) -> Linear:
+    """Return a packed form of a linear layer. kind: from `packing`. new: makes the memory of the packed weight. gated:
+    the layer is only applied with SwiGLU."""
     if isinstance(linear, PackedLinear):
         return linear
-    kind = packing(linear.weight.dtype)
-    assert kind is not None
     return kind.pack_gated(linear, new) if gated else kind.pack(linear, new)
 
 

@@ -152,9 +152,8 @@ class Parameters:
         self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU, padding to row_tile suffices
         self._quantized = None if config.quantization is None else quantized_layers(config.quantization)
         plain = config.quantization is None or isinstance(config.quantization, Int4)  # dequantized on the CPU
-        packed = packing(dtype) if device.type == "cpu" and plain else None
-        self._packs = packed is not None
-        self.row_tile = 1 if device.type != "cpu" else ROW_TILE if packed is None else packed.row_tile
+        self.packing = packing(dtype, deterministic) if device.type == "cpu" and plain else None
+        self.row_tile = 1 if device.type != "cpu" else self.packing.row_tile if self.packing else ROW_TILE
         norm, embedding, *head = model_table(config)
         self.norm = RMSNorm(self._new(*norm.shape), config.norm_eps, config.centered_norm and not config.bare_norm)
         self.bare_norm: RMSNorm | None = None  # of embeddings
@@ -299,13 +298,13 @@ class Parameters:
         """
         if (quantized := self._quantized) is not None:
             self._replace(lambda linear: quantized.prepare(linear, self._new))
-        if self._packs:
+        if self.packing is not None:
             from fastgen.device.arena import Arena
 
             new = Arena(self.memory).zeros
             for holder, place in self._places():
                 gated = place == "gate_up" and self.config.swiglu
-                setattr(holder, place, pack(getattr(holder, place), new, gated))
+                setattr(holder, place, pack(getattr(holder, place), self.packing, new, gated))
 
     def unpack(self) -> None:
         """Undo `pack` one weight at a time, even if it failed midway, so that `targets` can be called again."""

@@ -98,10 +98,9 @@ class DFlashWeights(LayeredWeights):
         first = c.num_heads * c.head_size
         qkvs = [layer.qkv for layer in self._parameters.layers]
         self.kv = [Linear(x.weight[first:], None if x.bias is None else x.bias[first:], invariant) for x in qkvs]
-        packs = [type(x) for x in qkvs]
         self._parameters.pack()
-        if [type(layer.qkv) for layer in self._parameters.layers] != packs:
-            self.kv = [pack(linear, self._parameters.memory.zeros) for linear in self.kv]
+        if (kind := self._parameters.packing) is not None:
+            self.kv = [pack(linear, kind, self._parameters.memory.zeros) for linear in self.kv]
 
 
 class DFlash(LayeredHead):

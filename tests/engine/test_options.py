@@ -196,8 +196,11 @@ def test_equal_bits_where_they_cost_little() -> None:
 def test_bfloat16_with_amx_is_fast_and_not_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastgen.engine.options.has_amx", lambda: True)
     assert not make(dtype="bfloat16").deterministic
-    with pytest.raises(ValueError, match=r"deterministic=True needs dtype='float32' on this CPU"):
+    monkeypatch.setattr("fastgen.kernels.native.calls.multiplies", lambda dtype: False)
+    with pytest.raises(ValueError, match=r"deterministic=True in bfloat16 needs a C\+\+ compiler on this CPU"):
         make(dtype="bfloat16", deterministic=True)
+    monkeypatch.setattr("fastgen.kernels.native.calls.multiplies", lambda dtype: True)
+    assert make(dtype="bfloat16", deterministic=True).deterministic
     assert make(dtype="float32", deterministic=True).deterministic
     assert make(dtype="float16").deterministic, "as elsewhere"
 

@@ -91,7 +91,7 @@ def test_a_model_with_more_operations_runs_layer_by_layer(checkpoint: Checkpoint
 def test_weights_that_onednn_multiplies_run_layer_by_layer(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed, "_is_native", lambda dtype: False)
+    monkeypatch.setattr(packed, "_is_native", lambda dtype, deterministic: False)
     kind, fields = MODELS["llama"]
     runner = make_runner(checkpoint(kind, **fields), dtype=DTYPES[0])
     calls = count_calls(runner, monkeypatch)

@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastgen.kernels.native.calls import multiplies
+from fastgen.model import packed
+from fastgen.model.native_linear import NativeLinear
+from fastgen.model.onednn_linear import OneDnnLinear
 from fastgen.model.packed import packing
 
 
@@ -29,3 +33,10 @@ def test_products_on_the_cpu_have_the_same_bits_for_any_number_of_rows_and_threa
     command = [sys.executable, str(program), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout == "equal\n", done.stderr
+
+
+@pytest.mark.skipif(not multiplies("bfloat16"), reason="the kernel does not run on this CPU")
+def test_amx_multiplies_where_bits_may_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "has_amx", lambda: True)
+    assert packing(torch.bfloat16) is OneDnnLinear
+    assert packing(torch.bfloat16, deterministic=True) is NativeLinear

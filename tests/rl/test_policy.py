@@ -83,7 +83,7 @@ def llama_gen(llama: Path) -> Iterator[Generator]:
 @pytest.fixture
 def unpacked_gen(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Generator]:
     """A Generator that reads its weights where a Policy trains them, as on a GPU."""
-    monkeypatch.setattr(parameters, "packing", lambda dtype: None)
+    monkeypatch.setattr(parameters, "packing", lambda dtype, deterministic: None)
     monkeypatch.setattr(LiveWeights, "in_place", True)
     with Generator(llama, dtype="bfloat16", **OPTIONS) as gen:
         yield gen

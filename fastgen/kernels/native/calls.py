@@ -39,6 +39,11 @@ def function(name: str, dtype: torch.dtype) -> Callable[..., None] | None:
     return found
 
 
+def multiplies(dtype: str) -> bool:
+    """Return whether native.cpp multiplies matrices in a dtype, such as "bfloat16", on this machine."""
+    return function("multiply", getattr(torch, dtype)) is not None
+
+
 def rms_norm(x: Tensor, norm: RMSNorm, delta: Tensor | None = None) -> Tensor | None:
     """See `fastgen.kernels.norm`."""
     compute, (rows, size) = function("norm", x.dtype), x.shape

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 NORM = "model.norm.weight"
 NOT_EXACT = (
     "this Generator is not deterministic, so a Policy's logprobs agree with its draws to rounding only; pass "
-    "deterministic=True, or on a CPU with AMX dtype='float32'"
+    "deterministic=True"
 )
 
 
