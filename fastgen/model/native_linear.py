@@ -43,7 +43,8 @@ class NativeLinear(PackedLinear):
     def pack(cls, linear: Linear, new: NewTensor) -> NativeLinear:
         weight = linear.weight
         (outputs, inputs), pair = weight.shape, 4 // weight.dtype.itemsize
-        padded = F.pad(weight, (0, -inputs % pair, 0, -outputs % BLOCK)).contiguous()
+        more = 0, -inputs % pair, 0, -outputs % BLOCK
+        padded = F.pad(weight, more) if any(more) else weight.contiguous()  # F.pad always copies
         numbers = padded.view(torch.float32 if pair == 1 else torch.int32)
         words = numbers.view(-1, BLOCK, numbers.shape[1]).transpose(1, 2)
         packed = new(words.shape, words.dtype).copy_(words)

@@ -111,10 +111,10 @@ ACCEPTED: dict[str, dict[str, int]] = {
     "triton.sampling._edit_kernel": {"A100": 24},
     # A few numbers per program, outside of loops; with Triton 3.8.0 and later versions nothing.
     "triton.norm._rms_norm_kernel": dict.fromkeys(CHIPS, 8),
-    "triton.rope._rope_kernel": {"RTX A5000": 24, "RTX 4090": 24},
+    "triton.rope._rope_kernel": {"RTX A5000": 24, "RTX 4090": 24, "RTX 5090": 8},
     # Tiles of 64 tokens and states of 128 x 128, tuned on an H200.
     "fastgen.recurrent.prefill_kernels.scan_kernel": {
-        "A100": 760, "RTX A5000": 696, "RTX 4090": 696, "RTX 5090": 784,
+        "A100": 776, "RTX A5000": 696, "RTX 4090": 696, "RTX 5090": 784,
     },
     "fastgen.recurrent.prefill_kernels.outputs_kernel": {
         "A100": 504, "RTX A5000": 560, "RTX 4090": 560, "RTX 5090": 544,
