@@ -18,7 +18,7 @@ from fastgen.model.kv_pool import KVPool
 from fastgen.model.linear import Linear, PackedLinear
 from fastgen.model.mkl_linear import MklLinear
 from fastgen.model.onednn_linear import OneDnnLinear
-from fastgen.model.packed import pack, packing, unpack
+from fastgen.model.packed import has_onednn, pack, packing, unpack
 
 new = Memory().zeros
 FEW = "few" in sys.argv
@@ -112,7 +112,7 @@ def check_attention(head_size: int, kv_heads: int, page_size: int) -> None:
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.bfloat16):
     chosen, by_mkl = packing(dtype, deterministic=True), MklLinear if PACKS and dtype == torch.float32 else None
-    kinds = chosen, by_mkl, None if is_intel() else OneDnnLinear
+    kinds = chosen, by_mkl, None if is_intel() or not has_onednn(dtype) else OneDnnLinear
     for kind in dict.fromkeys(kind for kind in kinds if kind is not None):  # in one order, so with one seed
         for shape in SHAPES:
             check(kind, *shape, dtype)

@@ -21,7 +21,8 @@ def is_intel() -> bool:
 
 
 def has_amx() -> bool:
-    """Return whether this CPU multiplies bfloat16 by AMX. Products then sum in an order that depends on the batch."""
+    """Return whether this CPU multiplies bfloat16 by AMX. oneDNN then sums products in an order that depends on the
+    batch."""
     return "amx_bf16" in features()
 
 
@@ -29,7 +30,7 @@ def fast_bfloat16() -> tuple[bool, str]:
     """Return whether this CPU computes steps in bfloat16 much faster than in float32 and as deterministically, and
     why."""
     if has_amx():
-        return False, "with AMX, the bits of products in bfloat16 depend on the batch"
+        return False, "with AMX, the bits of fast products in bfloat16 depend on the batch"
     if "avx512_bf16" in features():
         return True, "this CPU has AVX512-BF16"
     return False, "this CPU has no AVX512-BF16"

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from fastgen.device.processor import fast_bfloat16, has_amx
 from fastgen.engine.feature_options import FeatureOptions
 from fastgen.model.config import BUNDLED_NAME, ModelConfig
+from fastgen.model.quantization import Int4
 from fastgen.option import Options, option, options_of
 from fastgen.text.syntax_names import ReasoningParser, ToolCallParser
 
@@ -325,10 +326,11 @@ def _kv_dtype_on_cpu(dtype: str, head_size: int) -> str:
     return kv_dtype(dtype, head_size)
 
 
-def _multiplies_on_cpu(dtype: str) -> bool:
+def _multiplies_on_cpu(model: ModelConfig, dtype: str) -> bool:
+    """Return whether fastgen's own kernels compute the products on the CPU. They multiply no fp8."""
     from fastgen.kernels.native.calls import multiplies  # imports torch
 
-    return multiplies(dtype)
+    return (model.quantization is None or isinstance(model.quantization, Int4)) and multiplies(dtype)
 
 
 def _deterministic(
@@ -348,10 +350,10 @@ def _deterministic(
     by_amx = not gpu and dtypes[0] == "bfloat16" and has_amx()
     if options.deterministic is None:
         return always or not (gpu or by_amx)
-    if options.deterministic and by_amx and not _multiplies_on_cpu(dtypes[0]):
+    if options.deterministic and by_amx and not _multiplies_on_cpu(model, dtypes[0]):
         raise ValueError(
-            "deterministic=True in bfloat16 needs a C++ compiler on this CPU, since the products of libraries (AMX) "
-            "depend on the batch; install g++, pass dtype='float32', or leave deterministic out"
+            "deterministic=True in bfloat16 needs fastgen's C++ kernels (g++ 10 or later) and no fp8 on this CPU, "
+            "whose products by AMX depend on the batch; pass dtype='float32', or leave deterministic out"
         )
     if options.deterministic and gpu:
         if options.attention not in ("auto", "paged"):

@@ -1,10 +1,10 @@
 """The linear layers on the CPU whose weights are packed, that is, kept in the order in which products read them.
 
-On processors with AVX-512, fastgen's own kernels compute them (native_linear.py), and on others, or without a compiler,
-oneDNN (onednn_linear.py). Their bits depend neither on the number of rows, padded to `row_tile`, nor on the number of
-threads. Intel's processors are different: in float32, and with AMX in bfloat16, oneDNN sums rows in an order that
-depends on their number. There MKL computes the products in float32 (mkl_linear.py); in bfloat16 with AMX they are
-oneDNN's, which are much faster, unless they have to be deterministic.
+On processors with AVX-512 (for bfloat16: AVX512-BF16), fastgen's own kernels compute them (native_linear.py), and on
+others, or without a compiler, oneDNN (onednn_linear.py). Their bits depend neither on the number of rows, padded to
+`row_tile`, nor on the number of threads. Intel's processors are different: in float32, and with AMX in bfloat16, oneDNN
+sums rows in an order that depends on their number. There MKL computes the products in float32 (mkl_linear.py); in
+bfloat16 with AMX they are oneDNN's, which are much faster, unless they have to be deterministic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def packing(dtype: torch.dtype, deterministic: bool = False) -> type[PackedLinea
         from fastgen.model.native_linear import NativeLinear
 
         return NativeLinear
-    if _has_onednn(dtype):
+    if has_onednn(dtype) and not (deterministic and dtype == torch.bfloat16 and has_amx()):
         from fastgen.model.onednn_linear import OneDnnLinear
 
         return OneDnnLinear
@@ -43,7 +43,8 @@ def _is_native(dtype: torch.dtype, deterministic: bool) -> bool:
     return not by_amx and function("multiply", dtype) is not None
 
 
-def _has_onednn(dtype: torch.dtype) -> bool:
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN packs weights of a dtype on this processor."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32 and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]

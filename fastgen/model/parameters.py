@@ -130,9 +130,9 @@ class Parameters:
     """A rank's parameters on `device` in `dtype`. They are zeros until the loader fills `targets()`.
 
     config: config of the whole model; the attribute `config` is this rank's part of it. deterministic: the bits of a
-    row do not depend on other rows. row_tile: multiple to which the number of rows is padded
-    (`ROW_TILE`). shared: other parameters, whose embedding and head these have too. changes: number of times that the
-    weights of a running model were changed.
+    row do not depend on other rows. packing: the class of packed layers on the CPU, or None. row_tile: multiple to
+    which the number of rows is padded, that of `packing` or ROW_TILE, and 1 on a GPU. shared: other parameters, whose
+    embedding and head these have too. changes: number of times that the weights of a running model were changed.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Parameters:
         self.dtype, self.device = dtype, device
         self.memory = memory_on(device)
         self.changes = 0
-        self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU, padding to row_tile suffices
+        self._batch_invariant = deterministic and device.type == "cuda"  # on the CPU, `packing` and `row_tile` suffice
         self._quantized = None if config.quantization is None else quantized_layers(config.quantization)
         plain = config.quantization is None or isinstance(config.quantization, Int4)  # dequantized on the CPU
         self.packing = packing(dtype, deterministic) if device.type == "cpu" and plain else None

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fastgen.kernels.triton.sampling import Scratch
 
 REACH = 30.5  # top-k and top-p cut tokens that are more than exp(REACH) times less likely than the most likely one
-MAX_VOCAB = 2**20  # rank keys have 20 bits for the token id (kernels/triton/sampler_rows.py)
+MAX_VOCAB = 2**19 - 1  # masses of up to 2**44 each (kernels/triton/sampler_rows.py) are summed in int64
 NO_TOKEN = -1  # result if no token can be drawn: the mask or -inf forbids all, or a logit is NaN or +inf
 LARGE = 1e30  # bound of parameters (1 / LARGE for the temperature) that keeps float32 arithmetic finite
 

@@ -11,6 +11,7 @@ import torch
 from fastgen.engine.features import read_options
 from fastgen.engine.options import DEFAULT_KV_CACHE_GB, EngineConfig, GeneratorOptions
 from fastgen.model.config import ModelConfig, RopeConfig
+from fastgen.model.quantization import Quantization
 from fastgen.model.recurrent_config import Recurrent
 from fastgen.speculation.options import Speculation
 
@@ -197,10 +198,12 @@ def test_bfloat16_with_amx_is_fast_and_not_deterministic(monkeypatch: pytest.Mon
     monkeypatch.setattr("fastgen.engine.options.has_amx", lambda: True)
     assert not make(dtype="bfloat16").deterministic
     monkeypatch.setattr("fastgen.kernels.native.calls.multiplies", lambda dtype: False)
-    with pytest.raises(ValueError, match=r"deterministic=True in bfloat16 needs a C\+\+ compiler on this CPU"):
+    with pytest.raises(ValueError, match=r"deterministic=True in bfloat16 needs fastgen's C\+\+ kernels"):
         make(dtype="bfloat16", deterministic=True)
     monkeypatch.setattr("fastgen.kernels.native.calls.multiplies", lambda dtype: True)
     assert make(dtype="bfloat16", deterministic=True).deterministic
+    with pytest.raises(ValueError, match="and no fp8 on this CPU"):
+        make(replace(MODEL, quantization=Quantization()), dtype="bfloat16", deterministic=True)
     assert make(dtype="float32", deterministic=True).deterministic
     assert make(dtype="float16").deterministic, "as elsewhere"
 

@@ -208,6 +208,13 @@ def test_the_last_tokens_of_gemmas_vocabulary_are_drawn() -> None:
     assert (out.tokens[1] - 2**18) // 7 < 5  # the lowest ids of equal tokens
 
 
+def test_the_masses_of_the_largest_vocabulary_do_not_overflow() -> None:
+    """Equal logits have the largest sum."""
+    logits = torch.zeros(1, sampler.MAX_VOCAB, device=DEVICE)
+    (kept,) = kept_by(logits, SamplingParams(top_p=0.25))
+    assert abs(len(kept) - sampler.MAX_VOCAB / 4) <= 1
+
+
 def test_tokens_of_no_probability_are_not_drawn() -> None:
     logits = randn(16)
     logits[:, :700] = logits[:, VOCAB - 899 :] = -200.0

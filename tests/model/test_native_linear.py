@@ -69,10 +69,9 @@ def test_no_number_of_threads_changes_a_bit(dtype: torch.dtype, outputs: int) ->
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_are_as_exact_as_those_of_chunks(dtype: torch.dtype) -> None:
+def test_sums_are_as_exact_as_those_of_chunks() -> None:
     """One sum of 2**14 equal numbers would be wrong by 2e-4."""
-    linear = Linear(torch.full((64, 2**14), 1 / 3).to(dtype), None)
-    found = NativeLinear.pack(linear, Memory().zeros).multiply(torch.full((1, 2**14), 1 / 3).to(dtype))
+    linear = Linear(torch.full((64, 2**14), 1 / 3), None)
+    found = NativeLinear.pack(linear, Memory().zeros).multiply(torch.full((1, 2**14), 1 / 3))
     exact = float(linear.weight[0, 0].double() ** 2 * 2**14)
-    assert abs(found.double() - exact).max() <= exact * max(torch.finfo(dtype).eps / 2, 3e-5)
+    assert abs(found.double() - exact).max() <= 3e-5 * exact

@@ -81,8 +81,8 @@ Vector in_register(Vector x) {
     return x;
 }
 
-// a * b + c, rounded once. If it were written so, the compiler would choose, and GCC from 13 on rounds sums of one row
-// in another way than those of four (-mtune, "avoid FMA chains"), so that the schedule would show.
+// a * b + c, rounded once. Written so, it would be rounded twice, or without -ffp-contract=off as the compiler chooses:
+// GCC from 13 on rounds sums of one row in another way than those of four ("avoid FMA chains"), and the schedule shows.
 Vector fma(Vector a, Vector b, Vector c) { return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 
 template <class Number>
@@ -617,7 +617,7 @@ void run_layers(const Layer *layers, int count, const Rope &rope, Attention atte
                 const int32_t *pages, const int64_t *positions, const int64_t *slots, const float *cos,
                 const float *sin, Number *x, Number *memory) {
     const Layer &first = layers[0];
-    int rows = rope.tokens, hidden = first.qkv.inputs, inner = first.gate.outputs, heads = rope.heads * rope.size;
+    int64_t rows = rope.tokens, hidden = first.qkv.inputs, inner = first.gate.outputs, heads = rope.heads * rope.size;
     Number *normed = memory, *sum = normed + rows * hidden, *qkv = sum + rows * hidden;
     Number *queries = qkv + rows * first.qkv.outputs, *attended = queries + rows * heads;
     Number *gate = attended + rows * heads, *up = gate + rows * inner;
@@ -640,12 +640,12 @@ void run_layers(const Layer *layers, int count, const Rope &rope, Attention atte
         apply(of.gate, normed, rows, gate);
         apply(of.up, normed, rows, up);
 #pragma omp barrier
-        swiglu(gate, up, int64_t(rows) * inner, gate);
+        swiglu(gate, up, rows * inner, gate);
         apply(of.down, gate, rows, sum);
 #pragma omp barrier
     }
 #pragma omp for
-    for (int i = 0; i < rows * hidden; i += LANES) store(x + i, load(x + i) + load(sum + i));
+    for (int64_t i = 0; i < rows * hidden; i += LANES) store(x + i, load(x + i) + load(sum + i));
 }
 
 }  // namespace
