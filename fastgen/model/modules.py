@@ -1,4 +1,4 @@
-"""The modules of Hugging Face's models, of which tables list those of a model and of a layer."""
+"""A module of a Hugging Face model, as the tables in parameters.py list it."""
 
 from __future__ import annotations
 

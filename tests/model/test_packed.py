@@ -36,7 +36,7 @@ def test_products_on_the_cpu_have_the_same_bits_for_any_number_of_rows_and_threa
 
 
 @pytest.mark.skipif(not multiplies("bfloat16"), reason="the kernel does not run on this CPU")
-def test_amx_multiplies_where_bits_may_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amx_multiplies_unless_bits_must_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "has_amx", lambda: True)
     assert packing(torch.bfloat16) is OneDnnLinear
     assert packing(torch.bfloat16, deterministic=True) is NativeLinear
