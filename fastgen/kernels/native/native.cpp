@@ -274,10 +274,14 @@ void rope_write(const Rope &of, const Number *qkv, const int64_t *positions, con
 // ---- products ----
 //
 // A weight [outputs, inputs] is kept in blocks of 64 outputs, each as [inputs, 64], or in bfloat16 as
-// [inputs / 2, 64, 2] (native_linear.py). The products of CHUNK inputs are added in their order, then the sums of the
-// chunks, for any number of rows.
+// [inputs / 2, 64, 2] (native_linear.py). The products of SUMMED inputs are added in their order, then these sums, for
+// any number of rows. A long sum loses digits; results in bfloat16 have fewer than it keeps.
 
-constexpr int CHUNK = 1024;
+constexpr int CHUNK = 1024;  // inputs of which a block's weights are in the cache
+template <class Number>
+constexpr int SUMMED = CHUNK;
+template <>
+constexpr int SUMMED<float> = 128;
 constexpr int WIDE = 4;           // vectors of a block of outputs
 constexpr int PRODUCT_ROWS = 6;  // rows that are computed together: the more, the less often a weight is loaded
 constexpr int MOST_ROWS = 128;   // rows for which a block of a weight is read from memory once
@@ -302,11 +306,14 @@ void multiply_block(const Number *x, int rows, const Number *block, const Number
     Vector totals[MOST_ROWS][W];
     for (int begin = 0; begin < inputs; begin += CHUNK)
         in_groups<PRODUCT_ROWS>(rows, [&](int row, auto n) {
-            Vector sums[n.value][W] = {};
-            add_products<n.value, W>(x + int64_t(row) * inputs, block, inputs, begin, std::min(begin + CHUNK, inputs),
-                                     sums);
-            for (int r = 0; r < n.value; r++)
-                for (int j = 0; j < W; j++) totals[row + r][j] = begin ? totals[row + r][j] + sums[r][j] : sums[r][j];
+            for (int from = begin, end = std::min(begin + CHUNK, inputs); from < end; from += SUMMED<Number>) {
+                Vector sums[n.value][W] = {};
+                add_products<n.value, W>(x + int64_t(row) * inputs, block, inputs, from,
+                                         std::min(from + SUMMED<Number>, end), sums);
+                for (int r = 0; r < n.value; r++)
+                    for (int j = 0; j < W; j++)
+                        totals[row + r][j] = from ? totals[row + r][j] + sums[r][j] : sums[r][j];
+            }
         });
     Number added[W * LANES] = {}, found[W * LANES];
     if (bias) std::copy_n(bias, count, added);
