@@ -3,11 +3,11 @@
     python scripts/tune/compile_kernels.py            # all chips and models; writes kernels-compiled-VERSION.json
     python scripts/tune/compile_kernels.py --smoke    # one of each, to see that it runs; writes nothing
 
-A Generator of random weights runs on the CPU, in a process for each chip. Where a GPU would launch a kernel, with the
-arguments and the configuration that it would have on that chip, the kernel is compiled for it (ptxas included), and its
-torch twin computes the result (of products and attention it is zeros, which are quicker). So what is compiled is what
-one GPU would run, with cuBLAS for products of many rows and then without it, but for flash-attn. Needs Triton, and no
-GPU.
+A Generator of random weights runs on the CPU, in a process for each chip and model. Where a GPU would launch a kernel,
+with the arguments and the configuration that it would have on that chip, the kernel is compiled for it (ptxas
+included), and its torch twin computes the result (of products and attention it is zeros, which are quicker). So what is
+compiled is what one GPU would run, with cuBLAS for products of many rows and then without it, but for flash-attn. Needs
+Triton, and no GPU.
 
 The exit status is 1 if a kernel takes more shared memory than a block may have, spills more registers than ACCEPTED
 says, or is late: not among those that the start of a Generator compiles ahead of all launches.
@@ -26,12 +26,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,10 +128,12 @@ ACCEPTED: dict[str, dict[str, int]] = {
 """Maximum number of bytes that a thread of a kernel may spill on a chip: the largest in the results
 of Triton 3.6.0 to 3.9.0, and for products also in runs of this state, whose results are not kept. All other kernels
 must spill nothing."""
+MOST_PROCESSES = 32  # each takes about 1 GB
 DTYPES = ("bfloat16", "float16", "float32")
 KERNEL = itemgetter("kernel")
 ENGINE = {"load": "dummy", "device": "cpu", "num_pages": 128, "max_seqs": 32, "max_step_tokens": 512, "seed": 0,
           "speculate": "auto"}  # fmt: skip
+QUANTIZED = "quantized weights"  # stands for products of Mistral 7B with weights of 4 and 8 bits
 WITHOUT_DRAFTS = ("recurrent layers", "recurrent layers, 3 value heads a key head")  # nor quantization
 
 
@@ -191,7 +193,7 @@ class Compiled:
         registers, spilled = resources(kernel.asm["cubin"])
         meta = kernel.metadata
         row = {"kernel": name, "first_in": self.what, "warps": meta.num_warps, "stages": meta.num_stages}
-        row |= {"shared": meta.shared, "registers": registers, "spilled": spilled}
+        row |= {"shared": meta.shared, "registers": registers, "spilled": spilled, "hash": kernel.hash}
         self.rows.append(row | {"late": kernel.hash in self.late})
 
 
@@ -213,7 +215,7 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
     compiled = Compiled(chip)
     Chip.of = staticmethod(lambda device: chip)  # type: ignore[method-assign, assignment]
 
-    from fastgen.engine import startup
+    from fastgen.engine import options, startup
     from fastgen.kernels import attention, batch_invariant, fp8
     from fastgen.model import linear, parameters
     from fastgen.model.attention.paged import PagedAttention
@@ -252,33 +254,38 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
         def mix(self, *what: Any) -> torch.Tensor:
             return super().mix(*what).zero_()
 
+    options.has_amx = lambda: False  # or this CPU's products decide what is deterministic
     startup.make_runner = with_kv_of_a_gpu
     hybrid.make_mixer = lambda runner, shape, lanes: Mixer(shape, lanes, runner.config.max_seqs, 1e-6)
     yield compiled
 
 
-def run_all(models: list[str], dtypes: tuple[str, ...], chip: Chip) -> list[dict[str, Any]]:
-    """Compile everything that the models need in these dtypes."""
+def run_part(name: str, dtypes: tuple[str, ...], chip: Chip) -> list[dict[str, Any]]:
+    """Compile everything that a model needs in these dtypes, or what QUANTIZED stands for."""
     with as_on(chip) as compiled:
-        for name in models:
-            for dtype in dtypes if name == "Mistral 7B" else dtypes[:2]:
-                for deterministic in (False, True) if name == "Mistral 7B" or dtype == "bfloat16" else (False,):
-                    compiled.what = f"{name}, {dtype}{', deterministic' * deterministic}"
-                    run(name, dtype, deterministic)
-        if chip.capability == (9, 0):
-            for name in [each for each in models if each not in WITHOUT_DRAFTS]:
-                compiled.what = f"{name}, bfloat16, fp8"
-                run(name, "bfloat16", True, quantization="fp8")
-        for dtype in dtypes[:2]:
-            compiled.what = f"weights of 4 bits, {dtype}"
-            # As the start of a Generator does, ahead of all launches.
-            compile_ahead(partial(products_of_4_bits, getattr(torch, dtype)), torch.device("cpu"))
-            products_of_4_bits(getattr(torch, dtype))
-            if chip.capability != (9, 0):
-                compiled.what = f"weights in fp8, {dtype}"
-                compile_ahead(partial(products_of_8_bits, getattr(torch, dtype)), torch.device("cpu"))
-                products_of_8_bits(getattr(torch, dtype))
+        if name == QUANTIZED:
+            run_quantized(compiled, dtypes[:2], chip)
+            return compiled.rows
+        for dtype in dtypes if name == "Mistral 7B" else dtypes[:2]:
+            for deterministic in (False, True) if name == "Mistral 7B" or dtype == "bfloat16" else (False,):
+                compiled.what = f"{name}, {dtype}{', deterministic' * deterministic}"
+                run(name, dtype, deterministic)
+        if chip.capability == (9, 0) and name not in WITHOUT_DRAFTS:
+            compiled.what = f"{name}, bfloat16, fp8"
+            run(name, "bfloat16", True, quantization="fp8")
     return compiled.rows
+
+
+def run_quantized(compiled: Compiled, dtypes: tuple[str, ...], chip: Chip) -> None:
+    """Compile products with quantized weights, ahead of all launches, as the start of a Generator does."""
+    for dtype in dtypes:
+        compiled.what = f"weights of 4 bits, {dtype}"
+        compile_ahead(partial(products_of_4_bits, getattr(torch, dtype)), torch.device("cpu"))
+        products_of_4_bits(getattr(torch, dtype))
+        if chip.capability != (9, 0):
+            compiled.what = f"weights in fp8, {dtype}"
+            compile_ahead(partial(products_of_8_bits, getattr(torch, dtype)), torch.device("cpu"))
+            products_of_8_bits(getattr(torch, dtype))
 
 
 def products_of_4_bits(dtype: torch.dtype) -> None:
@@ -361,6 +368,15 @@ def faults(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def merged(parts: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the rows of the parts of a chip, one for each kernel. It is late if it is late in one of them."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in chain.from_iterable(parts):
+        kept = found.setdefault(row["hash"], row)
+        kept["late"] |= row["late"]
+    return [*found.values()]
+
+
 def largest(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the row of a kernel: the largest figures of its variants."""
     most = {what: max(row[what] for row in rows) for what in ("shared", "registers", "spilled")}
@@ -369,25 +385,29 @@ def largest(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chip", choices=CHIPS, help="print what becomes of this one, as JSON")
+    parser.add_argument("--part", nargs=2, metavar=("CHIP", "MODEL"), help="print what becomes of these, as JSON")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args(argv)
-    models, dtypes = ([*MODELS][1:2], DTYPES[:1]) if arguments.smoke else ([*MODELS], DTYPES)
-    if arguments.chip:
-        json.dump(run_all(models, dtypes, CHIPS[arguments.chip]), sys.stdout)
+    if arguments.part:
+        chip_name, model = arguments.part
+        dtypes = DTYPES[:1] if arguments.smoke else DTYPES
+        json.dump(run_part(model, dtypes, CHIPS[chip_name]), sys.stdout)
         return 0
     report, bad = {"triton": triton.__version__, "chips": {}}, 0
     chips = dict([*CHIPS.items()][1:2]) if arguments.smoke else CHIPS
+    models = [*MODELS][1:2] if arguments.smoke else [*MODELS]
 
-    def compiled(name: str) -> list[dict[str, Any]]:
-        command = [sys.executable, __file__, "--chip", name, *["--smoke"] * arguments.smoke]
+    def compiled(part: tuple[str, str]) -> list[dict[str, Any]]:
+        command = [sys.executable, __file__, "--part", *part, *["--smoke"] * arguments.smoke]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
         return json.loads(found)  # type: ignore[no-any-return]
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        all_rows = pool.map(compiled, chips)
-    for (name, chip), rows in zip(chips.items(), all_rows, strict=True):
+    parts = [(name, model) for model in (*models, QUANTIZED) for name in chips]
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_PROCESSES)) as pool:
+        found = dict(zip(parts, pool.map(compiled, parts), strict=True))
+    for name, chip in chips.items():
+        rows = merged(found[name, model] for model in (*models, QUANTIZED))
         kernels = [largest(list(some)) for _, some in groupby(sorted(rows, key=KERNEL), KERNEL)]
         report["chips"][name] = {"capability": chip.capability, "shared_memory": chip.shared_memory, "kernels": kernels}
         wrong = faults(name, rows)
