@@ -4,7 +4,7 @@ from typing import Any
 
 from fastgen.model.config import RopeConfig
 from fastgen.model.quantization import Quantization
-from fastgen.model.recurrent_config import Recurrent
+from fastgen.model.recurrent_layers import Recurrent
 
 LLAMA3_ROPE = {
     "factor": 8.0,
@@ -570,7 +570,7 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], in
             "num_key_value_heads": 2, "tie_word_embeddings": True},
          "tie_word_embeddings": True, "transformers_version": "4.57.0.dev0"},
         None,
-        {"tied": True, "head_gate": True, "head_size": 256, "eos_ids": (248044,), "max_position": 262144,
+        {"tied": True, "head_size": 256, "eos_ids": (248044,), "max_position": 262144,
          "rope": RopeConfig(theta=1e7, rotary=0.25), "windows": (0,) * 24, "has_vision": True,
          "recurrent": Recurrent(tuple(layer for layer in range(24) if layer % 4 < 3), 16, 16)},
         1_881_825_088,

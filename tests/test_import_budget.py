@@ -45,7 +45,7 @@ def test_one_generate_on_a_cpu_loads_few_lines(loaded: tuple[dict[str, int], dic
 
 @pytest.mark.parametrize(
     "door",
-    ["fastgen.speculation", "fastgen.recurrent", "fastgen.model.recurrent_config", "fastgen.ranks",
+    ["fastgen.speculation", "fastgen.recurrent", "fastgen.model.recurrent_layers", "fastgen.ranks",
      "fastgen.parallel.rank_group", "fastgen.kernels.triton", "fastgen.kernels.hopper", "fastgen.text.tools",
      "fastgen.engine.warm_up", "fastgen.cli", "fastgen.rl", "fastgen.pool", "fastgen.async_engine"],
 )  # fmt: skip

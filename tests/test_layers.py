@@ -132,6 +132,7 @@ FEATURES = {
     "tensor parallelism": r"tp_group|tensor_parallel|rank|on_all_ranks|Leader|Follower|agreeing|_team|\w*exchange",
     "priorities": r"\w*(priority|PRIORITY|move_first|may_prefill)\w*",
     "profiling": r"span|[Tt]racer|profile|end_step",
+    "recurrent layers": r"cut|done|_mix|query_rows|\w*([Rr]ecurren|[Hh]ybrid)\w*",
     "CPU acceleration": r"\w*([Ff]ree_?[Cc]ores|[Pp]acked|mkl)\w*",
 }
 """The names that a feature has in code."""

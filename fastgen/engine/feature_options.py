@@ -9,7 +9,7 @@ class FeatureOptions(Options):
     """The options of a feature: what the value of an option that asks for it stands for; see engine/features.py."""
 
     @property
-    def kv_layers(self) -> int:
+    def more_kv_layers(self) -> int:
         """The number of layers that the feature needs in the KV pool, in addition to the model's."""
         return 0
 

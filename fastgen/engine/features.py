@@ -51,6 +51,9 @@ BY_PAYLOAD = {
 }
 """The StepFeature that the first payload of a type asks for, if no Feature has made one. It is made of the model."""
 
+HYBRID = "fastgen.recurrent.transformer:HybridTransformer"
+"""The class of models with recurrent layers; all others are a Transformer."""
+
 EMPTY_HISTORY = "fastgen.speculation.planning:OutputHistory"
 """The class of an empty `Generator.history`, for engines whose features keep no outputs."""
 

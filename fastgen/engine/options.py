@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastgen.device.processor import fast_bfloat16, has_amx
 from fastgen.engine.feature_options import FeatureOptions
@@ -17,6 +17,9 @@ from fastgen.model.config import BUNDLED_NAME, ModelConfig
 from fastgen.model.quantization import Int4
 from fastgen.option import Options, option, options_of
 from fastgen.text.syntax_names import ReasoningParser, ToolCallParser
+
+if TYPE_CHECKING:  # for hybrids only
+    from fastgen.model.recurrent_layers import Recurrent
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_SEQS = 8192  # limit of the kernels that list the work of a step
@@ -155,6 +158,7 @@ class EngineConfig(GeneratorOptions):
     max_prefill_tokens: 0 until the speed of prefills is measured, if the user asks for that.
     kv_cache_dtype: "fp8", or a dtype: the same as `dtype`, or float32 on a CPU without a kernel for it.
     speculate: options of speculation, including max_rows and row_cost; None: no speculation.
+    recurrent: the recurrent layers of a hybrid model.
     host_pages: number of pages of the host tier, on each rank.
     kernels: kind of kernels that run: "gluon" (in addition to Triton's), "triton" or "torch".
     context_given: whether the user gave max_model_len; if not, it is what the model and the pool allow.
@@ -175,7 +179,7 @@ class EngineConfig(GeneratorOptions):
     deterministic: bool = field()
     free_windows: FeatureOptions | None = None  # type: ignore[assignment]
     speculate: FeatureOptions | None = None
-    recurrent: FeatureOptions | None = None
+    recurrent: Recurrent | None = None
     host_pages: int
     kernels: str
     context_given: bool
@@ -218,11 +222,7 @@ class EngineConfig(GeneratorOptions):
         features = {
             name: given.choose(gpu, kernels, max_step_tokens) for name, given in feature_options(options).items()
         }
-        if model.recurrent:
-            from fastgen.engine.recurrent_states import RecurrentStates
-
-            features["recurrent"] = RecurrentStates.of(model.recurrent, max_seqs, options.prefix_cache)
-        bytes_of_token = token_bytes(model, kv_dtype, sum(each.kv_layers for each in features.values() if each))
+        bytes_of_token = token_bytes(model, kv_dtype, sum(each.more_kv_layers for each in features.values() if each))
         page_bytes = bytes_of_token * options.page_size * options.tensor_parallel  # on all ranks
         chosen: dict[str, Any] = {
             "dtype": dtype,
@@ -239,6 +239,7 @@ class EngineConfig(GeneratorOptions):
             "context_given": context is not None,
             "dtype_reason": dtype_reason,
             "weights": model.quantization.name if model.quantization else "",
+            "recurrent": model.recurrent,
         }
         config = cls(**{each.name: getattr(options, each.name) for each in fields(options)} | features | chosen)
         pages = _num_pages(config, options, page_bytes, measured=gpu)
@@ -292,7 +293,7 @@ class EngineConfig(GeneratorOptions):
     @property
     def more_kv_layers(self) -> int:
         """The number of layers in the KV pool in addition to the model's."""
-        return sum(each.kv_layers for each in feature_options(self).values())
+        return sum(each.more_kv_layers for each in feature_options(self).values())
 
     @property
     def most_rows(self) -> int:
@@ -383,7 +384,7 @@ def token_bytes(model: ModelConfig, kv_dtype: str, more_layers: int = 0) -> int:
     """Return the size in bytes of one token's KV on one rank. kv_dtype: a dtype, or "fp8", which has a one-byte scale
     per head. more_layers: number of layers in addition to the model's."""
     head = model.head_size + 1 if kv_dtype == "fp8" else model.head_size * DTYPE_BYTES[kv_dtype]
-    return 2 * (model.num_layers + more_layers) * model.num_kv_heads * head
+    return 2 * (model.kv_layers + more_layers) * model.num_kv_heads * head
 
 
 def _step_size(
@@ -400,13 +401,11 @@ def _step_size(
     if memory:
         budget = _even_budget(8192 if memory > 60e9 else 4096 if memory > 30e9 else 2048, processors)
     if max_seqs is None:
-        lanes = 256 if model.recurrent is None else 32
+        lanes, recurrent = (32 if model.recurrent else 256), model.recurrent
         if memory:
             room = 0.9 * memory - model.weight_bytes(DTYPE_BYTES[dtype])
-            recurrent = model.recurrent
-            without_kv, state_bytes = (len(recurrent.layers), recurrent.state_bytes) if recurrent else (0, 0)
-            lane_bytes = LANE_BYTES * model.vocab_size + 3.3 * state_bytes  # it has up to 2.3, and one is kept
-            fit = int(room / (256 * token_bytes(model, kv_dtype, -without_kv) + lane_bytes))
+            states = 3.3 * recurrent.state_bytes if recurrent else 0  # a lane has up to 2.3, and one is kept
+            fit = int(room / (256 * token_bytes(model, kv_dtype) + LANE_BYTES * model.vocab_size + states))
             lanes = min(1 << max(fit, 1).bit_length() - 1, 1024)
         max_seqs = max(min(lanes, max_step_tokens or budget), 1)
     if max_step_tokens is None:

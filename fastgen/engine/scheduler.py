@@ -201,22 +201,20 @@ class Scheduler:
     def _schedule_prefills(self, budget: int) -> list[Prefill]:
         """Admit sequences, and schedule `budget` tokens of those in their prefill, or all if these are fewer."""
         chunks: list[Prefill] = []
-        done: set[Sequence] = set()  # those with a chunk, as soon as a feature has cut one: a lane has one in a step
+        done: set[Sequence] = set()  # a lane has one chunk in a step, even if a feature cuts it
         self._pause = max(0, self._pause - 1)
         reserve = budget - budget // 2
         while budget:
             while self._may_prefill() and self._admit():
                 pass
-            left = [each for each in self.prefilling if each not in done] if done else self.prefilling
+            left = [each for each in self.prefilling if each not in done]
             if not left:
                 break
-            sequence, wanted = next_chunk(left, budget, reserve)
-            count = wanted
+            sequence, count = next_chunk(left, budget, reserve)
             for feature in self._features:
                 count = feature.cut(sequence, count)
             chunks.append(self._chunk(sequence, count))
-            if done or count < wanted:
-                done |= {self.lanes[chunk.lane] for chunk in chunks}
+            done.add(sequence)
             budget -= count
         return chunks
 

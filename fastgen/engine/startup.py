@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 
@@ -23,7 +24,7 @@ from fastgen.device.find import first_line, is_out_of_memory
 from fastgen.device.memory import device_memory, release_memory
 from fastgen.device.threads import FreeCores
 from fastgen.disk import naming_full_disk
-from fastgen.engine.features import Feature, StepFeatures, features_of
+from fastgen.engine.features import HYBRID, Feature, StepFeatures, features_of
 from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.runner import Runner
 from fastgen.kernels.launch import kernels_of, slower_than_possible, triton
@@ -157,7 +158,8 @@ def build_model(model_config: ModelConfig, config: EngineConfig, folder: Path, l
         parameters.bases.merge(update, parameters.targets(), folder)
     with FreeCores().step():  # the thread that imports transformers may need a core
         parameters.pack()
-    return Transformer(parameters, config.max_model_len)
+    kind: type[Transformer] = resolve_name(HYBRID) if model_config.recurrent else Transformer
+    return kind(parameters, config.max_model_len)
 
 
 def _largest_half(model: ModelConfig, config: EngineConfig, group: Group) -> int:
@@ -175,7 +177,7 @@ def make_runner(model: Transformer, config: EngineConfig, features: list[Feature
     without weights."""
     c = model.config
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    sizes = c.num_layers + config.more_kv_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size
+    sizes = c.kv_layers + config.more_kv_layers, config.num_pages, c.num_kv_heads, config.page_size, c.head_size
     fp8 = config.kv_cache_dtype == "fp8"
     pool = KVPool(*sizes, dtype if fp8 else getattr(torch, config.kv_cache_dtype), device, fp8)
     attention = make_attention(
@@ -241,7 +243,7 @@ def measure_pages(model: Transformer, config: EngineConfig, free: int, features:
         warm_up.run_largest_steps(probe)  # again, since the graphs may have taken its memory
     left = device_memory(config.device)  # torch keeps the memory of the largest step
     graphs = warm_up.count_graphs(probe)
-    model.observer = model.recurrence = None  # they hold tensors of the probe
+    model.observer = None  # it holds tensors of the probe
     del probe
     gc.collect()
     release_memory(config.device)

@@ -27,7 +27,7 @@ class FreeWindows(FeatureOptions):
     window: int
 
     @property
-    def kv_layers(self) -> int:
+    def more_kv_layers(self) -> int:
         return -len(self.layers)  # they are not in the first pool
 
     def places(self, config: EngineConfig) -> int:

@@ -19,7 +19,7 @@ from fastgen.model.quantization import Int4, Quantization, method_of
 from fastgen.option import Option
 
 if TYPE_CHECKING:  # for hybrids only
-    from fastgen.model.recurrent_config import Recurrent
+    from fastgen.model.recurrent_layers import Recurrent
 
 BUNDLED_NAME = "fastgen-tiny"
 
@@ -126,8 +126,7 @@ class ModelConfig:
     bare_norm: bool = False  # embeddings and `qk_norm` have norms without weights; the last norm is not centered (Muse)
     post_norm_eps: float | None = None  # epsilon of the norms of the outputs of attention and MLP; None: norm_eps
     output_gate: bool = False  # the output of attention is multiplied by sigmoid(gate_proj(x)) before o
-    head_gate: bool = False  # it is multiplied by the sigmoid of a gate, which q_proj has for each head
-    recurrent: Recurrent | None = None  # layers without attention
+    recurrent: Recurrent | None = None  # layers without attention; in the others, q_proj has a gate after each head
     has_vision: bool = False  # it is the text model inside a model with vision, whose other parts are not loaded
 
     def __post_init__(self) -> None:
@@ -158,12 +157,15 @@ class ModelConfig:
     @property
     def _layer_parameters(self) -> int:
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
-        attention += self.hidden_size * self.head_size * self.num_heads * (self.output_gate + self.head_gate)
-        mlp = self.num_layers * self.hidden_size * (self.gate_up_size + self.intermediate_size)
-        if (r := self.recurrent) is None:
-            return mlp + self.num_layers * attention
-        recurrent = len(r.layers) * self.hidden_size * (r.outputs + r.value_size)
-        return mlp + recurrent + (self.num_layers - len(r.layers)) * attention
+        attention += self.hidden_size * self.head_size * self.num_heads * (self.output_gate or bool(self.recurrent))
+        mlp = self.hidden_size * (self.gate_up_size + self.intermediate_size)
+        recurrent = self.recurrent.num_parameters(self.hidden_size) if self.recurrent else 0
+        return self.kv_layers * attention + recurrent + self.num_layers * mlp
+
+    @property
+    def kv_layers(self) -> int:
+        """Number of layers with attention, which have KV."""
+        return self.num_layers - (len(self.recurrent.layers) if self.recurrent else 0)
 
     def weight_bytes(self, item_size: int) -> float:
         """Return the size of the weights in bytes. item_size: bytes per weight that is not quantized."""
@@ -209,10 +211,9 @@ class ModelConfig:
         Option("tensor_parallel", int, 1, low=1).check(ranks)
         if ranks == 1:
             return self
-        if self.recurrent:
-            raise ValueError("models with recurrent layers run on one GPU; take tensor_parallel=1")
-        if self.wide_norm:
-            raise ValueError("the norms of q and k of this model need all heads on one rank; take tensor_parallel=1")
+        if self.wide_norm or self.recurrent:
+            kind = "recurrent layers" if self.recurrent else "norms of q and k"
+            raise ValueError(f"the {kind} of this model cannot be split over ranks; take tensor_parallel=1")
         sizes = {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size,
                  "vocab_size": self.vocab_size}  # fmt: skip
         for name, size in sizes.items():
@@ -297,6 +298,10 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         raise ValueError(
             f"{quantization.name} of {flags['qkv_tensor']}, one tensor of several modules, is not supported"
         )
+    if family.recurrent:
+        from fastgen.model.recurrent_layers import read_recurrent  # for hybrids only
+
+        flags["recurrent"] = read_recurrent(config, num_layers)
     return ModelConfig(
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
@@ -329,17 +334,9 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         scaled_embedding=family.scaled_embedding,
         bare_norm=family.bare_norm,
         output_gate=family.output_gate,
-        head_gate=family.recurrent,
-        recurrent=_recurrent(config, num_layers) if family.recurrent else None,
         has_vision=has_vision,
         **flags,
     )
-
-
-def _recurrent(config: dict[str, Any], num_layers: int) -> Recurrent | None:
-    from fastgen.model.recurrent_config import read_recurrent
-
-    return read_recurrent(config, num_layers)
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Family:
     centered_norm: bool = False  # see ModelConfig
     bare_norm: bool = False  # see ModelConfig
     output_gate: bool = False  # see ModelConfig
-    recurrent: bool = False  # "layer_types" says which layers are recurrent; the others have ModelConfig's head_gate
+    recurrent: bool = False  # "layer_types" says which layers are recurrent
     scaled_embedding: bool = False  # embeddings are multiplied by the root of their size; see ModelConfig
     foreign: tuple[str, ...] = ()  # fields that are supported only if they are null, false, 0 or empty
 

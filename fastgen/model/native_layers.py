@@ -69,7 +69,7 @@ class NativeLayers:
         if not isinstance(attention, NativeAttention) or attention.pool.keys.dtype != parameters.dtype:
             return None
         sizes = c.hidden_size, c.intermediate_size, c.rotary_size // 2
-        whole = parameters.group.size == 1 and c.swiglu and not c.head_gate and not any(size % LANES for size in sizes)
+        whole = parameters.group.size == 1 and c.swiglu and not any(size % LANES for size in sizes)
         return cls(parameters, attention) if whole and all(map(_is_plain, parameters.layers)) else None
 
     def run(self, part: StepPart, numbers: Sequence[int]) -> bool:

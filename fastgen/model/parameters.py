@@ -31,8 +31,8 @@ from fastgen.parallel.group import Group
 
 if TYPE_CHECKING:  # for adapters, hybrids and quantized models only
     from fastgen.model.adapter import AdapterBases
-    from fastgen.model.delta_weights import DeltaWeights
     from fastgen.model.quantized_layers import QuantizedLayers
+    from fastgen.model.recurrent_layers import DeltaWeights
 
 LINEARS = "qkv", "o", "gate_up", "down", "o_gate"  # the linear layers of a Layer, the last of which few models have
 
@@ -64,14 +64,14 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
         places = {"input_layernorm": "input_norm", "post_attention_layernorm": "o_end.norm",
                   "pre_feedforward_layernorm": "post_norm", "post_feedforward_layernorm": "down_end.norm"}  # fmt: skip
     norms = [Module(layer + name, f"{place}.weight", (hidden,)) for name, place in places.items()]
-    recurrent = None if c.recurrent is None or number not in c.recurrent.layers else c.recurrent
+    recurrent = c.recurrent if c.recurrent and number in c.recurrent.layers else None
     if recurrent is None and ((c.qk_norm and not c.bare_norm) or c.wide_norm):
         place, sizes = ("head_norm", (head, head)) if c.qk_norm else ("wide_norm", (heads, kv_heads * head))
         of_heads = ("query_layernorm", "key_layernorm") if c.norm_after_rope else ("q_norm", "k_norm")
         for name, size in zip(of_heads, sizes, strict=True):
             norms.append(Module(attention + name, f"{place}.{name[0]}", (size,)))
     qkv = [
-        Module(attention + "q_proj", "qkv", (heads * (2 if c.head_gate else 1), hidden), ROWS, c.qkv_bias),
+        Module(attention + "q_proj", "qkv", (heads * (2 if c.recurrent else 1), hidden), ROWS, c.qkv_bias),
         Module(attention + "k_proj", "qkv", (kv_heads * head, hidden), ROWS, c.qkv_bias, kv_heads),
         Module(attention + "v_proj", "qkv", (kv_heads * head, hidden), ROWS, c.qkv_bias, kv_heads),
     ]
@@ -83,9 +83,7 @@ def layer_table(c: ModelConfig, number: int) -> list[Module]:
         gate_up = together(layer + c.gate_up_tensor, gate_up)
     out = Module(attention + "o_proj", "o", (hidden, heads), COLUMNS, c.o_bias)
     if recurrent is not None:
-        from fastgen.model.delta_weights import delta_table
-
-        small, qkv, out = delta_table(layer, hidden, recurrent)
+        small, qkv, out = recurrent.modules(layer, hidden)
         norms += small
     return [
         *norms,
@@ -218,10 +216,8 @@ class Parameters:
         if self.config.adds_products:
             ends.clear()
         head_norm = wide_norm = delta = None
-        if "delta.norm" in norms:
-            from fastgen.model.delta_weights import DeltaWeights
-
-            delta = DeltaWeights.among(norms)
+        if (recurrent := self.config.recurrent) and number in recurrent.layers:
+            delta = recurrent.weights(norms)
         elif self.config.qk_norm:
             places = [f"head_norm.{name}" for name in "qk"]
             if self.bare_norm is not None:
@@ -328,10 +324,7 @@ class Parameters:
     @property
     def distinct(self) -> list[int]:
         """Indices of one representative layer per kind; the other layers launch the same kernels in decodes."""
-        kinds = {
-            (layer.window, layer.delta is None, *map(type, layer.linears)): number
-            for number, layer in enumerate(self.layers)
-        }
+        kinds = {(a.window, a.delta is None, *map(type, a.linears)): number for number, a in enumerate(self.layers)}
         return sorted(kinds.values())
 
 

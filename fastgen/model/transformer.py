@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from fastgen.kernels.norm import rms_norm
 from fastgen.kernels.rope import SlotMapping, rope_write
 from fastgen.model.attention.interface import Attention
 from fastgen.model.kv_pool import KVPool
-from fastgen.model.parameters import Layer, Parameters
+from fastgen.model.parameters import Parameters
 from fastgen.model.rope import query_scales, rope_tables
 from fastgen.model.weights import Tensors
 from fastgen.parallel.residual import ReplicatedResidual, Residual
@@ -101,14 +101,6 @@ class Observer(Protocol):
         """Take the memory back, with the weights."""
 
 
-class Recurrence(Protocol):
-    """Computes recurrent layers; see `recurrent_config.Recurrent`."""
-
-    def run(self, plan: Any, number: int, layer: Layer, x: Tensor) -> Tensor:
-        """Return the input of o, [T, value_size], of recurrent layer `number`, and advance the states of the lanes.
-        plan: of the step, by Attention. x: [T or more, outputs], the results of the layer's first product."""
-
-
 class LayersInOneCall(Protocol):
     """Runs the layers of short steps faster than one after the other."""
 
@@ -119,9 +111,8 @@ class LayersInOneCall(Protocol):
 
 class Transformer:
     """The model. parameters: this rank's parameters. context: number of positions in the rope tables. in_one_call: runs
-    the layers of short steps; None: they run one by one. recurrence: runs recurrent layers, if there are some."""
+    the layers of short steps; None: they run one by one. Hybrid models have a subclass, in fastgen/recurrent."""
 
-    recurrence: Recurrence | None = None
     observer: Observer | None = None
     in_one_call: LayersInOneCall | None = None
 
@@ -169,7 +160,7 @@ class Transformer:
     def project_qkv(self, part: StepPart, number: int, pool: KVPool) -> Tensor:
         """Return a layer's queries [T, query_rows, D], and write its keys and values into the pool."""
         layer, keys, values = self.layers[number], pool.keys[number], pool.values[number]
-        mapping, gate = part.mapping.of_layer(layer.has_other_rope, layer.window), None
+        mapping = part.mapping.of_layer(layer.has_other_rope, layer.window)
         with span("qkv"):
             if not (layer.head_norm or layer.wide_norm or pool.fp8 or self.config.partial_rope):
                 rope = Fused(rope=RopeWrite(mapping, keys, values))
@@ -177,12 +168,8 @@ class Transformer:
             else:
                 qkv = part.residual.project(layer.qkv, layer.input_norm)
                 qkv = qkv if layer.wide_norm is None else layer.wide_norm.apply(qkv)
-                if self.config.head_gate:
-                    q, gate, rest = self._without_gate(qkv)
-                    qkv = torch.cat([q, rest], 1)
                 q = rope_write(qkv, mapping, keys, values, layer.head_norm)
-            q = q if mapping.query_scales is None else q.mul_(mapping.query_scales)
-            return q if gate is None else torch.cat([q, gate], 1)
+            return q if mapping.query_scales is None else q.mul_(mapping.query_scales)
 
     def run_layers(
         self, parts: Sequence[StepPart], pool: KVPool, attention: Attention, numbers: Sequence[int]
@@ -209,13 +196,8 @@ class Transformer:
 
     def _mix(self, part: StepPart, number: int, pool: KVPool, attention: Attention) -> Tensor:
         """Return what the tokens of a step take from each other and from earlier ones in a layer: the input of o."""
-        layer = self.layers[number]
-        if layer.delta is None:
-            q = self.project_qkv(part, number, pool)
-            return self._attend(part.plan, number, q[: part.mapping.real], attention)
-        assert self.recurrence is not None
-        with span("recurrent"):
-            return self.recurrence.run(part.plan, number, layer, part.residual.project(layer.qkv, layer.input_norm))
+        q = self.project_qkv(part, number, pool)
+        return self._attend(part.plan, number, q[: part.mapping.real], attention)
 
     def _run_in_one_call(self, parts: Sequence[StepPart], numbers: Sequence[int]) -> bool:
         if self.in_one_call is None or self.observer is not None or len(parts) > 1:
@@ -237,8 +219,8 @@ class Transformer:
     def finish_rows(self, x: Tensor, q: Tensor, rows: Tensor, plan: object, attention: Attention) -> Tensor:
         """Return the residual stream after the last layer of some tokens only, [R, hidden].
 
-        x: [R, hidden], their stream before the attention of the last layer, which may be overwritten. q: [R, H, D],
-        their queries. rows: int64 [R], their rows in the step. plan: of a step with only these tokens, as decodes.
+        x: [R, hidden], their stream before the attention of the last layer, which may be overwritten. q: their queries,
+        [R, query_rows, D]. rows: int64 [R], their rows in the step. plan: of a step with only these tokens, as decodes.
         """
         last, residual = len(self.layers) - 1, ReplicatedResidual(self.group, self._padded(x))
         self.add_attended(residual, last, self._attend(plan, last, q, attention))
@@ -251,25 +233,12 @@ class Transformer:
     def _attend(self, plan: object, number: int, q: Tensor, attention: Attention) -> Tensor:
         """Return the attention of a layer's queries q, [T, query_rows, D]: [T, H * D]."""
         with span("attention"):
-            if not self.config.head_gate:
-                return attention.attend(plan, number, q, self.layers[number].window).flatten(1)
-            q, gate = q.chunk(2, 1)
-            attended = attention.attend(plan, number, q, self.layers[number].window).flatten(1)
-            gated: Tensor = sigmoid_gate(attended, gate.flatten(1).contiguous())
-            return gated
-
-    def _without_gate(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [T, H * D], its gates [T, H, D], and k and v. q_proj has a head's gate after its query."""
-        heads, size = self.config.num_heads, self.config.head_size
-        both, rest = qkv[:, : 2 * heads * size], qkv[:, 2 * heads * size :]
-        q, gate = both.view(-1, heads, 2, size).unbind(2)
-        return q.flatten(1), gate, rest
+            return attention.attend(plan, number, q, self.layers[number].window).flatten(1)
 
     @property
     def query_rows(self) -> int:
-        """Number of vectors of the head size that a token of the last layer has beside its keys: queries, and gates if
-        there are some."""
-        return self.config.num_heads * (2 if self.config.head_gate else 1)
+        """Number of vectors of the head size that `project_qkv` returns for a token: its queries."""
+        return self.config.num_heads
 
     def add_attended(self, residual: Residual, number: int, attended: Tensor) -> None:
         """Add o of the result of attention, [T, H * D] with or without rows of padding, to the residual stream."""

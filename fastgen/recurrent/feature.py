@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from fastgen.engine.features import Feature
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.recurrent_states import RecurrentStates
 from fastgen.engine.stats import Stats
 from fastgen.recurrent.planning import StateKeeper
 
 if TYPE_CHECKING:  # it imports torch
     from fastgen.engine.runner import Runner
+
+KEPT_STATES = 32  # for prefixes, at least; as many as lanes if these are more
 
 
 class RecurrentFeature(Feature):
@@ -19,8 +20,8 @@ class RecurrentFeature(Feature):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        for name, value in (("speculate", config.speculate), ("host_cache_gb", config.host_pages)):
-            if value:
+        for name in ("speculate", "host_cache_gb"):
+            if getattr(config, name):
                 raise ValueError(f"{name} does not work with models that have recurrent layers; leave it out")
         if config.device != "cpu" and config.dtype == "float32":
             raise ValueError(
@@ -33,12 +34,16 @@ class RecurrentFeature(Feature):
             raise ValueError("attention='flash' does not work with models that have recurrent layers; use 'auto'")
 
     def plan(self, stats: Stats) -> StateKeeper:
-        assert isinstance(self.config.recurrent, RecurrentStates)
-        return StateKeeper(self.config.recurrent)
+        return StateKeeper(num_slots(self.config))
 
     def attach(self, runner: Runner) -> None:
         """The import stands here because it loads torch."""
         from fastgen.recurrent.hybrid import attach
 
-        assert isinstance(self.config.recurrent, RecurrentStates)
-        attach(runner, self.config.recurrent)
+        assert self.config.recurrent is not None
+        attach(runner, self.config.recurrent, num_slots(self.config))
+
+
+def num_slots(config: EngineConfig) -> int:
+    """Return how many states are kept for prefixes."""
+    return max(config.max_seqs, KEPT_STATES) if config.prefix_cache else 0

@@ -1,11 +1,11 @@
-"""Recurrent layers in the runner: the KV pool and the attention of a hybrid model, whose recurrent layers have lanes
-with states instead of KV, and the moves of states between steps."""
+"""Recurrent layers in the runner: the plans of a hybrid model's steps, whose lanes have states as well as KV, and the
+moves of states between steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -14,66 +14,34 @@ from torch import Tensor
 
 from fastgen.device.pinned import upload_together
 from fastgen.engine.options import EngineConfig
-from fastgen.engine.recurrent_states import RecurrentStates
 from fastgen.engine.runner import Runner
 from fastgen.engine.step import Launched, StepFeature
 from fastgen.model.attention.interface import CapturableAttention, StepLayout
-from fastgen.model.kv_pool import KVPool
-from fastgen.model.parameters import Layer
-from fastgen.model.recurrent_config import Recurrent
+from fastgen.model.recurrent_layers import DeltaWeights, Recurrent
 from fastgen.recurrent.planning import StateMoves
 from fastgen.recurrent.states import KeptStates, LaneStates
 
-
-class HybridPool(KVPool):
-    """The KV pool of a hybrid model. own: of the layers with attention. number: of each layer in it; recurrent layers,
-    which do not use it, have that of another."""
-
-    def __init__(self, own: KVPool, shape: Recurrent) -> None:
-        self.__dict__.update(own.__dict__)
-        self.own, recurrent = own, set(shape.layers)
-        self.number, count = list[int](), 0
-        for layer in range(len(own.keys) + len(recurrent)):
-            self.number.append(min(count, len(own.keys) - 1))
-            count += layer not in recurrent
-        self.keys = [own.keys[at] for at in self.number]  # type: ignore[assignment]  # a sequence of tensors as well
-        self.values = [own.values[at] for at in self.number]  # type: ignore[assignment]
+if TYPE_CHECKING:  # only one of them is imported
+    from fastgen.recurrent.on_cpu import CpuMixer
+    from fastgen.recurrent.on_gpu import GpuMixer
 
 
 @dataclass(frozen=True)
 class HybridPlan:
-    """The plans of a step: `own` of attention, `recurrent` of the recurrent layers."""
+    """The plans of a step: `own` of attention, `recurrent` of the recurrent layers (`MixPlan`, on a CPU `Runs`)."""
 
-    own: Any
+    own: object
     recurrent: Any
 
 
-class Mixer(Protocol):
-    """An implementation of recurrent layers. Its plans have their own type; see Attention."""
-
-    def plan(self, layout: StepLayout) -> Any: ...
-
-    def plan_decode(self, lanes: Tensor, kv_lens: Tensor) -> Any: ...
-
-    def mix(self, plan: Any, number: int, layer: Layer, x: Tensor) -> Tensor:
-        """Return the input of o of the `number`-th recurrent layer; see Recurrence.run."""
-
-
-class CapturableMixer(Mixer, Protocol):
-    """A Mixer whose steps with prefills a CUDA graph can hold; see CapturableAttention."""
-
-    def lists(self, layout: StepLayout) -> list[NDArray[np.int32]]: ...
-
-    def list_sizes(self, tokens: int) -> list[int]: ...
-
-    def plan_lists(self, lanes: Tensor, kv_lens: Tensor, lists: Sequence[Tensor]) -> Any: ...
-
-
 class HybridAttention:
-    """The attention of a hybrid model (see Attention), whose plans are those of its recurrent layers as well."""
+    """The attention of a hybrid model (see Attention), whose plans are those of its recurrent layers as well.
 
-    def __init__(self, pool: HybridPool, own: CapturableAttention, mixer: CapturableMixer) -> None:
-        self.pool, self._own, self._mixer = pool, own, mixer
+    own: attention alone. mixer: computes recurrent layers. On a CPU, both lack the methods that only graphs need.
+    """
+
+    def __init__(self, own: CapturableAttention, mixer: GpuMixer) -> None:
+        self._own, self._mixer = own, mixer
         self.needs_clean_pages, self.prefixes = own.needs_clean_pages, own.prefixes
 
     @property
@@ -104,17 +72,13 @@ class HybridAttention:
         return HybridPlan(own, self._mixer.plan_lists(lanes, kv_lens, lists[count:]))
 
     def attend(self, plan: HybridPlan, layer: int, q: Tensor, window: int) -> Tensor:
-        return self._own.attend(plan.own, self.pool.number[layer], q, window)
+        """See Attention. layer: its place in the pool, which has no recurrent layers."""
+        return self._own.attend(plan.own, layer, q, window)
 
-
-class RecurrentLayers:
-    """Computes the recurrent layers of a model; see transformer.Recurrence. layers: their numbers."""
-
-    def __init__(self, mixer: Mixer, layers: Sequence[int]) -> None:
-        self._mixer, self._place = mixer, {layer: at for at, layer in enumerate(layers)}
-
-    def run(self, plan: HybridPlan, number: int, layer: Layer, x: Tensor) -> Tensor:
-        return self._mixer.mix(plan.recurrent, self._place[number], layer, x)
+    def mix(self, plan: HybridPlan, number: int, weights: DeltaWeights, x: Tensor) -> Tensor:
+        """Return the input of o, [T, value_size], of the `number`-th recurrent layer, and advance the states of the
+        lanes. x: [T or more, outputs], the results of the layer's first product."""
+        return self._mixer.mix(plan.recurrent, number, weights, x)
 
 
 class StateMover(StepFeature[StateMoves]):
@@ -148,20 +112,19 @@ class StateMover(StepFeature[StateMoves]):
         return upload_together([np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)], self._device)
 
 
-def attach(runner: Runner, options: RecurrentStates) -> None:
-    """Give a runner, whose pool has only the layers with attention, the states of the others."""
-    model, own, shape = runner.model, runner.pool, options.shape
-    lanes = LaneStates.empty(shape, runner.config.max_seqs + 1, model.parameters.dtype, own.memory)
-    pool, mixer = HybridPool(own, shape), make_mixer(runner, shape, lanes)
-    attention = HybridAttention(pool, cast(CapturableAttention, runner.attention), cast(CapturableMixer, mixer))
-    runner.pool, runner.attention = pool, attention
-    model.recurrence = RecurrentLayers(mixer, shape.layers)
-    kept = KeptStates(lanes, options.slots, own.memory) if options.slots else None
+def attach(runner: Runner, shape: Recurrent, slots: int) -> None:
+    """Give a runner, whose pool has only the layers with attention, the states of the others. slots: number of states
+    that are kept for prefixes."""
+    memory = runner.pool.memory
+    lanes = LaneStates.empty(shape, runner.config.max_seqs + 1, runner.model.parameters.dtype, memory)
+    mixer = make_mixer(runner, shape, lanes)
+    runner.attention = HybridAttention(cast(CapturableAttention, runner.attention), cast("GpuMixer", mixer))
+    kept = KeptStates(lanes, slots, memory) if slots else None
     runner.features[StateMoves] = StateMover(lanes, kept, runner.device)
 
 
-def make_mixer(runner: Runner, shape: Recurrent, lanes: LaneStates) -> Mixer:
-    """Return the implementation for the runner's device. Only this one is imported."""
+def make_mixer(runner: Runner, shape: Recurrent, lanes: LaneStates) -> CpuMixer | GpuMixer:
+    """Return what computes recurrent layers on the runner's device. Only this one is imported."""
     if runner.device.type == "cpu":
         from fastgen.recurrent.on_cpu import CpuMixer
 

@@ -27,9 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.delta_weights import DeltaWeights
-from fastgen.model.parameters import Layer
-from fastgen.model.recurrent_config import DELTA_HEAD, DELTA_TAPS, Recurrent
+from fastgen.model.recurrent_layers import DELTA_HEAD, DELTA_TAPS, DeltaWeights, Recurrent
 from fastgen.recurrent.planning import BLOCK
 from fastgen.recurrent.states import PART, LaneStates
 
@@ -38,7 +36,7 @@ Runs = list[tuple[int, int, int]]
 
 
 class CpuMixer:
-    """See hybrid.Mixer. eps: of the norm of outputs."""
+    """Computes recurrent layers on a CPU; see HybridAttention. eps: of the norm of outputs."""
 
     def __init__(self, shape: Recurrent, lanes: LaneStates, eps: float) -> None:
         self._shape, self._eps = shape, eps
@@ -51,8 +49,7 @@ class CpuMixer:
     def plan_decode(self, lanes: Tensor, kv_lens: Tensor) -> Runs:
         return [(lane, length - 1, 1) for lane, length in zip(lanes.tolist(), kv_lens.tolist(), strict=True)]
 
-    def mix(self, plan: Runs, number: int, layer: Layer, x: Tensor) -> Tensor:
-        assert layer.delta is not None
+    def mix(self, plan: Runs, number: int, weights: DeltaWeights, x: Tensor) -> Tensor:
         outputs, states, row = list[Tensor](), self._layers[number], 0
         for lane, position, count in plan:
             own = _lane(states, lane)
@@ -62,7 +59,7 @@ class CpuMixer:
                 own.inputs.zero_()
             while count:
                 some = min(count, BLOCK - position % BLOCK)
-                outputs.append(self._add(own, layer.delta, x[row : row + some], position % BLOCK))
+                outputs.append(self._add(own, weights, x[row : row + some], position % BLOCK))
                 row, position, count = row + some, position + some, count - some
                 if position % BLOCK == 0:
                     _advance(own, self._group)

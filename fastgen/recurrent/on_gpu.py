@@ -13,9 +13,7 @@ from torch import Tensor
 from fastgen.device.chip import power_of_two
 from fastgen.device.pinned import upload
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.delta_weights import DeltaWeights
-from fastgen.model.parameters import Layer
-from fastgen.model.recurrent_config import DELTA_HEAD, Recurrent
+from fastgen.model.recurrent_layers import DELTA_HEAD, DeltaWeights, Recurrent
 from fastgen.recurrent import decode_kernels, prefill_kernels
 from fastgen.recurrent.planning import BLOCK
 from fastgen.recurrent.states import PART, LaneStates
@@ -38,7 +36,8 @@ class MixPlan:
 
 
 class GpuMixer:
-    """See hybrid.Mixer. lanes: of sequences; max_seqs of them may be in a step. eps: of the norm of outputs."""
+    """Computes recurrent layers; see HybridAttention. lanes: of sequences; max_seqs of them may be in a step. eps: of
+    the norm of outputs."""
 
     def __init__(self, shape: Recurrent, lanes: LaneStates, max_seqs: int, eps: float) -> None:
         self._shape, self._eps, self._max_seqs = shape, eps, max_seqs
@@ -78,17 +77,16 @@ class GpuMixer:
 
     # ------------------------------------------------------------------------------------------------ layers
 
-    def mix(self, plan: MixPlan, number: int, layer: Layer, x: Tensor) -> Tensor:
-        assert layer.delta is not None
+    def mix(self, plan: MixPlan, number: int, weights: DeltaWeights, x: Tensor) -> Tensor:
         lanes, shape = self._layers[number], self._shape
         results = torch.empty(len(x), shape.value_size, dtype=x.dtype, device=x.device)
         if len(plan.lanes):
-            self._decode(plan, lanes, layer.delta, x, results)
+            self._decode(plan, lanes, weights, x, results)
         if plan.lists is not None:
-            self._prefill(plan, plan.lists, lanes, layer.delta, x, results)
+            self._prefill(plan, plan.lists, lanes, weights, x, results)
         out = torch.empty_like(results)
         decode_kernels.gate_kernel[(-(-len(x) // 16), shape.value_heads)](
-            results, x, layer.delta.norm, out, len(x), self._eps, shape.value_heads, shape.outputs, DELTA_HEAD,
+            results, x, weights.norm, out, len(x), self._eps, shape.value_heads, shape.outputs, DELTA_HEAD,
             num_warps=4,
         )  # fmt: skip
         return out

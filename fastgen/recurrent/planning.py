@@ -21,7 +21,6 @@ from fastgen.engine.admission import LaneTable
 from fastgen.engine.interface import PlanFeature
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.pages import NOT_INDEXED, Node, PageAllocator
-from fastgen.engine.recurrent_states import RecurrentStates
 from fastgen.request import Batch, Sequence
 
 BLOCK = 64  # tokens from one state to the next
@@ -100,10 +99,10 @@ class StateAllocator(PageAllocator):
 
 
 class StateKeeper(PlanFeature):
-    """Plans the moves of states. options: of the feature."""
+    """Plans the moves of states. slots: number of states that are kept for prefixes."""
 
-    def __init__(self, options: RecurrentStates) -> None:
-        self._num_slots = options.slots
+    def __init__(self, slots: int) -> None:
+        self._num_slots = slots
 
     def make_allocator(self, config: EngineConfig) -> PageAllocator:
         self._border = math.lcm(BLOCK, config.page_size)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgen.device.memory import Memory
-from fastgen.model.recurrent_config import DELTA_HEAD, DELTA_TAPS, Recurrent
+from fastgen.model.recurrent_layers import DELTA_HEAD, DELTA_TAPS, Recurrent
 from fastgen.recurrent.planning import BLOCK
 
 PART = 16  # tokens of a block that are solved together

@@ -68,8 +68,8 @@ class SpeculationFeature(Feature):
         drafting = Drafting(self._options, config, runner.lanes, pool.page_size, model.group.rank == 0)
         runner.features[DraftPlan] = drafting
         if self._head is not None:
-            layers = model.config.num_layers
-            part = pool.part(layers if self._options.kv_layers else 0, layers + self._options.kv_layers)
+            layers, more = model.config.kv_layers, self._options.more_kv_layers
+            part = pool.part(layers if more else 0, layers + more)
             name = "paged" if config.attention == "flash" else config.attention
 
             def attention_of_head(heads: int, rows: int) -> Attention:

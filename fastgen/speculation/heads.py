@@ -49,7 +49,7 @@ class HeadConfig:
     folder: Path
 
     @property
-    def kv_layers(self) -> int:
+    def more_kv_layers(self) -> int:
         """Number of layers whose keys and values the head keeps in the pages."""
         return 0
 
@@ -81,7 +81,7 @@ class LayeredConfig(HeadConfig):
     reduced: int
 
     @property
-    def kv_layers(self) -> int:
+    def more_kv_layers(self) -> int:
         return self.layers.num_layers
 
 

@@ -66,9 +66,9 @@ class Speculation(FeatureOptions):
         return self.head
 
     @property
-    def kv_layers(self) -> int:
+    def more_kv_layers(self) -> int:
         """The number of layers whose keys and values a head keeps in the pages, in addition to the model's."""
-        return self.head_config.kv_layers if self.head_config else 0
+        return self.head_config.more_kv_layers if self.head_config else 0
 
     @property
     def most_rows(self) -> int:

@@ -131,12 +131,11 @@ class Costs:
     @classmethod
     def of(cls, model: ModelConfig, kv_dtype: str = "bfloat16") -> Costs:
         embedding = model.vocab_size * model.hidden_size
-        attention_layers = model.num_layers - (len(model.recurrent.layers) if model.recurrent else 0)
         return cls(
             layers=model.num_parameters - embedding * (1 if model.shares_head else 2),
             head=embedding,
-            attention=4 * attention_layers * model.num_heads * model.head_size,
-            kv=2 * attention_layers * model.num_kv_heads * model.head_size * (1 if kv_dtype == "fp8" else DTYPE_BYTES),
+            attention=4 * model.kv_layers * model.num_heads * model.head_size,
+            kv=2 * model.kv_layers * model.num_kv_heads * model.head_size * (1 if kv_dtype == "fp8" else DTYPE_BYTES),
             layer_bytes=model.quantization.weight_bytes if model.quantization else DTYPE_BYTES,
             fp8=model.quantization is not None and model.quantization.name == "fp8",
         )

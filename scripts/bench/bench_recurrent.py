@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ from torch import Tensor
 
 from fastgen.device.new_memory import memory_on
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.delta_weights import DeltaWeights
-from fastgen.model.recurrent_config import DELTA_HEAD, Recurrent
+from fastgen.model.recurrent_layers import DELTA_HEAD, DeltaWeights, Recurrent
 from fastgen.recurrent.on_cpu import CpuMixer
 from fastgen.recurrent.on_gpu import GpuMixer
 from fastgen.recurrent.states import LaneStates
@@ -40,20 +38,13 @@ LANES = (1, 2, 4, 8, 16, 32, 64)
 EPS = 1e-6
 
 
-@dataclass
-class Weights:
-    """What a mixer reads of a Layer."""
-
-    delta: DeltaWeights
-
-
-def random_layer(device: str, dtype: torch.dtype) -> Weights:
+def random_weights(device: str, dtype: torch.dtype) -> DeltaWeights:
     """Return weights whose decays go from slow to fast."""
     torch.manual_seed(0)
     heads = SHAPE.value_heads
-    delta = torch.randn(SHAPE.channels, 1, 4) / 2, torch.empty(heads).uniform_(-6, 1)
+    first = torch.randn(SHAPE.channels, 1, 4) / 2, torch.empty(heads).uniform_(-6, 1)
     more = torch.empty(heads).uniform_(0.01, 16).log(), 1 + torch.randn(DELTA_HEAD) / 10
-    return Weights(DeltaWeights(*(each.bfloat16().to(device, dtype) for each in (*delta, *more))))
+    return DeltaWeights(*(each.bfloat16().to(device, dtype) for each in (*first, *more)))
 
 
 def random_rows(count: int) -> Tensor:
@@ -93,19 +84,19 @@ def errors() -> dict[str, Any]:
     """Return the relative error of a prefill against float32 on the CPU, and whether decodes have its bits."""
     rows, found = random_rows(SHORT), {}
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
-        mixer, layer = new_mixer(1, device, dtype), random_layer(device, dtype)
-        found[device] = mixer.mix(mixer.plan(layout([0], [SHORT], 0)), 0, layer, rows.to(device, dtype))
-    mixer, layer = new_mixer(1, "cuda", torch.bfloat16), random_layer("cuda", torch.bfloat16)
+        mixer, weights = new_mixer(1, device, dtype), random_weights(device, dtype)
+        found[device] = mixer.mix(mixer.plan(layout([0], [SHORT], 0)), 0, weights, rows.to(device, dtype))
+    mixer, weights = new_mixer(1, "cuda", torch.bfloat16), random_weights("cuda", torch.bfloat16)
     steps = [mixer.plan(layout([at], [1], int(at > 0))) for at in range(SHORT)]
-    decoded = torch.cat([mixer.mix(plan, 0, layer, rows[at : at + 1].cuda()) for at, plan in enumerate(steps)])
+    decoded = torch.cat([mixer.mix(plan, 0, weights, rows[at : at + 1].cuda()) for at, plan in enumerate(steps)])
     got, want = found["cuda"].cpu().double(), found["cpu"].double()
     return {"error": float((got - want).norm() / want.norm()), "bits": torch.equal(decoded, found["cuda"])}
 
 
 def prefill_time() -> float:
-    mixer, layer, rows = new_mixer(1, "cuda", torch.bfloat16), random_layer("cuda", torch.bfloat16), random_rows(LENGTH)
-    plan, x = mixer.plan(layout([0], [LENGTH], 0)), rows.cuda()
-    return graph_time(lambda: mixer.mix(plan, 0, layer, x))
+    mixer, weights = new_mixer(1, "cuda", torch.bfloat16), random_weights("cuda", torch.bfloat16)
+    plan, x = mixer.plan(layout([0], [LENGTH], 0)), random_rows(LENGTH).cuda()
+    return graph_time(lambda: mixer.mix(plan, 0, weights, x))
 
 
 def least_bytes(places: list[int]) -> int:
@@ -122,18 +113,18 @@ def decode_times(number: int, bandwidth: float) -> dict[str, float]:
     """Return the times of a layer's decode of `number` sequences, alone and with its projections."""
     copies = max(3, math.ceil(300e6 / (2.2e6 * number)))
     mixers = [new_mixer(number, "cuda", torch.bfloat16) for _ in range(copies)]
-    layer, x = random_layer("cuda", torch.bfloat16), random_rows(number).cuda()
+    weights, x = random_weights("cuda", torch.bfloat16), random_rows(number).cuda()
     places = [(lane * 29 + 17) % 64 for lane in range(number)]
     plan = mixers[0].plan(layout([64 + place for place in places], [1] * number, number))
     size = least_bytes(places)
-    each = graph_time(lambda: [mixer.mix(plan, 0, layer, x) for mixer in mixers]) / copies
+    each = graph_time(lambda: [mixer.mix(plan, 0, weights, x) for mixer in mixers]) / copies
     first = [torch.randn(SHAPE.outputs, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     last = [torch.randn(HIDDEN, SHAPE.value_size, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     hidden = torch.randn(number, HIDDEN, device="cuda", dtype=torch.bfloat16)
 
     def whole() -> None:
         for mixer, wide, narrow in zip(mixers, first, last, strict=False):
-            F.linear(mixer.mix(plan, 0, layer, F.linear(hidden, wide)), narrow)
+            F.linear(mixer.mix(plan, 0, weights, F.linear(hidden, wide)), narrow)
 
     layer_time = graph_time(whole) / min(copies, 4)
     share = (size + 2 * (first[0].numel() + last[0].numel())) / (layer_time / 1e6) / bandwidth

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -77,30 +77,30 @@ def without_quantizing(stack: ExitStack) -> None:
     stack.enter_context(patch.object(fp8, "quantize", Kernel(like_fp8, f"{__name__}:like_fp8")))
 
 
-def without_rope(stack: ExitStack) -> None:
+def without_rope(kind: type[Transformer], stack: ExitStack) -> None:
     def project(self: Transformer, part: StepPart, number: int, pool: Any) -> Tensor:
-        layer, config = self.layers[number], self.config
+        layer = self.layers[number]
         qkv = part.residual.project(layer.qkv, layer.input_norm)
-        shape = len(qkv), config.num_heads, config.head_size
+        shape = len(qkv), self.query_rows, self.config.head_size
         return random(*shape, dtype=qkv.dtype, device=qkv.device)
 
-    stack.enter_context(patch.object(Transformer, "project_qkv", project))
+    stack.enter_context(patch.object(kind, "project_qkv", project))
 
 
-def without_attention(stack: ExitStack) -> None:
+def without_attention(kind: type[Transformer], stack: ExitStack) -> None:
     def attend(self: Transformer, plan: object, number: int, q: Tensor, attention: Any) -> Tensor:
-        return q.flatten(1)
+        return q[:, : self.config.num_heads].flatten(1)
 
-    stack.enter_context(patch.object(Transformer, "_attend", attend))
+    stack.enter_context(patch.object(kind, "_attend", attend))
 
 
 def parts_of(generator: Generator) -> dict[str, Patch]:
     """Return how to leave out each part that a step of this Generator has."""
-    found: dict[str, Patch] = {"norms": without_norms}
-    o = generator._runner.model.layers[0].o
+    model, found = generator._runner.model, dict[str, Patch](norms=without_norms)
+    o, kind = model.layers[0].o, type(model)
     if isinstance(o, quantized.Fp8Linear) and not isinstance(o, quantized.WeightOnlyFp8):
         found["quantizing"] = without_quantizing
-    return found | {"rope": without_rope, "attention": without_attention}
+    return found | {"rope": partial(without_rope, kind), "attention": partial(without_attention, kind)}
 
 
 # Steps

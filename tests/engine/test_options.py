@@ -12,7 +12,7 @@ from fastgen.engine.features import read_options
 from fastgen.engine.options import DEFAULT_KV_CACHE_GB, EngineConfig, GeneratorOptions
 from fastgen.model.config import ModelConfig, RopeConfig
 from fastgen.model.quantization import Quantization
-from fastgen.model.recurrent_config import Recurrent
+from fastgen.model.recurrent_layers import Recurrent
 from fastgen.speculation.options import Speculation
 
 MODEL = ModelConfig(

@@ -22,7 +22,7 @@ from fastgen.model.sampler import MAX_VOCAB
 
 def count_parameters(c: ModelConfig) -> int:
     q_size, kv_size = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
-    attention = c.hidden_size * ((1 + c.head_gate) * q_size + 2 * kv_size) + q_size * c.hidden_size
+    attention = c.hidden_size * ((1 + (c.recurrent is not None)) * q_size + 2 * kv_size) + q_size * c.hidden_size
     attention += c.qkv_bias * (q_size + 2 * kv_size) + c.o_bias * c.hidden_size
     attention += (c.qk_norm and not c.bare_norm) * 2 * c.head_size + c.output_gate * c.hidden_size * q_size
     attention += c.wide_norm * (q_size + kv_size)

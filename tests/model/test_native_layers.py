@@ -30,9 +30,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "norms of heads": ("Qwen3", {"head_dim": 32, "num_attention_heads": 8}),
 }
 
-# Gates of heads, without recurrent layers.
-GATED = {**HYBRIDS["qwen3_5"][1], "layer_types": ["full_attention"] * 3, "head_dim": 128}
-
 
 def count_calls(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Return a list that receives whether each step ran in one call."""
@@ -83,7 +80,7 @@ def test_a_model_with_more_operations_runs_layer_by_layer(checkpoint: Checkpoint
         ("Olmo3", {}),
         ("Granite", {"head_dim": 32, "residual_multiplier": 0.3}),
         ("Llama", {"head_dim": 8}),
-        ("Qwen3_5", GATED),
+        HYBRIDS["qwen3_5"],
     ):
         assert make_runner(checkpoint(kind, **fields), dtype=DTYPES[0]).model.in_one_call is None
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from fastgen.device.new_memory import memory_on
 from fastgen.model.attention.interface import StepLayout
-from fastgen.model.delta_weights import DeltaWeights
-from fastgen.model.recurrent_config import DELTA_HEAD, DELTA_TAPS, Recurrent
+from fastgen.model.recurrent_layers import DELTA_HEAD, DELTA_TAPS, DeltaWeights, Recurrent
 from fastgen.recurrent.on_cpu import CpuMixer
 from fastgen.recurrent.states import LaneStates
 
@@ -39,16 +37,16 @@ SHAPES = {"grouped": Recurrent((0,), 1, 2), "not grouped": Recurrent((0,), 1, 1)
 Plan = Callable[[Any, StepLayout, int], Any]
 
 
-def make_layer(shape: Recurrent) -> Any:
-    """Return a layer on the CPU."""
+def make_weights(shape: Recurrent) -> DeltaWeights:
+    """Return the weights of a layer on the CPU."""
     taps = torch.randn(shape.channels, 1, DELTA_TAPS) / 2
     step, decay = torch.empty(shape.value_heads).uniform_(-6, 1), torch.empty(shape.value_heads).uniform_(0.01, 16)
     norm = 1 + 0.1 * torch.randn(DELTA_HEAD)
-    return SimpleNamespace(delta=DeltaWeights(*(each.to(DTYPE) for each in (taps, step, decay.log(), norm))))
+    return DeltaWeights(*(each.to(DTYPE) for each in (taps, step, decay.log(), norm)))
 
 
-def on(device: torch.device, layer: Any) -> Any:
-    return SimpleNamespace(delta=DeltaWeights(*(each.to(device) for each in vars(layer.delta).values())))
+def on(device: torch.device, weights: DeltaWeights) -> DeltaWeights:
+    return DeltaWeights(*(each.to(device) for each in vars(weights).values()))
 
 
 def make_lanes(shape: Recurrent, device: torch.device) -> LaneStates:
@@ -115,7 +113,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 def check(shape: Recurrent, lengths: tuple[int, ...], seed: int, plan: Plan) -> None:
     torch.manual_seed(seed)
-    layer = make_layer(shape)
+    layer = make_weights(shape)
     sequences = [torch.randn(length, shape.outputs).to(DTYPE) for length in lengths]
     ours, theirs = make_lanes(shape, DEVICE), make_lanes(shape, CPU)
     expected = drive(CpuMixer(shape, theirs, EPS), layer, sequences, seed + 100)
@@ -156,7 +154,7 @@ def test_a_step_of_padding_changes_nothing() -> None:
     for tensor in vars(lanes).values():
         tensor.fill_(7)
     x = torch.full((8, shape.outputs), torch.nan, dtype=DTYPE, device=DEVICE)
-    mixer.mix(plan, 0, on(DEVICE, make_layer(shape)), x)
+    mixer.mix(plan, 0, on(DEVICE, make_weights(shape)), x)
     assert all((tensor == 7).all() for tensor in vars(lanes).values())
 
 

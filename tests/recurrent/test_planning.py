@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,21 +14,32 @@ from simulation import BY_PRIORITY, Simulation, request
 
 from fastgen.engine.options import EngineConfig
 from fastgen.engine.pages import Node
-from fastgen.engine.recurrent_states import RecurrentStates
 from fastgen.engine.scheduler import Scheduler
-from fastgen.model.recurrent_config import Recurrent
-from fastgen.recurrent import planning
+from fastgen.model.recurrent_layers import Recurrent
+from fastgen.recurrent import feature, planning
 from fastgen.recurrent.planning import StateAllocator, StateMoves
 from fastgen.request import Batch, SamplingParams, Sequence
 
 BLOCK = 4  # tokens from one state to the next in these tests
-SHAPE = Recurrent((0,), 1, 2)
+
+
+@dataclass(frozen=True)
+class Shape(Recurrent):
+    """Recurrent layers of which this number of states is kept."""
+
+    slots: int = 0
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "BLOCK", BLOCK)
     monkeypatch.setattr(planning, "LONG_PROMPT", 9)
+    monkeypatch.setattr(feature, "num_slots", slots_of)
+
+
+def slots_of(config: EngineConfig) -> int:
+    assert isinstance(config.recurrent, Shape)
+    return config.recurrent.slots
 
 
 class StateSimulation(Simulation):
@@ -51,10 +63,9 @@ class StateRunner(HashRunner):
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, rng: random.Random) -> None:
         super().__init__(config, rng)
-        assert config.recurrent is not None
         self.scheduler = scheduler
         self.states: list[list[int]] = [[JUNK] for _ in range(config.max_seqs)]
-        self.slots: list[list[int]] = [[JUNK] for _ in range(config.recurrent.slots)]  # type: ignore[attr-defined]
+        self.slots: list[list[int]] = [[JUNK] for _ in range(slots_of(config))]
         self.seen: Counter[str] = Counter()
 
     def launch(self, batch: Batch) -> Launched:
@@ -112,7 +123,7 @@ def tokens_of(node: Node) -> list[int]:
 
 
 def small_config(slots: int, **changed: Any) -> EngineConfig:
-    return make_config(recurrent=RecurrentStates(SHAPE, slots), **changed)
+    return make_config(recurrent=Shape((0,), 1, 2, slots), **changed)
 
 
 def with_states(simulation: Simulation) -> StateRunner:

@@ -1,4 +1,4 @@
-"""model/recurrent_config.py and recurrent/feature.py: what config.json says of recurrent layers, and what cannot work
+"""model/recurrent_layers.py and recurrent/feature.py: what config.json says of recurrent layers, and what cannot work
 with them."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fastgen import Generator
 from fastgen.engine.features import features_of
 from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.model.config import parse_config, read_config
+from fastgen.recurrent.feature import num_slots
 
 NAME, FIELDS = HYBRIDS["qwen3_5"]
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -39,13 +40,11 @@ def test_recurrent_layers_are_those_that_layer_types_names(written: dict[str, An
     config = parse_config(written)
     assert config.recurrent is not None
     assert (config.recurrent.layers, config.recurrent.key_heads, config.recurrent.value_heads) == ((0, 1), 1, 2)
-    assert config.head_gate
     assert parse_config({**written, "architectures": None}) == config  # model_type names the family, too
     assert parse_config({**written, "layer_types": None, "full_attention_interval": 3}) == config
     eight = parse_config({**written, "layer_types": None, "num_hidden_layers": 8})  # every fourth has attention
     assert eight.recurrent is not None
     assert eight.recurrent.layers == (0, 1, 2, 4, 5, 6)
-    assert parse_config({**written, "layer_types": [FULL] * 3}).recurrent is None
 
 
 def test_the_size_of_the_weights_is_known_before_they_are_read(folder: Path) -> None:
@@ -57,8 +56,9 @@ def test_the_size_of_the_weights_is_known_before_they_are_read(folder: Path) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer_types": [FULL, FULL, LINEAR]}, "is not supported; those that end with full_attention are"),
-        ({"layer_types": None, "num_hidden_layers": 6}, "is not supported; those that end with full_attention are"),
+        ({"layer_types": [FULL, FULL, LINEAR]}, "is not supported; those that have linear_attention and end with full"),
+        ({"layer_types": [FULL] * 3}, "is not supported; those that have linear_attention and end with full_attention"),
+        ({"layer_types": None, "num_hidden_layers": 6}, "those that have linear_attention and end with full_attention"),
         ({"layer_types": [LINEAR, FULL]}, "is not supported; 3 of full_attention or linear_attention are"),
         (
             {"layer_types": [LINEAR, "sliding_attention", FULL]},
@@ -92,11 +92,8 @@ def test_a_config_that_cannot_work_is_an_error(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"quantization": "fp8"},
-            "models with recurrent layers cannot be quantized; leave quantization",
-        ),
-        ({"tensor_parallel": 2}, "models with recurrent layers run on one GPU; take tensor_parallel=1"),
+        ({"quantization": "fp8"}, "models with recurrent layers cannot be quantized; leave quantization out"),
+        ({"tensor_parallel": 2}, "the recurrent layers of this model cannot be split over ranks; take tensor_parallel"),
         ({"speculate": "ngram"}, "speculate does not work with models that have recurrent layers; leave it out"),
         ({"host_cache_gb": 0.01}, "host_cache_gb does not work with models that have recurrent layers; leave it out"),
         ({"free_windows": True}, "free_windows needs a model with a sliding window"),
@@ -105,6 +102,16 @@ def test_a_config_that_cannot_work_is_an_error(
 def test_an_option_that_cannot_work_is_an_error(options: dict[str, Any], message: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Generator(folder, device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "slots"), [({"max_seqs": 8}, 32), ({"max_seqs": 64}, 64), ({"max_seqs": 64, "prefix_cache": False}, 0)]
+)
+def test_states_are_kept_for_as_many_prefixes_as_sequences(
+    options: dict[str, Any], slots: int, written: dict[str, Any]
+) -> None:
+    config = EngineConfig.make(parse_config(written), GeneratorOptions(device="cpu", **options))
+    assert num_slots(config) == slots
 
 
 @pytest.mark.parametrize(

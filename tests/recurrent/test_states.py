@@ -19,7 +19,7 @@ from fastgen.engine import startup
 from fastgen.engine.options import EngineConfig, GeneratorOptions
 from fastgen.engine.startup import build_model, measure_pages
 from fastgen.model.config import read_config
-from fastgen.model.recurrent_config import Recurrent
+from fastgen.model.recurrent_layers import Recurrent
 from fastgen.parallel.group import Group
 from fastgen.recurrent import hybrid, states
 from fastgen.recurrent.states import KeptStates, LaneStates

@@ -34,7 +34,7 @@ class EngineForward:
         dtype, self._device = getattr(torch, config.dtype), runner.device
         fp8 = config.kv_cache_dtype == "fp8"
         stored = dtype if fp8 else getattr(torch, config.kv_cache_dtype)
-        sizes = c.num_layers, num_pages, c.num_kv_heads, config.page_size, c.head_size
+        sizes = c.kv_layers, num_pages, c.num_kv_heads, config.page_size, c.head_size
         self._pool = KVPool(*sizes, stored, self._device, fp8)
         self._attention = make_attention(
             config.attention, self._pool, c.num_heads, c.windows, 1, config.max_model_len, config.deterministic,
