@@ -120,7 +120,7 @@ ACCEPTED: dict[str, dict[str, int]] = {
         "A100": 504, "RTX A5000": 560, "RTX 4090": 560, "RTX 5090": 544,
     },
     "fastgen.recurrent.decode_kernels.decode_kernel": {
-        "A100": 16, "RTX A5000": 24, "RTX 4090": 24, "H200": 8, "B200": 80, "RTX 5090": 56,
+        "A100": 16, "RTX A5000": 24, "RTX 4090": 24, "H200": 24, "B200": 80, "RTX 5090": 56,
     },
     "drafts._follow_kernel": {"RTX 5090": 16},  # in results of earlier states
     "drafts._recall_kernel": {"RTX 5090": 16},
@@ -162,6 +162,7 @@ class Compiled:
         self.what = ""
         self.rows: list[dict[str, Any]] = []
         self.late: set[str] = set()  # hashes of kernels that were compiled at a launch, and not ahead of it
+        self.loading = False  # weights are quantized as they are loaded, before kernels are compiled ahead
         self._seen: set[str] = set()
         driver.set_active(Target(chip))
         compiled, quick = self, jit.quick
@@ -176,7 +177,7 @@ class Compiled:
 
                 def _do_compile(self, *what: Any) -> Any:
                     kernel = super()._do_compile(*what)
-                    if kernel is not None:
+                    if kernel is not None and not compiled.loading:
                         compiled.late.add(kernel.hash)
                     return kernel
 
@@ -250,12 +251,19 @@ def as_on(chip: Chip) -> Iterator[Compiled]:
             config = replace(config, kv_cache_dtype=config.dtype)
         return make_runner(model, config, features)
 
+    fill_random = startup.fill_random
+
+    def loading(targets: Any) -> None:
+        compiled.loading = True
+        fill_random(targets)
+        compiled.loading = False
+
     class Mixer(on_gpu.GpuMixer):
         def mix(self, *what: Any) -> torch.Tensor:
             return super().mix(*what).zero_()
 
     options.has_amx = lambda: False  # or this CPU's products decide what is deterministic
-    startup.make_runner = with_kv_of_a_gpu
+    startup.make_runner, startup.fill_random = with_kv_of_a_gpu, loading
     hybrid.make_mixer = lambda runner, shape, lanes: Mixer(shape, lanes, runner.config.max_seqs, 1e-6)
     yield compiled
 
