@@ -208,6 +208,7 @@ def test_the_last_tokens_of_gemmas_vocabulary_are_drawn() -> None:
     assert (out.tokens[1] - 2**18) // 7 < 5  # the lowest ids of equal tokens
 
 
+@pytest.mark.long
 def test_the_masses_of_the_largest_vocabulary_do_not_overflow() -> None:
     """Equal logits have the largest sum."""
     logits = torch.zeros(1, sampler.MAX_VOCAB, device=DEVICE)

@@ -109,8 +109,10 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @needs_library
 def test_the_library_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = library.compiler()
+    compiler, source = library.compiler(), fresh.parent / "small.cpp"  # the real one takes seconds
     assert compiler is not None
+    source.write_text("int answer() { return 42; }")
+    monkeypatch.setattr(library, "SOURCE", source)
     path = library.compiled(compiler)
     assert list(fresh.iterdir()) == [path]
     written = path.stat().st_mtime_ns

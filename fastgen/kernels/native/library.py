@@ -1,6 +1,6 @@
 """Compiles native.cpp for this processor, and loads it.
 
-The library is compiled at first use, in about two seconds, and kept in the user's cache folder. Without a compiler,
+The library is compiled at first use, in about four seconds, and kept in the user's cache folder. Without a compiler,
 torch computes the same, more slowly and with other bits.
 """
 
