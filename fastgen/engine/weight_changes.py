@@ -76,7 +76,7 @@ class WeightChanges:
         new = check_tags(tags) - weights.asleep
         loop.drain()
         if loop.active:
-            raise ValueError(f"{len(loop.active)} requests are in flight; finish or abort them before sleep")
+            raise ValueError(f"requests are in flight ({len(loop.active)}); finish or abort them before sleep")
         if not new:
             return 0
         if "weights" in new and not keep_weights:

@@ -104,6 +104,6 @@ def check_in_flight(treatment: str, requests: int) -> None:
     """Raise ValueError if there are requests in flight and their treatment is "error"."""
     if requests and treatment == "error":
         raise ValueError(
-            f"{requests} requests are in flight; finish or abort them, or pass in_flight='keep' (they continue with "
+            f"requests are in flight ({requests}); finish or abort them, or pass in_flight='keep' (they continue with "
             "the KV of the old weights), 'recompute' (their KV is computed again) or 'abort'"
         )

@@ -45,7 +45,7 @@ _PLAIN = {
 }  # fmt: skip
 """Supported values of other fields. These inits do not change the base weights."""
 
-_UNSUPPORTED = "is not supported: only plain LoRA of the linear layers of attention and MLP can be merged"
+_UNSUPPORTED = "is not supported: only plain LoRA of linear layers between embedding and head can be merged"
 
 
 def read_adapter(folder: str | Path) -> tuple[dict[str, Tensor], Any]:

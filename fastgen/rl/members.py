@@ -316,7 +316,7 @@ class Members:
         with self._changed:
             running = sum(member.running for member in self._members)
             if running and in_flight == "error":
-                raise ValueError(f"{running} requests are in flight; give in_flight='keep', 'recompute' or 'abort'")
+                raise ValueError(f"requests are in flight ({running}); give in_flight='keep', 'recompute' or 'abort'")
             self._updating = True
         try:
             yield

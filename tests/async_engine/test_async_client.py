@@ -284,9 +284,9 @@ def test_methods_of_the_generator_run_between_steps(client: Client) -> None:
         await asyncio.sleep(0.05)
         (scores,) = await gen.call("score", [ids(6)], temperature=2.0)
         assert scores[1:] == client.reference.score([ids(6)], temperature=2.0)[0][1:]
-        with pytest.raises(ValueError, match="1 requests are in flight"):
+        with pytest.raises(ValueError, match=r"requests are in flight \(1\)"):
             await gen.call("update_weights", {})
-        with pytest.raises(ValueError, match="1 requests are in flight"):
+        with pytest.raises(ValueError, match=r"requests are in flight \(1\)"):
             await gen.call("update_adapter", None)
         with pytest.raises(AttributeError, match="nothing"):
             await gen.call("nothing")

@@ -274,7 +274,8 @@ class RowJob:
             return self._text(value)
         value = parsed(value)
         if not isinstance(value, list):
-            raise ValueError(f"{given[0]} must be {'text' if given[0] == 'prompt' else 'a list'}, not {value!r:.40}")
+            form = "text or a list of ids" if given[0] == "prompt" else "a list"
+            raise ValueError(f"{given[0]} must be {form}, not {value!r:.40}")
         # In Parquet, each message has the fields of all others.
         return [
             {name: part for name, part in each.items() if part is not None} if isinstance(each, dict) else each

@@ -212,7 +212,7 @@ BAD = (
     ("[" * 10**5, "line 1 of in.jsonl cannot be read"),
     ({"text": "hello"}, "needs one of prompt, messages, prompt_token_ids, and this one has none"),
     ({"prompt": "hello", "prompt_token_ids": [5]}, "this one has prompt and prompt_token_ids"),
-    ({"prompt": 5}, "prompt must be text, not 5"),
+    ({"prompt": 5}, "prompt must be text or a list of ids, not 5"),
     ({"messages": "hello"}, "messages must be a list"),
     ({"messages": ["hello"]}, "a prompt of ids must hold integers"),
     ({"messages": [{"role": "critic", "content": "x"}]}, "no critics"),
