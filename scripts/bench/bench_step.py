@@ -89,7 +89,7 @@ def without_rope(kind: type[Transformer], stack: ExitStack) -> None:
 
 def without_attention(kind: type[Transformer], stack: ExitStack) -> None:
     def attend(self: Transformer, plan: object, number: int, q: Tensor, attention: Any) -> Tensor:
-        return q[:, : self.config.num_heads].flatten(1)
+        return q[:, : self.config.num_heads].flatten(1).contiguous()
 
     stack.enter_context(patch.object(kind, "_attend", attend))
 
