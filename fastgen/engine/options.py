@@ -401,7 +401,8 @@ def _step_size(
     if memory:
         budget = _even_budget(8192 if memory > 60e9 else 4096 if memory > 30e9 else 2048, processors)
     if max_seqs is None:
-        lanes, recurrent = (32 if model.recurrent else 256), model.recurrent
+        recurrent = model.recurrent
+        lanes = 32 if recurrent else 256
         if memory:
             room = 0.9 * memory - model.weight_bytes(DTYPE_BYTES[dtype])
             states = 3.3 * recurrent.state_bytes if recurrent else 0  # a lane has up to 2.3, and one is kept

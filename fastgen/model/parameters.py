@@ -324,7 +324,10 @@ class Parameters:
     @property
     def distinct(self) -> list[int]:
         """Indices of one representative layer per kind; the other layers launch the same kernels in decodes."""
-        kinds = {(a.window, a.delta is None, *map(type, a.linears)): number for number, a in enumerate(self.layers)}
+        kinds = {
+            (layer.window, layer.delta is None, *map(type, layer.linears)): number
+            for number, layer in enumerate(self.layers)
+        }
         return sorted(kinds.values())
 
 
