@@ -153,6 +153,10 @@ class PageAllocator:
             children = node.children
         return nodes
 
+    def start_of(self, nodes: list[Node]) -> int:
+        """Return how many tokens of a match need not be computed again."""
+        return len(nodes) * self.page_size
+
     def held(self, nodes: list[Node]) -> int:
         """Return how many of these nodes have pages that sequences hold."""
         return sum(node.page >= 0 and self._refs[node.page] > 0 for node in nodes)

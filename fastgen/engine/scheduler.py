@@ -269,7 +269,7 @@ class Scheduler:
             return False
         self.pages.adopt(sequence.pages, nodes)
         sequence.indexed = len(nodes) if self.config.prefix_cache else NOT_INDEXED
-        sequence.computed = cached = len(nodes) * self.config.page_size
+        sequence.computed = cached = self.pages.start_of(nodes)
         self._start(sequence, expected, cached)
         grown = self._grow(sequence, sequence.prefill_len)
         assert grown, "admitted without enough pages"

@@ -92,9 +92,9 @@ def read_recurrent(config: dict[str, Any], num_layers: int) -> Recurrent:
         types = ["full_attention" if not (layer + 1) % period else "linear_attention" for layer in range(num_layers)]
     kinds = "full_attention", "linear_attention"
     if not isinstance(types, list) or len(types) != num_layers or not all(each in kinds for each in types):
-        raise unsupported("layer_types", types, f"{num_layers} of full_attention or linear_attention are")
+        raise unsupported("layer_types", types, f"it must list {num_layers} layers, each {' or '.join(kinds)}")
     if types[-1] != "full_attention" or "linear_attention" not in types:
-        raise unsupported("layer_types", types, "those that have linear_attention and end with full_attention are")
+        raise unsupported("layer_types", types, "it must have linear_attention, and end with full_attention")
     if (gate := config.get("attn_output_gate")) not in (None, True):
         raise unsupported("attn_output_gate", gate, "only true is")
     if (gate := config.get("output_gate_type")) not in (None, "swish", "silu"):

@@ -1,7 +1,8 @@
 """Which states of recurrent layers are kept for prefixes, and when lanes and slots exchange them. No torch here.
 
-A prompt whose pages are cached continues from its last page border that has a state. A state takes as much memory as
-dozens of pages, so only those likely to be asked for are kept:
+A prompt whose pages are cached continues from its last page border that has a state. It shares cached pages after this
+border, too: it computes their tokens again, and writes the same KV. A state takes as much memory as dozens of pages, so
+only those likely to be asked for are kept:
 
 - at the last border of a sequence that leaves its lane, for the next turn, or for itself if it was preempted;
 - where a prompt leaves a cached prefix that has no state there: others will share this prefix as well;
@@ -39,63 +40,64 @@ class StateMoves:
 
 
 class StateAllocator(PageAllocator):
-    """A PageAllocator whose matches end where a state is kept. slots: number of states."""
+    """A PageAllocator whose prefixes are continued where a state is kept. num_slots: number of states.
 
-    def __init__(self, num_pages: int, page_size: int, slots: int) -> None:
+    slots: by node, where its state is; the least recently used is first. due: by lane, the nodes whose states the lanes
+    have when the next step begins, which then moves them to slots.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, num_slots: int) -> None:
         super().__init__(num_pages, page_size)
-        self._slots: OrderedDict[Node, int] = OrderedDict()  # least recently used first
-        self._free_slots = list(range(slots))[::-1]
+        self.slots: OrderedDict[Node, int] = OrderedDict()
+        self.due: dict[int, Node] = {}
+        self._free_slots = list(range(num_slots))[::-1]
 
-    def match(self, tokens: list[int], limit: int) -> list[Node]:
-        nodes = super().match(tokens, limit)
-        while nodes and nodes[-1] not in self._slots:
-            nodes.pop()
-        if nodes:
-            self._slots.move_to_end(nodes[-1])
-        return nodes
-
-    def cached_pages(self, tokens: list[int], limit: int) -> int:
-        """Return the number of pages of the longest cached prefix, whether or not it has a state."""
-        return len(super().match(tokens, limit))
+    def start_of(self, nodes: list[Node]) -> int:
+        kept = self.slots.keys() | {*self.due.values()}
+        count = next((count for count in range(len(nodes), 0, -1) if nodes[count - 1] in kept), 0)
+        if count and nodes[count - 1] in self.slots:
+            self.slots.move_to_end(nodes[count - 1])
+        return count * self.page_size
 
     def node_at(self, tokens: list[int], end: int) -> Node | None:
         """Return the node of the page that ends the first `end` tokens, if it is in the prefix cache."""
-        nodes = super().match(tokens, end)
+        nodes = self.match(tokens, end)
         return nodes[-1] if nodes and len(nodes) * self.page_size == end else None
 
-    def slot_of(self, pages: list[int], tokens: int) -> int:
-        """Return the slot that a matched table of `tokens` tokens continues from."""
+    def last_node(self, pages: list[int], tokens: int) -> Node:
+        """Return the node of the page that ends the first `tokens` tokens of a table, which are in the prefix cache."""
         node = self._nodes[pages[tokens // self.page_size - 1]]
-        assert node is not None, "matched pages are indexed"
-        return self._slots[node]
+        assert node is not None
+        return node
 
     def take_slot(self, node: Node, pinned: set[int]) -> int | None:
         """Return a slot for the state at a node: a free one, or the least recently used one that is not pinned. None if
         the node already has a state, if it has left the prefix cache, or if all slots are pinned."""
-        if node in self._slots or node.page < 0 or self._nodes[node.page] is not node:
+        if node in self.slots or node.page < 0 or self._nodes[node.page] is not node:
             return None
         if not self._free_slots:
-            oldest = next((each for each, slot in self._slots.items() if slot not in pinned), None)
+            oldest = next((each for each, slot in self.slots.items() if slot not in pinned), None)
             if oldest is None:
                 return None
-            self._free_slots.append(self._slots.pop(oldest))
-        self._slots[node] = self._free_slots.pop()
-        return self._slots[node]
+            self._free_slots.append(self.slots.pop(oldest))
+        self.slots[node] = self._free_slots.pop()
+        return self.slots[node]
 
     def drop_index(self) -> None:
         super().drop_index()
-        self._free_slots.extend(self._slots.values())
-        self._slots.clear()
+        self.due.clear()
+        self._free_slots.extend(self.slots.values())
+        self.slots.clear()
 
     def _drop(self, node: Node) -> None:
         super()._drop(node)
-        if node in self._slots:
-            self._free_slots.append(self._slots.pop(node))
+        if node in self.slots:
+            self._free_slots.append(self.slots.pop(node))
 
     def check(self) -> None:
         """Assert that each slot is free or of one indexed node."""
-        assert len({*self._free_slots, *self._slots.values()}) == len(self._free_slots) + len(self._slots)
-        assert all(self._nodes[node.page] is node for node in self._slots)
+        assert len({*self._free_slots, *self.slots.values()}) == len(self._free_slots) + len(self.slots)
+        assert all(self._nodes[node.page] is node for node in self.slots)
 
 
 class StateKeeper(PlanFeature):
@@ -105,6 +107,7 @@ class StateKeeper(PlanFeature):
         self._num_slots = slots
 
     def make_allocator(self, config: EngineConfig) -> PageAllocator:
+        assert not self._num_slots or self._num_slots >= config.max_seqs, "each lane of a step may need a state"
         self._border = math.lcm(BLOCK, config.page_size)
         self._pages = StateAllocator(config.num_pages, config.page_size, self._num_slots)
         return self._pages
@@ -112,7 +115,6 @@ class StateKeeper(PlanFeature):
     def reset(self, lanes: LaneTable) -> None:
         self._lanes = lanes
         self._ends: dict[Sequence, list[int]] = {}  # of sequences in their prefill: where states are to be kept
-        self._due: dict[int, Node] = {}  # by lane: the nodes whose states the lanes have when the next step begins
         self._chunks: list[tuple[Sequence, int]] = []  # of the batch that is made: which end where a state is kept
 
     def cut(self, sequence: Sequence, count: int) -> int:
@@ -129,7 +131,7 @@ class StateKeeper(PlanFeature):
         if not self._num_slots:
             return []
         tokens, start, ends = sequence.token_ids, sequence.computed, set[int]()
-        cached = self._pages.cached_pages(tokens, min(sequence.cacheable_len, sequence.prefill_len - 1))
+        cached = len(self._pages.match(tokens, min(sequence.cacheable_len, sequence.prefill_len - 1)))
         ends.add(cached * self._pages.page_size // self._border * self._border)
         if sequence.prefill_left >= LONG_PROMPT:
             ends.add((sequence.prefill_len - 1) // self._border * self._border)
@@ -138,34 +140,40 @@ class StateKeeper(PlanFeature):
     def payload(self, batch: Batch) -> StateMoves | None:
         forks = tuple((chunk.lane, lane) for chunk in batch.prefills for lane in chunk.forks)
         begins = {chunk.lane: chunk.start for chunk in batch.prefills}
-        restores = dict[int, int]()
+        wanted = dict[int, Node]()  # by lane: where sequences continue
         for lane in {start.lane for start in batch.starts} - {lane for _, lane in forks}:
             sequence = self._lanes.sequences[lane]
             start = 0 if sequence is None else begins.get(lane, sequence.computed)
             if sequence is not None and start:
-                restores[lane] = self._pages.slot_of(sequence.pages, start)
-        pinned, saves = set(restores.values()), list[tuple[int, int]]()
-        for lane, node in self._due.items():
+                wanted[lane] = self._pages.last_node(sequence.pages, start)
+        saves = self._save(set(wanted.values()))
+        for sequence, end in self._chunks:
+            kept = self._pages.node_at(sequence.token_ids, end)
+            if sequence.lane >= 0 and kept is not None:
+                self._pages.due[sequence.lane] = kept
+        self._chunks = []
+        restores = tuple((self._pages.slots[node], lane) for lane, node in wanted.items())
+        return StateMoves(saves, restores, forks) if saves or restores or forks else None
+
+    def _save(self, wanted: set[Node]) -> tuple[tuple[int, int], ...]:
+        """Return (lane, slot) of the states that are due: first the wanted ones, for which there are always slots."""
+        slots, due, saves = self._pages.slots, self._pages.due, list[tuple[int, int]]()
+        self._pages.due = {}
+        pinned = {slots[node] for node in wanted if node in slots}
+        for lane, node in sorted(due.items(), key=lambda each: each[1] not in wanted):
             slot = self._pages.take_slot(node, pinned)
             if slot is not None:
                 saves.append((lane, slot))
                 pinned.add(slot)
-        self._due = {}
-        for sequence, end in self._chunks:
-            kept = self._pages.node_at(sequence.token_ids, end)
-            if sequence.lane >= 0 and kept is not None:
-                self._due[sequence.lane] = kept
-        self._chunks = []
-        moves = StateMoves(tuple(saves), tuple((slot, lane) for lane, slot in restores.items()), forks)
-        return moves if saves or restores or forks else None
+        return tuple(saves)
 
     def leave(self, sequence: Sequence) -> None:
         """Keep the state of the lane, which is that of the last border of what is computed."""
         self._ends.pop(sequence, None)
-        self._due.pop(sequence.lane, None)
+        self._pages.due.pop(sequence.lane, None)
         border = sequence.computed // BLOCK * BLOCK
         # Pages that are not indexed may be of earlier weights.
         if self._num_slots and border and border % self._border == 0 and sequence.indexed != NOT_INDEXED:
             ended = self._pages.node_at(sequence.token_ids, border)
             if ended is not None:
-                self._due[sequence.lane] = ended
+                self._pages.due[sequence.lane] = ended

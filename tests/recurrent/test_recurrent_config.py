@@ -56,13 +56,19 @@ def test_the_size_of_the_weights_is_known_before_they_are_read(folder: Path) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer_types": [FULL, FULL, LINEAR]}, "is not supported; those that have linear_attention and end with full"),
-        ({"layer_types": [FULL] * 3}, "is not supported; those that have linear_attention and end with full_attention"),
-        ({"layer_types": None, "num_hidden_layers": 6}, "those that have linear_attention and end with full_attention"),
-        ({"layer_types": [LINEAR, FULL]}, "is not supported; 3 of full_attention or linear_attention are"),
+        (
+            {"layer_types": [FULL, FULL, LINEAR]},
+            "is not supported; it must have linear_attention",
+        ),
+        ({"layer_types": [FULL] * 3}, "is not supported; it must have linear_attention"),
+        ({"layer_types": None, "num_hidden_layers": 6}, "it must have linear_attention"),
+        (
+            {"layer_types": [LINEAR, FULL]},
+            "is not supported; it must list 3 layers, each full",
+        ),
         (
             {"layer_types": [LINEAR, "sliding_attention", FULL]},
-            "is not supported; 3 of full_attention or linear_attention are",
+            "is not supported; it must list 3 layers, each full",
         ),
         ({"linear_key_head_dim": 64}, "linear_key_head_dim=64 is not supported; only 128 is"),
         ({"linear_value_head_dim": 256}, "linear_value_head_dim=256 is not supported; only 128 is"),

@@ -113,6 +113,20 @@ def test_what_qwen3_5_publishes_in_float32_is_not_rounded(folder: Path, name: st
     assert scores[0] != scores[1]
 
 
+@pytest.mark.parametrize("users", [1, 3])
+@pytest.mark.parametrize("page_size", [64, 16])
+def test_conversations_continue_from_their_last_states(page_size: int, users: int, folder: Path) -> None:
+    """They begin alike. The engine is idle between the turns, and cached pages reach beyond the states."""
+    prompts, computed = [[*PROMPT[:70], *[user] * 20] for user in range(users)], 0
+    with Generator(folder, device="cpu", seed=0, page_size=page_size) as gen:
+        for _ in range(4):
+            outputs = gen.generate(prompts, PARAMS)
+            if computed:
+                assert [output.cached_tokens for output in outputs] == [computed // 64 * 64] * users
+            computed = len(prompts[0]) + PARAMS.max_tokens - 1
+            prompts = [[*old, *o.completions[0].token_ids, 7] for old, o in zip(prompts, outputs, strict=True)]
+
+
 def test_a_policy_refuses_a_hybrid_model(gen: Generator) -> None:
     with pytest.raises(ValueError, match=r"cannot train models with recurrent layers; .* update_weights"):
         Policy(gen)
