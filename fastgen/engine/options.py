@@ -343,20 +343,25 @@ def _deterministic(
     dtypes: dtype of the computation and of the KV cache.
     """
     always = gpu and _has_fast_products(model, options, dtypes[0], kernels)
-    if always and options.deterministic is False:
+    asked = options.deterministic
+    if model.recurrent:  # cached tokens are computed again, and must not change what others read
+        if asked is False:
+            raise ValueError("deterministic=False does not work with models that have recurrent layers; leave it out")
+        asked = True
+    if always and asked is False:
         raise ValueError(
             "deterministic=False on a Hopper GPU: its kernels give the same bits under any schedule, and there are "
             "no faster ones; leave deterministic out"
         )
     by_amx = not gpu and dtypes[0] == "bfloat16" and has_amx()
-    if options.deterministic is None:
+    if asked is None:
         return always or not (gpu or by_amx)
-    if options.deterministic and by_amx and not _multiplies_on_cpu(model, dtypes[0]):
+    if asked and by_amx and not _multiplies_on_cpu(model, dtypes[0]):
         raise ValueError(
             "deterministic=True in bfloat16 needs fastgen's C++ kernels (g++ 10 or later) and no fp8 on this CPU, "
             "whose products by AMX depend on the batch; pass dtype='float32', or leave deterministic out"
         )
-    if options.deterministic and gpu:
+    if asked and gpu:
         if options.attention not in ("auto", "paged"):
             raise ValueError(
                 f"deterministic=True needs attention='paged' on a GPU, not {options.attention!r}; use 'auto'"
@@ -366,7 +371,7 @@ def _deterministic(
                 "deterministic=True needs layers whose inputs are multiples of 8 on a GPU, and this model's are "
                 f"{', '.join(map(str, model.input_sizes))}; leave it out"
             )
-    return options.deterministic
+    return asked
 
 
 def _has_fast_products(model: ModelConfig, options: GeneratorOptions, dtype: str, kernels: str) -> bool:

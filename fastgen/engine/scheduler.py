@@ -13,9 +13,10 @@ finds that the pages it is expected to fill fit next to the pages of all running
 be in the middle of their prefill, so that a short prompt is computed while long ones are.
 
 **Prefix cache.** The full pages of a prompt are indexed when the step that computes them is scheduled, the pages of
-an output when the sequence leaves. An admitted sequence begins after its longest cached prefix. When the last chunk
-of a prompt is scheduled, the next waiting sequences with the same tokens become its forks: they share its pages,
-draw from its last row, and compute nothing. A last page that is partly filled is copied for each fork.
+an output when the sequence leaves. An admitted sequence holds its longest cached prefix, and begins after it, or within
+it (see `PageAllocator.start_of`). When the last chunk of a prompt is scheduled, the next waiting sequences with the
+same tokens become its forks: they share its pages, draw from its last row, and compute nothing. A last page that is
+partly filled is copied for each fork.
 
 **Preemption.** If predictions were too low and pages run out, the youngest running sequence gives up its lane and
 its pages, and later computes again what is not cached. `running` is in order of admission.

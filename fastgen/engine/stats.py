@@ -22,7 +22,7 @@ class Stats:
     prompt_tokens: number of prompt tokens, once per request. generated_tokens: number of tokens of all samples.
     prefilled_tokens: number of known tokens that steps computed: a prompt once for all samples that draw from it, and
         again after a preemption.
-    cached_tokens: number of known tokens of admitted sequences whose KV was there already.
+    cached_tokens: number of known tokens of admitted sequences that were not computed again.
     pages: size of the KV pool. pages_used: number of pages that sequences hold now; other cached pages are evicted on
         demand.
     pages_saved, pages_loaded: numbers of pages copied to the host tier, and back.

@@ -30,8 +30,6 @@ class RecurrentFeature(Feature):
             )
         if config.device != "cpu" and config.kernels == "torch":
             raise ValueError("models with recurrent layers need Triton on a GPU; install it, or take device='cpu'")
-        if config.attention == "flash":
-            raise ValueError("attention='flash' does not work with models that have recurrent layers; use 'auto'")
 
     def plan(self, stats: Stats) -> StateKeeper:
         return StateKeeper(num_slots(self.config))

@@ -1,8 +1,8 @@
 """Which states of recurrent layers are kept for prefixes, and when lanes and slots exchange them. No torch here.
 
 A prompt whose pages are cached continues from its last page border that has a state. It shares cached pages after this
-border, too: it computes their tokens again, and writes the same KV. A state takes as much memory as dozens of pages, so
-only those likely to be asked for are kept:
+border, too: it computes their tokens again, and writes the same KV. Therefore hybrids are always deterministic. A state
+takes as much memory as dozens of pages, so only those likely to be asked for are kept:
 
 - at the last border of a sequence that leaves its lane, for the next turn, or for itself if it was preempted;
 - where a prompt leaves a cached prefix that has no state there: others will share this prefix as well;
@@ -43,7 +43,7 @@ class StateAllocator(PageAllocator):
     """A PageAllocator whose prefixes are continued where a state is kept. num_slots: number of states.
 
     slots: by node, where its state is; the least recently used is first. due: by lane, the nodes whose states the lanes
-    have when the next step begins, which then moves them to slots.
+    have when the next step begins, which copies them to slots.
     """
 
     def __init__(self, num_pages: int, page_size: int, num_slots: int) -> None:
@@ -53,8 +53,10 @@ class StateAllocator(PageAllocator):
         self._free_slots = list(range(num_slots))[::-1]
 
     def start_of(self, nodes: list[Node]) -> int:
-        kept = self.slots.keys() | {*self.due.values()}
-        count = next((count for count in range(len(nodes), 0, -1) if nodes[count - 1] in kept), 0)
+        """Return how many tokens of a match need not be computed again: up to its last state, which counts as used."""
+        kept, count = self.slots.keys() | {*self.due.values()}, len(nodes)
+        while count and nodes[count - 1] not in kept:
+            count -= 1
         if count and nodes[count - 1] in self.slots:
             self.slots.move_to_end(nodes[count - 1])
         return count * self.page_size
@@ -160,7 +162,9 @@ class StateKeeper(PlanFeature):
         slots, due, saves = self._pages.slots, self._pages.due, list[tuple[int, int]]()
         self._pages.due = {}
         pinned = {slots[node] for node in wanted if node in slots}
-        for lane, node in sorted(due.items(), key=lambda each: each[1] not in wanted):
+        first = [pair for pair in due.items() if pair[1] in wanted]
+        others = [pair for pair in due.items() if pair[1] not in wanted]
+        for lane, node in (*first, *others):
             slot = self._pages.take_slot(node, pinned)
             if slot is not None:
                 saves.append((lane, slot))

@@ -138,8 +138,10 @@ def with_states(simulation: Simulation) -> StateRunner:
 def random_config(rng: random.Random) -> EngineConfig:
     page_size, lanes, context = rng.choice((1, 2, 3, 4, 6, 8)), rng.randint(1, 6), rng.randint(8, 44)
     budget = lanes + rng.choice((0, 1, 3, 8, 40))
+    slots = rng.choice((0, lanes, lanes, lanes, lanes + 1, 20))
     return small_config(
-        rng.choice((lanes, lanes, lanes + 1, 20)),
+        slots,
+        prefix_cache=slots > 0,
         max_model_len=context,
         max_seqs=lanes,
         max_step_tokens=budget,

@@ -102,6 +102,7 @@ def test_a_config_that_cannot_work_is_an_error(
         ({"tensor_parallel": 2}, "the recurrent layers of this model cannot be split over ranks; take tensor_parallel"),
         ({"speculate": "ngram"}, "speculate does not work with models that have recurrent layers; leave it out"),
         ({"host_cache_gb": 0.01}, "host_cache_gb does not work with models that have recurrent layers; leave it out"),
+        ({"deterministic": False}, "deterministic=False does not work with models that have recurrent layers; leave"),
         ({"free_windows": True}, "free_windows needs a model with a sliding window"),
     ],
 )
@@ -125,7 +126,11 @@ def test_states_are_kept_for_as_many_prefixes_as_sequences(
     [
         ({"dtype": "float32"}, "triton", "multiply no float32; take dtype='bfloat16', or device='cpu'"),
         ({"dtype": "auto"}, "triton", "multiply no float32; take dtype='bfloat16', or device='cpu'"),
-        ({"attention": "flash"}, "triton", "attention='flash' does not work with models that have recurrent layers"),
+        (
+            {"attention": "flash"},
+            "triton",
+            "needs attention='paged' on a GPU, not 'flash'; use 'auto'",
+        ),
         ({}, "torch", "models with recurrent layers need Triton on a GPU; install it, or take device='cpu'"),
     ],
 )
@@ -133,6 +138,5 @@ def test_what_a_gpu_cannot_run_is_an_error(
     changes: dict[str, Any], kernels: str, message: str, written: dict[str, Any]
 ) -> None:
     options = GeneratorOptions(device="cuda", **{"dtype": "bfloat16", **changes})
-    config = EngineConfig.make(parse_config(written), options, int(80e9), kernels, 132)
     with pytest.raises(ValueError, match=re.escape(message)):
-        features_of(config)
+        features_of(EngineConfig.make(parse_config(written), options, int(80e9), kernels, 132))
