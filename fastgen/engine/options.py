@@ -123,7 +123,7 @@ class GeneratorOptions(Options):
     deterministic: bool | None = option(
         None, "tokens and logprobs do not depend on the schedule, bit for bit; always the case on the H100s or H200s "
         "of one host in bfloat16 or float16",
-        unset="on there and on the CPU (in bfloat16 only without AMX), off elsewhere",
+        unset="on there, for hybrid models, and on the CPU (in bfloat16 only without AMX); off elsewhere",
     )  # fmt: skip
     speculate: Any = option(
         False, "draft tokens and verify them together, which changes no bit if deterministic is on: auto drafts "
@@ -343,11 +343,11 @@ def _deterministic(
     dtypes: dtype of the computation and of the KV cache.
     """
     always = gpu and _has_fast_products(model, options, dtypes[0], kernels)
-    asked = options.deterministic
+    asked, reason = options.deterministic, "deterministic=True"
     if model.recurrent:  # cached tokens are computed again, and must not change what others read
         if asked is False:
             raise ValueError("deterministic=False does not work with models that have recurrent layers; leave it out")
-        asked = True
+        asked, reason = True, "a model with recurrent layers"
     if always and asked is False:
         raise ValueError(
             "deterministic=False on a Hopper GPU: its kernels give the same bits under any schedule, and there are "
@@ -358,17 +358,15 @@ def _deterministic(
         return always or not (gpu or by_amx)
     if asked and by_amx and not _multiplies_on_cpu(model, dtypes[0]):
         raise ValueError(
-            "deterministic=True in bfloat16 needs fastgen's C++ kernels (g++ 10 or later) and no fp8 on this CPU, "
+            f"{reason} in bfloat16 needs fastgen's C++ kernels (g++ 10 or later) and no fp8 on this CPU, "
             "whose products by AMX depend on the batch; pass dtype='float32', or leave deterministic out"
         )
     if asked and gpu:
         if options.attention not in ("auto", "paged"):
-            raise ValueError(
-                f"deterministic=True needs attention='paged' on a GPU, not {options.attention!r}; use 'auto'"
-            )
+            raise ValueError(f"{reason} needs attention='paged' on a GPU, not {options.attention!r}; use 'auto'")
         if not _aligned(model):
             raise ValueError(
-                "deterministic=True needs layers whose inputs are multiples of 8 on a GPU, and this model's are "
+                f"{reason} needs layers whose inputs are multiples of 8 on a GPU, and this model's are "
                 f"{', '.join(map(str, model.input_sizes))}; leave it out"
             )
     return asked

@@ -1,8 +1,8 @@
 """Which states of recurrent layers are kept for prefixes, and when lanes and slots exchange them. No torch here.
 
 A prompt whose pages are cached continues from its last page border that has a state. It shares cached pages after this
-border, too: it computes their tokens again, and writes the same KV. Therefore hybrids are always deterministic. A state
-takes as much memory as dozens of pages, so only those likely to be asked for are kept:
+border as well: it computes their tokens again, and writes the same KV. Therefore hybrids ask for `deterministic`. A
+state takes as much memory as dozens of pages, so only those likely to be asked for are kept:
 
 - at the last border of a sequence that leaves its lane, for the next turn, or for itself if it was preempted;
 - where a prompt leaves a cached prefix that has no state there: others will share this prefix as well;
@@ -42,7 +42,7 @@ class StateMoves:
 class StateAllocator(PageAllocator):
     """A PageAllocator whose prefixes are continued where a state is kept. num_slots: number of states.
 
-    slots: by node, where its state is; the least recently used is first. due: by lane, the nodes whose states the lanes
+    slots: the slot of each node's state, the least recently used first. due: by lane, the nodes whose states the lanes
     have when the next step begins, which copies them to slots.
     """
 

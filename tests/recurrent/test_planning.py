@@ -25,7 +25,7 @@ BLOCK = 4  # tokens from one state to the next in these tests
 
 @dataclass(frozen=True)
 class Shape(Recurrent):
-    """Recurrent layers of which this number of states is kept."""
+    """Recurrent layers, and the number of states that are kept for prefixes."""
 
     slots: int = 0
 

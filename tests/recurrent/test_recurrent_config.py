@@ -56,20 +56,11 @@ def test_the_size_of_the_weights_is_known_before_they_are_read(folder: Path) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"layer_types": [FULL, FULL, LINEAR]},
-            "is not supported; it must have linear_attention",
-        ),
-        ({"layer_types": [FULL] * 3}, "is not supported; it must have linear_attention"),
-        ({"layer_types": None, "num_hidden_layers": 6}, "it must have linear_attention"),
-        (
-            {"layer_types": [LINEAR, FULL]},
-            "is not supported; it must list 3 layers, each full",
-        ),
-        (
-            {"layer_types": [LINEAR, "sliding_attention", FULL]},
-            "is not supported; it must list 3 layers, each full",
-        ),
+        ({"layer_types": [FULL, FULL, LINEAR]}, "it must have linear_attention, and end with full_attention"),
+        ({"layer_types": [FULL] * 3}, "is not supported; it must have linear_attention, and end with"),
+        ({"layer_types": None, "num_hidden_layers": 6}, "it must have linear_attention, and end with"),
+        ({"layer_types": [LINEAR, FULL]}, "it must list 3 layers, each full_attention or linear_attention"),
+        ({"layer_types": [LINEAR, "sliding_attention", FULL]}, "it must list 3 layers, each full_attention or linear"),
         ({"linear_key_head_dim": 64}, "linear_key_head_dim=64 is not supported; only 128 is"),
         ({"linear_value_head_dim": 256}, "linear_value_head_dim=256 is not supported; only 128 is"),
         ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim=3 is not supported; only 4 is"),
@@ -129,7 +120,7 @@ def test_states_are_kept_for_as_many_prefixes_as_sequences(
         (
             {"attention": "flash"},
             "triton",
-            "needs attention='paged' on a GPU, not 'flash'; use 'auto'",
+            "recurrent layers needs attention='paged' on a GPU, not 'flash'; use 'auto'",
         ),
         ({}, "torch", "models with recurrent layers need Triton on a GPU; install it, or take device='cpu'"),
     ],
